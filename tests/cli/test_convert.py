@@ -57,7 +57,9 @@ def test_an_existing_file_needs_force(tmp_path: Path) -> None:
     out.write_text("precious")
     done = run("convert", AGENTX, out)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"kvoffload convert: {out}: exists; name another file, or use force to replace it\n"
+    assert (
+        done.stderr == f"kvoffload convert: {out}: exists; name another file, or replace it with --force (force=True)\n"
+    )
     assert out.read_text() == "precious"
     assert run("convert", AGENTX, out, "--force").exit_code == 0
     assert run("convert", tmp_path / "none", tmp_path / "new").exit_code == 2

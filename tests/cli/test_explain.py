@@ -252,6 +252,13 @@ def test_an_invalid_duration_is_an_error_with_an_example(log: Path, option: str,
     assert "15m" in result.output
 
 
+def test_the_requests_of_one_tenant(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text(as_log([RequestRecord(START + i, f"r{i}", 10, 0, 0, tenant="ab"[i % 2]) for i in range(9)]))
+    shown = json.loads(invoke(log, "--tenant", "b", "--json").stdout)
+    assert [record["req_id"] for record in shown["records"]] == ["r1", "r3", "r5", "r7"]
+
+
 def test_too_short_periods_are_refused(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     records = some_records()

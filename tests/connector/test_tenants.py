@@ -86,7 +86,7 @@ def test_the_salt_of_a_request_without_the_option_may_name_a_tenant() -> None:
 
 
 @pytest.mark.parametrize(
-    "tenant", [None, "", 7, float("nan"), True, ["a"], {"a": 1}, b"a", "a\n", "\ud800", "x" * (MAX_TENANT_CHARS + 1)]
+    "tenant", ["", 7, float("nan"), True, ["a"], {"a": 1}, b"a", "a\n", "\ud800", "x" * (MAX_TENANT_CHARS + 1)]
 )
 def test_nonsense_is_left_out_with_a_debug_line(tenant: object, caplog: pytest.LogCaptureFixture) -> None:
     used = rig()

@@ -58,7 +58,7 @@ def test_mooncake(tmp_path: Path) -> None:
 def test_blocks_of_another_size(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", request(0, 64, [1, 2, 3, 4]))
     assert read_trace(path, block_tokens=16).block_tokens == 16
-    with pytest.raises(TraceError, match=r"which has 1 blocks of 512 tokens; if .* set block_tokens"):
+    with pytest.raises(TraceError, match=r"which has 1 blocks of 512 tokens; if .* --block-tokens"):
         read_trace(path)
 
 
@@ -208,7 +208,7 @@ def test_random_bytes_are_an_error(tmp_path: Path, name: str) -> None:
 
 def test_an_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
     path = write(tmp_path / "t.txt", "Lorem ipsum")
-    for words in (*FORMATS, "set format"):
+    for words in (*FORMATS, "--format"):
         with pytest.raises(TraceError, match=words):
             read_trace(path)
     with pytest.raises(TraceError, match="format='parquet': unknown; use one of mooncake"):

@@ -90,7 +90,7 @@ def test_sessions_tenants_and_prompt_blocks_survive(tmp_path: Path) -> None:
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     trace, path = example([0.0, 1.0]), tmp_path / "t"
     path.write_text("precious")
-    with pytest.raises(TraceError, match="exists; name another file, or use force"):
+    with pytest.raises(TraceError, match="exists; name another file, or replace it with --force"):
         write_trace(trace, path)
     assert path.read_text() == "precious"
     write_trace(trace, path, force=True)

@@ -56,6 +56,7 @@ def test_a_record_can_be_written_as_json() -> None:
         "policy": None,
         "tier_tokens": {},
         "missed_in": None,
+        "tenant": None,
     }
     assert RequestRecord(**HIT.to_dict()) == HIT
 

@@ -314,7 +314,7 @@ def test_a_bug_ends_the_recording_and_nothing_else(path: Path, caplog: pytest.Lo
     recording = Recording(path)
     recording.serve(prompt(12))
     add_as_it_is = recording.recorder.add
-    recording.recorder.add = lambda *args: add_as_it_is(None, *args[1:])  # type: ignore[assignment, arg-type]
+    recording.recorder.add = lambda *args, **names: add_as_it_is(None, *args[1:], **names)  # type: ignore[assignment, arg-type]
     recording.serve(prompt(12))
     recording.serve(prompt(12))
     assert len(warnings(caplog)) == 1

@@ -150,6 +150,7 @@ class Findings:
     callback=_seconds,
     help="Only the latest requests, such as those of the last 15m.",
 )
+@click.option("--tenant", metavar="NAME", help='Only requests of one configured tenant, or of "other".')
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--records", "as_records", is_flag=True, help="Print one record per line as JSON, to save them.")
 def explain(
@@ -157,6 +158,7 @@ def explain(
     pid: int | None,
     every_s: int | None,
     last_s: int | None,
+    tenant: str | None,
     as_json: bool,
     as_records: bool,
 ) -> None:
@@ -175,7 +177,11 @@ def explain(
     errors = Console(stderr=True)
     try:
         found = _from_logs(logs) if logs else _from_servers(pid)
-        chosen = [record for record in found.records if last_s is None or record.time >= found.now - last_s]
+        chosen = [
+            record
+            for record in found.records
+            if (last_s is None or record.time >= found.now - last_s) and tenant in (None, record.tenant)
+        ]
         periods = over_time(chosen, every_s)
     except RecordsError as error:
         errors.print(f"kvoffload explain: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)

@@ -205,6 +205,7 @@ class RequestObserver:
             policy,
             tier_tokens,
             missed_in,
+            state.tenant,
         )
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):

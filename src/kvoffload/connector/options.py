@@ -90,8 +90,8 @@ class RequestOptions:
     @classmethod
     def from_params(cls, params: object, engine_options: Mapping[str, object] | None = None) -> RequestOptions:
         """Reads what a client sent, which may be anything. Options that are unknown or invalid are left out, with a
-        debug line. ``engine_options``: options that the engine itself has for the request; those of the client
-        count more."""
+        debug line. None counts as not sent. ``engine_options``: options that the engine itself has for the request;
+        those of the client count more."""
         params = params if isinstance(params, Mapping) else {}
         sent = params.get(PARAM)
         remote_decode = bool(params.get("do_remote_decode"))
@@ -102,9 +102,10 @@ class RequestOptions:
         ignored: list[str] = []
         for source in (engine_options or {}, options):
             for name, is_valid in OPTIONS.items():
-                if name in source and is_valid(source[name]):
-                    known[name] = source[name]
-                elif name in source:
+                value = source.get(name)
+                if value is not None and is_valid(value):
+                    known[name] = value
+                elif value is not None:
                     ignored.append(name)
         num_known = sum(name in options for name in OPTIONS)
         if num_known < len(options) or not isinstance(sent, Mapping | None):

@@ -64,7 +64,7 @@ def check_free(path: Path, force: bool) -> None:
     if path.exists() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; name a file")
     if path.exists() and not force:
-        raise TraceError(f"{path}: exists; name another file, or use force to replace it")
+        raise TraceError(f"{path}: exists; name another file, or replace it with --force (force=True)")
 
 
 def _lines(trace: Trace, on_progress: Progress | None) -> Iterator[bytes]:

@@ -42,7 +42,8 @@ class RequestRecord:
     missing block all the same.
     ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long ago that block
     was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule`` that it
-    followed then, and the ``scores`` of all its rules.
+    followed then, and the ``scores`` of all its rules. ``tenant`` is the name of a configured tenant, or "other"; None
+    if there are none.
     """
 
     time: float
@@ -57,6 +58,7 @@ class RequestRecord:
     policy: Mapping[str, Any] | None = field(default=None, hash=False)
     tier_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
     missed_in: str | None = None
+    tenant: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,6 +82,7 @@ class RequestRecord:
             None if data.get("policy") is None else _policy(data, "policy"),
             _tier_tokens(data),
             None if data.get("missed_in") is None else _text(data, "missed_in"),
+            None if data.get("tenant") is None else _text(data, "tenant"),
         )
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than the tokens found")

@@ -81,7 +81,10 @@ def _guess(source: Source) -> str:
         for _ in source.lines():
             pass
         source.empty()
-    raise TraceError(f"{source.path}: the format is not recognized; if it is one of {', '.join(FORMATS)}, set format")
+    raise TraceError(
+        f"{source.path}: the format is not recognized; if it is one of {', '.join(FORMATS)}, name it with "
+        "--format (format=)"
+    )
 
 
 def _looks_like_csv(line: bytes) -> bool:

@@ -44,7 +44,7 @@ class Problems:
 
     def add(self, problem: Problem) -> None:
         if self.strict:
-            raise TraceError(f"{problem}. Without strict such lines are skipped and counted")
+            raise TraceError(f"{problem}. Without --strict (strict=True) such lines are skipped and counted")
         self.count += 1
         if len(self.kept) < MAX_PROBLEMS_KEPT:
             self.kept.append(problem)

@@ -43,5 +43,5 @@ def check_length(ids: int, tokens: int, block_tokens: int) -> None:
         return
     raise ValueError(
         f"{ids} hash_ids for input_length={tokens}, which has {-(-tokens // block_tokens)} blocks of {block_tokens} "
-        "tokens; if blocks have another size, set block_tokens"
+        "tokens; if blocks have another size, give it with --block-tokens (block_tokens=)"
     )
