@@ -287,7 +287,7 @@ def test_a_block_that_must_stay_is_never_evicted_whatever_hints_say(monkeypatch:
     cache.request("ab", DROP_A)
     cache.request("cd")
     cache.manager.prepare_load(keys("ab"))
-    monkeypatch.setattr(HintedBlocks, "take", lambda self, n, busy: np.array([0], dtype=np.int64))
+    monkeypatch.setattr(HintedBlocks, "take", lambda self, n, busy, tenant: np.array([0], dtype=np.int64))
     with pytest.raises(IntegrityError, match="may not evict"):
         cache.request("x")
 
