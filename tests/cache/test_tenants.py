@@ -464,6 +464,7 @@ def test_a_salt_names_a_configured_tenant() -> None:
     tenants = Tenants(b"12345678", [TenantConfig("search", salt_sha256=digest), TenantConfig("chat")])
     assert tenants.of(None, salt) == tenants.of("search")
     assert tenants.of(None, "chat") == tenants.of("chat")
+    assert tenants.of(None, "search") == tenants.of(None), "its salt is a secret, and its name is not"
     assert tenants.of("chat", salt) == tenants.of("chat"), "the option comes first"
     assert tenants.of(None, "s3cre") == tenants.of(None), "vLLM's hashes depend on any other salt already"
     assert tenants.of(None, "\ud800") == tenants.of(None)
