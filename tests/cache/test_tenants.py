@@ -20,6 +20,7 @@ from kvoffload.abc import (
     OffloadKey,
     ReqContext,
 )
+from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -186,6 +187,37 @@ def test_hints_say_which_blocks_a_tenant_loses_and_not_which_tenant_does() -> No
     assert [use.num_evicted for use in of.tenant_uses()] == [2, 0, 0]
 
 
+def test_hints_take_nothing_of_what_is_guaranteed_when_several_tenants_share_a_store() -> None:
+    of = manager(shares(20, [10, 10, 0]))
+    assert store(of, chain("a", 0, 8))
+    assert store(of, chain("a", 10, 2), Hints(2, drop=True))
+    assert store(of, chain("b", 0, 4))
+    assert store(of, chain(OTHER, 0, 6))
+    of.prepare_load(chain(OTHER, 0, 6))
+    assert store(of, chain("a", 20, 3) + chain("b", 20, 2))
+    assert present(of, chain("a", 10, 2)) == 0, "the hint is heeded"
+    assert held(of) == [10, 4, 6]
+
+
+def test_a_session_number_that_two_tenants_have_takes_nothing_of_the_other() -> None:
+    of = manager(shares(8, [4, 0, 0]))
+    context, dropping = ReqContext("a", hints=Hints(2)), ReqContext("b", hints=Hints(2, drop=True))
+    first, others = chain("a", 0, 4), chain("b", 0, 8)
+    of.touch(first, context)
+    of.touch(others, dropping)
+    output = of.prepare_store(others, dropping)
+    assert output is not None
+    of.complete_store(output.store_spec)
+    of.reorder_chain(others, output.keys_to_store, dropping)
+    of.drop(others[4:])
+    output = of.prepare_store(first, context)
+    assert output is not None
+    of.complete_store(output.store_spec)
+    of.reorder_chain(first, output.keys_to_store, context)
+    assert store(of, chain("b", 10, 3))
+    assert present(of, first) == 4
+
+
 def test_blocks_of_several_tenants_in_one_store() -> None:
     of = manager(shares(6, (2, 2, 0)))
     assert store(of, chain("a", 0, 2) + chain("b", 0, 2) + chain(OTHER, 0, 2))
@@ -296,7 +328,7 @@ class Checked:
         t = NAMES.index(name)
         table = self.of._table
         slots = table.slots()
-        owner = policy._tenant_of[slots]
+        owner = policy.tenant_of[slots]
         idle = ~table.busy[slots] & ~np.isin(slots, self.of.find(keys))
         count = [int(np.count_nonzero(owner == i)) for i in range(3)]
         free_of = [int(np.count_nonzero((owner == i) & idle)) for i in range(3)]
@@ -372,6 +404,16 @@ def test_taking_what_is_guaranteed_is_found_at_once(monkeypatch: pytest.MonkeyPa
         of.prepare_store(chain("b", 10, 1))
 
 
+def test_an_early_eviction_of_another_tenants_block_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = manager(shares(4, (2, 0, 0)))
+    assert store(of, chain("a", 0, 2))
+    assert store(of, chain("b", 0, 2), Hints(2, drop=True))
+    slots = of.find([key("a", 0)])
+    monkeypatch.setattr(HintedBlocks, "take", lambda self, n, busy, tenant: slots)
+    with pytest.raises(IntegrityError, match="more blocks of a tenant leave early"):
+        of.prepare_store(chain("b", 10, 1))
+
+
 def test_a_store_over_the_quota_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     of = manager(shares(6, (0, 0, 0), (6, 2, 6)))
     assert store(of, chain("b", 0, 2))
@@ -389,7 +431,7 @@ def test_damaged_tables_are_found(damage: str) -> None:
     slot = int(of.find([key("a", 0)])[0])
     mine = policy.tenants[0]
     if damage == "tenant":
-        policy._tenant_of[slot] = 1
+        policy.tenant_of[slot] = 1
     elif damage == "place":
         policy._place_of[slot] = policy._place_of[int(of.find([key("a", 1)])[0])]
     elif damage == "count":
@@ -422,6 +464,7 @@ def test_a_salt_names_a_configured_tenant() -> None:
     tenants = Tenants(b"12345678", [TenantConfig("search", salt_sha256=digest), TenantConfig("chat")])
     assert tenants.of(None, salt) == tenants.of("search")
     assert tenants.of(None, "chat") == tenants.of("chat")
+    assert tenants.of(None, "search") == tenants.of(None), "its salt is a secret, and its name is not"
     assert tenants.of("chat", salt) == tenants.of("chat"), "the option comes first"
     assert tenants.of(None, "s3cre") == tenants.of(None), "vLLM's hashes depend on any other salt already"
     assert tenants.of(None, "\ud800") == tenants.of(None)

@@ -188,6 +188,15 @@ def test_every_series_of_every_tier_exists_from_the_start() -> None:
     assert registry.get_sample_value("kvoffload:misses_total", labels) == 2
 
 
+def test_the_name_of_a_tier_and_of_a_rule_may_have_a_comma() -> None:
+    metrics, registry = prom_metrics({"host_bytes": "1MiB", "tenants": {"a": {}}})
+    metrics.observe({"policy_rule:slow, old": 1.0, "tenant_blocks:a,rack 2, nvme": 5.0})
+    labels = {"engine": "0", "rule": "slow, old"}
+    assert registry.get_sample_value("kvoffload:policy_rule", labels) == 1
+    labels = {"engine": "0", "tenant": "a", "tier": "rack 2, nvme"}
+    assert registry.get_sample_value("kvoffload:tenant_blocks", labels) == 5
+
+
 def test_a_configuration_without_tiers_has_no_such_series() -> None:
     for options in ({"host_bytes": "1MiB"}, {"host_bytes": "wrong"}):
         _, registry = prom_metrics(options)

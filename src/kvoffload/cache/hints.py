@@ -68,11 +68,20 @@ class HintedBlocks:
 
     What is known here may be out of date: blocks may have left, and their slots may hold others. Owners tell: a slot
     that gets a new block has no owner until the request that has stored it ends.
+
+    ``tenant_of``: the tenant of the block in each slot; without it there is one tenant, 0. No tenant loses a block for
+    another one, even if two of them have a session of the same number.
     """
 
-    def __init__(self, table: BlockTable, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        table: BlockTable,
+        clock: Callable[[], float] = time.monotonic,
+        tenant_of: npt.NDArray[np.int8] | None = None,
+    ) -> None:
         self._table = table
         self._clock = clock
+        self._tenant_of = tenant_of
         self._owner = np.full(table.num_blocks, _SHARED, dtype=np.uint64)
         """Of the block in each slot."""
         self._used_at = np.full(table.num_blocks, -math.inf)
@@ -111,9 +120,9 @@ class HintedBlocks:
         self._owner[others] = _SHARED
         self._used_at[slots] = self._clock()
 
-    def ended(self, slots: Slots, stored: npt.NDArray[np.bool_], hints: Hints | None, tenant: int = 0) -> None:
-        """Takes note of the end of a request of ``tenant`` that has used ``slots``, its chain, tail first, each once.
-        It has ``stored`` some of them itself."""
+    def ended(self, slots: Slots, stored: npt.NDArray[np.bool_], hints: Hints | None) -> None:
+        """Takes note of the end of a request that has used ``slots``, its chain, tail first, each once. It has
+        ``stored`` some of them itself."""
         now = self._clock()
         self._used_at[slots] = now
         stored_slots = slots[stored]
@@ -124,7 +133,9 @@ class HintedBlocks:
         owners = self._owner[stored_slots]
         self._owner[stored_slots] = np.where((owners == _NEW) | (owners == owner), np.uint64(owner), _SHARED)
         if hints.returns_in_s is not None:
-            self._begin_wait(_Wait(owner, now + hints.returns_in_s, slots[self._owner[slots] == owner], tenant))
+            own = slots[self._owner[slots] == owner]
+            tenant = int(self._tenant_of[own[0]]) if self._tenant_of is not None and len(own) else 0
+            self._begin_wait(_Wait(owner, now + hints.returns_in_s, own, tenant))
 
     def _begin_wait(self, wait: _Wait) -> None:
         self._end_wait(wait.owner)
@@ -174,6 +185,8 @@ class HintedBlocks:
             slots = wait.slots[wait.num_passed : wait.num_passed + max(n, MIN_SCAN)]
             num_left -= len(slots)
             may_leave = (self._owner[slots] == wait.owner) & self._table.is_loadable(slots) & ~busy[slots]
+            if self._tenant_of is not None:
+                may_leave &= self._tenant_of[slots] == tenant
             found = np.flatnonzero(may_leave)[:n]
             num_passed = int(found[-1]) + 1 if len(found) == n else len(slots)
             wait.num_passed += num_passed

@@ -281,8 +281,9 @@ class PolicyOffloadingManager(OffloadingManager):
         if len(early):
             self._num_early += len(early)
             if self._tenants is not None:
-                self._tenants.count_evicted(early)
-            self.policy.remove(early)
+                self._tenants.evict_early(early)
+            else:
+                self.policy.remove(early)
             # So that the policy learns from their return, if the hint was wrong.
             self.policy.refuse(self._key_of[early].tolist())
         return early
@@ -372,7 +373,8 @@ class PolicyOffloadingManager(OffloadingManager):
         self.policy.access(Access(keys, found, slots, ready))
         hints = None if req_context is None else req_context.hints
         if hints is not None and self._hints is None:
-            self._hints = HintedBlocks(self._table, self._clock)
+            tenant_of = None if self._tenants is None else self._tenants.tenant_of
+            self._hints = HintedBlocks(self._table, self._clock, tenant_of)
         if self._hints is not None:
             self._hints.used(slots, hints)
 
@@ -389,8 +391,7 @@ class PolicyOffloadingManager(OffloadingManager):
         slots, new = self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
         self.policy.reorder(slots, new)
         if self._hints is not None:
-            tenant = 0 if self._tenants is None or not len(slots) else self._tenants.tenant_of(slots[0])
-            self._hints.ended(slots, new, None if req_context is None else req_context.hints, tenant)
+            self._hints.ended(slots, new, None if req_context is None else req_context.hints)
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()

@@ -191,7 +191,8 @@ class Tenants:
         named = [tenant for tenant in configured if tenant.name != OTHER]
         self._configured = {tenant.name: tenant for tenant in configured}
         self._named = {tenant.name: Tenant(self._namespace_of(tenant.name), tenant.name) for tenant in named}
-        self._salted = {tenant.salt_sha256: tenant.name for tenant in named if tenant.salt_sha256 is not None}
+        # A name is no secret: whose salt is one does not go by it.
+        self._salted = {tenant.salt_sha256 or _digest(tenant.name): tenant.name for tenant in named}
         self.names = (*self._named, OTHER) if configured else ()
         """The names in metrics; none without configured tenants."""
         self._other = OTHER if configured else None
@@ -201,9 +202,9 @@ class Tenants:
 
     def of(self, name: str | None, salt: Any = None) -> Tenant:
         """Returns the tenant of a request with this option ``tenant`` and this ``cache_salt``. Without the first, the
-        salt of a configured tenant counts: its name, or what its ``salt_sha256`` was made of."""
+        salt of a configured tenant counts: what its ``salt_sha256`` was made of, its name if there is none."""
         if name is None and self._named and isinstance(salt, str):
-            name = salt if salt in self._named else self._salted.get(_digest(salt))
+            name = self._salted.get(_digest(salt))
         if name is None:
             return Tenant(self._namespace, self._other)
         return self._named.get(name) or Tenant(self._namespace_of(name), self._other)

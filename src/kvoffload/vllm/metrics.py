@@ -117,7 +117,9 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         if name not in children:
             metric, _, label = name.partition(":")
             values = self.per_engine_labelvalues[engine]
-            children[name] = self._metrics[metric].labels(*values, *(label.split(",") if label else []))
+            # Only the last label, the name of a tier or of a rule, may have a comma in it.
+            others = len(METRICS[metric].labels) - 1
+            children[name] = self._metrics[metric].labels(*values, *(label.split(",", others) if label else []))
         return children[name]
 
 

@@ -91,8 +91,8 @@ class TenantPolicy(CachePolicy):
             _Blocks(make_policy(quota), quota, guaranteed)
             for quota, guaranteed in zip(shares.quota, shares.guaranteed, strict=True)
         ]
-        self._tenant_of = np.full(capacity, _NOBODY, dtype=np.int8)
-        """The tenant of the block in each slot."""
+        self.tenant_of = np.full(capacity, _NOBODY, dtype=np.int8)
+        """The tenant of the block in each slot. Read only."""
         self._place_of = np.zeros(capacity, dtype=np.int64)
         """The place that its policy knows it by."""
         self._last: tuple[Sequence[OffloadKey], Sequence[_Part]] | None = None
@@ -106,7 +106,7 @@ class TenantPolicy(CachePolicy):
         """Yields each tenant that has some of ``slots``, their places, and which they are, None for all."""
         if not len(slots):
             return
-        tenants = self._tenant_of[slots]
+        tenants = self.tenant_of[slots]
         first = tenants[0]
         places = self._place_of[slots]
         if (tenants == first).all():
@@ -143,7 +143,7 @@ class TenantPolicy(CachePolicy):
         """Returns how many blocks must leave so that new ``keys`` can be stored, or why they cannot be. ``num_free``
         slots are free. The blocks in ``protected``, which are not busy, must stay."""
         idle = [blocks.num_idle for blocks in self.tenants]
-        for t, n in enumerate(np.bincount(self._tenant_of[protected], minlength=len(idle)).tolist()):
+        for t, n in enumerate(np.bincount(self.tenant_of[protected], minlength=len(idle)).tolist()):
             idle[t] -= n
         entering = self._counts(keys)
         plan = self._leaving(entering, len(keys) - num_free, idle)
@@ -202,7 +202,7 @@ class TenantPolicy(CachePolicy):
         for t, own, chosen in self._keys_by_tenant(keys):
             own_slots = slots if chosen is None else slots[chosen]
             self._place_of[own_slots] = self.tenants[t].insert(own_slots, own)
-            self._tenant_of[own_slots] = t
+            self.tenant_of[own_slots] = t
 
     def access(self, access: Access) -> None:
         found = self._place_of[access.found]
@@ -212,7 +212,7 @@ class TenantPolicy(CachePolicy):
         if isinstance(tenants, int):
             self.tenants[tenants].policy.access(Access(access.keys, found, used, access.ready))
             return
-        of_key, of_slot = np.array(tenants), self._tenant_of[access.slots]
+        of_key, of_slot = np.array(tenants), self.tenant_of[access.slots]
         for t in np.unique(of_key).tolist():
             mine, own = of_key == t, of_slot == t
             keys = list(compress(access.keys, mine.tolist()))
@@ -237,10 +237,6 @@ class TenantPolicy(CachePolicy):
         for t, own, _ in self._keys_by_tenant(keys):
             self.tenants[t].policy.refuse(own)
 
-    def tenant_of(self, slot: int) -> int:
-        """Returns the tenant of the block in ``slot``."""
-        return int(self._tenant_of[slot])
-
     def leaving(self, entering: Sequence[OffloadKey], n: int) -> dict[int, int]:
         """Returns how many blocks of each tenant leave if ``n`` leave for ``entering``; tenants that lose none are left
         out. Raises IntegrityError if so many cannot leave."""
@@ -251,12 +247,25 @@ class TenantPolicy(CachePolicy):
             plan = [] if isinstance(made, MissReason) else made
         if sum(plan) != n:
             raise IntegrityError(f"{n} blocks cannot leave without breaking a tenant's share")
+        self._plan = entering, plan
         return {t: count for t, count in enumerate(plan) if count}
 
-    def count_evicted(self, slots: Slots) -> None:
-        """Counts blocks as evicted that are removed in place of an eviction."""
-        for blocks, places, _ in self._by_tenant(slots):
-            blocks.num_evicted += len(places)
+    def evict_early(self, slots: Slots) -> None:
+        """Removes blocks that are to leave before any policy is asked, as a part of what ``leaving`` has returned.
+
+        Raises IntegrityError if these are more of a tenant than it loses.
+        """
+        assert self._plan is not None
+        entering, plan = self._plan
+        early = np.bincount(self.tenant_of[slots], minlength=len(plan))
+        rest = (np.array(plan) - early).tolist()
+        if min(rest) < 0:
+            raise IntegrityError("more blocks of a tenant leave early than it may lose")
+        for blocks, n in zip(self.tenants, early.tolist(), strict=True):
+            blocks.num_evicted += n
+        self.remove(slots)
+        # Not planned anew: the blocks that have left would count as if the tenant had never held them.
+        self._plan = entering, rest
 
     def evict(self, eviction: Eviction) -> Slots:
         held = [blocks.num_held for blocks in self.tenants]
@@ -278,7 +287,7 @@ class TenantPolicy(CachePolicy):
                 blocks.num_evicted += n
                 victims.append(blocks.slot_of[places])
         slots = np.concatenate(victims)
-        self._tenant_of[slots] = _NOBODY
+        self.tenant_of[slots] = _NOBODY
         return slots
 
     def reorder(self, slots: Slots, new: Flags) -> None:
@@ -298,12 +307,12 @@ class TenantPolicy(CachePolicy):
         for blocks, places, _ in self._by_tenant(slots):
             blocks.policy.remove(places)
             blocks.forget(places)
-        self._tenant_of[slots] = _NOBODY
+        self.tenant_of[slots] = _NOBODY
 
     def clear(self) -> None:
         for blocks in self.tenants:
             blocks.clear()
-        self._tenant_of.fill(_NOBODY)
+        self.tenant_of.fill(_NOBODY)
         self._plan = None
 
     def uses(self) -> list[TenantUse]:
@@ -314,10 +323,10 @@ class TenantPolicy(CachePolicy):
         ]
 
     def check_integrity(self, slots: Slots) -> None:
-        if len(slots) != int(np.count_nonzero(self._tenant_of != _NOBODY)):
+        if len(slots) != int(np.count_nonzero(self.tenant_of != _NOBODY)):
             raise IntegrityError("the tenants do not hold the blocks that they should")
         for t, (name, blocks) in enumerate(zip(self.shares.names, self.tenants, strict=True)):
-            own = slots[self._tenant_of[slots] == t]
+            own = slots[self.tenant_of[slots] == t]
             places = self._place_of[own]
             if blocks.num_held != len(own) or len(own) > self.shares.quota[t]:
                 raise IntegrityError(f"tenant {name} holds {len(own)} blocks, and counts {blocks.num_held}")
@@ -343,11 +352,16 @@ def _from_the_top(excess: Sequence[int], most: Sequence[int], n: int) -> list[in
     def above(level: int) -> list[int]:
         return [max(0, min(e - level, m)) for e, m in zip(excess, most, strict=True)]
 
-    low, high = min(e - m for e, m in zip(excess, most, strict=True)), max(excess)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sum(above(middle)) >= n else (low, middle)
-    taken, fewer = above(low), above(high)
+    # The levels at which tenants begin to lose blocks, and at which they have lost as many as they may.
+    edges = [(excess[t], 1) for t in (top, *others)] + [(excess[t] - most[t], -1) for t in (top, *others)]
+    level, num_losing, left = excess[top], 0, n
+    for edge, more in sorted(edges, reverse=True):
+        if left <= num_losing * (level - edge):
+            break
+        left -= num_losing * (level - edge)
+        level, num_losing = edge, num_losing + more
+    level -= -(-left // num_losing)
+    taken, fewer = above(level), above(level + 1)
     surplus = sum(taken) - n
     for t, (some, less) in enumerate(zip(taken, fewer, strict=True)):
         if surplus and some > less:
