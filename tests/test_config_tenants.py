@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def test_shares_of_the_host_and_of_tiers(tmp_path: Path) -> None:
             {"other": {"salt_sha256": "0" * 64}},
             r'tenants\.other\.salt_sha256: "other" is every request without a configured tenant',
         ),
-        ({"a": {"salt_sha256": "0" * 64}, "b": {"salt_sha256": "0" * 64}}, "occurs twice; give each tenant a salt of"),
+        ({"a": {"salt_sha256": "0" * 64}, "b": {"salt_sha256": "0" * 64}}, "give each tenant a salt of its own"),
+        ({"a": {}, "b": {"salt_sha256": sha256(b"a").hexdigest()}}, r"tenants\.b: .*of another tenant's salt or name"),
         ({f"t{i}": {} for i in range(MAX_TENANTS + 1)}, "tenants: has 33 entries, at most 32 may be configured"),
     ],
 )

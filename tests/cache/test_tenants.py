@@ -167,6 +167,23 @@ def test_a_store_over_the_quota_is_refused_and_changes_nothing() -> None:
     assert store(of, chain("b", 10, 1))
 
 
+def test_a_refused_store_counts_for_the_tenant_that_is_over_its_quota() -> None:
+    of = manager(shares(12, [0, 0, 0], [2, 12, 12]))
+    assert of.prepare_store([*chain("a", 0, 3), *chain("b", 0, 1)]) is None
+    assert [use.num_refused for use in of.tenant_uses()] == [1, 0, 0]
+
+
+def test_how_long_blocks_are_idle_is_known_of_each_tenant() -> None:
+    """Empty slots, and those of others, say nothing about the blocks of a tenant that is at its quota."""
+    now = 0.0
+    made = shares(64, [0, 0, 0], [8, 64, 64])
+    of = PolicyOffloadingManager(HostBackend(16, 64), make_policy("lru", 64, made), clock=lambda: now)
+    for first, hints in ((0, Hints(3)), (10, Hints(2, expect_return_s=1e6)), (20, None)):
+        now += 1.0
+        assert store(of, chain("a", first, 4), hints)
+    assert [present(of, chain("a", first, 4)) for first in (0, 10, 20)] == [4, 0, 4]
+
+
 def test_no_room_that_is_not_guaranteed_to_others() -> None:
     of = manager(shares(6, (4, 2, 0)))
     assert store(of, chain("a", 0, 4))

@@ -40,6 +40,15 @@ _UNNAMED = 1 << 63
 
 
 @dataclass(slots=True, eq=False)
+class _IdleAge:
+    """The idle age of a tenant's blocks."""
+
+    seconds: float = 0.0
+    num_evicted: float = math.inf
+    """Blocks that were evicted since it was estimated."""
+
+
+@dataclass(slots=True, eq=False)
 class _Wait:
     """The blocks of ``owner`` in a chain, whose next use is expected at ``returns_at``."""
 
@@ -96,9 +105,8 @@ class HintedBlocks:
         """Of these, those of which no use is expected."""
         self._order = count()
         self._unnamed = count(_UNNAMED)
-        self._idle_age = 0.0
-        self._num_unaged = math.inf
-        """Blocks that were evicted since the idle age was estimated."""
+        self._idle_ages: dict[int, _IdleAge] = {}
+        """By tenant."""
 
     @property
     def num_unexpected(self) -> int:
@@ -169,7 +177,8 @@ class HintedBlocks:
         """Returns up to ``n`` blocks of ``tenant`` that leave now, in the order in which they leave. None of them is
         busy."""
         now = self._clock()
-        self._num_unaged += n
+        idle_age = self._idle_ages.setdefault(tenant, _IdleAge())
+        idle_age.num_evicted += n
         taken: list[Slots] = []
         num_left = MAX_SCAN
         queue = self._queues.get(tenant, [])
@@ -180,7 +189,7 @@ class HintedBlocks:
                 heapq.heappop(queue)
                 continue
             is_expected = wait.returns_at < math.inf
-            if is_expected and wait.returns_at - now <= FACTOR * self._estimate_idle_age(now):
+            if is_expected and wait.returns_at - now <= FACTOR * self._estimate(idle_age, tenant, now):
                 break
             slots = wait.slots[wait.num_passed : wait.num_passed + max(n, MIN_SCAN)]
             num_left -= len(slots)
@@ -199,13 +208,17 @@ class HintedBlocks:
                 self._end_wait(wait.owner)
         return np.concatenate(taken) if taken else _NONE
 
-    def _estimate_idle_age(self, now: float) -> float:
-        if self._num_unaged >= IDLE_SHARE * self._table.num_blocks:
-            self._num_unaged = 0
-            ages = now - self._used_at[:: max(1, self._table.num_blocks // IDLE_SAMPLE)]
+    def _estimate(self, idle_age: _IdleAge, tenant: int, now: float) -> float:
+        """Returns the idle age of a tenant's blocks, in seconds."""
+        if idle_age.num_evicted >= IDLE_SHARE * self._table.num_blocks:
+            idle_age.num_evicted = 0
+            step = max(1, self._table.num_blocks // IDLE_SAMPLE)
+            ages = now - self._used_at[::step]
+            if self._tenant_of is not None:
+                ages = ages[self._tenant_of[::step] == tenant]
             rank = int(IDLE_QUANTILE * (len(ages) - 1))
-            self._idle_age = float(np.partition(ages, rank)[rank])
-        return self._idle_age
+            idle_age.seconds = float(np.partition(ages, rank)[rank]) if len(ages) else math.inf
+        return idle_age.seconds
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a bound is exceeded or a count is wrong."""

@@ -54,10 +54,13 @@ def load_tenants(value: object) -> tuple[TenantConfig, ...]:
     if len(value) > MAX_TENANTS:
         raise ConfigError(f"tenants: has {len(value)} entries, at most {MAX_TENANTS} may be configured; remove some")
     loaded = tuple(_load(name, entry) for name, entry in value.items())
-    salts = [tenant.salt_sha256 for tenant in loaded if tenant.salt_sha256 is not None]
-    for salt in salts:
-        if salts.count(salt) > 1:
-            raise ConfigError(f"tenants: salt_sha256={salt!r} occurs twice; give each tenant a salt of its own")
+    salts = [tenant.salt_sha256 or _digest(tenant.name) for tenant in loaded]
+    for tenant in loaded:
+        if tenant.salt_sha256 is not None and salts.count(tenant.salt_sha256) > 1:
+            raise ConfigError(
+                f"tenants.{tenant.name}: salt_sha256={tenant.salt_sha256!r} is that of another tenant's salt or name; "
+                "give each tenant a salt of its own"
+            )
     return loaded
 
 

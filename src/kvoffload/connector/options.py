@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,6 +25,8 @@ UNKNOWN = "unknown"
 """Stands for all names of options that do not exist, in metrics."""
 _FIRST_SESSION = 2
 _SESSIONS = (1 << 63) - _FIRST_SESSION
+_SEED = secrets.randbits(64)
+"""So that no client can find a name with the number of another session."""
 
 
 def _is_bool(value: object) -> bool:
@@ -128,5 +131,5 @@ DEFAULT = RequestOptions()
 
 def session_number(name: str, namespace: bytes) -> int:
     """Returns the number for the name of a session of the tenant with ``namespace``, see ``Hints.session``."""
-    digest = xxhash.xxh3_64_intdigest(namespace + name.encode(errors="surrogatepass"))
+    digest = xxhash.xxh3_64_intdigest(namespace + name.encode(errors="surrogatepass"), _SEED)
     return _FIRST_SESSION + digest % _SESSIONS

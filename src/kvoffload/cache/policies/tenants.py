@@ -148,8 +148,9 @@ class TenantPolicy(CachePolicy):
         entering = self._counts(keys)
         plan = self._leaving(entering, len(keys) - num_free, idle)
         if isinstance(plan, MissReason):
-            for blocks, n in zip(self.tenants, entering, strict=True):
-                blocks.num_refused += n > 0
+            for blocks, n, most in zip(self.tenants, entering, idle, strict=True):
+                is_cause = plan is MissReason.NO_ROOM or blocks.num_held + n - blocks.quota > most
+                blocks.num_refused += n > 0 and is_cause
             return plan
         self._plan = keys, plan
         return sum(plan)
