@@ -18,6 +18,7 @@ import pytest
 from kvoffload.abc import ConfigError
 from kvoffload.demo.shared.processes import free_ports
 from kvoffload.tiers.mooncake.config import check_installed
+from tests.tiers.remote.rig import pause
 
 START_DEADLINE_S = 60.0
 
@@ -69,7 +70,7 @@ class Master:
         self.process.wait()
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        pause(self.process.pid)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

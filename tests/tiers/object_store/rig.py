@@ -32,7 +32,7 @@ from kvoffload.tiers.remote.record import RECORD_BYTES
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import StoreServer
+from tests.tiers.remote.rig import StoreServer, pause
 
 needs_obstore = pytest.mark.skipif(
     importlib.util.find_spec("obstore") is None, reason="needs obstore: pip install 'kvoffload[object-store]'"
@@ -81,7 +81,7 @@ class Moto:
         return self._process.command({"do": command})
 
     def pause(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        pause(self._process.pid)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -21,6 +21,7 @@ from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import Nodes
+from tests.tiers.remote.rig import pause
 
 START_DEADLINE_S = 30.0
 TIMEOUT_S = 30.0
@@ -87,7 +88,7 @@ class RedisServer:
         self.socket.unlink(missing_ok=True)
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        pause(self.process.pid)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,12 @@ CLIENT = "tests.tiers.remote.folder_store:connect"
 FINGERPRINT = "5e" * 32
 DEADLINE_S = 60.0
 STORE_DEADLINE_S = 90.0
+
+
+def pause(pid: int) -> None:
+    """Stops a child process. It answers nothing any more when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
 
 
 class ShiftedClock:
