@@ -28,7 +28,7 @@ from tests.connector.test_engine_model import (
     sleeps,
 )
 
-SEEDS = scaled(200)
+SEEDS = scaled(140)
 CHUNKS = 4
 PLANTED_SEEDS = 400
 
