@@ -13,7 +13,6 @@ the last one. The figure is what the other sessions find, compared with no hints
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from benchmarks.policies import SYNTHETIC
 from benchmarks.report import Row, publish
+from benchmarks.traces import trace_sources
 from kvoffload.abc import Hints
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL
@@ -62,10 +62,8 @@ class Future:
 
 
 def main(out: Path, quick: bool) -> None:
-    folder = os.environ.get("KVOFFLOAD_TRACES")
-    sources = sorted(map(str, Path(folder).glob("*.jsonl.gz"))) if folder else []
     cells: list[Cell] = []
-    for source in sources or SYNTHETIC:
+    for source in trace_sources(SYNTHETIC):
         trace = read_trace(source)
         if quick:
             trace = trace.between(0, 0.1)

@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks import managers, shared_dir
 from benchmarks.report import Row, publish
+from benchmarks.traces import trace_sources
 from kvoffload.abc import OffloadKey, Slots, States, TierResult
 from kvoffload.abc.tier import MISS
 from kvoffload.host.pool import HostPool
@@ -290,11 +291,9 @@ def foreign_seat(quick: bool) -> list[Row]:
 
 
 def main(out: Path, quick: bool) -> None:
-    folder = os.environ.get("KVOFFLOAD_TRACES")
-    sources = sorted(map(str, Path(folder).glob("*.jsonl.gz"))) if folder else []
     engines = ENGINES[:1] if quick else ENGINES
     cells: list[Cell] = []
-    for source in sources or SYNTHETIC:
+    for source in trace_sources(SYNTHETIC):
         trace = read_trace(source)
         found = list(cells_of(trace.between(0, 0.05) if quick else trace, engines))
         show(found)

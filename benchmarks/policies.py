@@ -8,7 +8,6 @@ second half, which begins with the cache that the first half has left.
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Row, publish
+from benchmarks.traces import trace_sources
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL
 from kvoffload.lab.readers import read_trace
@@ -48,11 +48,8 @@ class Cell:
 
 
 def main(out: Path, quick: bool) -> None:
-    folder = os.environ.get("KVOFFLOAD_TRACES")
-    sources = sorted(map(str, Path(folder).glob("*.jsonl.gz"))) if folder else []
-    sources = sources or list(SYNTHETIC)
     cells: list[Cell] = []
-    for source in sources:
+    for source in trace_sources(SYNTHETIC):
         trace = read_trace(source)
         if quick:
             trace = trace.between(0, 0.1)

@@ -11,7 +11,6 @@ The traces are the ``*.jsonl.gz`` in the folder that KVOFFLOAD_TRACES names; wit
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 import xxhash
 
 from benchmarks.report import Row, publish
+from benchmarks.traces import trace_sources
 from kvoffload.abc import BlockHash, KVGroup, OffloadKey
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -351,11 +351,9 @@ def _cell(setting: Setting) -> Cell:
 
 
 def main(out: Path, quick: bool) -> None:
-    folder = os.environ.get("KVOFFLOAD_TRACES")
-    sources = sorted(map(str, Path(folder).glob("*.jsonl.gz"))) if folder else []
     jobs = list(settings())
     cells: list[Cell] = []
-    for source in sources or SYNTHETIC:
+    for source in trace_sources(SYNTHETIC):
         trace = read_trace(source)
         if quick:
             trace = trace.between(0, 0.02)

@@ -13,7 +13,6 @@ tenant's keys have a namespace of its own, in all cells, so that only the shares
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 
 from benchmarks.managers import REQUEST_BLOCKS, ROUNDS, new_keys
 from benchmarks.report import Row, publish
+from benchmarks.traces import trace_sources
 from kvoffload.abc import CachePolicy, OffloadKey
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -174,10 +174,8 @@ def cost(num_blocks: int) -> Iterator[Row]:
 
 
 def main(out: Path, quick: bool) -> None:
-    folder = os.environ.get("KVOFFLOAD_TRACES")
-    sources = sorted(map(str, Path(folder).glob("*.jsonl.gz"))) if folder else []
     rows: list[Row] = []
-    for source in sources or SYNTHETIC:
+    for source in trace_sources(SYNTHETIC):
         trace = read_trace(source)
         if quick:
             trace = trace.between(0, 0.01)

@@ -126,8 +126,9 @@ class CachePolicy(ABC):
         """
 
     def resize(self, full: int) -> None:
-        """Tells how many blocks it holds when room is short: fewer than ``capacity`` where tenants share the slots, and
-        another number at every eviction. A policy that divides its blocks into parts should divide so many."""
+        """Sets how many blocks the policy holds when room is short: fewer than ``capacity`` where tenants share the
+        slots, and another number at every eviction. A policy that divides its blocks into parts should divide so
+        many."""
         self.full = full
 
     def state(self) -> Mapping[str, Any]:

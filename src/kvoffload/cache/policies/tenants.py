@@ -276,17 +276,16 @@ class TenantPolicy(CachePolicy):
         victims = [_NONE]
         for t, n in leaving.items():
             blocks = self.tenants[t]
-            if n:
-                own = entering.get(t, ())
-                blocks.policy.resize(max(1, held[t] + len(own) - n))
-                places = blocks.policy.evict(Eviction(n, blocks.busy, blocks.key_of, own))
-                if len(places) != n:
-                    raise IntegrityError(f"policy {type(blocks.policy).__name__} evicted {len(places)} blocks, not {n}")
-                if held[t] + len(own) - n < min(held[t], blocks.guaranteed):
-                    raise IntegrityError(f"tenant {self.shares.names[t]} would lose what is guaranteed to it")
-                blocks.forget(places)
-                blocks.num_evicted += n
-                victims.append(blocks.slot_of[places])
+            own = entering.get(t, ())
+            blocks.policy.resize(max(1, held[t] + len(own) - n))
+            places = blocks.policy.evict(Eviction(n, blocks.busy, blocks.key_of, own))
+            if len(places) != n:
+                raise IntegrityError(f"policy {type(blocks.policy).__name__} evicted {len(places)} blocks, not {n}")
+            if held[t] + len(own) - n < min(held[t], blocks.guaranteed):
+                raise IntegrityError(f"tenant {self.shares.names[t]} would lose what is guaranteed to it")
+            blocks.forget(places)
+            blocks.num_evicted += n
+            victims.append(blocks.slot_of[places])
         slots = np.concatenate(victims)
         self.tenant_of[slots] = _NOBODY
         return slots

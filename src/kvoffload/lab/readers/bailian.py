@@ -50,11 +50,9 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         chain = _prefixes(ids[: tokens // UNIT])[per_block - 1 :: per_block]
         rows.add(at, tokens, output, chain, None, str(session))
     source.refuse_if_empty(rows.num_requests)
-    return rows.build(
-        source.path.name,
+    return source.trace(
+        rows,
         size,
-        problems=tuple(source.problems.kept),
-        num_problems=source.problems.count,
         info={"format": "bailian"},
     )
 

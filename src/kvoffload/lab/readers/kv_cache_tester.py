@@ -73,12 +73,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     source.refuse_if_empty(rows.num_requests)
     assert size is not None
     shares, counts = np.array([share for share, _ in starts]), [count for _, count in starts]
-    return rows.build(
-        source.path.name,
+    return source.trace(
+        rows,
         size,
         np.repeat(shares * longest, counts) if len(starts) > 1 else 0.0,
-        problems=tuple(source.problems.kept),
-        num_problems=source.problems.count,
         info={"format": "kv-cache-tester", "sessions": len(starts)},
     )
 

@@ -40,11 +40,9 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         except ValueError as error:
             source.problem(number, error)
     source.refuse_if_empty(rows.num_requests)
-    return rows.build(
-        source.path.name,
+    return source.trace(
+        rows,
         1,
-        problems=tuple(source.problems.kept),
-        num_problems=source.problems.count,
         info={"format": "libcachesim"},
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvoffload.lab.trace import MEMORY_BYTES, Problem, TraceBuilder, TraceError
+from kvoffload.lab.trace import MEMORY_BYTES, Floats, Problem, Trace, TraceBuilder, TraceError
 
 MAX_LINE_BYTES = 256 << 20
 """A session of kv-cache-tester is one line and can have tens of MB."""
@@ -71,6 +71,21 @@ class Source:
     def builder(self) -> TraceBuilder:
         """Returns what takes the requests."""
         return TraceBuilder(self._memory_bytes)
+
+    def trace(
+        self, rows: TraceBuilder, block_tokens: int, delays: Floats | float = 0.0, *, info: Mapping[str, object]
+    ) -> Trace:
+        """Returns the trace of ``rows``, named after the file, with the problems found so far. Arguments as for
+        ``TraceBuilder.build``."""
+        problems = self.problems
+        return rows.build(
+            self.path.name,
+            block_tokens,
+            delays,
+            problems=tuple(problems.kept),
+            num_problems=problems.count,
+            info=info,
+        )
 
     def problem(self, line: int, reason: object) -> None:
         """Counts a skipped line. Raises TraceError if reading is strict."""

@@ -28,11 +28,9 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             continue
         rows.add(at, tokens, output, chain, None)
     source.refuse_if_empty(rows.num_requests)
-    return rows.build(
-        source.path.name,
+    return source.trace(
+        rows,
         size,
-        problems=tuple(source.problems.kept),
-        num_problems=source.problems.count,
         info={"format": "mooncake"},
     )
 

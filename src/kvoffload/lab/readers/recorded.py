@@ -60,12 +60,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     if block_tokens not in (None, size):
         raise TraceError(f"block_tokens={block_tokens}: {source.path.name} was recorded with {size}; leave it out")
     source.refuse_if_empty(rows.num_requests)
-    return rows.build(
-        source.path.name,
+    return source.trace(
+        rows,
         size,
         -min(starts),
-        problems=tuple(source.problems.kept),
-        num_problems=source.problems.count,
         info={
             **header,
             "format": "recorded",

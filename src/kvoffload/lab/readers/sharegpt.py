@@ -55,12 +55,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         counts.append(rows.num_requests - before)
     source.refuse_if_empty(rows.num_requests)
     longest = GAP_S * (max(counts) - 1)
-    return rows.build(
-        source.path.name,
+    return source.trace(
+        rows,
         size,
         np.repeat(np.array(starts) * longest, counts) if len(starts) > 1 else 0.0,
-        problems=tuple(source.problems.kept),
-        num_problems=source.problems.count,
         info={"format": "sharegpt", "sessions": len(starts)},
     )
 
