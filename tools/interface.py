@@ -104,6 +104,10 @@ LEFT_ALONE = {
     "supports_sleep_mode",
 }
 """Methods of KVConnectorBase_V1 that the adapter does not override on purpose. All others are reported as new."""
+REVIEWED = ROOT / "tools" / "reviewed.json"
+"""The fields of vLLM's classes whose meaning for the adapter was reviewed, by class, and under SPECS the kinds of KV
+cache. All others are reported as new: names that the adapter knows can get another meaning by them."""
+SPECS = "vllm.v1.kv_cache_interface:KVCacheSpec"
 
 
 @dataclass(frozen=True)
@@ -279,6 +283,25 @@ class Class:
             if isinstance(found, Class) and depth < MAX_DEPTH:
                 yield from found.mro(depth + 1)
 
+    def fields(self) -> set[str]:
+        """Returns the names of annotated fields, and of attributes that ``__init__`` sets."""
+        names: set[str] = set()
+        for cls in self.mro():
+            for node in cls.node.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    names.add(node.target.id)
+                elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                    stored = (
+                        n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+                    )
+                    names |= {n.attr for n in stored if getattr(n.value, "id", "") == "self"}
+        return names
+
+    def subclasses(self) -> set[str]:
+        """Returns the names of the classes of the same module that extend this one."""
+        classes = (Class(self.module, n) for n in self.module.names.values() if isinstance(n, ast.ClassDef))
+        return {cls.node.name for cls in classes if any(base.node is self.node for base in list(cls.mro())[1:])}
+
     def member(self, name: str) -> tuple[Class, Any, Any] | None:
         """Returns the class that defines ``name``, its node, and the type of its value if that is known."""
         for cls in self.mro():
@@ -317,11 +340,13 @@ def _sets(node: ast.AST, name: str) -> bool:
 
 @dataclass
 class Check:
-    """Compares the adapter in the directory ``adapter`` with ``source``, which is vLLM ``version``."""
+    """Compares the adapter in the directory ``adapter`` with ``source``, which is vLLM ``version``. ``reviewed`` is the
+    content of the file REVIEWED."""
 
     source: Source
     version: str
     adapter: Path = ADAPTER
+    reviewed: dict[str, list[str]] = field(default_factory=lambda: json.loads(REVIEWED.read_text()))
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -345,6 +370,7 @@ class Check:
         for path in [*sorted(self.adapter.glob("*.py")), *([DEMO_ENGINE] if self.adapter == ADAPTER else [])]:
             File(self, path).run()
         self._tables()
+        self._new_names()
         return self.rows
 
     def has(self, owner: Any, name: str) -> bool:
@@ -390,6 +416,18 @@ class Check:
             self.add("class", spec, "refusals.py", None if there else "no such kind of KV cache")
         module = _constant(refusals, "MULTI_CONNECTOR")
         self.add("module", module, "refusals.py", None if self.source.module(module) else "no such module", "")
+
+    def _new_names(self) -> None:
+        """Reports fields and kinds of KV cache that nobody has reviewed."""
+        for path, reviewed in self.reviewed.items():
+            found = self.source.find(path)
+            label = path.rpartition(":")[2]
+            self.add("class", label, REVIEWED.name, None if found else f"not in {path.partition(':')[0]}")
+            if found is not None:
+                kind, names = ("class", found.subclasses()) if path == SPECS else ("field", found.fields())
+                for name in sorted(names - set(reviewed)):
+                    full = name if path == SPECS else f"{label}.{name}"
+                    self.rows.append(Row(kind, full, REVIEWED.name, "new", "not reviewed yet"))
 
     def _expect(self, theirs: str, name: str, where: str, kind: str = "attribute") -> None:
         owner = self.source.find(theirs)

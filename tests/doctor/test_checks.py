@@ -35,7 +35,7 @@ DISK = Plan(host_bytes=GIB, tiers=[PlannedTier("disk", "disk", "disk_", 100.0)])
         ("0.32.0+cpu", DISK, "engine.tested", Level.OK),
         ("0.30.1", DISK, "engine.too_old", Level.PROBLEM),
         ("0.30.1", Plan(), "engine.tested", Level.OK),
-        ("0.33.0", DISK, "engine.untested", Level.NOTE),
+        ("0.33.0", DISK, "engine.tested", Level.OK),
         ("0.40.0", DISK, "engine.untested", Level.WARNING),
         ("dev", DISK, "engine.untested", Level.WARNING),
     ],

@@ -62,6 +62,12 @@ class Config:
         return False
 """,
     "blocks.py": "def hash_blocks(config, size, seed=0): ...\n",
+    "v1/__init__.py": "",
+    "v1/kv_cache_interface.py": """
+class KVCacheSpec: ...
+
+class FullSpec(KVCacheSpec): ...
+""",
     "base.py": """
 from abc import ABC, abstractmethod
 from vllm.config import Config
@@ -79,6 +85,12 @@ class Base(ABC):
 """,
 }
 
+REVIEWED = {
+    "vllm.config:Parallel": ["world_size", "context_size", "elastic"],
+    "vllm.config:Group": ["spec"],
+    "vllm.v1.kv_cache_interface:KVCacheSpec": ["FullSpec"],
+}
+
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
@@ -93,19 +105,20 @@ def tool() -> Any:
 
 @pytest.fixture
 def missing(tool: Any, tmp_path: Path) -> Any:
-    """A function that applies changes to the files of VLLM and returns what is missing then: [(name, note)]."""
+    """A function that applies changes to the files of VLLM and returns what is then in ``state``: [(name, note)]."""
 
-    def check(*changes: tuple[str, str, str], version: str = "2.0") -> list[tuple[str, str]]:
+    def check(*changes: tuple[str, str, str], version: str = "2.0", state: str = "MISSING") -> list[tuple[str, str]]:
         files = dict(VLLM)
         for file, old, new in changes:
             assert old in files[file]
             files[file] = files[file].replace(old, new)
         for folder, content in (("vllm", files), ("adapter", ADAPTER)):
-            (tmp_path / folder).mkdir(exist_ok=True)
             for name, text in content.items():
-                (tmp_path / folder / name).write_text(text)
-        rows = tool.Check(tool.Source(tmp_path), version, tmp_path / "adapter").run()
-        return [(row.name, row.note) for row in rows if row.state == "MISSING"]
+                path = tmp_path / folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+        rows = tool.Check(tool.Source(tmp_path), version, tmp_path / "adapter", REVIEWED).run()
+        return [(row.name, row.note) for row in rows if row.state == state]
 
     return check
 
@@ -142,6 +155,22 @@ def test_what_a_version_does_not_have_yet_is_not_missing(missing: Any) -> None:
     gone = ("base.py", "def woken(self) -> None: ...", "")
     assert missing(gone, version="1.9") == []
     assert [name for name, _ in missing(gone)] == ["Base.woken"]
+
+
+def test_what_nobody_has_reviewed_is_reported(missing: Any) -> None:
+    """A new field or kind of KV cache has a name that nothing uses, and may change what the others mean."""
+    assert missing(state="new") == []
+    changes = (
+        ("config.py", "elastic: bool", "speculates: bool = False\n    elastic: bool"),
+        ("config.py", "self.spec = spec", "self.spec = spec; self.window: int = 0"),
+        ("v1/kv_cache_interface.py", "class FullSpec", "class RingSpec(KVCacheSpec): ...\nclass FullSpec"),
+    )
+    new = [name for name, _ in missing(*changes, state="new")]
+    assert new == ["Parallel.speculates", "Group.window", "RingSpec"]
+
+
+def test_a_class_of_reviewed_fields_that_has_gone_is_reported(missing: Any) -> None:
+    assert ("Group", "not in vllm.config") in missing(("config.py", "class Group", "class Set"))
 
 
 def test_a_wrong_table_of_versions_is_reported(missing: Any) -> None:

@@ -1149,6 +1149,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         versions.NAMES_STATES = changes.pop("names_states", versions.NAMES_STATES)
         if changes.pop("multi_connector", False):
             sys.modules[MULTI_CONNECTOR] = vllm
+        # Versions before 0.33 lack it, and later ones set it only without a connector.
+        ahead = changes.pop("num_hash_lookahead_tokens", 0)
+        before.append((VllmConfig, "num_hash_lookahead_tokens", getattr(VllmConfig, "num_hash_lookahead_tokens", 0)))
+        if ahead:
+            VllmConfig.num_hash_lookahead_tokens = ahead
         if changes.pop("mla", False):
             before.append((ModelConfig, "use_mla", ModelConfig.use_mla))
             ModelConfig.use_mla = property(lambda self: True)

@@ -1,4 +1,4 @@
-"""Older versions of vLLM, in place of the installed one. ``make overlays`` installs them."""
+"""Other versions of vLLM, in place of the installed one. ``make overlays`` installs them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("vllm.version")
 from vllm_harness import DEADLINE_S, GEMMA3, POOL, Runner, assert_at_rest, differences
 
+from kvoffload.testing.scale import SCALE
+
 pytestmark = pytest.mark.vllm
 
 OVERLAYS = {path.name: path for path in sorted((Path(sys.prefix) / "overlays").glob("*"))}
@@ -21,21 +23,44 @@ ONE_GROUP_ONLY = ("0.28", "0.29")
 CANNOT_WAIT = ("0.28", "0.29", "0.30")
 """Versions in which a request that must wait may wait for ever."""
 FIRST_WITH_DISK = "vLLM 0.31"
+RUNNERS = {"0.33": ("0", "1")}
+"""Versions of which both of vLLM's model runners are run: the second is the usual one on a GPU from 0.33 on. It runs in
+Triton's interpreter."""
+CASES = [(version, runner) for version in OVERLAYS for runner in RUNNERS.get(version.rpartition(".")[0], ("0",))]
 
 
 @pytest.fixture(
     scope="module",
-    params=OVERLAYS or [pytest.param("", marks=pytest.mark.skip(reason="no older vLLM here: run make overlays"))],
+    params=CASES or [pytest.param(None, marks=pytest.mark.skip(reason="no other vLLM here: run make overlays"))],
+    ids=lambda case: case and f"{case[0]}-runner-{int(case[1]) + 1}",
 )
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A version, and whether its newer model runner is used."""
+    version, runner = request.param
+    return version, runner
 
 
 @pytest.fixture(scope="module")
-def overlaid(version: str) -> dict[str, Any]:
+def version(case: tuple[str, str]) -> str:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def overlaid(case: tuple[str, str]) -> dict[str, Any]:
     """Returns the options with which a child uses that version."""
+    version, runner = case
     paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"environment": {"PYTHONPATH": os.pathsep.join(paths)}}
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": runner}
+    if runner == "0":
+        return {"environment": environment}
+    return {"environment": environment | {"TRITON_INTERPRET": "1"}, "max_tokens": 24}
+
+
+@pytest.fixture
+def not_interpreted(case: tuple[str, str]) -> None:
+    """Leaves to ``make soak`` what takes minutes in Triton's interpreter."""
+    if case[1] != "0" and SCALE <= 1:
+        pytest.skip("slow with this model runner of vLLM on a CPU; set KVOFFLOAD_TEST_SCALE above 1")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +81,7 @@ def test_outputs_are_identical(run: Runner, version: str, overlaid: dict[str, An
     assert result["metrics"]["host_hit_tokens"] > 0
     assert_at_rest(result.result)
     assert "kvoffload is tested with" not in result.log
+    assert ("Using V2 Model Runner" in result.log) == (overlaid["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "1")
 
 
 def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
@@ -63,6 +89,7 @@ def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], a
     assert len(differences(result["outputs"][1], answers)) == len(answers)
 
 
+@pytest.mark.usefixtures("not_interpreted")
 def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any], tmp_path: Path) -> None:
     """Served if requests can wait, otherwise refused with the reason and the fix."""
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
@@ -83,6 +110,7 @@ def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answ
     assert result["metrics"]["disk_hit_tokens"] > 0
 
 
+@pytest.mark.usefixtures("not_interpreted")
 def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
     """Preemptions, aborts, resets and failing copies, all at once in a small pool."""
     result = run("storm", seed=1, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.3, **overlaid)
@@ -95,6 +123,7 @@ def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> N
     assert_at_rest(result.result)
 
 
+@pytest.mark.usefixtures("not_interpreted")
 def test_several_groups(run: Runner, version: str, overlaid: dict[str, Any]) -> None:
     """Served if failed loads of several groups can be reported, otherwise refused with the reason and the fix."""
     if version.startswith(ONE_GROUP_ONLY):

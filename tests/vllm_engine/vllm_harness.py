@@ -178,19 +178,19 @@ class Runner:
         self._shared = shared
         """A directory that all processes of this test run share."""
         self._runs = 0
-        self._parents: dict[str | None, WarmParent] = {}
+        self._parents: dict[tuple[str | None, ...], WarmParent] = {}
 
     def close(self) -> None:
         for parent in self._parents.values():
             parent.close()
 
     def parent(self, environment: Mapping[str, str]) -> WarmParent:
-        """Returns the warm parent for children with ``environment``, which has the same PYTHONPATH."""
-        path = environment.get("PYTHONPATH")
-        if path not in self._parents:
+        """Returns the warm parent for children with ``environment``, in which the same modules are imported."""
+        imports = tuple(environment.get(name) for name in ("PYTHONPATH", "TRITON_INTERPRET"))
+        if imports not in self._parents:
             log = self._directory / f"warm-{len(self._parents)}.log"
-            self._parents[path] = WarmParent(environment, log)
-        return self._parents[path]
+            self._parents[imports] = WarmParent(environment, log)
+        return self._parents[imports]
 
     def start(
         self,

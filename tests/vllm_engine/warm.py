@@ -20,6 +20,7 @@ import os
 import runpy
 import sys
 from multiprocessing import resource_tracker
+from types import SimpleNamespace
 from typing import Any
 
 MODULES = (
@@ -53,6 +54,8 @@ LOST_AFTER_MS = 20
 
 def warm_up() -> None:
     """Imports MODULES. Raises RuntimeError if this starts a thread, because forked children would lack it."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        offer_triton()
     for name in MODULES:
         try:
             importlib.import_module(name)
@@ -72,6 +75,20 @@ def warm_up() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"importing vLLM has started {threads - 1} threads: children cannot be forked")
+
+
+def offer_triton() -> None:
+    """Makes vLLM use Triton, which its newer model runner needs. vLLM asks for a backend for CPUs, but Triton's
+    interpreter runs without one."""
+    from triton.backends import Backend, backends
+
+    class Driver:
+        is_active = staticmethod(lambda: True)
+
+        def get_current_target(self) -> SimpleNamespace:
+            return SimpleNamespace(backend="cpu")
+
+    backends["cpu"] = Backend(compiler=None, driver=Driver)
 
 
 def reduce_in_the_kernel() -> None:

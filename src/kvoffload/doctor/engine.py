@@ -57,10 +57,6 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
         yield Finding(
             "engine.tested", Level.OK, Area.ENGINE, f"{text}, which kvoffload is tested with", "", "", figures
         )
-    elif release in [_release(each) for each in supported.TRIED]:
-        note = next(how for name, how in supported.TRIED.items() if _release(name) == release)
-        fix = f"pip install vllm=={last}.*"
-        yield Finding("engine.untested", Level.NOTE, Area.ENGINE, f"{text}: {note}", fix, figures=figures)
     else:
         wrong = f"{text}: kvoffload is tested with {first} to {last}, and tries to serve others"
         fix = f"pip install vllm=={last}.*"

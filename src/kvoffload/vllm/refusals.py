@@ -87,6 +87,12 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
             "speculative method 'extract_hidden_states': what it caches is not KV from which a request could continue; "
             "remove the speculative config, or run without kvoffload"
         )
+    ahead = versions.attribute(vllm_config, "num_hash_lookahead_tokens", 0)
+    if ahead:
+        raise ConfigError(
+            f"num_hash_lookahead_tokens={ahead}: vLLM's hash of a block then covers tokens behind the block, so it "
+            "does not name a prefix; set disable_lookahead_block_hashes to true in the speculative config"
+        )
 
 
 def refuse_unserved_with_tiers(vllm_config: VllmConfig, config: OffloadConfig) -> None:

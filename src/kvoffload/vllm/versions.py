@@ -18,7 +18,7 @@ from vllm.v1.core.sched import output
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvoffload.abc import ConfigError
-from kvoffload.supported import FIRST_TO_NAME_STATES, TESTED, TRIED
+from kvoffload.supported import FIRST_TO_NAME_STATES, TESTED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,6 +30,7 @@ NAME = f"vLLM {vllm.__version__}"
 
 SINCE = {
     "CacheHitSource": "0.32",
+    "KVConnectorBlockState": "0.29",
     "KVConnectorTransferResults": "0.30",
     "_cache_hit_source": "0.32",
     "_holds_kv_blocks": "0.31",
@@ -42,7 +43,8 @@ SINCE = {
     "kv_cache_layout": "0.29",
     "kv_connector_block_state": "0.29",
     "max_tp_shards": "0.31",
-    "num_prefill_lookahead_tokens": "0.32",
+    "num_hash_lookahead_tokens": "0.33",
+    "num_prefill_lookahead_tokens": "0.31",
     "ownership": "0.29",
     "prefix_cacheable": "0.29",
     "prefix_cache_retention_interval": "0.29",
@@ -140,9 +142,7 @@ def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] 
 
 def warn_if_untested() -> None:
     release = ".".join(vllm.__version__.split(".")[:2])
-    if release in TRIED:
-        logger.warning("kvoffload is not tested with vLLM %s: %s", release, TRIED[release])
-    elif release not in TESTED:
+    if release not in TESTED:
         logger.warning(
             "kvoffload is tested with vLLM %s, not with %s, but tries to serve it", ", ".join(TESTED), vllm.__version__
         )
