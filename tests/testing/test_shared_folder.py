@@ -159,7 +159,7 @@ def test_a_reset_that_deletes_is_found() -> None:
 
 
 def test_blocks_that_are_not_verified_are_found() -> None:
-    check_found(WrongBytes, 13, lambda seed: failure(seed, foreign_blocks_are_not_verified, make_medium=small_medium))
+    check_found(WrongBytes, 56, lambda seed: failure(seed, foreign_blocks_are_not_verified, make_medium=small_medium))
 
 
 def check_found(law: type[AssertionError], hint: int, find: Callable[[int], str]) -> None:
