@@ -1,5 +1,7 @@
-"""Compiles the native parts. Where that fails, for example without a compiler, kvoffload is installed without them. With
-``KVOFFLOAD_NATIVE=0`` nothing is compiled."""
+"""Compiles the native parts. Where that fails, for example without a compiler, kvoffload is installed without them.
+
+With ``KVOFFLOAD_NATIVE=0`` nothing is compiled.
+"""
 
 import os
 import runpy

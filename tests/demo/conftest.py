@@ -48,7 +48,8 @@ def make_act(offload: bool) -> ActResult:
 
 
 def make_restart(baseline: ActResult, disk: int = 1920) -> ActResult:
-    """Returns an act that repeats each document's last request, with ``disk`` of its tokens found on disk."""
+    """Returns an act that repeats each document's last request, with ``disk`` of its tokens found on disk, and then
+    with corrupted bytes, which changes one output."""
     requests = [
         replace(
             baseline.requests[index],
@@ -64,14 +65,15 @@ def make_restart(baseline: ActResult, disk: int = 1920) -> ActResult:
             index for index, answer in enumerate(known_answers(baseline.requests)) if answer is None
         )
     ]
-    return ActResult(INFO, requests, ActSummary(3.0, {}, direct_io=True))
+    control = [replace(requests[0], output_tokens=[1, 2, 3]), *requests[1:]]
+    return ActResult(INFO, requests, ActSummary(3.0, {}, direct_io=True), control)
 
 
 def changed(act: ActResult, index: int, **fields: object) -> ActResult:
     """Returns the act with one request changed."""
     requests = list(act.requests)
     requests[index] = replace(requests[index], **fields)
-    return ActResult(act.info, requests, act.summary)
+    return ActResult(act.info, requests, act.summary, act.control)
 
 
 @pytest.fixture
@@ -90,10 +92,5 @@ def restart(baseline: ActResult) -> ActResult:
 
 
 @pytest.fixture
-def control(offload: ActResult) -> ActResult:
-    return changed(offload, 40, output_tokens=[1, 2, 3])
-
-
-@pytest.fixture
-def report(baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult) -> Report:
-    return make_report([baseline, offload, restart, control], model="made up", seed=0)
+def report(baseline: ActResult, offload: ActResult, restart: ActResult) -> Report:
+    return make_report([baseline, offload, restart], model="made up", seed=0)

@@ -26,8 +26,8 @@ config = json.loads(sys.stdin.readline())
 def send(message): out.write(json.dumps(message) + "\\n")
 def command(name): assert json.loads(sys.stdin.readline())["do"] == name
 def info(): send(dict(vllm_version="0", device="none", start_s=0.0))
-def request(i):
-    command("visit")
+def request(i, do="visit"):
+    command(do)
     send(dict(index=i, document=0, follow_up=False, prompt_tokens=9, device_tokens=0, host_tokens=0, disk_tokens=0,
         source="recompute", reason=None, ttft_ms=1.0, total_ms=2.0, output_tokens=[1], logprobs=[-1.0], pool_used=0,
         pool_blocks=0))
@@ -50,6 +50,20 @@ def test_a_whole_act(tmp_path: Path) -> None:
     assert [r.index for r in result.requests] == [0, 1]
     assert result.summary.wall_s == 1.0
     assert (tmp_path / "act.log").read_text() == "100000\n"
+
+
+def test_the_control_repeats_the_requests_and_is_not_in_the_summary(tmp_path: Path) -> None:
+    program = """
+info(); request(0); request(1)
+command("summary"); send(dict(wall_s=3.0, metrics={}))
+command("corrupt_loads"); send(None)
+request(0, "repeat"); request(1, "repeat"); summary()
+"""
+    command = (sys.executable, "-c", PRELUDE + program)
+    result = run_act(CONFIG, tmp_path / "act.log", print, print, command, with_control=True)
+    assert result.control == result.requests
+    assert len(result.control) == 2
+    assert result.summary.wall_s == 3.0
 
 
 def test_an_engine_that_was_ended_gets_no_more_commands_and_exits(tmp_path: Path) -> None:

@@ -44,14 +44,13 @@ def test_after_the_restart_each_document_is_asked_once(baseline: ActResult) -> N
         assert answer in (None, request.output_tokens)
 
 
-def test_the_disk_outlives_the_act_and_the_control_has_none(tmp_path: Path) -> None:
+def test_the_disk_outlives_the_act(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     plans = run.act_plans(2 << 30, tmp_path, trace)
     options = [(plan.connector or {}).get("kv_connector_extra_config", {}) for plan in plans]
-    assert [plan.is_restart for plan in plans] == [False, False, True, False]
+    assert [plan.is_restart for plan in plans] == [False, False, True]
     assert options[2] == {"host_bytes": "2GiB", "disk_dir": str(tmp_path), "disk_bytes": "2GiB"}
     assert options[1] == options[2] | {"record_trace": str(trace)}, "only the second act is recorded"
-    assert "disk_dir" not in options[3]
 
 
 def test_a_full_disk_is_reported_before_anything_runs(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def test_a_doctor_that_is_interrupted_removes_its_values(tmp_path: Path) -> None
             deadline = time.monotonic() + DEADLINE_S
             while not raw.keys("kvoffload/doctor/*"):
                 assert time.monotonic() < deadline
+                time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_S) == 130
             assert raw.keys("*") == []

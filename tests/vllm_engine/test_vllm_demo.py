@@ -53,9 +53,10 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []
-    assert seen.acts == [1, 2, 3, 4]
+    assert seen.acts == [1, 2, 3]
     assert len(report.offload.requests) == len(demo_run.plan_visits())
-    assert seen.requests == 3 * len(demo_run.plan_visits()) + len(report.restart.requests)
+    assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests)
+    assert len(report.restart.control) == 4
     assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
     assert report.ttft_ms[Source.HOST].count == 4
     assert report.ttft_ms[Source.DISK].count == len(report.restart.requests) == 4

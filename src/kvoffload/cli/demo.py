@@ -27,10 +27,10 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: int) -> None:
     """Show what kvoffload saves and that outputs do not change.
 
-    Runs the same conversations on real vLLM four times: without kvoffload, with it, in a restarted server that reads
-    from disk, and, as a control, with bytes corrupted on purpose. Exit status 0: outputs are identical with kvoffload,
-    the restarted server read from disk, and the corruption was detected; 1: one of these checks failed; 2: the demo
-    could not run.
+    Runs the same conversations on real vLLM without kvoffload and with it, then their last questions in a restarted
+    server that reads from disk, and, as a control, once more with bytes corrupted on purpose. Exit status 0: outputs
+    are identical with kvoffload, the restarted server read from disk, and the corruption was detected; 1: one of these
+    checks failed; 2: the demo could not run.
     """
     from rich.console import Console
 

@@ -33,6 +33,9 @@ class ActResult:
     info: EngineInfo
     requests: list[RequestResult] = field(default_factory=list)
     summary: ActSummary = field(default_factory=lambda: ActSummary(0.0))
+    """Without the control."""
+    control: list[RequestResult] = field(default_factory=list)
+    """The same requests once more, if they were repeated with corrupted loads."""
 
 
 class Process(Protocol):
@@ -109,6 +112,10 @@ class EngineProcess:
         reply = self.call("visit", index=index)
         return None if reply is None else RequestResult(**reply)
 
+    def repeat(self, index: int) -> RequestResult:
+        """Asks the last question about a document once more."""
+        return RequestResult(**self.call("repeat", index=index))
+
     def ask(self, index: int, document: int) -> RequestResult:
         """Asks the first question about a document, as if it had not been asked before."""
         return RequestResult(**self.call("ask", index=index, document=document))
@@ -173,9 +180,11 @@ def run_act(
     on_ready: Callable[[EngineInfo], None],
     on_request: Callable[[RequestResult], None],
     command: tuple[str, ...] = ENGINE,
+    with_control: bool = False,
 ) -> ActResult:
     """Runs all visits of ``config`` in an engine of their own, and calls back as it progresses.
 
+    ``with_control`` then repeats the requests with corrupted loads. They must be the last ones about their documents.
     Raises DemoError, with the end of ``log``, if the engine fails or is silent past a deadline. In any case no process
     of the act is left behind.
     """
@@ -187,7 +196,15 @@ def run_act(
             if request is not None:
                 result.requests.append(request)
                 on_request(request)
-        result.summary = engine.end()
+        if with_control:
+            result.summary = ActSummary(**engine.call("summary"))
+            engine.call("corrupt_loads")
+            for request in result.requests:
+                result.control.append(engine.repeat(request.index))
+                on_request(result.control[-1])
+            engine.end()
+        else:
+            result.summary = engine.end()
     return result
 
 

@@ -164,6 +164,11 @@ class Act:
         self.answers[document] = result.output_tokens
         return result
 
+    def repeat(self, index: int) -> RequestResult:
+        """Asks the last question about the document of a visit once more."""
+        document, _ = self.config.visits[index]
+        return self._request(index, document, self.prompts[document], follow_up=False)
+
     def ask(self, index: int, document: int) -> RequestResult:
         """Asks the first question about a document, as if it had not been asked before."""
         return self._request(index, document, self.prompts[document] + self.questions[0], follow_up=False)
@@ -261,6 +266,9 @@ class Engine:
     def visit(self, index: int) -> RequestResult | None:
         return self._act.visit(index)
 
+    def repeat(self, index: int) -> RequestResult:
+        return self._act.repeat(index)
+
     def ask(self, index: int, document: int) -> RequestResult:
         return self._act.ask(index, document)
 
@@ -281,11 +289,14 @@ class Engine:
         """Returns kvoffload's counters since the warm-up, by name."""
         return {name: value - self._before.get(name, 0.0) for name, value in self._act.probe.counters().items()}
 
+    def summary(self) -> ActSummary:
+        """Returns the summary of everything since the warm-up."""
+        return ActSummary(time.perf_counter() - self._start, self.metrics(), self._act.direct_io())
+
     def end(self) -> ActSummary:
-        wall_s = time.perf_counter() - self._start
-        metrics, direct_io = self.metrics(), self._act.direct_io()
+        result = self.summary()
         self._act.close()
-        return ActSummary(wall_s, metrics, direct_io)
+        return result
 
 
 def _commands(act: Act) -> Iterator[dict[str, Any]]:

@@ -52,7 +52,7 @@ def render_page(report: Report) -> str:
             ttft_svg=ttft_plot(report),
             hits_svg=hits_plot(report),
             pool_svg=pool_plot(report),
-            rows=list(zip(report.baseline.requests, report.offload.requests, report.control.requests, strict=True)),
+            rows=list(zip(report.baseline.requests, report.offload.requests, strict=True)),
             again={request.index: request for request in report.restart.requests},
         )
     )

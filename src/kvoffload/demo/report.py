@@ -1,4 +1,4 @@
-"""The result of the demo's four acts: comparisons, numbers, and the list of failed checks."""
+"""The result of the demo's acts: comparisons, numbers, and the list of failed checks."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a demo, with its acts ``baseline``, ``offload``, ``restart`` and ``control``.
+    """The result of a demo, with its acts ``baseline``, ``offload`` and ``restart``.
 
-    ``restart`` has some of the requests of the others, with the same indexes.
+    ``restart`` has some of the requests of the others, with the same indexes, and repeats them as the control.
     """
 
     model: str
@@ -61,7 +61,6 @@ class Report:
     baseline: ActResult
     offload: ActResult
     restart: ActResult
-    control: ActResult
     versus_offload: Comparison
     versus_restart: Comparison
     versus_control: Comparison
@@ -225,20 +224,17 @@ class Report:
                     "metrics": act.summary.metrics,
                     "requests": [asdict(request) for request in act.requests],
                 }
-                for name, act in zip(("baseline", "offload", "restart", "control"), self.acts, strict=True)
+                for name, act in (("baseline", self.baseline), ("offload", self.offload), ("restart", self.restart))
             ],
+            "control": [asdict(request) for request in self.restart.control],
         }
-
-    @property
-    def acts(self) -> tuple[ActResult, ActResult, ActResult, ActResult]:
-        return self.baseline, self.offload, self.restart, self.control
 
 
 def make_report(
     acts: Sequence[ActResult], model: str, seed: int, load_average: float = 0.0, replay: Agreement | None = None
 ) -> Report:
-    """Compares the acts and returns the report. The acts: without kvoffload, with it, after the restart, control."""
-    baseline, offload, restart, control = acts
+    """Compares the acts and returns the report. The acts: without kvoffload, with it, after the restart."""
+    baseline, offload, restart = acts
     repeated = [baseline.requests[request.index] for request in restart.requests]
     return Report(
         model=model,
@@ -248,10 +244,9 @@ def make_report(
         baseline=baseline,
         offload=offload,
         restart=restart,
-        control=control,
         versus_offload=compare(baseline.requests, offload.requests),
         versus_restart=compare(repeated, restart.requests),
-        versus_control=compare(baseline.requests, control.requests),
+        versus_control=compare(repeated, restart.control),
         replay=replay,
     )
 

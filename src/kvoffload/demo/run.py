@@ -1,4 +1,4 @@
-"""Plans and runs the four acts of the demo."""
+"""Plans and runs the acts of the demo."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ GIB = 1 << 30
 class ActPlan:
     """One act: the number in its log's name, its title, and the connector's configuration.
 
-    After a restart only each document's last question is asked again.
+    After a restart only each document's last question is asked again, and then once more with corrupted loads.
     """
 
     number: int
@@ -91,13 +91,14 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
         acts: list[ActResult] = []
         for plan in act_plans(_pool_bytes(directory), disk, trace):
             answers = known_answers(acts[0].requests) if plan.is_restart else config.answers
-            progress.act(plan, answers.count(None))
+            progress.act(plan, answers.count(None) * (2 if plan.is_restart else 1))
             acts.append(
                 run_act(
                     replace(config, connector=plan.connector, answers=answers),
                     out / f"act-{plan.number}.log",
                     progress.ready,
                     progress.request,
+                    with_control=plan.is_restart,
                 )
             )
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
@@ -113,29 +114,25 @@ def vllm_installed() -> bool:
 
 
 def act_plans(pool_bytes: int, disk: Path, trace: Path) -> tuple[ActPlan, ...]:
-    """Returns the four acts: without kvoffload, with it, after a restart, and with a connector that corrupts loads.
+    """Returns the acts: without kvoffload, with it, and after a restart.
 
     The host pool and the disk tier, in the directory ``disk``, get ``pool_bytes`` each. The second act records its
     requests to the file ``trace``.
     """
     size = f"{pool_bytes // GIB}GiB"
-    host = {"host_bytes": size}
-    tiers = host | {"disk_dir": str(disk), "disk_bytes": size}
+    tiers = {"host_bytes": size, "disk_dir": str(disk), "disk_bytes": size}
     return (
         ActPlan(1, "without kvoffload", None),
         ActPlan(2, "with kvoffload", connector(tiers | {"record_trace": str(trace)})),
         ActPlan(3, "restarted", connector(tiers), is_restart=True),
-        ActPlan(4, "with corrupted bytes", connector(host, "CorruptedKVOffloadConnector", "kvoffload.demo.corrupted")),
     )
 
 
-def connector(
-    options: Mapping[str, Any], name: str = "KVOffloadConnector", module: str = "kvoffload.vllm"
-) -> dict[str, Any]:
+def connector(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of vLLM's KVTransferConfig for kvoffload with these options."""
     return {
-        "kv_connector": name,
-        "kv_connector_module_path": module,
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": dict(options),
     }

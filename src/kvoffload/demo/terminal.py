@@ -112,7 +112,7 @@ def _facts_table(report: Report) -> Table:
     table.add_row("disk reads bypass the page cache", "yes" if report.restart.summary.direct_io else PAGE_CACHE)
     table.add_row(
         "corruption detected",
-        _yes_no(report.corruption_detected, f"{corrupted} of {len(report.control.requests)} outputs changed"),
+        _yes_no(report.corruption_detected, f"{corrupted} of {len(report.restart.control)} outputs changed"),
     )
     if report.replay is not None:
         replayed = report.replay.replayed
