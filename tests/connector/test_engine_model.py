@@ -126,7 +126,7 @@ def sleeps(seed: int) -> Scenario:
 @pytest.mark.parametrize("chunk", range(2))
 def test_sleeps(chunk: int) -> None:
     kept = forgotten = 0
-    for seed in range(chunk, scaled(100), 2):
+    for seed in range(chunk, scaled(40), 2):
         for patch in (None, never_wakes_up):
             engine = ModelEngine(sleeps(seed), patch)
             engine.run()
