@@ -7,17 +7,32 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import KVGroup, LookupState, MissReason, ReqContext, ScheduledStep
+from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext, ScheduledStep, Slots
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
+from kvoffload.tiers.breaker import MAX_FAILURES, PAUSE_S
 from kvoffload.tiers.manager import TieredOffloadingManager
 from tests.connector.rig import TOKENS, Clock, FakeRequest, Rig, prompt
 
 SLOT_BYTES = 4096
+
+
+class ShyTier(MemoryTier):
+    """Takes on no read while it ``refuses``. ``failed_lookups`` is what the test says."""
+
+    refuses = False
+    failed_lookups = 0
+
+    @property
+    def num_failed_lookups(self) -> int:
+        return self.failed_lookups
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        return [] if self.refuses else super().read(keys, slots)
 
 
 class SpyManager(TieredOffloadingManager):
@@ -31,7 +46,7 @@ class SpyManager(TieredOffloadingManager):
         enable_events: bool = False,
     ) -> None:
         self.executor = SteppedExecutor(clock=clock)
-        self.tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
+        self.tier = ShyTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
         host = PolicyOffloadingManager(
             HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), enable_events, clock=clock
         )
@@ -135,6 +150,26 @@ def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
     assert rig.look_up(request) == (8, True)
 
 
+def test_an_offer_is_looked_up_again_when_room_was_made_for_a_test_read_that_was_refused() -> None:
+    rig = TieredRig(4)
+    rig.put_below(prompt(4, start=50))
+    rig.store(prompt(16))
+    while rig.half.has_pending_work() or rig.manager.has_transfers:
+        rig.arrive()
+    rig.manager.tier.failed_lookups = MAX_FAILURES
+    rig.step()
+    rig.clock.now += 2 * PAUSE_S
+    rig.step()
+    waiting = FakeRequest("waits for device blocks", prompt(17))
+    assert rig.look_up(waiting) == (16, True)
+    rig.manager.tier.refuses = True
+    assert rig.look_up(FakeRequest("finds a block to read as a test", prompt(5, start=50))) == (0, False)
+    rig.step()
+    assert rig.look_up(waiting) == (12, True)
+    meta = rig.load(waiting)
+    assert (len(meta.loads), meta.broken_loads) == (1, {})
+
+
 def busy_step() -> ScheduledStep:
     return ScheduledStep({"another": 1})
 
@@ -217,7 +252,7 @@ def test_an_idle_engine_steps_until_a_long_prompt_is_on_disk() -> None:
     rig = TieredRig(num_host_blocks=64)
     rig.store(prompt(40 * TOKENS))
     steps = 0
-    while rig.half.has_pending_work():
+    while rig.half.has_pending_work() or rig.manager.has_transfers:
         rig.step()
         rig.manager.executor.drain()
         steps += 1
