@@ -255,7 +255,7 @@ class Moody(LowerTiers):
 
 
 def run_moody(seed: int) -> None:
-    """Runs an engine whose chains are longer than the host and whose requests wait for device blocks, on a MoodyTier."""
+    """Runs an engine with chains longer than its host memory and requests that wait for device blocks."""
     clock = Clock(100.0)
     scenario = Scenario(
         seed=seed,
@@ -275,17 +275,20 @@ def run_moody(seed: int) -> None:
     ModelEngine(scenario, lower=Moody(seed, clock), clock=clock).run()
 
 
+def run_moody_seeds(num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        run_moody(seed)
+
+
 def test_what_makes_room_for_a_test_read_is_not_promised() -> None:
     """Whether or not the tier takes the read on."""
-    for seed in range(scaled(20)):
-        run_moody(seed)
+    run_moody_seeds(scaled(20))
 
 
 def test_an_eviction_that_is_not_counted_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PolicyOffloadingManager, "num_removed", 0)
     with pytest.raises(BrokenPromise):
-        for seed in range(20):
-            run_moody(seed)
+        run_moody_seeds(20)
 
 
 # Bugs. Each is planted in a server before that runs.
