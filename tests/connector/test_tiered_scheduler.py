@@ -17,6 +17,7 @@ from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
 from kvoffload.tiers.breaker import MAX_FAILURES, PAUSE_S
 from kvoffload.tiers.manager import TieredOffloadingManager
 from tests.connector.rig import TOKENS, Clock, FakeRequest, Rig, prompt
+from tests.counting import lines_of
 
 SLOT_BYTES = 4096
 
@@ -118,6 +119,40 @@ def test_events_of_promoted_blocks_describe_them() -> None:
     rig.half.request_finished(request)
     rig.step()
     assert list(rig.half.take_events()) == []
+
+
+def waiting_for_events(num_others: int) -> TieredRig:
+    """Two blocks are announced for which no request waits, while others do."""
+    rig = TieredRig(enable_events=True)
+    rig.put_below(prompt(8))
+    list(rig.half.take_events())
+    for i in range(num_others):
+        rig.look_up(FakeRequest(f"r{i}", [*prompt(8), i]))
+    return rig
+
+
+def test_events_are_described_by_any_request_that_waits() -> None:
+    rig = waiting_for_events(3)
+    for i in range(2):
+        rig.half.request_finished(FakeRequest(f"r{i}", []))
+    rig.arrive()
+    assert all(event.blocks and all(event.blocks) for event in rig.half.take_events())
+    rig.half.request_finished(FakeRequest("r2", []))
+    rig.manager.drop_from_host(rig.keys(prompt(8)))
+    list(rig.half.take_events())
+    assert not len(rig.half.observer._coming)
+
+
+def test_an_event_costs_the_same_however_many_requests_wait() -> None:
+    few, many = waiting_for_events(2), waiting_for_events(50)
+    for rig in (few, many):
+        rig.arrive()
+        # Of these, no request can say what they are.
+        output = rig.manager.prepare_store(unknown := rig.keys(prompt(8, start=90)))
+        assert output is not None
+        rig.manager.complete_store(unknown)
+    cost, same = (lines_of(lambda rig=rig: list(rig.half.take_events())) for rig in (few, many))  # type: ignore[misc]
+    assert cost == same
 
 
 def test_the_next_request_finds_them_in_the_host() -> None:

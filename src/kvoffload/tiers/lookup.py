@@ -57,6 +57,9 @@ class OpenQuestions:
         """When the latest keys were asked for of which an answer was late. Keys that are asked for together count as
         one lookup."""
 
+    def __len__(self) -> int:
+        return len(self._asked_at)
+
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Takes in that the tier has answered for ``keys``."""
         if self._asked_at:

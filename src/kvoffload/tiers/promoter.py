@@ -278,6 +278,8 @@ class Promoter:
     def _take_back_for(self, promotion: Promotion, now: float) -> None:
         """Makes room for ``promotion``: another one gives up its pins, the latest of the younger ones, otherwise the
         latest of those whose blocks have been pinned for a whole deadline."""
+        if not self._pins.num_pinned:
+            return
         holders = [other for other in reversed(self._promotions.values()) if other.pinned and other is not promotion]
         latest = now - self._deadline_s
         younger = (other for other in holders if other.number > promotion.number)
