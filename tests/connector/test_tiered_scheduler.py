@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext, ScheduledStep, Slots
+from kvoffload.abc import (
+    KVGroup,
+    LookupState,
+    MissReason,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    ScheduledStep,
+    Slots,
+)
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
@@ -121,6 +131,10 @@ def test_events_of_promoted_blocks_describe_them() -> None:
     assert list(rig.half.take_events()) == []
 
 
+def take_events(rig: TieredRig) -> list[OffloadingEvent]:
+    return list(rig.half.take_events())
+
+
 def waiting_for_events(num_others: int) -> TieredRig:
     """Two blocks are announced for which no request waits, while others do."""
     rig = TieredRig(enable_events=True)
@@ -136,7 +150,7 @@ def test_events_are_described_by_any_request_that_waits() -> None:
     for i in range(2):
         rig.half.request_finished(FakeRequest(f"r{i}", []))
     rig.arrive()
-    assert all(event.blocks and all(event.blocks) for event in rig.half.take_events())
+    assert all(event.blocks and all(event.blocks) for event in take_events(rig))
     rig.half.request_finished(FakeRequest("r2", []))
     rig.manager.drop_from_host(rig.keys(prompt(8)))
     list(rig.half.take_events())
@@ -151,7 +165,7 @@ def test_an_event_costs_the_same_however_many_requests_wait() -> None:
         output = rig.manager.prepare_store(unknown := rig.keys(prompt(8, start=90)))
         assert output is not None
         rig.manager.complete_store(unknown)
-    cost, same = (lines_of(lambda rig=rig: list(rig.half.take_events())) for rig in (few, many))  # type: ignore[misc]
+    cost, same = (lines_of(partial(take_events, rig)) for rig in (few, many))
     assert cost == same
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -265,9 +266,9 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def slowdown_of_a_full_table() -> float:
     """Returns how many times as long a new question takes when the table is full, as when it is empty."""
-    questions, keys = OpenQuestions(1.0), chain("x", 3 * lookup.MAX_UNANSWERED)
-    n = lookup.MAX_UNANSWERED
-    empty, _, full = (seconds_of(lambda i=i: questions.find_late(keys[i * n : (i + 1) * n], 0.0)) for i in range(3))  # type: ignore[misc]
+    questions, n = OpenQuestions(1.0), lookup.MAX_UNANSWERED
+    keys = chain("x", 3 * n)
+    empty, _, full = (seconds_of(partial(questions.find_late, keys[i : i + n], 0.0)) for i in (0, n, 2 * n))
     return full / empty
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvoffload.abc import (
@@ -398,18 +400,17 @@ def queued(num_requests: int) -> Rig:
 
 
 def test_no_call_costs_more_because_of_the_promotions_that_are_queued() -> None:
-    few, many = queued(3), queued(200)
-    extra = chain("y", 3)
+    few, many = queued(3).manager, queued(200).manager
     for calls in (
-        [lambda rig=rig: rig.manager.lookup(chain("x", 1), ReqContext("new")) for rig in (few, many)],
-        [lambda rig=rig: rig.manager.poll() for rig in (few, many)],
-        [lambda rig=rig: rig.manager.drop_from_host(extra) for rig in (few, many)],
-        [lambda rig=rig: rig.manager.release_request(ReqContext("2")) for rig in (few, many)],
+        [partial(manager.lookup, chain("x", 1), ReqContext("new")) for manager in (few, many)],
+        [manager.poll for manager in (few, many)],
+        [partial(manager.drop_from_host, chain("y", 3)) for manager in (few, many)],
+        [partial(manager.release_request, ReqContext("2")) for manager in (few, many)],
     ):
         cost, cost_of_many = map(lines_of, calls)
         assert cost_of_many < cost + 30, "a search by halves, at most"
-    for rig in (few, many):
-        rig.manager.check_integrity()
+    for manager in (few, many):
+        manager.check_integrity()
 
 
 def test_promotions_that_are_queued_again_keep_their_place() -> None:
