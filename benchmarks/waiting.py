@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,10 @@ class Server:
     def end(self, request: BenchRequest) -> None:
         self.scheduler.request_finished(request)
 
+    def end_and_step(self, request: BenchRequest) -> None:
+        self.end(request)
+        self.step()
+
     def promote(self, num_blocks: int) -> None:
         """A request has blocks of the second tier promoted, and is aborted."""
         request = self.request(HELD, num_blocks)
@@ -190,8 +195,8 @@ def measure(server: Server, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         for kind, what in ((HELD, "in a tier"), (UNKNOWN, "that a tier is asked for")):
             request = server.request(kind)
-            assert timed(f"lookup, {CHAIN_BLOCKS} blocks {what}", lambda r=request: server.look_up(r)) is None
-            timed(f"abort, {CHAIN_BLOCKS} blocks {what}", lambda r=request: server.end(r))
+            assert timed(f"lookup, {CHAIN_BLOCKS} blocks {what}", partial(server.look_up, request)) is None
+            timed(f"abort, {CHAIN_BLOCKS} blocks {what}", partial(server.end, request))
         for _ in range(8):
             # Until nothing is to be written.
             server.step()
@@ -201,11 +206,11 @@ def measure(server: Server, rounds: int) -> dict[str, float]:
             "state dropped from the host", lambda: server.manager.drop_from_host([make_offload_key(os.urandom(32), 0)])
         )
         keys = [make_offload_key(ABSENT + os.urandom(31), 0) for _ in range(LARGE)]
-        timed(f"prepare_store of {LARGE} blocks", lambda k=keys: server.manager.prepare_store(k))
+        timed(f"prepare_store of {LARGE} blocks", partial(server.manager.prepare_store, keys))
         server.manager.complete_store(keys)
         request, jobs = server.compute(LARGE)
-        timed(f"report of a store of {LARGE} blocks", lambda j=jobs: server.report(j))
-        timed("end of a request, and the next step", lambda r=request: (server.end(r), server.step()))
+        timed(f"report of a store of {LARGE} blocks", partial(server.report, jobs))
+        timed("end of a request, and the next step", partial(server.end_and_step, request))
         reader = server.request(HELD, LARGE)
         server.look_up(reader)
         server.step()

@@ -16,6 +16,7 @@ from kvoffload.abc import (
     ReqContext,
 )
 from kvoffload.cache.admission import FilterReusedOffloadingManager
+from kvoffload.tiers import reads
 from kvoffload.tiers.promoter import PROMOTION_SHARE
 from tests.counting import lines_of
 from tests.tiers.rig import (
@@ -411,6 +412,26 @@ def test_no_call_costs_more_because_of_the_promotions_that_are_queued() -> None:
         assert cost_of_many < cost + 30, "a search by halves, at most"
     for manager in (few, many):
         manager.check_integrity()
+
+
+def test_a_tier_that_reads_nothing_lets_no_step_look_at_all_that_waits_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reads, "MAX_READS", 1)
+
+    def busy(num_requests: int) -> Rig:
+        rig = Rig(host_blocks=64, tier_blocks=1 << 12, num_tiers=2, load_deadline_ms=1e9)
+        keys = chain("x", num_requests)
+        rig.store_below(keys)
+        rig.tiers[1].delete(keys)
+        for i, key in enumerate(keys):
+            assert rig.manager.lookup([key], ReqContext(str(i))) is None
+        rig.manager.poll()
+        assert rig.tier.reads == keys[:1], "it reads one at a time"
+        return rig
+
+    cost, cost_of_many = (lines_of(busy(n).manager.poll) for n in (3, 100))
+    assert cost_of_many < cost + 30
 
 
 def test_promotions_that_are_queued_again_keep_their_place() -> None:

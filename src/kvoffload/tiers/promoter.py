@@ -256,7 +256,7 @@ class Promoter:
                 if may_take_back and self._room() <= 0:
                     self._take_back_for(promotion, now)
                 room = self._room()
-                if room <= 0 or max(allowed) <= 0:
+                if room <= 0 or not any(n > 0 and queued for n, queued in zip(allowed, self._num_queued, strict=True)):
                     break
                 has_started |= self._read(promotion, room, allowed, now)
                 may_take_back = False
