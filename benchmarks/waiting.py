@@ -235,7 +235,7 @@ def measure_here(quick: bool) -> dict[str, list[float]]:
     full.fill(share)
     gc.collect()
     gc.freeze()
-    found = [measure(server, 5 if quick else 30) for server in (idle, full)]
+    found = [measure(server, 5 if quick else 9) for server in (idle, full)]
     gc.unfreeze()
     return {what: [each[what] for each in found] for what in found[0]}
 
