@@ -24,6 +24,7 @@ from benchmarks import (
     submit,
     tenants,
     ttft,
+    waiting,
     writes,
 )
 
@@ -46,6 +47,7 @@ BENCHMARKS = {
     "submit": submit.main,
     "tenants": tenants.main,
     "ttft": ttft.main,
+    "waiting": waiting.main,
     "writes": writes.main,
 }
 

@@ -202,13 +202,12 @@ def measure_here(quick: bool) -> dict[str, float]:
         return measure(Path(temporary), quick)
 
 
-def measure_base(source: str, quick: bool) -> dict[str, float]:
-    """The same of the version in ``source``, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.steps", *(["--quick"] if quick else [])]
+def measure_base(source: str, quick: bool, module: str = "benchmarks.steps") -> Any:
+    """What ``module`` prints with the version in ``source``, in a process of its own."""
+    command = [sys.executable, "-m", module, *(["--quick"] if quick else [])]
     environment = {**os.environ, "PYTHONPATH": source}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(out: Path, quick: bool) -> None:

@@ -159,6 +159,23 @@ def test_a_correct_import_is_accepted(name: str, source: str) -> None:
     assert faults({name: source}) == []
 
 
+def trimmed_dicts(sources: dict[str, str]) -> list[str]:
+    """Returns every ``del table[next(iter(table))]``. In a plain dict it walks all entries that were deleted before:
+    OrderedDict.popitem does not."""
+    return [
+        f"{name}, line {node.lineno}"
+        for name, source in sources.items()
+        if "[next(iter(" in source
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Delete) and "[next(iter(" in ast.unparse(node)
+    ]
+
+
+def test_no_table_is_trimmed_by_deleting_the_first_key_of_a_dict() -> None:
+    assert trimmed_dicts(modules()) == []
+    assert trimmed_dicts({"a": "while len(table) > 3:\n    del table[next(iter(table))]"}) == ["a, line 2"]
+
+
 def loaded_by(statement: str) -> set[str]:
     """Returns the top-level modules that a fresh interpreter has loaded after ``statement``."""
     code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvoffload.abc import KVGroup, LookupState, MissReason, ReqContext, ScheduledStep
+from kvoffload.abc import (
+    KVGroup,
+    LookupState,
+    MissReason,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    ScheduledStep,
+    Slots,
+)
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
+from kvoffload.tiers.breaker import MAX_FAILURES, PAUSE_S
 from kvoffload.tiers.manager import TieredOffloadingManager
 from tests.connector.rig import TOKENS, Clock, FakeRequest, Rig, prompt
+from tests.counting import lines_of
 
 SLOT_BYTES = 4096
+
+
+class ShyTier(MemoryTier):
+    """Takes on no read while it ``refuses``. ``failed_lookups`` is what the test says."""
+
+    refuses = False
+    failed_lookups = 0
+
+    @property
+    def num_failed_lookups(self) -> int:
+        return self.failed_lookups
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        return [] if self.refuses else super().read(keys, slots)
 
 
 class SpyManager(TieredOffloadingManager):
@@ -31,7 +57,7 @@ class SpyManager(TieredOffloadingManager):
         enable_events: bool = False,
     ) -> None:
         self.executor = SteppedExecutor(clock=clock)
-        self.tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
+        self.tier = ShyTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
         host = PolicyOffloadingManager(
             HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), enable_events, clock=clock
         )
@@ -105,6 +131,44 @@ def test_events_of_promoted_blocks_describe_them() -> None:
     assert list(rig.half.take_events()) == []
 
 
+def take_events(rig: TieredRig) -> list[OffloadingEvent]:
+    return list(rig.half.take_events())
+
+
+def waiting_for_events(num_others: int) -> TieredRig:
+    """Two blocks are announced for which no request waits, while others do."""
+    rig = TieredRig(enable_events=True)
+    rig.put_below(prompt(8))
+    list(rig.half.take_events())
+    for i in range(num_others):
+        rig.look_up(FakeRequest(f"r{i}", [*prompt(8), i]))
+    return rig
+
+
+def test_events_are_described_by_any_request_that_waits() -> None:
+    rig = waiting_for_events(3)
+    for i in range(2):
+        rig.half.request_finished(FakeRequest(f"r{i}", []))
+    rig.arrive()
+    assert all(event.blocks and all(event.blocks) for event in take_events(rig))
+    rig.half.request_finished(FakeRequest("r2", []))
+    rig.manager.drop_from_host(rig.keys(prompt(8)))
+    list(rig.half.take_events())
+    assert not len(rig.half.observer._coming)
+
+
+def test_an_event_costs_the_same_however_many_requests_wait() -> None:
+    few, many = waiting_for_events(2), waiting_for_events(50)
+    for rig in (few, many):
+        rig.arrive()
+        # Of these, no request can say what they are.
+        output = rig.manager.prepare_store(unknown := rig.keys(prompt(8, start=90)))
+        assert output is not None
+        rig.manager.complete_store(unknown)
+    cost, same = (lines_of(partial(take_events, rig)) for rig in (few, many))
+    assert cost == same
+
+
 def test_the_next_request_finds_them_in_the_host() -> None:
     rig = TieredRig()
     rig.put_below(prompt(8))
@@ -133,6 +197,26 @@ def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
     assert len(asked) == 1
     rig.arrive()
     assert rig.look_up(request) == (8, True)
+
+
+def test_an_offer_is_looked_up_again_when_room_was_made_for_a_test_read_that_was_refused() -> None:
+    rig = TieredRig(4)
+    rig.put_below(prompt(4, start=50))
+    rig.store(prompt(16))
+    while rig.half.has_pending_work() or rig.manager.has_transfers:
+        rig.arrive()
+    rig.manager.tier.failed_lookups = MAX_FAILURES
+    rig.step()
+    rig.clock.now += 2 * PAUSE_S
+    rig.step()
+    waiting = FakeRequest("waits for device blocks", prompt(17))
+    assert rig.look_up(waiting) == (16, True)
+    rig.manager.tier.refuses = True
+    assert rig.look_up(FakeRequest("finds a block to read as a test", prompt(5, start=50))) == (0, False)
+    rig.step()
+    assert rig.look_up(waiting) == (12, True)
+    meta = rig.load(waiting)
+    assert (len(meta.loads), meta.broken_loads) == (1, {})
 
 
 def busy_step() -> ScheduledStep:
@@ -217,7 +301,7 @@ def test_an_idle_engine_steps_until_a_long_prompt_is_on_disk() -> None:
     rig = TieredRig(num_host_blocks=64)
     rig.store(prompt(40 * TOKENS))
     steps = 0
-    while rig.half.has_pending_work():
+    while rig.half.has_pending_work() or rig.manager.has_transfers:
         rig.step()
         rig.manager.executor.drain()
         steps += 1

@@ -547,6 +547,12 @@ class DoesNotCountUse(ReferenceLRUManager):
         return sum(block.is_ready for block in self.blocks.values())
 
 
+class CountsOnlyResets(ReferenceLRUManager):
+    @property
+    def num_removed(self) -> int:
+        return 0 if self.blocks else self.removed
+
+
 MANAGER_BUGS = [bug for bug in ReferenceLRUManager.__subclasses__() if bug.__module__ == __name__]
 
 

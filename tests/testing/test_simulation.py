@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
+from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.testing import simulation
 from kvoffload.testing.__main__ import main
-from kvoffload.testing.engine import Clock, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
+from kvoffload.testing.engine import BrokenPromise, Clock, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
 from kvoffload.testing.scale import scaled
 from kvoffload.testing.simulation import (
     Blocked,
@@ -33,6 +34,7 @@ from kvoffload.testing.storage import FaultRates
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor
 from kvoffload.testing.watch import SlotTaken, Unreachable
 from kvoffload.tiers import planner, writethrough
+from kvoffload.tiers.breaker import MAX_FAILURES
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.plan import Plan, plan_writes
@@ -212,6 +214,81 @@ def test_any_engine_on_tiers_that_never_fail() -> None:
         promoted[what] += int(engine.scheduler.metrics.snapshot().get("promoted_blocks", 0))
     assert len(promoted) == 3
     assert all(promoted.values()), f"nothing was promoted: {promoted}"
+
+
+class MoodyTier(MemoryTier):
+    """By chance, lookups of it have failed, and it takes on no read of blocks that it holds."""
+
+    def __init__(self, pools: Sequence[ByteArray], executor: SteppedExecutor, clock: Clock, random: Random) -> None:
+        super().__init__(pools, 60, executor, clock)
+        self._random = random
+        self._num_failed_lookups = 0
+
+    @property
+    def num_failed_lookups(self) -> int:
+        if self._random.random() < 0.02:
+            self._num_failed_lookups += MAX_FAILURES
+        return self._num_failed_lookups
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        return [] if self._random.random() < 0.9 else super().read(keys, slots)
+
+
+class Moody(LowerTiers):
+    """A MoodyTier, whose pauses are short on its clock."""
+
+    write_share = 0.5
+
+    def __init__(self, seed: int, clock: Clock) -> None:
+        self.random, self.clock = Random(seed), clock
+        self.executor = SteppedExecutor(seed, chance=0.9, clock=clock)
+
+    def make(self, pools: Sequence[ByteArray]) -> list[Tier]:
+        return [MoodyTier(pools, self.executor, self.clock, self.random)]
+
+    def tick(self) -> None:
+        self.executor.tick()
+        self.clock.now += self.random.choice((0.0, 0.0, 0.5))
+
+    def settle(self) -> None:
+        self.executor.drain()
+
+
+def run_moody(seed: int) -> None:
+    """Runs an engine with chains longer than its host memory and requests that wait for device blocks."""
+    clock = Clock(100.0)
+    scenario = Scenario(
+        seed=seed,
+        num_layers=1,
+        block_size=2,
+        num_device_blocks=24,
+        prefix_caching=False,
+        num_host_blocks=10,
+        load_deadline_ms=60_000.0,
+        num_requests=30,
+        num_documents=2,
+        document_tokens=28,
+        max_question_tokens=2,
+        max_new_tokens=6,
+        copy_chance=1.0,
+    )
+    ModelEngine(scenario, lower=Moody(seed, clock), clock=clock).run()
+
+
+def run_moody_seeds(num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        run_moody(seed)
+
+
+def test_what_makes_room_for_a_test_read_is_not_promised() -> None:
+    """Whether or not the tier takes the read on."""
+    run_moody_seeds(scaled(20))
+
+
+def test_an_eviction_that_is_not_counted_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PolicyOffloadingManager, "num_removed", 0)
+    with pytest.raises(BrokenPromise):
+        run_moody_seeds(20)
 
 
 # Bugs. Each is planted in a server before that runs.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext, States
+from kvoffload.tiers import lookup
 from kvoffload.tiers.breaker import MAX_FAILURES, BreakerState
 from kvoffload.tiers.lookup import FIRST_CHUNK, MISS_TTL_S, OpenQuestions
 from tests.tiers.rig import (
@@ -239,3 +242,45 @@ def test_the_keys_remembered_for_open_questions_are_bounded(monkeypatch: pytest.
     assert questions.find_late(keys, 0.0) == ([False] * 8, 0)
     assert questions.find_late(keys[4:], 1.0) == ([True] * 4, 1)
     assert questions.find_late(keys[:4], 1.0) == ([False] * 4, 0), "the earliest are forgotten"
+
+
+def test_questions_of_requests_that_have_ended_are_forgotten() -> None:
+    rig, _ = with_remote(lookup_deadline_ms=100)
+    for i in range(10):
+        rig.manager.lookup(chain(f"x{i}", 4), ReqContext(str(i)))
+        rig.manager.release_request(ReqContext(str(i)))
+        rig.clock.now += 0.01
+        rig.manager.poll()
+    (questions,) = [each for each in rig.manager._lookup._open if len(each)]
+    assert len(questions) == 40
+    rig.clock.now += 0.1 + MISS_TTL_S
+    rig.manager.poll()
+    assert len(questions) == 0
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    call()
+    return time.thread_time() - begun
+
+
+def slowdown_of_a_full_table() -> float:
+    """Returns how many times as long a new question takes when the table is full, as when it is empty."""
+    questions, n = OpenQuestions(1.0), lookup.MAX_UNANSWERED
+    keys = chain("x", 3 * n)
+    empty, _, full = (seconds_of(partial(questions.find_late, keys[i : i + n], 0.0)) for i in (0, n, 2 * n))
+    return full / empty
+
+
+def test_a_full_table_is_trimmed_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain dict takes a hundred times as long: to find its first entry it walks all that were deleted there."""
+    monkeypatch.setattr(lookup, "MAX_UNANSWERED", 1 << 15)
+    assert slowdown_of_a_full_table() < 10
+
+    class PlainDict(dict[OffloadKey, float]):
+        def popitem(self, last: bool = True) -> tuple[OffloadKey, float]:
+            key = next(iter(self))
+            return key, self.pop(key)
+
+    monkeypatch.setattr(lookup, "OrderedDict", PlainDict)
+    assert slowdown_of_a_full_table() > 10

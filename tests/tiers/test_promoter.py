@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvoffload.abc import (
@@ -14,7 +16,9 @@ from kvoffload.abc import (
     ReqContext,
 )
 from kvoffload.cache.admission import FilterReusedOffloadingManager
+from kvoffload.tiers import reads
 from kvoffload.tiers.promoter import PROMOTION_SHARE
+from tests.counting import lines_of
 from tests.tiers.rig import (
     A,
     B,
@@ -381,3 +385,70 @@ def test_a_request_that_may_not_wait_counts_once_for_the_reuse_filter() -> None:
     output = manager.prepare_store(keys, B)
     assert output is not None
     assert output.keys_to_store == keys
+
+
+def queued(num_requests: int) -> Rig:
+    """A full host, and requests that wait for a block each, for which there is no room."""
+    rig = Rig(host_blocks=4, tier_blocks=1 << 12, load_deadline_ms=1e9)
+    keys = chain("x", num_requests)
+    rig.store_below(keys)
+    rig.fill_host()
+    rig.host.prepare_load(chain("filler", 4))
+    for i, key in enumerate(keys):
+        assert rig.manager.lookup([key], ReqContext(str(i))) is None
+    rig.manager.poll()
+    return rig
+
+
+def test_no_call_costs_more_because_of_the_promotions_that_are_queued() -> None:
+    few, many = queued(3).manager, queued(200).manager
+    for calls in (
+        [partial(manager.lookup, chain("x", 1), ReqContext("new")) for manager in (few, many)],
+        [manager.poll for manager in (few, many)],
+        [partial(manager.drop_from_host, chain("y", 3)) for manager in (few, many)],
+        [partial(manager.release_request, ReqContext("2")) for manager in (few, many)],
+    ):
+        cost, cost_of_many = map(lines_of, calls)
+        assert cost_of_many < cost + 30, "a search by halves, at most"
+    for manager in (few, many):
+        manager.check_integrity()
+
+
+def test_a_tier_that_reads_nothing_lets_no_step_look_at_all_that_waits_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reads, "MAX_READS", 1)
+
+    def busy(num_requests: int) -> Rig:
+        rig = Rig(host_blocks=64, tier_blocks=1 << 12, num_tiers=2, load_deadline_ms=1e9)
+        keys = chain("x", num_requests)
+        rig.store_below(keys)
+        rig.tiers[1].delete(keys)
+        for i, key in enumerate(keys):
+            assert rig.manager.lookup([key], ReqContext(str(i))) is None
+        rig.manager.poll()
+        assert rig.tier.reads == keys[:1], "it reads one at a time"
+        return rig
+
+    cost, cost_of_many = (lines_of(busy(n).manager.poll) for n in (3, 100))
+    assert cost_of_many < cost + 30
+
+
+def test_promotions_that_are_queued_again_keep_their_place() -> None:
+    rig = Rig(host_blocks=4)
+    for name in "xyz":
+        rig.store_below(chain(name, 1))
+    rig.fill_host()
+    rig.host.prepare_load(filler := chain("filler", 4))
+    for name in "xyz":
+        rig.manager.lookup(chain(name, 1), ReqContext(name))
+    rig.manager.poll()
+    rig.clock.now += 2.0
+    for name in "yxz":
+        assert rig.manager.lookup(chain(name, 1), ReqContext(name)) == 0, "its deadline has passed"
+    rig.manager.poll()
+    for name in "zyx":
+        assert rig.manager.lookup(chain(name, 1), ReqContext(name)) is None
+    rig.host.complete_load(filler)
+    rig.settle()
+    assert rig.tier.reads == [*chain("x", 1), *chain("y", 1)]

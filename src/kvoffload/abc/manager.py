@@ -260,6 +260,12 @@ class OffloadingManager(ABC):
 
     @property
     @abstractmethod
+    def num_removed(self) -> int:
+        """Blocks that have left host memory since the start, for whatever reason: evicted, dropped or reset. While it
+        does not grow, blocks that a lookup has found can still be loaded."""
+
+    @property
+    @abstractmethod
     def num_used_blocks(self) -> int:
         """Blocks that take a slot now, those being written included."""
 

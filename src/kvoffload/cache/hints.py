@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -95,7 +96,7 @@ class HintedBlocks:
         """Of the block in each slot."""
         self._used_at = np.full(table.num_blocks, -math.inf)
         """When it was stored or last used; before the first hint, that is not known."""
-        self._waits: dict[int, _Wait] = {}
+        self._waits: OrderedDict[int, _Wait] = OrderedDict()
         """By owner, the oldest first."""
         self._queues: dict[int, list[tuple[float, int, _Wait]]] = {}
         """By tenant: a heap of all waits, that which ends last first. It may have others, which have ended."""

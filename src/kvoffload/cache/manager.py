@@ -84,6 +84,8 @@ class PolicyOffloadingManager(OffloadingManager):
             self.enable_events()
         self._gone = misses or MissMemory(clock=clock)
         self._clock = clock
+        self._num_entered = self._num_removed = 0
+        """Blocks that have become ready since the start, and those of them that have left."""
         self._hints: HintedBlocks | None = None
         """None until a request has hints."""
         self._num_early = 0
@@ -267,6 +269,7 @@ class PolicyOffloadingManager(OffloadingManager):
             self._table.mark_busy(protected, False)
             self.policy.mark_evictable(protected)
         self.backend.free(victims)
+        self._num_removed += len(keys)
         self._gone.record(keys, MissReason.EVICTED)
         if self._events is not None:
             self._emit(keys, removed=True)
@@ -297,6 +300,7 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self._table.find_in_transfer(blocks)
         if success:
             ready, freed = self._table.set_ready(slots)
+            self._num_entered += len(ready)
             self.policy.mark_evictable(ready)
             if self._events is not None:
                 self._emit(self._table.key_of[ready].tolist(), removed=False)
@@ -320,6 +324,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self._table.insert(keys, slots)
         self.policy.insert(slots, keys)
         self._table.set_ready(slots)
+        self._num_entered += len(slots)
         self.policy.mark_evictable(slots)
 
     def lease(self, slots: Collection[int] | Slots) -> LoadStoreSpec:
@@ -416,9 +421,12 @@ class PolicyOffloadingManager(OffloadingManager):
         self.backend.free(self._table.drop_all())
 
     def _note_dropped(self, slots: Slots) -> None:
-        """Remembers why the blocks in ``slots`` will be missing, and emits the removal of those that are ready."""
+        """Remembers why the blocks in ``slots`` will be missing, and counts and emits the removal of those that are
+        ready."""
+        ready = slots[~self._table.is_writing(slots)]
+        self._num_removed += len(ready)
         if self._events is not None:
-            self._emit(self._table.key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
+            self._emit(self._table.key_of[ready].tolist(), removed=True)
         # No more than the memory can hold: this may be of millions of blocks, on the engine's thread.
         self._gone.record(self._table.key_of[slots[-MISS_MEMORY_ENTRIES:]].tolist(), MissReason.RESET)
 
@@ -458,6 +466,10 @@ class PolicyOffloadingManager(OffloadingManager):
         return self.backend.num_blocks
 
     @property
+    def num_removed(self) -> int:
+        return self._num_removed
+
+    @property
     def num_used_blocks(self) -> int:
         return self.backend.num_existing_blocks - self.backend.get_num_free_blocks()
 
@@ -471,6 +483,8 @@ class PolicyOffloadingManager(OffloadingManager):
             self._hints.check_integrity()
         if self._table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
+        if np.count_nonzero(~self._table.is_writing(self._table.slots())) != self._num_entered - self._num_removed:
+            raise IntegrityError("a block has left without being counted: requests may be promised what is gone")
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -52,8 +52,13 @@ class Lookups:
         return match
 
     def _still_holds(self, match: Match, computed: int) -> bool:
-        change = self._changes.loads if match.tokens is None else self._changes.contents
+        change = self._changes.loads if match.tokens is None else self._contents
         return (match.change, match.computed) == (change, computed) and self._clock() < match.expires
+
+    @property
+    def _contents(self) -> int:
+        """Grows when an answer other than to wait may have become wrong."""
+        return self._changes.contents + self._manager.num_removed
 
     def _look_up(self, state: RequestState, computed: int) -> Match:
         state.extend_keys()
@@ -65,7 +70,7 @@ class Lookups:
             state.touched = True
             self._touch(state)
         if not state.may_load or computed % self._layout.device_align:
-            return Match(self._changes.contents, computed, 0, None)
+            return Match(self._contents, computed, 0, None)
         if self._hits.is_next_loading(state, computed) and (wait := self._wait(state, computed)):
             return wait
         may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
@@ -78,7 +83,7 @@ class Lookups:
             # It may not wait any longer.
             hit = self._hits.longest(state, computed, may_wait=False)
         tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= self._layout.align else 0
-        return Match(self._changes.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
+        return Match(self._contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
 
     def _touch(self, state: RequestState) -> None:
         """Counts a use of the request's blocks, and of the last state that it could continue from. States are kept at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,6 +51,53 @@ class _Observed:
     """Made when it is first given device blocks."""
 
 
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A block of requests that wait: ``ordinal`` of ``group`` of one of them."""
+
+    state: RequestState
+    group: int
+    ordinal: int
+    num_requests: int = 0
+    """Requests that wait for it."""
+
+
+class _ComingBlocks:
+    """The blocks of requests that wait, which may be promoted for them. Any of these requests can describe a block."""
+
+    def __init__(self) -> None:
+        self._places: dict[OffloadKey, _Place] = {}
+        self._keys: dict[str, list[OffloadKey]] = {}
+        """By request. Its keys may have changed since."""
+
+    def add(self, state: RequestState) -> None:
+        """Adds the blocks of a request, once."""
+        keys = self._keys.setdefault(state.context.req_id, [])
+        if keys:
+            return
+        for g, of_group in enumerate(state.blocks.keys):
+            keys += of_group
+            for i, key in enumerate(of_group):
+                place = self._places.get(key)
+                if place is None:
+                    place = self._places[key] = _Place(state, g, i)
+                place.num_requests += 1
+
+    def remove(self, req_id: str) -> None:
+        """Removes the blocks of a request for which no other one waits."""
+        for key in self._keys.pop(req_id, ()):
+            place = self._places[key]
+            place.num_requests -= 1
+            if not place.num_requests:
+                del self._places[key]
+
+    def get(self, key: OffloadKey) -> _Place | None:
+        return self._places.get(key)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 class RequestObserver:
     """Observes requests and jobs, for records, metrics and events. Only the speed of computing, which it reports to the
     manager, takes part in a decision: whether to load or to compute.
@@ -82,11 +129,10 @@ class RequestObserver:
         """What each tenant held in each tier when that was last read, by "TENANT,TIER"."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
-        self._descriptions: dict[OffloadKey, BlockDescription] = {}
+        self._descriptions: OrderedDict[OffloadKey, BlockDescription] = OrderedDict()
         """Blocks that became loadable since events were last taken."""
-        self._coming: dict[str, tuple[RequestState, dict[OffloadKey, tuple[int, int]]]] = {}
-        """By request that waits, if events describe blocks: its blocks, which may be promoted for it, with group and
-        ordinal."""
+        self._coming = _ComingBlocks()
+        """Empty unless events describe blocks."""
         self._last_warning: dict[str, float] = {}
 
     # Requests.
@@ -101,16 +147,14 @@ class RequestObserver:
 
     def waits(self, state: RequestState) -> None:
         """Notes that a request waits, perhaps for blocks that a lower tier is asked for."""
-        req_id = state.context.req_id
-        if self.describes_blocks and req_id not in self._coming:
-            places = {key: (g, i) for g, keys in enumerate(state.blocks.keys) for i, key in enumerate(keys)}
-            self._coming[req_id] = state, places
+        if self.describes_blocks:
+            self._coming.add(state)
 
     def allocated(self, state: RequestState, match: Match | None, num_external_tokens: int) -> None:
         """Records a request that was given device blocks. Without a match it had blocks before and continues with
         them."""
         req_id = state.context.req_id
-        self._coming.pop(req_id, None)
+        self._coming.remove(req_id)
         if match is not None:
             self._record(state, match, num_external_tokens)
         if state.waited_s:
@@ -132,7 +176,7 @@ class RequestObserver:
         """Ends the observation of a request, and writes it to the trace."""
         req_id, request = state.context.req_id, state.request
         observed = self._requests.pop(req_id, None)
-        self._coming.pop(req_id, None)
+        self._coming.remove(req_id)
         self._prefills.pop(req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
@@ -263,14 +307,14 @@ class RequestObserver:
         for state, block in job.blocks:
             self._descriptions[block.key] = self._layout.describe(state.request, block)
         while len(self._descriptions) > MAX_PENDING_EVENTS:
-            del self._descriptions[next(iter(self._descriptions))]
+            self._descriptions.popitem(last=False)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
         events = list(self._manager.take_events())
         if not self.describes_blocks:
             return events
-        known, self._descriptions = self._descriptions, {}
+        known, self._descriptions = self._descriptions, OrderedDict()
 
         def describe(key: OffloadKey) -> BlockDescription | None:
             return known.get(key) or self._describe_coming(key)
@@ -279,11 +323,10 @@ class RequestObserver:
 
     def _describe_coming(self, key: OffloadKey) -> BlockDescription | None:
         """Describes a block for which some request waits."""
-        for state, places in self._coming.values():
-            if key in places:
-                g, i = places[key]
-                return self._layout.describe(state.request, Block(g, i, key, 0, []))
-        return None
+        place = self._coming.get(key)
+        if place is None:
+            return None
+        return self._layout.describe(place.state.request, Block(place.group, place.ordinal, key, 0, []))
 
     # Metrics and warnings.
 

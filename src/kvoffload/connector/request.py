@@ -42,10 +42,11 @@ class Storing(Enum):
 
 @dataclass(slots=True)
 class Changes:
-    """Counters that grow when a remembered lookup may have become wrong."""
+    """Counters that grow when a remembered lookup may have become wrong. Blocks that leave are counted by the manager,
+    see ``OffloadingManager.num_removed``."""
 
     contents: int = 0
-    """Blocks came or went."""
+    """Blocks came, or were hidden or shown."""
     loads: int = 0
     """Something happened that a waiting request waits for: a load started or ended, or the manager may find more."""
 
@@ -55,7 +56,8 @@ class Match:
     """A remembered lookup. It holds for ``computed`` tokens on the device, until ``change`` or ``expires``."""
 
     change: int
-    """The value of ``Changes.contents`` at the lookup; if the request waits, that of ``Changes.loads``."""
+    """The value at the lookup of ``Changes.contents`` and ``OffloadingManager.num_removed`` together; if the request
+    waits, that of ``Changes.loads``."""
     computed: int
     tokens: int | None
     """How many tokens can be loaded. None: the request waits, for the load of another or for an answer."""

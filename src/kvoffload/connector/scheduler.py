@@ -159,7 +159,7 @@ class OffloadingConnectorScheduler:
             manager, self.layout, Metrics(self._read_metrics), recorder, spans, describe_blocks, clock
         )
         self.loads = LoadPlanner(manager, self.layout, self.jobs)
-        self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, self.changes)
+        self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer)
         self.shelf = Shelf(manager, self.changes, num_workers, may_sleep)
         self.sound = SoundBlocks()
         hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})

@@ -21,7 +21,7 @@ from kvoffload.connector.due import DueList
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.observer import RequestObserver
-from kvoffload.connector.request import NEVER, Changes, Match, Phase, RequestState, Storing
+from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
 
 MAX_TOGETHER = 8
@@ -49,14 +49,11 @@ class StorePlanner:
     in the next step. If it has refused a block of a request, those after it are not stored either.
     """
 
-    def __init__(
-        self, manager: OffloadingManager, layout: Layout, jobs: JobTable, observer: RequestObserver, changes: Changes
-    ) -> None:
+    def __init__(self, manager: OffloadingManager, layout: Layout, jobs: JobTable, observer: RequestObserver) -> None:
         self._manager = manager
         self._layout = layout
         self._jobs = jobs
         self._observer = observer
-        self._changes = changes
         self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
 
@@ -145,7 +142,9 @@ class StorePlanner:
                 self._start([Due(state, 0, blocks, state.blocks.next_store)], output, epoch, specs)
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
-                self._drop(self._keeper.stored(state, present, frozenset(output.keys_to_store)))
+                superseded = self._keeper.stored(state, present, frozenset(output.keys_to_store))
+                if superseded:
+                    self._manager.drop_from_host(superseded)
             elif keys:
                 self._refused()
         return specs
@@ -167,11 +166,6 @@ class StorePlanner:
                 found.setdefault(end, []).append(Block(g, ordinal, keys[g][ordinal], ordinal, [device_block]))
         whole = [end for end, blocks in found.items() if {block.group for block in blocks} == set(layout.states)]
         return [block for end in keeper.choose(state, whole, epoch) for block in found[end]]
-
-    def _drop(self, superseded: list[OffloadKey]) -> None:
-        if superseded:
-            self._manager.drop_from_host(superseded)
-            self._changes.contents += 1
 
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Adds the request for the step in which its next block may be due."""
@@ -230,7 +224,6 @@ class StorePlanner:
     def _start(self, dues: list[Due], output: PrepareStoreOutput, epoch: int, specs: dict[int, TransferSpec]) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
         if output.evicted_keys:
-            self._changes.contents += 1
             self._observer.metrics.add("evicted_blocks", len(output.evicted_keys))
         refused = frozenset(output.refused_keys)
         new: list[tuple[RequestState, Block]] = []

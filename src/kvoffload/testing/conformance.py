@@ -322,6 +322,20 @@ class ManagerConformance:
         manager.check_integrity()
         assert (self.present(manager), manager.num_used_blocks) == ("", 0)
 
+    def test_every_ready_block_that_leaves_is_counted(self) -> None:
+        """Requests are offered what lookups have found, until a block has left."""
+        manager = self.full("abc")
+        before = manager.num_removed
+        self.store(manager, "d")
+        assert manager.num_removed == before + 1, "evicted"
+        manager.drop(keys("bx"))
+        assert manager.num_removed == before + 2, "dropped"
+        self.begun(manager, "e")
+        self.finish(manager, "e", success=False)
+        assert manager.num_removed == before + 2, "a block that was being written could not be found"
+        manager.reset()
+        assert manager.num_removed == before + 4, "reset"
+
     # touch
 
     def test_touch_is_applied_last_key_first(self) -> None:

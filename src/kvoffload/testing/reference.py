@@ -48,6 +48,8 @@ class ReferenceManager(OffloadingManager):
         self.blocks: dict[OffloadKey, BlockStatus] = {}
         self.leaving: dict[OffloadKey, BlockStatus] = {}
         self.events: list[OffloadingEvent] = []
+        self.removed = 0
+        """Ready blocks that have left."""
 
     # The order, which the subclass keeps. Each call is about one key, and chains are given tail first.
 
@@ -242,6 +244,10 @@ class ReferenceManager(OffloadingManager):
     def num_used_blocks(self) -> int:
         return self.capacity - len(self.free_slots)
 
+    @property
+    def num_removed(self) -> int:
+        return self.removed
+
     def check_integrity(self) -> None:
         used = [block.slot for block in [*self.blocks.values(), *self.leaving.values()]]
         if sorted(used + self.free_slots) != list(range(self.capacity)):
@@ -274,6 +280,7 @@ class ReferenceManager(OffloadingManager):
         return LoadStoreSpec(MEDIUM, np.array(slots, dtype=np.int64))
 
     def announce(self, keys: list[OffloadKey], removed: bool) -> None:
+        self.removed += len(keys) if removed else 0
         if keys:
             self.events.append(OffloadingEvent(keys, MEDIUM, removed))
 
@@ -471,6 +478,10 @@ class ReferenceFilter(OffloadingManager):
     @property
     def num_used_blocks(self) -> int:
         return self.backing.num_used_blocks
+
+    @property
+    def num_removed(self) -> int:
+        return self.backing.num_removed
 
     def check_integrity(self) -> None:
         self.backing.check_integrity()

@@ -174,6 +174,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert states == self.reference.lookup_each(self.universe, OBSERVER)
         assert self.manager.num_blocks == self.reference.num_blocks
         assert self.manager.num_used_blocks == self.reference.num_used_blocks
+        assert self.manager.num_removed == self.reference.num_removed
         self.compare_more(self.manager, self.reference)
 
     @invariant()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -89,9 +90,12 @@ class Backlog:
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._num_keys = 0
-        self._chains: dict[Chain, None] = {}
+        self._chains: OrderedDict[Chain, None] = OrderedDict()
         """Every chain that is not GONE, the oldest first."""
-        self._queues: dict[ChainState, dict[Chain, None]] = {ChainState.FRESH: {}, ChainState.STARTED: {}}
+        self._queues: dict[ChainState, OrderedDict[Chain, None]] = {
+            ChainState.FRESH: OrderedDict(),
+            ChainState.STARTED: OrderedDict(),
+        }
         self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
         """Chains that are WAITING, by each block that they wait for."""
         self._by_request: dict[str, Chain] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,11 +51,14 @@ class OpenQuestions:
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._asked_at: dict[OffloadKey, float] = {}
+        self._asked_at: OrderedDict[OffloadKey, float] = OrderedDict()
         """When the tier was first asked for each key, the earliest first."""
         self._failed_at = float("-inf")
         """When the latest keys were asked for of which an answer was late. Keys that are asked for together count as
         one lookup."""
+
+    def __len__(self) -> int:
+        return len(self._asked_at)
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Takes in that the tier has answered for ``keys``."""
@@ -62,20 +66,23 @@ class OpenQuestions:
             for key in keys:
                 self._asked_at.pop(key, None)
 
+    def expire(self, now: float) -> None:
+        """Forgets the keys that count as missing no longer: nobody may ask for them again."""
+        while self._asked_at and now - next(iter(self._asked_at.values())) > self._deadline_s + MISS_TTL_S:
+            self._asked_at.popitem(last=False)
+
     def find_late(self, keys: Sequence[OffloadKey], now: float) -> tuple[list[bool], int]:
         """Takes in that the tier does not know yet whether it holds ``keys``. Returns for which of them it is late, and
         how many lookups have failed by that."""
+        self.expire(now)
         is_late, failed = [], set[float]()
         for key in keys:
-            since = self._asked_at.get(key)
-            if since is None or now - since > self._deadline_s + MISS_TTL_S:
-                self._asked_at.pop(key, None)
-                self._asked_at[key] = since = now
+            since = self._asked_at.setdefault(key, now)
             is_late.append(now - since >= self._deadline_s)
             if is_late[-1] and since > self._failed_at:
                 failed.add(since)
         while len(self._asked_at) > MAX_UNANSWERED:
-            del self._asked_at[next(iter(self._asked_at))]
+            self._asked_at.popitem(last=False)
         self._failed_at = max(failed, default=self._failed_at)
         return is_late, len(failed)
 
@@ -104,6 +111,9 @@ class TierLookup:
 
     def take_unanswered(self) -> bool:
         """Returns whether, since the last call, a tier has left a question open that must be asked again."""
+        now = self._clock()
+        for questions in self._open:
+            questions.expire(now)
         is_unanswered, self._is_unanswered = self._is_unanswered, False
         return is_unanswered
 

@@ -389,6 +389,10 @@ class TieredOffloadingManager(OffloadingManager):
         return self.host.most_blocks(key)
 
     @property
+    def num_removed(self) -> int:
+        return self.host.num_removed
+
+    @property
     def num_used_blocks(self) -> int:
         return self.host.num_used_blocks
 

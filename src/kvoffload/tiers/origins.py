@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ class Origins:
     def __init__(self) -> None:
         self._estimators: list[ReadEstimator] = []
         """The read rate of each tier, the fastest first as configured."""
-        self._origin: dict[OffloadKey, int] = {}
+        self._origin: OrderedDict[OffloadKey, int] = OrderedDict()
         """The index of the tier that each block came from, the block that came first, first."""
 
     def arrived(self, keys: Iterable[OffloadKey], tier: int) -> None:
@@ -28,10 +29,10 @@ class Origins:
         if tier == 0:
             return
         for key in keys:
-            self._origin.pop(key, None)
             self._origin[key] = tier
+            self._origin.move_to_end(key)
         while len(self._origin) > MAX_ORIGINS:
-            del self._origin[next(iter(self._origin))]
+            self._origin.popitem(last=False)
 
     def forget(self, keys: Collection[OffloadKey]) -> None:
         """Notes that blocks were computed here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress
@@ -23,7 +24,7 @@ from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.ended import Ended
-from kvoffload.tiers.promotion import Located, PinCounter, Promotion, PromotionState, waiting_for
+from kvoffload.tiers.promotion import NONE, Located, PinCounter, Promotion, PromotionState, waiting_for
 from kvoffload.tiers.reads import TierReads
 from kvoffload.tiers.state import TierState
 
@@ -73,8 +74,12 @@ class Promoter:
         """When each wait began, the earliest first. Some of them have ended since."""
         self._answered: list[Promotion] = []
         """Promotions in the state ANSWERED."""
-        self._queue: dict[Promotion, None] = {}
-        """Promotions with blocks that are to be read."""
+        self._queue: list[Promotion] = []
+        """Promotions with blocks that are to be read, by number."""
+        self._num_queued = [0] * len(tiers)
+        """How many blocks these are, by tier."""
+        self._new: list[Promotion] = []
+        """Promotions that were in the state WANTED since the last ``poll``."""
         self._pins = PinCounter(host.num_blocks)
 
     def __len__(self) -> int:
@@ -117,10 +122,10 @@ class Promoter:
         if not promotion.is_waiting:
             promotion.since = self._clock()
             self._deadlines.append((promotion.since, promotion))
-        promotion.want(promotion.wanted.before(self._join_reads(promotion, wanted)).distinct())
-        promotion.state = PromotionState.WANTED
-        if promotion.wanted:
-            self._queue[promotion] = None
+        self._want(promotion, promotion.wanted.before(self._join_reads(promotion, wanted)).distinct())
+        if promotion.state is not PromotionState.WANTED:
+            promotion.state = PromotionState.WANTED
+            self._new.append(promotion)
         promotion.end_wait_if_done()
 
     def withdraw(self, promotion: Promotion) -> None:
@@ -152,10 +157,13 @@ class Promoter:
         for promotion in list(self._promotions.values()):
             self.release(promotion.context)
 
-    def drop(self, keys: Collection[OffloadKey]) -> None:
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
         """Removes the pins of ``keys`` for all requests."""
-        for promotion in self._promotions.values():
-            self._unpin(promotion, keys)
+        slots = self._host.find(keys)
+        if self._pins.has_any(slots[slots >= 0]):
+            for promotion in self._promotions.values():
+                if not promotion.pinned.keys().isdisjoint(keys):
+                    self._unpin(promotion, keys)
 
     def abandon(self, tier: TierState) -> None:
         """Ends the waits for blocks of a tier that is no longer used, and of all requests with blocks that are still to
@@ -170,7 +178,20 @@ class Promoter:
 
     def num_queued(self, tier: TierState) -> int:
         """Returns how many blocks are to be read from ``tier`` and are not under way yet."""
-        return sum(promotion.num_wanted_from(tier.index) for promotion in self._queue)
+        return self._num_queued[tier.index]
+
+    def _want(self, promotion: Promotion, wanted: Located) -> None:
+        """Replaces the blocks of the promotion that are to be read."""
+        at = bisect_left(self._queue, promotion.number, key=_number)
+        if promotion.wanted and not wanted:
+            del self._queue[at]
+        elif wanted and not promotion.wanted:
+            self._queue.insert(at, promotion)
+        for tier in range(len(self._tiers)):
+            self._num_queued[tier] -= promotion.num_wanted_from(tier)
+        promotion.want(wanted)
+        for tier in range(len(self._tiers)):
+            self._num_queued[tier] += promotion.num_wanted_from(tier)
 
     def _join_reads(self, promotion: Promotion, wanted: Located) -> Located:
         """Makes the promotion wait for those of ``wanted`` that are being read already. Returns the others."""
@@ -194,7 +215,7 @@ class Promoter:
         self._stop_waiting(promotion, PromotionState.EXPIRED)
 
     def _stop_waiting(self, promotion: Promotion, state: PromotionState) -> None:
-        self._queue.pop(promotion, None)
+        self._want(promotion, NONE)
         promotion.stop_waiting(state)
 
     def _end_late_waits(self, now: float) -> None:
@@ -231,16 +252,18 @@ class Promoter:
         has_started = False
         if self._queue and (may_take_back or self._room() > 0):
             allowed = [self._reads.num_in_time(tier) for tier in self._tiers]
-            for promotion in sorted(self._queue, key=lambda promotion: promotion.number):
+            for promotion in self._queue.copy():
                 if may_take_back and self._room() <= 0:
                     self._take_back_for(promotion, now)
                 room = self._room()
-                if room <= 0 or max(allowed) <= 0:
+                if room <= 0 or not any(n > 0 and queued for n, queued in zip(allowed, self._num_queued, strict=True)):
                     break
                 has_started |= self._read(promotion, room, allowed, now)
                 may_take_back = False
-        for promotion in self._queue:
-            promotion.state = PromotionState.QUEUED
+        for promotion in self._new:
+            if promotion.wanted:
+                promotion.state = PromotionState.QUEUED
+        self._new.clear()
         return has_started
 
     def _room(self) -> int:
@@ -255,6 +278,8 @@ class Promoter:
     def _take_back_for(self, promotion: Promotion, now: float) -> None:
         """Makes room for ``promotion``: another one gives up its pins, the latest of the younger ones, otherwise the
         latest of those whose blocks have been pinned for a whole deadline."""
+        if not self._pins.num_pinned:
+            return
         holders = [other for other in reversed(self._promotions.values()) if other.pinned and other is not promotion]
         latest = now - self._deadline_s
         younger = (other for other in holders if other.number > promotion.number)
@@ -276,7 +301,7 @@ class Promoter:
             now_read = self._reads.readable(now_read.keys)
         output = self._host.allocate(now_read.keys)
         if output is None:
-            promotion.want(now_read.before(later))
+            self._want(promotion, now_read.before(later))
             return False
         self._count("evicted_blocks", len(output.evicted_keys))
         slots = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
@@ -285,10 +310,8 @@ class Promoter:
             # Those that some tier still has are tried again.
             self._host.complete_store(self._host.lease(refused.values()), success=False)
             later = self._reads.readable(list(refused)).before(later)
-        promotion.want(later)
-        if not promotion.wanted:
-            del self._queue[promotion]
-            promotion.end_wait_if_done()
+        self._want(promotion, later)
+        promotion.end_wait_if_done()
         return True
 
     def end_reads(self, tier: TierState, reads: Ended) -> None:
@@ -360,7 +383,14 @@ class Promoter:
                 is_pinned = status is not None and status.slot == slot and status.ref_cnt > 0
                 if not is_pinned and not self._host.is_dropped(self._host.lease([slot]))[0]:
                     raise IntegrityError("a block that is pinned for a promotion can be evicted")
+        queued = [sum(each.num_wanted_from(tier.index) for each in self._queue) for tier in self._tiers]
+        if queued != self._num_queued or self._queue != sorted(self._queue, key=_number):
+            raise IntegrityError("the queue of promotions is miscounted, or not in order")
         if pins != self._pins:
             raise IntegrityError("the pins of promoted blocks do not match the promotions")
         if self._num_free < 0:
             raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")
+
+
+def _number(promotion: Promotion) -> int:
+    return promotion.number

@@ -139,7 +139,7 @@ class Promotion:
         return np.array(slots, dtype=np.int64)
 
     def stop_waiting(self, state: PromotionState) -> None:
-        self.want(NONE)
+        """Called when it wants nothing that is still to be read."""
         self.reading.clear()
         self.state = state
 
@@ -156,6 +156,10 @@ class PinCounter:
         if not isinstance(other, PinCounter):
             return NotImplemented
         return self.num_pinned == other.num_pinned and np.array_equal(self._pins, other._pins)
+
+    def has_any(self, slots: Slots) -> bool:
+        """Returns whether one of ``slots`` is pinned for some promotion."""
+        return bool(self._pins[slots].any())
 
     def add(self, slots: Slots) -> None:
         """Counts one more promotion for each of distinct ``slots``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvoffload.abc import ReqContext, Slots
 
 MAX_REQUESTS = 4096
@@ -16,7 +18,7 @@ class HeldBackUses:
     """
 
     def __init__(self) -> None:
-        self._num_blocks: dict[str, int] = {}
+        self._num_blocks: OrderedDict[str, int] = OrderedDict()
 
     def hold_back(self, found: Slots, context: ReqContext | None) -> int:
         """Takes in the slots of a request's chain in host memory, -1 for blocks that it lacks. Returns how many blocks
@@ -28,7 +30,7 @@ class HeldBackUses:
             return 0
         self._num_blocks[context.req_id] = len(found)
         if len(self._num_blocks) > MAX_REQUESTS:
-            del self._num_blocks[next(iter(self._num_blocks))]
+            self._num_blocks.popitem(last=False)
         return len(found)
 
     def end(self, context: ReqContext | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,7 +56,7 @@ class EventTranslator:
         self._layout = layout
         self._groups = {part: g for part, g in enumerate(layout.parts.group_of) if part in layout.parts.last}
         """The KV cache group of each part that is announced."""
-        self._contents: dict[OffloadKey, _Content] = {}
+        self._contents: OrderedDict[OffloadKey, _Content] = OrderedDict()
 
     def translate(self, events: Iterable[OffloadingEvent], has_tiers: bool) -> Iterator[KVCacheEvent]:
         """Yields vLLM's events for those of one step. ``has_tiers``: whether there are lower tiers."""
@@ -95,7 +95,7 @@ class EventTranslator:
         for key in left:
             self._contents.pop(key, None)
         while len(self._contents) > MAX_CONTENTS:
-            del self._contents[next(iter(self._contents))]
+            self._contents.popitem(last=False)
 
     def _stored(self, event: OffloadingEvent, g: int, keys: Sequence[OffloadKey]) -> Iterator[KVCacheEvent]:
         contents = list(map(self._contents.get, keys))

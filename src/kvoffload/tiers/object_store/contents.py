@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -75,12 +76,12 @@ class Places:
     """Remembers where values are, as the notes of objects have said. Methods may be called from several threads."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, Marks] = {}
+        self._objects: OrderedDict[str, Marks] = OrderedDict()
         """The marks of each object, the oldest knowledge first."""
         self._places: dict[bytes, tuple[str, int]] = {}
-        self._hidden: dict[bytes, str] = {}
+        self._hidden: OrderedDict[bytes, str] = OrderedDict()
         """Values that were removed, and the objects that still have them."""
-        self._distrusted: dict[str, None] = {}
+        self._distrusted: OrderedDict[str, None] = OrderedDict()
         """Objects in which wrong bytes were found."""
         self._lock = threading.Lock()
 
@@ -147,6 +148,6 @@ class Places:
                 del self._places[value]
 
 
-def _limit(known: dict[Any, Any], most: int) -> None:
+def _limit(known: OrderedDict[Any, Any], most: int) -> None:
     while len(known) > most:
-        del known[next(iter(known))]
+        known.popitem(last=False)
