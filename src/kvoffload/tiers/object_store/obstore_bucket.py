@@ -7,17 +7,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.object_store.bucket import Answer, Bucket, Found, NewObject, Piece
+from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Bucket, Found, NewObject, Piece
 from kvoffload.tiers.object_store.errors import Problem, classify, explain
 from kvoffload.tiers.remote.client import Outcome, StoreError
 
@@ -36,6 +34,8 @@ RETRY_WITHIN_S = 1.0
 QUIET_S = 1.0
 """After a call in which nothing was answered in time, others fail at once for so long: they were waiting behind it, and
 would outlast their own deadlines."""
+CHUNK_BYTES = 1 << 18
+"""Bytes of an object received at once, beside what the connection has."""
 NOTE_KEY = "kvoffload"
 """The name of the metadata with the note, in S3 ``x-amz-meta-kvoffload``."""
 
@@ -227,7 +227,9 @@ class ObstoreBucket(Bucket):
             return Outcome.FULL
         if problem is Problem.OUT_OF_RANGE:
             return Outcome.OTHER_SIZE
-        problems.append(error)
+        if not problems:
+            # One is enough: it has the text of the store's answer.
+            problems.append(error)
         return Outcome.FAILED
 
     def _head(self, name: str) -> Answer:
@@ -235,13 +237,16 @@ class ObstoreBucket(Bucket):
 
     @staticmethod
     def _found(result: Any) -> Found:
-        return Found(result.meta["size"], dict(result.attributes).get(NOTE_KEY, ""))
+        # A longer note says nothing, and thousands of objects are asked for at once.
+        note = dict(result.attributes).get(NOTE_KEY, "")
+        return Found(result.meta["size"], note if len(note) <= MAX_NOTE else "")
 
     def _get(self, piece: Piece) -> Answer:
         options = {"range": (piece.start, piece.start + piece.nbytes)}
         result = self._obstore.get(self._transfers, piece.name, options=options)
         found = self._found(result)
-        _fill(piece.buffers, np.frombuffer(result.bytes(), dtype=np.uint8))
+        # In chunks, because a store may send more than was asked for.
+        _fill(piece.buffers, result.stream(min_chunk_size=CHUNK_BYTES))
         return found
 
     def _put(self, item: NewObject) -> Outcome:
@@ -280,10 +285,17 @@ class ObstoreBucket(Bucket):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _fill(buffers: Sequence[ByteArray], data: ByteArray) -> None:
-    """Puts ``data`` into the buffers, one after the other, as far as it goes."""
-    at = 0
-    for buffer in buffers:
-        part = data[at : at + buffer.nbytes]
-        buffer[: part.size] = part
-        at += part.size
+def _fill(buffers: Sequence[ByteArray], chunks: Iterable[Any]) -> None:
+    """Puts ``chunks`` of bytes into the buffers, one after the other. Raises ValueError unless they fit."""
+    left = [buffer.data for buffer in reversed(buffers)]
+    for chunk in chunks:
+        data = memoryview(chunk)
+        while len(data):
+            if not left:
+                raise ValueError("more bytes than were asked for")
+            part = left.pop()
+            size = min(len(part), len(data))
+            part[:size] = data[:size]
+            if size < len(part):
+                left.append(part[size:])
+            data = data[size:]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvoffload.abc import OffloadKey
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
-from kvoffload.tiers.remote.messages import Op, Request, Response
+from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Request, Response
+from kvoffload.units import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class StoreLink:
                 break
             answers.append(Answer(request, response))
             if response.problem:
-                self._log.warning("%s: %s failed: %s", self._name, request.op.name.lower(), response.problem)
+                problem = foreign(response.problem, MAX_PROBLEM_BYTES)
+                self._log.warning("%s: %s failed: %s", self._name, request.op.name.lower(), problem)
             else:
                 self._pause = FIRST_PAUSE_S
         self.num_in_flight = len(self._under_way)
