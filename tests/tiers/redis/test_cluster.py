@@ -196,6 +196,7 @@ def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[Redi
     eventually(lambda: known_to(leaving, nodes) and all(knows(node, leaving) for node in nodes))
     move_slot(slot, old, leaving)
     eventually(lambda: all(owner_port(node, slot) == leaving.port for node in nodes))
+    eventually(lambda: b"cluster_state:ok" in cli(leaving, "INFO"))
     client = make_client(f"redis://{HOST}:{target.port}")
     buffers = values(60)
     assert client.put(KNOWN, buffers) == [Outcome.OK] * 60
