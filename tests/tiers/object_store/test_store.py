@@ -175,6 +175,22 @@ def test_objects_that_others_have_changed_are_never_loaded_and_written_again(fak
     reader.close()
 
 
+@pytest.mark.parametrize("slot_bytes", [(4096, 4096), (8192, 16384)])
+def test_blocks_of_another_size_are_misses_and_stay(fake: FakeS3, server: Server, slot_bytes: tuple[int, int]) -> None:
+    """Servers with the same fingerprint and other blocks do not remove each other's."""
+    other = Server(fake.endpoint, slot_bytes=slot_bytes)
+    other.connect()
+    server.works_again(KEYS[:12])
+    before = {name: stored.body for name, stored in fake.blocks().items()}
+    assert len(before) == 1, "blocks share an object"
+    assert other.states(KEYS[:12]) == [HIT] * 12
+    assert set(other.errors(KEYS[:12])) == {TierError.GONE}
+    other.works_again(KEYS[12:14])
+    assert before.items() <= {name: stored.body for name, stored in fake.blocks().items()}.items()
+    assert server.reads_all(KEYS[:12])
+    other.close()
+
+
 def test_small_blocks_share_requests_and_large_ones_do_not(fake: FakeS3, server: Server, second: Server) -> None:
     keys = chain(100)
     server.works_again(keys)

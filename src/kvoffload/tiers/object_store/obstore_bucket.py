@@ -13,10 +13,11 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Bucket, Found, NewObject, Piece
-from kvoffload.tiers.object_store.errors import Problem, classify, explain
+from kvoffload.tiers.object_store.errors import NO_PROXY_THERE, Problem, classify, explain
 from kvoffload.tiers.remote.client import Outcome, StoreError
 
 SMALL_REQUESTS = 64
@@ -38,6 +39,12 @@ CHUNK_BYTES = 1 << 18
 """Bytes of an object received at once, beside what the connection has."""
 NOTE_KEY = "kvoffload"
 """The name of the metadata with the note, in S3 ``x-amz-meta-kvoffload``."""
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_SERVICES = ("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+"""Variables with addresses of services that give credentials."""
+_AMAZON = ("amazonaws.com", "169.254.0.0/16", "fd00:ec2::/32")
+"""Amazon's S3 and token service, and the services for credentials that each of its machines has."""
 
 TEST_NAME, TEST_NOTE = "identities/connection-test", "test"
 """An object that shows whether the store keeps notes."""
@@ -91,12 +98,26 @@ def _make_store(settings: Mapping[str, Any], timeout_s: float, max_retries: int)
         if endpoint:
             options["endpoint"] = endpoint
         options["client_options"]["allow_http"] = (endpoint or environment_endpoint).startswith("http:")
+        options["client_options"] |= _own_hosts_only(endpoint or environment_endpoint)
         if settings.get("region"):
             options["region"] = settings["region"]
         provider = _profile_credentials()
         if provider is not None:
             options["credential_provider"] = provider
     return from_url(url, **options)
+
+
+def _own_hosts_only(endpoint: str) -> dict[str, str]:
+    """Returns options with which obstore reaches the store and the services for credentials, and nothing else.
+
+    It follows redirects, with the session token and the bytes of blocks, and has no option against that. So all other
+    hosts are behind a proxy that does not exist. Where there is a real one, that decides.
+    """
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+        return {}
+    addresses = [endpoint, *(os.environ.get(name, "") for name in _SERVICES)]
+    hosts = [host for host in (urlsplit(address).hostname for address in addresses if address) if host]
+    return {"proxy_url": f"http://{NO_PROXY_THERE}", "proxy_excludes": ",".join([*hosts, *_AMAZON])}
 
 
 def _profile_credentials() -> Any:
