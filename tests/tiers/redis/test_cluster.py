@@ -5,6 +5,7 @@ from __future__ import annotations
 import binascii
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.abc.tier import HIT
+from kvoffload.testing.scale import SCALE
 from kvoffload.tiers.redis import nodes as nodes_module
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from tests.tiers.redis.rig import HOST, FakeServer, RedisServer, make_client, names, needs_redis
+from tests.tiers.redis.test_store import Server
 
 pytestmark = needs_redis
 DEADLINE_S = 60.0
@@ -212,6 +216,65 @@ def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[Redi
     assert client.exists(KNOWN) == [Outcome.OK] * 60
     client.close()
     leaving.kill()
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="takes a minute; the tests above show the same on fewer nodes")
+def test_a_cluster_is_resharded_fails_over_and_shrinks_under_load(tmp_path: Path) -> None:
+    """A server with a tier finds all blocks again within 30 s after each, without a restart."""
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-replica-validity-factor", "0")
+    nodes = [RedisServer(tmp_path / str(i), *options, tcp=True) for i in range(6)]
+    addresses = [f"{HOST}:{node.port}" for node in nodes]
+    manage(["create", *addresses, "--cluster-replicas", "1"])
+    eventually(lambda: all(b"cluster_state:ok" in cli(node, "INFO") for node in nodes))
+    eventually(lambda: all(node.raw().info("replication").get("master_link_status", "up") == "up" for node in nodes))
+    server = Server(nodes[0])
+    keys = [bytes([i]) * 36 for i in range(30)]
+    server.works_again(keys)
+    pid = server.tier._link._channel.pid  # type: ignore[attr-defined]
+
+    def found_within_30_s(what: str, event: Callable[[], None]) -> None:
+        thread = threading.Thread(target=event)
+        thread.start()
+        while thread.is_alive():
+            server.states(keys)
+            server.read(keys)
+        ended = time.monotonic()
+        while not (server.states(keys) == [HIT] * len(keys) and server.reads_all(keys)):
+            assert time.monotonic() < ended + 30.0, what
+            time.sleep(0.1)
+        print(f"{what}: all found after {time.monotonic() - ended:.1f} s")
+        assert server.tier._link._channel.pid == pid, "the client was restarted"  # type: ignore[attr-defined]
+
+    masters = [node for node in nodes if node.raw().info("replication")["role"] == "master"]
+    first, second, third = masters
+    ids = {node.port: node_id(node) for node in masters}
+
+    def reshard(old: RedisServer, new: RedisServer, count: int) -> None:
+        moved = ("--cluster-from", ids[old.port], "--cluster-to", ids[new.port], "--cluster-slots", str(count))
+        manage(["reshard", f"{HOST}:{nodes[0].port}", *moved])
+
+    def fail() -> None:
+        third.kill()
+        eventually(lambda: owner_port(first, NUM_SLOTS - 1) not in (None, third.port))
+
+    def shrink() -> None:
+        reshard(second, first, NUM_SLOTS)
+        manage(["del-node", f"{HOST}:{first.port}", ids[second.port]])
+
+    found_within_30_s("resharded", lambda: reshard(first, second, 3000))
+    found_within_30_s("failed over", fail)
+    found_within_30_s("shrunk", shrink)
+    server.close()
+    for node in nodes:
+        node.kill()
+
+
+def manage(words: Sequence[str]) -> None:
+    """Runs a command of ``redis-cli --cluster``."""
+    done = subprocess.run(
+        ["redis-cli", "--cluster", *words, "--cluster-yes"], capture_output=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout.decode()[-2000:]
 
 
 def eventually(condition: Callable[[], object]) -> None:
