@@ -403,7 +403,6 @@ def test_an_endless_answer_is_cut_off(answer: Answer, monkeypatch: pytest.Monkey
         read_records(answer(b"x" * (8 << 20)), TIMEOUT_S)
 
 
-
 def test_an_answer_of_empty_lines_is_not_kept(answer: Answer) -> None:
     """Millions of lines would take a hundred times the memory of their bytes."""
     tracemalloc.start()

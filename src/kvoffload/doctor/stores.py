@@ -222,7 +222,7 @@ class _StoreCheck:
         if url is not None:
             self._report.stage(f"asks {url} for the time")
             # OverflowError: a date beyond all calendars.
-        with suppress(OSError, ValueError, OverflowError, http.client.HTTPException):
+            with suppress(OSError, ValueError, OverflowError, http.client.HTTPException):
                 self._report.fact("clock_offset_s", _http_offset(url))
 
     def _remove(self, client: StoreClient, names: Sequence[str]) -> None:

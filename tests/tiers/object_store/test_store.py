@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.tiers.object_store.rig import (
     needs_obstore,
     patched,
 )
+from tests.tiers.remote.hostile import Hostile
 from tests.tiers.remote.rig import content
 
 pytestmark = needs_obstore
@@ -396,6 +398,32 @@ def test_an_endpoint_whose_name_is_not_known() -> None:
 def test_an_endpoint_that_does_not_speak_tls(fake: FakeS3) -> None:
     with pytest.raises(StoreError, match=r"does not speak TLS: write http:// if that is intended"):
         bucket(fake.endpoint.replace("http:", "https:"))
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_redirects_to_another_host_are_not_followed(host: str) -> None:
+    """They would take the session token there. The same host may send requests to another path."""
+    asked = []
+
+    def other(connection: socket.socket) -> None:
+        asked.append(connection.recv(1 << 16))
+        connection.sendall(b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n")
+
+    def redirect(connection: socket.socket) -> None:
+        while connection.recv(1 << 16):
+            location = f"Location: http://{host}:{thief.port}/x\r\n"
+            connection.sendall(f"HTTP/1.1 307 There\r\nContent-Length: 0\r\n{location}\r\n".encode())
+
+    thief, store = Hostile(other), Hostile(redirect)
+    with patched({"AWS_SESSION_TOKEN": SECRET}), pytest.raises(StoreError) as caught:
+        bucket(f"http://127.0.0.1:{store.port}")
+    if host == "localhost":
+        assert "another host, which is not followed" in str(caught.value)
+        assert not asked
+    else:
+        assert SECRET.encode() in asked[0]
+    for server in (thief, store):
+        server.close()
 
 
 def test_planted_secrets_do_not_reach_the_log(fake: FakeS3, server: Server, caplog: pytest.LogCaptureFixture) -> None:

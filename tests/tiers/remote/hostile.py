@@ -100,7 +100,7 @@ numbers = itertools.count()
 
 def redis_moves(words: list[bytes], connection: socket.socket) -> None:
     if words[0] == b"CLUSTER":
-        host, port = connection.getsockname()
+        port = connection.getsockname()[1]
         node = b"*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
         connection.sendall(b"*1\r\n*3\r\n:0\r\n:16383\r\n" + node)
     else:

@@ -11,6 +11,7 @@ import pytest
 from kvoffload.abc import OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote import tier as tier_module
+from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import (
     FIRST_PAUSE_S,
     LOOKUP_DEADLINE_S,
@@ -19,7 +20,6 @@ from kvoffload.tiers.remote.link import (
     START_DEADLINE_S,
     TRANSFER_DEADLINE_S,
 )
-from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Op
 from kvoffload.tiers.remote.presence import MISSING_TTL_S, PRESENT_TTL_S
@@ -394,6 +394,7 @@ def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
 def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
     """A new one reads passwords, certificates and credentials again."""
     rig = Rig()
+
     def ask(second: int, succeeds: bool) -> None:
         rig.client.num_errors = 0 if succeeds else 2
         rig.tier.expect([bytes([second]) * 36])

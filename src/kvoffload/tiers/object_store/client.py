@@ -114,9 +114,7 @@ class ObjectStoreClient(StoreClient):
                 self._get_records(others, buffers, begun)
         return outcomes
 
-    def _get_records(
-        self, readings: Sequence[_Reading], buffers: Sequence[Sequence[ByteArray]], begun: float
-    ) -> None:
+    def _get_records(self, readings: Sequence[_Reading], buffers: Sequence[Sequence[ByteArray]], begun: float) -> None:
         """Reads the beginnings of values of another size, which are somewhere else in their objects."""
         records = {i: buffers[i][0][:RECORD_BYTES] for each in readings for i in each.members}
         for record in records.values():
