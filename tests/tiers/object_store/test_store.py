@@ -274,6 +274,24 @@ def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pyt
     opened.close()
 
 
+def test_what_a_store_once_could_not_do_is_tried_again(
+    fake: FakeS3, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy in between was replaced, and the bucket copied without metadata."""
+    (test,) = fake.tests.values()
+    test.note = ""
+    assert bucket(fake.endpoint, prefix="kvoffload").has_notes
+    assert test is not next(iter(fake.tests.values())), "the object with the note was put again"
+    made = bucket(fake.endpoint)
+    item = NewObject("conditional", "", [np.zeros(9, dtype=np.uint8)])
+    fake.is_conditional = False
+    assert made.put([item]) + made.put([item]) == [Outcome.OK] * 2
+    fake.is_conditional = True
+    assert made.put([item]) == [Outcome.OK], "asked too soon"
+    monkeypatch.setattr(made, "_unconditional_until", 1.0)
+    assert made.put([item]) == [Outcome.HELD]
+
+
 def test_a_store_that_loses_metadata_gets_an_object_per_block(fake: FakeS3, caplog: pytest.LogCaptureFixture) -> None:
     fake.keeps_notes = False
     server = Server(fake.endpoint)

@@ -35,6 +35,8 @@ RETRY_WITHIN_S = 1.0
 QUIET_S = 1.0
 """After a call in which nothing was answered in time, others fail at once for so long: they were waiting behind it, and
 would outlast their own deadlines."""
+RELEARN_S = 60.0
+"""After this time, a store that has answered that it has no conditional put is asked for one again."""
 CHUNK_BYTES = 1 << 18
 """Bytes of an object received at once, beside what the connection has."""
 NOTE_KEY = "kvoffload"
@@ -169,7 +171,7 @@ class ObstoreBucket(Bucket):
         self._url = url
         # A local directory keeps no metadata.
         self.has_notes = not url.startswith("file:")
-        self._is_conditional = True
+        self._unconditional_until = 0.0
         self._quiet_until = 0.0
         self._lock = threading.Lock()
         self._small_threads = ThreadPoolExecutor(SMALL_REQUESTS, "small")
@@ -177,14 +179,17 @@ class ObstoreBucket(Bucket):
         self._put_threads = ThreadPoolExecutor(TRANSFERS, "put")
 
     def check(self, name: str) -> None:
-        """Asks for an object with a note, and puts it there if it is missing. Takes in whether the store keeps notes.
-        Raises StoreError unless the store answers that it has the object, or has not."""
+        """Asks for an object with a note, and puts it there if it is missing or has another note. Takes in whether the
+        store keeps notes. Raises StoreError unless the store answers that it has the object, or has not."""
+        found = None
         try:
             # Only the answer to a GET says whether the bucket exists.
             found = self._found(self._obstore.get(self._small, name))
         except Exception as error:
             if not isinstance(error, FileNotFoundError) or classify(error) is Problem.NO_BUCKET:
                 raise StoreError(explain(error, self._url)) from None
+        if found is None or (self.has_notes and found.note != TEST_NOTE):
+            # A bucket may have been copied without notes.
             with suppress(Exception):
                 # These credentials may be allowed to read only.
                 self._obstore.put(self._small, name, b"0", attributes={NOTE_KEY: TEST_NOTE}, use_multipart=False)
@@ -272,7 +277,7 @@ class ObstoreBucket(Bucket):
 
     def _put(self, item: NewObject) -> Outcome:
         options: dict[str, Any] = {"attributes": {NOTE_KEY: item.note}} if item.note else {}
-        if self._is_conditional:
+        if time.monotonic() >= self._unconditional_until:
             try:
                 self._obstore.put(self._transfers, item.name, list(item.buffers), mode="create", **options)
                 return Outcome.OK
@@ -282,16 +287,16 @@ class ObstoreBucket(Bucket):
                 is_unknown = isinstance(error, self._obstore.exceptions.NotSupportedError)
                 if not is_unknown and classify(error) is not Problem.NOT_IMPLEMENTED:
                     raise
-                self._say_unconditional()
+                self._note_unconditional()
         self._obstore.put(
             self._transfers, item.name, list(item.buffers), mode="overwrite", use_multipart=False, **options
         )
         return Outcome.OK
 
-    def _say_unconditional(self) -> None:
+    def _note_unconditional(self) -> None:
         with self._lock:
-            if self._is_conditional:
-                self._is_conditional = False
+            is_new, self._unconditional_until = not self._unconditional_until, time.monotonic() + RELEARN_S
+            if is_new:
                 logger.warning(
                     "%s: the store has no conditional put; two servers that compute the same block may both store it",
                     self._url,
