@@ -22,6 +22,7 @@ from kvoffload.doctor.process import Report
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.shared_dir.seats import aligned_buffer
+from kvoffload.units import foreign
 
 FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
@@ -37,8 +38,10 @@ ROOM = {
     "redis": "redis-cli CONFIG SET maxmemory-policy allkeys-lru, with a maxmemory that has room",
 }
 """How a store gets room, by kind."""
-OWN_BYTES = 256 << 20
+OWN_BYTES = 96 << 20
 """Memory for the values, and for a client and its libraries."""
+MAX_REASON = 1000
+"""Characters of an error, of which the store may have written a part."""
 HTTP_TIMEOUT_S = 2.0
 SLOW_SHARE = 0.5
 """A round trip that takes more of the deadline for lookups than this is too slow for a busy server."""
@@ -96,7 +99,7 @@ class _StoreCheck:
 
     def failed(self, reason: str) -> None:
         """Reports that the store cannot be used."""
-        text = f"cannot {self._step}: {reason}"
+        text = f"cannot {self._step}: {foreign(reason, MAX_REASON)}"
         entry = self._tier.prefix.rstrip(".")
         fix = f"see that the store runs and that this machine reaches it; correct {entry} or its credentials"
         if self._step != "connect":

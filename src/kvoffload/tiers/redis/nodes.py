@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from kvoffload.tiers.redis.location import Address, node_address
 from kvoffload.tiers.redis.login import Login, explain
-from kvoffload.tiers.redis.stream import ErrorReply, Reply, Stream, command
+from kvoffload.tiers.redis.stream import ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import StoreError
 
 NUM_SLOTS = 16384
@@ -187,7 +187,8 @@ class Nodes:
                 self._take(reply, address)
                 return
             except StoreError as error:
-                problems.append(str(error))
+                # Other errors name the address.
+                problems.append(f"{address}: {error}" if isinstance(error, Lost) else str(error))
         raise StoreError("; ".join(problems))
 
     def _take(self, reply: Reply, asked: Address) -> None:
