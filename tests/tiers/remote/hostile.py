@@ -18,7 +18,6 @@ from kvoffload.abc import KVGroup, Tier
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierConfig, TierContext
-from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.tier import RemoteTier
 
 SLOT_BYTES = 64 << 10
@@ -35,7 +34,6 @@ class Hostile:
         self._talk = talk
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
-        self.num_bytes = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -211,10 +209,7 @@ class Victim:
         self.host = HostPool(2 * NUM_BLOCKS, SLOT_BYTES)
         self.before = private_bytes("self")
         self.peak = self.client_peak = 0
-        self.num_clients = 0
-        self._pids: set[int] = set()
         self._is_over = threading.Event()
-        self._channel: ProcessChannel | None = None
         self._watch = threading.Thread(target=self._measure, daemon=True)
         self._watch.start()
         self.tier: Tier = config.open(
@@ -229,9 +224,12 @@ class Victim:
 
     @staticmethod
     def _children() -> Iterator[int]:
+        """Yields the processes of clients. Tests may have others."""
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):
-                yield from map(int, (task / "children").read_text().split())
+                for pid in map(int, (task / "children").read_text().split()):
+                    if b"kvoffload.tiers.remote.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        yield pid
 
     def serve(self, seconds: float) -> None:
         """Asks for blocks, and reads them if there are any."""
