@@ -10,6 +10,9 @@ from kvoffload.abc import ConfigError
 NO_VALUE = "–"  # noqa: RUF001
 """Shown where there is nothing to show."""
 
+MAX_FOREIGN = 200
+"""Characters of a peer's text that a log line has."""
+
 _MAX_BYTES = 1 << 62
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
@@ -68,6 +71,13 @@ def percentage(part: int, whole: int) -> str:
 def printable(text: str) -> str:
     """Returns ``text`` with all characters escaped that are not printable, such as those that control a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def foreign(text: str | bytes, most: int = MAX_FOREIGN) -> str:
+    """Returns what a peer has sent as it may be in a log line or an error: printable, and cut after ``most``
+    characters."""
+    shown = printable(text[:most] if isinstance(text, str) else text[:most].decode(errors="replace"))
+    return shown if len(text) <= most and len(shown) <= most else shown[: most - 3] + "..."
 
 
 # Parsing.

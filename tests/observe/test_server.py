@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -400,6 +401,17 @@ def test_an_endless_answer_is_cut_off(answer: Answer, monkeypatch: pytest.Monkey
     monkeypatch.setattr(records, "MAX_ANSWER_BYTES", 1 << 20)
     with pytest.raises(RecordsError, match="more than 1,048,576 bytes"):
         read_records(answer(b"x" * (8 << 20)), TIMEOUT_S)
+
+
+def test_an_answer_of_empty_lines_is_not_kept(answer: Answer) -> None:
+    """Millions of lines would take a hundred times the memory of their bytes."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(RecordsError):
+            assert read_records(answer(lines(header(3)) + b"\n" * (4 << 20)), TIMEOUT_S).records == []
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_silent_server_is_given_up_after_the_timeout() -> None:

@@ -20,7 +20,9 @@ from kvoffload.doctor.configuration import PlannedTier, Store, tier_from_dict
 from kvoffload.doctor.findings import Area, Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.shared_dir.seats import aligned_buffer
+from kvoffload.units import foreign
 
 FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
@@ -36,6 +38,10 @@ ROOM = {
     "redis": "redis-cli CONFIG SET maxmemory-policy allkeys-lru, with a maxmemory that has room",
 }
 """How a store gets room, by kind."""
+OWN_BYTES = 96 << 20
+"""Memory for the values, and for a client and its libraries."""
+MAX_REASON = 1000
+"""Characters of an error, of which the store may have written a part."""
 HTTP_TIMEOUT_S = 2.0
 SLOW_SHARE = 0.5
 """A round trip that takes more of the deadline for lookups than this is too slow for a busy server."""
@@ -43,12 +49,13 @@ SLOW_SHARE = 0.5
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and the facts "read_bytes_per_s", "write_bytes_per_s" and "clock_offset_s". ``arguments``:
-    "tier", and "seconds" per measurement."""
+    "tier", and "seconds" per measurement. Ends its process if the store makes it hold too much memory."""
     tier = tier_from_dict(arguments["tier"])
     assert tier.store is not None
     check = _StoreCheck(tier, tier.store, report, arguments["seconds"])
     try:
-        check.run()
+        with GrowthWatch(OWN_BYTES + tier.memory_bytes) as watch, watch.asking():
+            check.run()
     except StoreError as error:
         check.failed(str(error))
     except Exception as error:
@@ -92,7 +99,7 @@ class _StoreCheck:
 
     def failed(self, reason: str) -> None:
         """Reports that the store cannot be used."""
-        text = f"cannot {self._step}: {reason}"
+        text = f"cannot {self._step}: {foreign(reason, MAX_REASON)}"
         entry = self._tier.prefix.rstrip(".")
         fix = f"see that the store runs and that this machine reaches it; correct {entry} or its credentials"
         if self._step != "connect":
@@ -217,7 +224,8 @@ class _StoreCheck:
         url = _http_address(self._store.settings)
         if url is not None:
             self._report.stage(f"asks {url} for the time")
-            with suppress(OSError, ValueError, http.client.HTTPException):
+            # OverflowError: a date beyond all calendars.
+            with suppress(OSError, ValueError, OverflowError, http.client.HTTPException):
                 self._report.fact("clock_offset_s", _http_offset(url))
 
     def _remove(self, client: StoreClient, names: Sequence[str]) -> None:

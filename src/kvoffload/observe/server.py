@@ -22,7 +22,7 @@ from kvoffload.observe.records import RequestRecord
 LOG_MARKER = "kvoffload: record "
 """Precedes a record, in JSON, on a line of a log."""
 CLIENT_DEADLINE_S = 5.0
-MAX_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
 MAX_FAULTS_LISTED = 5
 PROC_NET_UNIX = Path("/proc/net/unix")
@@ -223,12 +223,15 @@ def read_records(server: RunningServer, timeout_s: float) -> Reading:
             # Any user may listen under such a name.
             if os.geteuid() not in (0, uid):
                 raise RecordsError(f"{server} belongs to user {uid}: run this command as that user or as root")
-            answer = b"".join(_pieces(sock, deadline))
+            return _read(server, _lines(_pieces(sock, deadline)))
     except OSError as error:
         raise RecordsError(f"{server} does not answer: {error}") from error
-    if not answer:
+
+
+def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
+    header = next(lines, None)
+    if header is None:
         raise RecordsError(f"{server} closed the connection without an answer: try again")
-    header, *lines = answer.splitlines()
     try:
         announced = json.loads(header)
         count = announced["count"] if announced["kvoffload_records"] == _FORMAT else None
@@ -236,12 +239,24 @@ def read_records(server: RunningServer, timeout_s: float) -> Reading:
         count = None
     if not isinstance(count, int):
         raise RecordsError(f"{server} answered in another format: use the version of kvoffload that it runs")
-    reading = Reading()
-    for number, line in enumerate(lines, 2):
-        reading.take(line.decode("utf-8", "replace"), f"{server}, line {number}")
-    if count != len(lines):
-        raise RecordsError(f"{server} stopped after {len(lines)} of {count} records: try again")
+    reading, number = Reading(), 0
+    # What a server sends beyond its announcement is not read.
+    for number, line in zip(range(1, count + 1), lines, strict=False):
+        reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}")
+    if number < count:
+        raise RecordsError(f"{server} stopped after {number} of {count} records: try again")
     return reading
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields lines. Of one that is longer than MAX_LINE_BYTES, only the beginning."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+        rest = rest[: MAX_LINE_BYTES + 1]
+    if rest:
+        yield rest
 
 
 def connect(sock: socket.socket, address: str, deadline: float) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from kvoffload.units import printable
+from kvoffload.units import foreign, printable
 
 MODEL = "model"
 VARIABLES = "variables set for vLLM"
@@ -19,6 +19,8 @@ VALUES = "values of vLLM's variables"
 """A digest. If it differs and VARIABLES does not, the difference is in the value of one of these."""
 MAX_TEXT = 1 << 16
 """Characters of the longest text that is an identity."""
+MAX_DESCRIPTION = 2000
+"""Characters of a description."""
 MAX_SHOWN = 80
 """Characters of a value that a description shows."""
 _DIGEST = "digest:"
@@ -67,9 +69,10 @@ def explain_unusable(fingerprint: str, mine: Mapping[str, str], other: Mapping[s
     Returns None if they seem to be of another model: then there is nothing to explain."""
     if not is_same_model(mine, other):
         return None
-    return (
+    return foreign(
         f"blocks of model {_shown(other.get(MODEL, mine.get(MODEL, 'of this server')))} under fingerprint "
-        f"{fingerprint[:16]} cannot be used here: {describe_difference(mine, other)}"
+        f"{fingerprint[:16]} cannot be used here: {describe_difference(mine, other)}",
+        MAX_DESCRIPTION,
     )
 
 
@@ -89,5 +92,4 @@ def _difference(name: str, mine: str | None, other: str | None) -> str:
 def _shown(value: str | None) -> str:
     if value is None:
         return "not given"
-    text = printable(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+    return foreign(value, MAX_SHOWN)

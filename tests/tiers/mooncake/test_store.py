@@ -16,8 +16,9 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.mooncake.client import connect
 from kvoffload.tiers.mooncake.config import MooncakeConfig
+from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S
-from kvoffload.tiers.remote.record import value_name
+from kvoffload.tiers.remote.record import pack_record, value_name
 from kvoffload.tiers.remote.tier import RemoteTier
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
 from tests.tiers.remote.rig import StoreServer
@@ -100,10 +101,16 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     client.remove(names)
     values[0, size // 2] ^= 1
     values[1] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    client.put(names, [[values[0]], [values[1]], [values[3]], [values[3][:999]]])
-    results = server.move(keys, is_read=True)
-    assert [results[key].error for key in keys] == [TierError.CORRUPT] * 4
+    # A server with other blocks may have the same fingerprint.
+    foreign = value_name("kvoffload", FINGERPRINT, KEYS[12])
+    values[2, 128:999] = 7
+    values[2, :128] = pack_record(FINGERPRINT, KEYS[12], [values[2, 128:999]])
+    client.put([*names, foreign], [[values[0]], [values[1]], [values[3]], [values[3][:999]], [values[2][:999]]])
+    results = server.move([*keys, KEYS[12]], is_read=True)
+    assert [result.error for result in map(results.get, keys) if result] == [TierError.CORRUPT] * 4
+    assert results[KEYS[12]].error is TierError.GONE
     server.works_again(keys)
+    assert client.exists([foreign]) == [Outcome.OK]
     client.close()
     server.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.tiers.object_store.rig import (
     needs_obstore,
     patched,
 )
+from tests.tiers.remote.hostile import Hostile
 from tests.tiers.remote.rig import content
 
 pytestmark = needs_obstore
@@ -175,6 +177,22 @@ def test_objects_that_others_have_changed_are_never_loaded_and_written_again(fak
     reader.close()
 
 
+@pytest.mark.parametrize("slot_bytes", [(4096, 4096), (8192, 16384)])
+def test_blocks_of_another_size_are_misses_and_stay(fake: FakeS3, server: Server, slot_bytes: tuple[int, int]) -> None:
+    """Servers with the same fingerprint and other blocks do not remove each other's."""
+    other = Server(fake.endpoint, slot_bytes=slot_bytes)
+    other.connect()
+    server.works_again(KEYS[:12])
+    before = {name: stored.body for name, stored in fake.blocks().items()}
+    assert len(before) == 1, "blocks share an object"
+    assert other.states(KEYS[:12]) == [HIT] * 12
+    assert set(other.errors(KEYS[:12])) == {TierError.GONE}
+    other.works_again(KEYS[12:14])
+    assert before.items() <= {name: stored.body for name, stored in fake.blocks().items()}.items()
+    assert server.reads_all(KEYS[:12])
+    other.close()
+
+
 def test_small_blocks_share_requests_and_large_ones_do_not(fake: FakeS3, server: Server, second: Server) -> None:
     keys = chain(100)
     server.works_again(keys)
@@ -254,6 +272,24 @@ def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pyt
         "store it"
     ]
     opened.close()
+
+
+def test_what_a_store_once_could_not_do_is_tried_again(
+    fake: FakeS3, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy in between was replaced, and the bucket copied without metadata."""
+    (test,) = fake.tests.values()
+    test.note = ""
+    assert bucket(fake.endpoint, prefix="kvoffload").has_notes
+    assert test is not next(iter(fake.tests.values())), "the object with the note was put again"
+    made = bucket(fake.endpoint)
+    item = NewObject("conditional", "", [np.zeros(9, dtype=np.uint8)])
+    fake.is_conditional = False
+    assert made.put([item]) + made.put([item]) == [Outcome.OK] * 2
+    fake.is_conditional = True
+    assert made.put([item]) == [Outcome.OK], "asked too soon"
+    monkeypatch.setattr(made, "_unconditional_until", 1.0)
+    assert made.put([item]) == [Outcome.HELD]
 
 
 def test_a_store_that_loses_metadata_gets_an_object_per_block(fake: FakeS3, caplog: pytest.LogCaptureFixture) -> None:
@@ -380,6 +416,32 @@ def test_an_endpoint_whose_name_is_not_known() -> None:
 def test_an_endpoint_that_does_not_speak_tls(fake: FakeS3) -> None:
     with pytest.raises(StoreError, match=r"does not speak TLS: write http:// if that is intended"):
         bucket(fake.endpoint.replace("http:", "https:"))
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_redirects_to_another_host_are_not_followed(host: str) -> None:
+    """They would take the session token there. The same host may send requests to another path."""
+    asked = []
+
+    def other(connection: socket.socket) -> None:
+        asked.append(connection.recv(1 << 16))
+        connection.sendall(b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n")
+
+    def redirect(connection: socket.socket) -> None:
+        while connection.recv(1 << 16):
+            location = f"Location: http://{host}:{thief.port}/x\r\n"
+            connection.sendall(f"HTTP/1.1 307 There\r\nContent-Length: 0\r\n{location}\r\n".encode())
+
+    thief, store = Hostile(other), Hostile(redirect)
+    with patched({"AWS_SESSION_TOKEN": SECRET}), pytest.raises(StoreError) as caught:
+        bucket(f"http://127.0.0.1:{store.port}")
+    if host == "localhost":
+        assert "another host, which is not followed" in str(caught.value)
+        assert not asked
+    else:
+        assert SECRET.encode() in asked[0]
+    for server in (thief, store):
+        server.close()
 
 
 def test_planted_secrets_do_not_reach_the_log(fake: FakeS3, server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -113,7 +113,10 @@ def test_values_of_another_size_or_kind_leave_the_others_readable(server: RedisS
     found = emptied(buffers)
     assert client.get(known, found) == [OTHER, OTHER, OTHER, OTHER, OK, OK]
     assert same(found[4:], buffers[4:])
-    assert not any(part.any() for parts in found[:4] for part in parts)
+    starts = [np.concatenate(parts).tobytes() for parts in found[:4]]
+    assert starts[0] == b"short".ljust(len(starts[0]), b"\0"), "the beginning of a value says whose it is"
+    assert starts[2] == b"x" * len(starts[2])
+    assert not any(starts[1] + starts[3])
     assert client.put(known, buffers) == [HELD] * 6
     assert client.remove(known[:4]) == [OK] * 4
     with server.raw() as raw:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import binascii
+import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffload.abc.tier import HIT
+from kvoffload.testing.scale import SCALE
 from kvoffload.tiers.redis import nodes as nodes_module
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from tests.tiers.redis.rig import HOST, FakeServer, RedisServer, make_client, names, needs_redis
+from tests.tiers.redis.test_store import Server
 
 pytestmark = needs_redis
 DEADLINE_S = 60.0
@@ -182,6 +187,237 @@ def test_a_node_that_hangs_costs_its_names_only(
     finally:
         first.resume()
     client.close()
+
+
+def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[RedisServer], tmp_path: Path) -> None:
+    """Its names have moved to others, and it answers CLUSTERDOWN instead of saying where: while nothing was asked, a
+    Cluster was made smaller, and the node reset."""
+    options = ("--cluster-enabled", "yes", "--cluster-allow-replica-migration", "no")
+    leaving = RedisServer(tmp_path / "leaving", *options, tcp=True)
+    target, slot = nodes[0], slot_of(KNOWN[0])
+    old = owner(nodes, KNOWN[0])
+    cli(leaving, "MEET", HOST, target.port)
+    eventually(lambda: known_to(leaving, nodes) and all(knows(node, leaving) for node in nodes))
+    move_slot(slot, old, leaving)
+    eventually(lambda: all(owner_port(node, slot) == leaving.port for node in nodes))
+    eventually(lambda: b"cluster_state:ok" in cli(leaving, "INFO"))
+    client = make_client(f"redis://{HOST}:{target.port}")
+    buffers = values(60)
+    assert client.put(KNOWN, buffers) == [Outcome.OK] * 60
+    assert leaving.raw().dbsize()
+
+    leaving.raw().flushall()
+    move_slot(slot, leaving, old)
+    for node in nodes:
+        cli(node, "FORGET", node_id(leaving))
+    cli(leaving, "RESET", "HARD")
+    assert Outcome.FAILED in client.exists(KNOWN), "the map was wrong, which this test is about"
+    eventually(lambda: Outcome.FAILED not in client.put(KNOWN, buffers))
+    assert client.exists(KNOWN) == [Outcome.OK] * 60
+    client.close()
+    leaving.kill()
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="takes a minute; the tests above show the same on fewer nodes")
+def test_a_cluster_is_resharded_fails_over_and_shrinks_under_load(tmp_path: Path) -> None:
+    """A server with a tier finds all blocks again within 30 s after each, without a restart."""
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-replica-validity-factor", "0")
+    nodes = [RedisServer(tmp_path / str(i), *options, tcp=True) for i in range(6)]
+    addresses = [f"{HOST}:{node.port}" for node in nodes]
+    manage(["create", *addresses, "--cluster-replicas", "1"])
+    eventually(lambda: all(b"cluster_state:ok" in cli(node, "INFO") for node in nodes))
+    eventually(lambda: all(node.raw().info("replication").get("master_link_status", "up") == "up" for node in nodes))
+    server = Server(nodes[0])
+    keys = [bytes([i]) * 36 for i in range(30)]
+    server.works_again(keys)
+    pid = server.tier._link._channel.pid  # type: ignore[attr-defined]
+
+    def found_within_30_s(what: str, event: Callable[[], None]) -> None:
+        thread = threading.Thread(target=event)
+        thread.start()
+        while thread.is_alive():
+            server.states(keys)
+            server.read(keys)
+        ended = time.monotonic()
+        while not (server.states(keys) == [HIT] * len(keys) and server.reads_all(keys)):
+            assert time.monotonic() < ended + 30.0, what
+            time.sleep(0.1)
+        print(f"{what}: all found after {time.monotonic() - ended:.1f} s")
+        assert server.tier._link._channel.pid == pid, "the client was restarted"  # type: ignore[attr-defined]
+
+    masters = [node for node in nodes if node.raw().info("replication")["role"] == "master"]
+    first, second, third = masters
+    ids = {node.port: node_id(node) for node in masters}
+
+    def reshard(old: RedisServer, new: RedisServer, count: int) -> None:
+        moved = ("--cluster-from", ids[old.port], "--cluster-to", ids[new.port], "--cluster-slots", str(count))
+        manage(["reshard", f"{HOST}:{nodes[0].port}", *moved])
+
+    def fail() -> None:
+        third.kill()
+        eventually(lambda: owner_port(first, NUM_SLOTS - 1) not in (None, third.port))
+
+    def shrink() -> None:
+        reshard(second, first, NUM_SLOTS)
+        manage(["del-node", f"{HOST}:{first.port}", ids[second.port]])
+
+    found_within_30_s("resharded", lambda: reshard(first, second, 3000))
+    found_within_30_s("failed over", fail)
+    found_within_30_s("shrunk", shrink)
+    server.close()
+    for node in nodes:
+        node.kill()
+
+
+def manage(words: Sequence[str]) -> None:
+    """Runs a command of ``redis-cli --cluster``."""
+    done = subprocess.run(
+        ["redis-cli", "--cluster", *words, "--cluster-yes"], capture_output=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout.decode()[-2000:]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def owner_port(node: RedisServer, slot: int) -> int | None:
+    return next((port for begin, end, (_, port, *_), *_ in cli(node, "SLOTS") if begin <= slot <= end), None)
+
+
+def knows(node: RedisServer, other: RedisServer) -> bool:
+    return any(node_id(other) in line and "handshake" not in line for line in cli(node, "NODES").decode().splitlines())
+
+
+def known_to(node: RedisServer, others: Sequence[RedisServer]) -> bool:
+    """Whether ``node`` knows which of the others has each slot."""
+    return {port for _, _, (_, port, *_), *_ in cli(node, "SLOTS")} >= {other.port for other in others}
+
+
+def move_slot(slot: int, old: RedisServer, new: RedisServer) -> None:
+    """Gives an empty slot to another node."""
+    cli(new, "SETSLOT", slot, "IMPORTING", node_id(old))
+    cli(old, "SETSLOT", slot, "MIGRATING", node_id(new))
+    for node in (new, old):
+        cli(node, "SETSLOT", slot, "NODE", node_id(new))
+
+
+def described(*nodes: tuple[bytes, int]) -> bytes:
+    """Returns the answer of a Cluster whose nodes have one slot each, and the last one the rest."""
+    parts = []
+    for i, (host, port) in enumerate(nodes):
+        end = NUM_SLOTS - 1 if i == len(nodes) - 1 else i
+        parts.append(b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (i, end, len(host), host, port))
+    return b"*%d\r\n" % len(parts) + b"".join(parts)
+
+
+class FakeNode(FakeServer):
+    """A node that describes its Cluster as a test says, and answers every other command with the next of ``answers``,
+    or ``+OK``."""
+
+    def __init__(self, answer: Callable[[list[bytes]], bytes], *others: tuple[bytes, int]) -> None:
+        def script(words: list[bytes], send: Callable[[bytes], None]) -> None:
+            if words[0] == b"CLUSTER":
+                send(described(*self.others, (b"", self.port)))
+            else:
+                send(b"+OK\r\n" if words[0] in (b"CLIENT", b"AUTH") else answer(words))
+
+        self.others = list(others)
+        super().__init__(script, answers_setup=False)
+        self.port = int(self.url.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("error", ["CLUSTERDOWN", "READONLY", "MASTERDOWN", "NOAUTH", "LOADING", "SOMETHINGNEW"])
+def test_errors_that_are_not_about_a_value_make_the_map_stale(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bound on how often it is read."""
+    node = FakeNode(lambda words: b"-%b no\r\n" % error.encode())
+    client = make_client(node.url)
+
+    def asked() -> int:
+        return sum(words[0] == b"CLUSTER" for words in node.commands)
+
+    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", DEADLINE_S)
+    for _ in range(5):
+        with pytest.raises(StoreError, match=error):
+            client.exists(KNOWN)
+    assert asked() == 2, "once at the start, once since"
+    client.close()
+    node.close()
+
+
+def test_a_single_server_that_has_become_a_cluster_is_used_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", 0.0)
+    node = FakeNode(lambda words: b":1\r\n")
+    is_single = True
+
+    def script(words: list[bytes], send: Callable[[bytes], None]) -> None:
+        if words[0] == b"CLUSTER":
+            send(b"-ERR This instance has cluster support disabled\r\n" if is_single else described((b"", node.port)))
+        else:
+            send(b"+OK\r\n" if words[0] == b"CLIENT" else b"-MOVED 1 127.0.0.1:%d\r\n" % node.port)
+
+    seed = FakeServer(script, answers_setup=False)
+    monkeypatch.setattr(seed, "url", seed.url)
+    client = make_client(seed.url)
+    with pytest.raises(StoreError, match="other nodes this user may not ask for"):
+        client.exists(KNOWN)
+    is_single = False
+    node.others = []
+    seed_port = int(seed.url.rpartition(":")[2])
+    assert seed_port != node.port
+    eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
+    client.close()
+    for server in (seed, node):
+        server.close()
+
+
+def test_a_node_that_names_thousands_of_others_costs_a_few_connections(capfd: pytest.CaptureFixture[str]) -> None:
+    target = FakeServer(lambda words, send: send(b":1\r\n"))
+    port = int(target.url.rpartition(":")[2])
+    wanted = names(200)
+    # All of these names are 127.0.0.1.
+    zeros = iter(range(len(wanted)))
+    node = FakeNode(lambda words: b"-MOVED 1 127.0.0.%b1:%d\r\n" % (b"0" * next(zeros), port))
+    client = make_client(node.url)
+    outcomes = client.exists(wanted)
+    assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.FAILED)) == (16, 184)
+    assert "names more than 16 other nodes" in capfd.readouterr().err
+    assert target.num_connections == 16
+    client.close()
+    for server in (target, node):
+        server.close()
+
+
+def test_a_cluster_of_too_many_nodes_is_not_used() -> None:
+    node = FakeNode(lambda words: b":1\r\n", *((b"127.1.%d.%d" % divmod(i, 256), 7000) for i in range(1100)))
+    with pytest.raises(StoreError, match="has 1101 nodes, and 1024 is the most"):
+        make_client(node.url)
+    node.close()
+
+
+@pytest.mark.parametrize("host", ["{socket}", "x/../{socket}", "evil\x1b[31m", "a b"])
+def test_a_node_never_is_a_program_of_this_machine(host: str, tmp_path: Path) -> None:
+    """A Unix socket would get the password, without TLS."""
+    path = tmp_path / "trap"
+    with socket.socket(socket.AF_UNIX) as trap:
+        trap.bind(str(path))
+        trap.listen()
+        trap.setblocking(False)
+        text = host.format(socket=path).encode()
+        node = FakeNode(lambda words: b"-MOVED 1 %b:0\r\n" % text, (text, 0))
+        with pytest.raises(StoreError, match="its answer about the Cluster's slots cannot be read"):
+            make_client(node.url)
+        node.others = []
+        client = make_client(node.url)
+        with pytest.raises(StoreError):
+            client.exists(KNOWN)
+        client.close()
+        node.close()
+        with pytest.raises(BlockingIOError):
+            trap.accept()
 
 
 def test_redirects_without_an_end_fail() -> None:

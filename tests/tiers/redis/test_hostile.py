@@ -214,14 +214,23 @@ def test_a_write_that_is_answered_wrongly_fails(reply: bytes) -> None:
         b"*3\r\n" + (b"*60000\r\n" + b":1\r\n" * 60000) * 3,
         b"*2\r\n*1\r\n:1\r\n:2\r\n",
         b"*1\r\n*3\r\n:0\r\n:x\r\n",
+        b"*9\r\n" + (b"$4000000\r\n" + b"x" * 4_000_000 + b"\r\n") * 3,
+        b"*9999\r\n" + (b"+" + b"x" * 10_000 + b"\r\n") * 900,
     ],
-    ids=["deep", "huge", "long", "shapeless", "no number"],
+    ids=["deep", "huge", "long", "shapeless", "no number", "strings", "lines"],
 )
 def test_a_server_that_describes_no_cluster_is_not_used(reply: bytes) -> None:
     server = FakeServer(lambda words, send: send(reply), answers_setup=False)
     with pytest.raises(StoreError):
         make_client(server.url)
     server.close()
+
+
+@pytest.mark.parametrize("reply", [b"$100000\r\n", b"*2\r\n$10000\r\n" + b"x" * 10_000 + b"\r\n$10000\r\n"])
+def test_no_reply_is_received_past_what_was_asked(reply: bytes) -> None:
+    """A number is, so the rest of an announced string is not waited for."""
+    with served(says(GOOD), says(reply)) as (_, client), pytest.raises(StoreError, match="it has announced"):
+        client.exists(names(1))
 
 
 def test_one_name_may_fail_alone_and_the_log_says_why(capfd: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,20 @@ def test_bad_values_are_found_removed_and_written_again(store: RedisServer) -> N
     server.close()
 
 
+def test_blocks_of_another_size_are_misses_and_stay(store: RedisServer) -> None:
+    """Servers with the same fingerprint and other blocks do not remove each other's."""
+    server, raw = direct(store), store.raw()
+    for key, nbytes in zip(KEYS[20:22], (999, 1 << 20), strict=True):
+        payload = np.arange(nbytes).astype(np.uint8)
+        value = pack_record(FINGERPRINT, key, [payload]).tobytes() + payload.tobytes()
+        raw.set(value_name("kvoffload", FINGERPRINT, key), value)
+        assert server.states([key]) == [HIT]
+        assert server.errors([key]) == [TierError.GONE]
+        server.works_again(KEYS[22:23])
+        assert raw.get(value_name("kvoffload", FINGERPRINT, key)) == value
+    server.close()
+
+
 def test_with_an_hmac_key_only_blocks_of_its_servers_are_loaded(store: RedisServer, tmp_path: Path) -> None:
     """Another client forges blocks with right checksums. The negative control is a server without a key."""
     path = tmp_path / "key"

@@ -109,3 +109,7 @@ def connect(settings: Mapping[str, Any]) -> FolderClient:
     if (store.folder / "unreachable").exists():
         raise StoreError("the store is unreachable on purpose")
     return FolderClient(store)
+
+
+def refuse(settings: Mapping[str, Any]) -> StoreClient:
+    raise StoreError("go away \x1b[2J\ud800" + "x" * 9999)

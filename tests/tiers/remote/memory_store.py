@@ -34,11 +34,11 @@ class MemoryClient(StoreClient):
         data = self.values.get(name)
         if data is None:
             return Outcome.MISSING
-        if data.size != sum(part.size for part in parts):
-            return Outcome.OTHER_SIZE
+        is_whole = data.size == sum(part.size for part in parts)
         for part in parts:
-            part[:], data = data[: part.size], data[part.size :]
-        return Outcome.OK
+            taken, data = data[: part.size], data[part.size :]
+            part[: taken.size] = taken
+        return Outcome.OK if is_whole else Outcome.OTHER_SIZE
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         self._call("put", names)

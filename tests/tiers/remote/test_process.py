@@ -26,7 +26,9 @@ from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.child import SMALL_READ_BLOCKS, TRANSFER_NICENESS
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.presence import PRESENT_TTL_S
+from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.start import open_remote_tier
+from kvoffload.tiers.remote.wire import Setup
 from tests.tiers.remote.folder_store import FolderStore
 from tests.tiers.remote.rig import CLIENT, FINGERPRINT, Server, store_in
 
@@ -247,6 +249,22 @@ def test_a_full_store_takes_blocks_again_later(server: Server) -> None:
     assert {result.error for result in server.write(KEYS[:2]).values()} == {TierError.NO_SPACE}
     server.store.switch("full", False)
     assert works(server, KEYS[:2])
+
+
+def test_what_a_store_says_at_the_start_reaches_the_log_printable_and_cut(caplog: pytest.LogCaptureFixture) -> None:
+    channel = ProcessChannel(Setup("tests.tiers.remote.folder_store:refuse", {}, (), 0, FINGERPRINT, "kv"), "rude")
+    channel.start()
+
+    def has_ended() -> bool:
+        channel.poll()
+        return channel.state is ChannelState.DOWN
+
+    assert eventually(has_ended)
+    channel.close(1.0)
+    (said,) = [record.getMessage() for record in caplog.records if "rude" in record.getMessage()]
+    assert "go away" in said
+    assert said.isprintable()
+    assert len(said) < 3000
 
 
 def test_a_client_that_writes_much_output_does_not_block(server: Server, caplog: pytest.LogCaptureFixture) -> None:

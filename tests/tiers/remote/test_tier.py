@@ -11,10 +11,12 @@ import pytest
 from kvoffload.abc import OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote import tier as tier_module
+from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import (
     FIRST_PAUSE_S,
     LOOKUP_DEADLINE_S,
     MAX_PAUSE_S,
+    RENEW_AFTER_S,
     START_DEADLINE_S,
     TRANSFER_DEADLINE_S,
 )
@@ -387,6 +389,51 @@ def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
     rig.pass_time(0)
     rig.pass_time(2 * FIRST_PAUSE_S)
     assert rig.channel.num_starts == 3
+
+
+def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
+    """A new one reads passwords, certificates and credentials again."""
+    rig = Rig()
+
+    def ask(second: int, succeeds: bool) -> None:
+        rig.client.num_errors = 0 if succeeds else 2
+        rig.tier.expect([bytes([second]) * 36])
+        rig.step()
+        rig.pass_time(1.0)
+
+    for second in range(100):
+        ask(second, succeeds=second % 20 == 19)
+    for second in range(100, 100 + int(RENEW_AFTER_S)):
+        ask(second, succeeds=False)
+    assert rig.channel.num_starts == 1
+    ask(200, succeeds=False)
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.channel.num_starts == 2
+    rig.client.num_errors = 0
+    rig.pass_time(0)
+    rig.stored(KEYS[:2])
+
+
+def test_an_orderly_end_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    rig.stored(KEYS[:1])
+    rig.tier.close()
+    rig.pass_time(MAX_PAUSE_S)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert rig.channel.num_starts == 1, "the process was started again"
+
+
+def test_what_a_store_says_reaches_the_log_printable_and_cut(caplog: pytest.LogCaptureFixture) -> None:
+    class Rude(MemoryClient):
+        def exists(self, names: Sequence[str]) -> list[Outcome]:
+            raise StoreError("\x1b[2J\ud800\n" + 5000 * "x")
+
+    rig = Rig(Rude())
+    rig.tier.expect(KEYS[:1])
+    rig.step()
+    (said,) = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert said.isprintable()
+    assert len(said) < 1200
 
 
 def test_closing_reports_what_was_under_way_unless_it_may_still_go_on() -> None:

@@ -101,6 +101,20 @@ def test_a_value_of_another_layout_is_missing_and_stays() -> None:
     assert NAMES[0] in rig.client.values
 
 
+@pytest.mark.parametrize("nbytes", [16, 64 + 32 - 1, 64 + 32 + 1, 5000])
+def test_an_intact_value_of_another_size_is_missing_and_stays(nbytes: int) -> None:
+    """Of a server with the same fingerprint and other blocks. One that was cut, or changed, is corrupt."""
+    rig = Rig()
+    whole = np.arange(nbytes).astype(np.uint8)
+    record = pack_record(FINGERPRINT, KEYS[0], [whole])
+    rig.client.values[NAMES[0]] = np.concatenate([record, whole])
+    rig.run(Op.WRITE, KEYS[1:2])
+    rig.client.values[NAMES[1]] = np.resize(rig.client.values[NAMES[1]], RECORD_BYTES + nbytes)
+    rig.client.values[NAMES[2]] = np.concatenate([record ^ 1, whole])
+    rig.client.values[NAMES[3]] = record[:100]
+    assert rig.run(Op.READ, KEYS[:4], 100) == [Status.MISSING, Status.CORRUPT, Status.CORRUPT, Status.CORRUPT]
+
+
 def test_a_value_that_is_replaced_meanwhile_is_read_again() -> None:
     class Healing(MemoryClient):
         def get(self, names, buffers):  # type: ignore[no-untyped-def]

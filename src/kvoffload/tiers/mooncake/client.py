@@ -11,6 +11,7 @@ from typing import Any
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.record import RECORD_BYTES
 
 LOCAL_BUFFER_BYTES = 16 << 20
 """The client's own staging memory, which transfers of registered memory do not use."""
@@ -83,15 +84,21 @@ class MooncakeClient(StoreClient):
             codes = self._store.batch_get_into_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
         wanted = [sum(part.nbytes for part in parts) for parts in buffers]
         return [
-            Outcome.OK if code == size else self._why_not_read(name, code, size)
-            for name, code, size in zip(names, codes, wanted, strict=True)
+            Outcome.OK if code == size else self._why_not_read(name, code, size, parts[0])
+            for name, code, size, parts in zip(names, codes, wanted, buffers, strict=True)
         ]
 
-    def _why_not_read(self, name: str, code: int, size: int) -> Outcome:
+    def _why_not_read(self, name: str, code: int, size: int, buffer: ByteArray) -> Outcome:
         if code in _MISSING:
             return Outcome.MISSING
         held = self._store.get_size(name) if code in _MAY_BE_OTHER_SIZE else code
-        return Outcome.OTHER_SIZE if held >= 0 and held != size else Outcome.FAILED
+        if held < 0 or held == size:
+            return Outcome.FAILED
+        if held >= RECORD_BYTES:
+            begin, ranges = [[[0]]], [[[RECORD_BYTES]]]
+            with self._getting:
+                self._store.get_into_ranges([buffer.ctypes.data], [[name]], begin, begin, ranges)
+        return Outcome.OTHER_SIZE
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         with self._putting:

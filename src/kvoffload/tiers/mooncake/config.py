@@ -34,6 +34,7 @@ class MooncakeConfig(RemoteTierConfig):
     kind = "mooncake"
     connect = "kvoffload.tiers.mooncake.client:connect"
     example = {"master": "10.0.0.5:50051"}
+    client_bytes = 128 << 20
 
     master: str
     """Where the master serves requests, "HOST:PORT"."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from kvoffload.tiers.object_store.contents import (
     values_per_object,
 )
 from kvoffload.tiers.object_store.search import Search, group_of
-from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.record import RECORD_BYTES
 
 MAX_PUTS = 4
 """How often values are put again into further objects because others have stored the first of them meanwhile."""
@@ -96,14 +98,40 @@ class ObjectStoreClient(StoreClient):
             )
             for each in readings
         ]
+        begun = self._clock()
         answers = self._bucket.get(pieces) if pieces else []
+        others = []
         for each, answer in zip(readings, answers, strict=True):
             outcome = answer if isinstance(answer, Outcome) else self._check(each.place, answer, sizes[each.members[0]])
             if outcome is Outcome.MISSING:
                 self._places.gone(each.place.name)
+            if outcome is Outcome.OTHER_SIZE:
+                others.append(each)
             for i in each.members:
                 outcomes[i] = outcome
+        if others:
+            with suppress(StoreError):
+                self._get_records(others, buffers, begun)
         return outcomes
+
+    def _get_records(self, readings: Sequence[_Reading], buffers: Sequence[Sequence[ByteArray]], begun: float) -> None:
+        """Reads the beginnings of values of another size, which are somewhere else in their objects."""
+        records = {i: buffers[i][0][:RECORD_BYTES] for each in readings for i in each.members}
+        for record in records.values():
+            record[:] = 0
+        if self._clock() - begun > MORE_WITHIN_S:
+            return
+        pieces = []
+        for each, found in zip(readings, self._bucket.head([each.place.name for each in readings]), strict=True):
+            if isinstance(found, Found) and contents(each.place.name, found) == each.place.marks:
+                value_bytes = found.size // len(each.place.marks)
+                first = each.place.number
+                pieces += [
+                    Piece(each.place.name, number * value_bytes, [records[i]])
+                    for number, i in enumerate(each.members, first)
+                ]
+        if pieces and self._clock() - begun <= MORE_WITHIN_S:
+            self._bucket.get(pieces)
 
     def _locate(self, names: Sequence[str], outcomes: list[Outcome]) -> list[Place | None]:
         """Returns the places of values, and puts into ``outcomes`` why there is none."""

@@ -26,6 +26,8 @@ _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "StorageFull", "Insufficien
 _KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 _SERVICES = ("169.254.", "/latest/", "metadata", "oauth2", "credential")
 """What addresses and messages of the services have that give credentials to machines."""
+NO_PROXY_THERE = "127.0.0.1:0"
+"""Where no proxy is, nor can be."""
 _SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
 
 
@@ -47,6 +49,10 @@ class Problem(enum.Enum):
     FULL = "the store has no room"
     NOT_IMPLEMENTED = "the store does not implement this request"
     TIMEOUT = "the store did not answer in time"
+    REDIRECTED = (
+        "the store sends requests on to another host, which is not followed; write the address of the host that has "
+        "the bucket as endpoint"
+    )
     UNREACHABLE = "the store cannot be reached"
     OUT_OF_RANGE = "the object is shorter"
     OTHER = "the request failed"
@@ -55,6 +61,8 @@ class Problem(enum.Enum):
 def classify(error: BaseException) -> Problem:
     """Returns what kind of problem ``error`` is, an exception of obstore."""
     text = str(error)
+    if NO_PROXY_THERE in text:
+        return Problem.REDIRECTED
     status, code = _status(text), _code(text)
     if "//169.254." in text or "//metadata.google" in text:
         # The machine's own service for credentials: it is asked because there are none. Its status is not the store's.

@@ -7,18 +7,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
+from urllib.parse import urlsplit
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.object_store.bucket import Answer, Bucket, Found, NewObject, Piece
-from kvoffload.tiers.object_store.errors import Problem, classify, explain
+from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Bucket, Found, NewObject, Piece
+from kvoffload.tiers.object_store.errors import NO_PROXY_THERE, Problem, classify, explain
 from kvoffload.tiers.remote.client import Outcome, StoreError
 
 SMALL_REQUESTS = 64
@@ -36,8 +35,18 @@ RETRY_WITHIN_S = 1.0
 QUIET_S = 1.0
 """After a call in which nothing was answered in time, others fail at once for so long: they were waiting behind it, and
 would outlast their own deadlines."""
+RELEARN_S = 60.0
+"""After this time, a store that has answered that it has no conditional put is asked for one again."""
+CHUNK_BYTES = 1 << 18
+"""Bytes of an object received at once, beside what the connection has."""
 NOTE_KEY = "kvoffload"
 """The name of the metadata with the note, in S3 ``x-amz-meta-kvoffload``."""
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_SERVICES = ("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+"""Variables with addresses of services that give credentials."""
+_AMAZON = ("amazonaws.com", "169.254.0.0/16", "fd00:ec2::/32")
+"""Amazon's S3 and token service, and the services for credentials that each of its machines has."""
 
 TEST_NAME, TEST_NOTE = "identities/connection-test", "test"
 """An object that shows whether the store keeps notes."""
@@ -91,12 +100,26 @@ def _make_store(settings: Mapping[str, Any], timeout_s: float, max_retries: int)
         if endpoint:
             options["endpoint"] = endpoint
         options["client_options"]["allow_http"] = (endpoint or environment_endpoint).startswith("http:")
+        options["client_options"] |= _own_hosts_only(endpoint or environment_endpoint)
         if settings.get("region"):
             options["region"] = settings["region"]
         provider = _profile_credentials()
         if provider is not None:
             options["credential_provider"] = provider
     return from_url(url, **options)
+
+
+def _own_hosts_only(endpoint: str) -> dict[str, str]:
+    """Returns options with which obstore reaches the store and the services for credentials, and nothing else.
+
+    It follows redirects, with the session token and the bytes of blocks, and has no option against that. So all other
+    hosts are behind a proxy that does not exist. Where there is a real one, that decides.
+    """
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+        return {}
+    addresses = [endpoint, *(os.environ.get(name, "") for name in _SERVICES)]
+    hosts = [host for host in (urlsplit(address).hostname for address in addresses if address) if host]
+    return {"proxy_url": f"http://{NO_PROXY_THERE}", "proxy_excludes": ",".join([*hosts, *_AMAZON])}
 
 
 def _profile_credentials() -> Any:
@@ -148,7 +171,7 @@ class ObstoreBucket(Bucket):
         self._url = url
         # A local directory keeps no metadata.
         self.has_notes = not url.startswith("file:")
-        self._is_conditional = True
+        self._unconditional_until = 0.0
         self._quiet_until = 0.0
         self._lock = threading.Lock()
         self._small_threads = ThreadPoolExecutor(SMALL_REQUESTS, "small")
@@ -156,14 +179,17 @@ class ObstoreBucket(Bucket):
         self._put_threads = ThreadPoolExecutor(TRANSFERS, "put")
 
     def check(self, name: str) -> None:
-        """Asks for an object with a note, and puts it there if it is missing. Takes in whether the store keeps notes.
-        Raises StoreError unless the store answers that it has the object, or has not."""
+        """Asks for an object with a note, and puts it there if it is missing or has another note. Takes in whether the
+        store keeps notes. Raises StoreError unless the store answers that it has the object, or has not."""
+        found = None
         try:
             # Only the answer to a GET says whether the bucket exists.
             found = self._found(self._obstore.get(self._small, name))
         except Exception as error:
             if not isinstance(error, FileNotFoundError) or classify(error) is Problem.NO_BUCKET:
                 raise StoreError(explain(error, self._url)) from None
+        if found is None or (self.has_notes and found.note != TEST_NOTE):
+            # A bucket may have been copied without notes.
             with suppress(Exception):
                 # These credentials may be allowed to read only.
                 self._obstore.put(self._small, name, b"0", attributes={NOTE_KEY: TEST_NOTE}, use_multipart=False)
@@ -227,7 +253,9 @@ class ObstoreBucket(Bucket):
             return Outcome.FULL
         if problem is Problem.OUT_OF_RANGE:
             return Outcome.OTHER_SIZE
-        problems.append(error)
+        if not problems:
+            # One is enough: it has the text of the store's answer.
+            problems.append(error)
         return Outcome.FAILED
 
     def _head(self, name: str) -> Answer:
@@ -235,18 +263,21 @@ class ObstoreBucket(Bucket):
 
     @staticmethod
     def _found(result: Any) -> Found:
-        return Found(result.meta["size"], dict(result.attributes).get(NOTE_KEY, ""))
+        # A longer note says nothing, and thousands of objects are asked for at once.
+        note = dict(result.attributes).get(NOTE_KEY, "")
+        return Found(result.meta["size"], note if len(note) <= MAX_NOTE else "")
 
     def _get(self, piece: Piece) -> Answer:
         options = {"range": (piece.start, piece.start + piece.nbytes)}
         result = self._obstore.get(self._transfers, piece.name, options=options)
         found = self._found(result)
-        _fill(piece.buffers, np.frombuffer(result.bytes(), dtype=np.uint8))
+        # In chunks, because a store may send more than was asked for.
+        _fill(piece.buffers, result.stream(min_chunk_size=CHUNK_BYTES))
         return found
 
     def _put(self, item: NewObject) -> Outcome:
         options: dict[str, Any] = {"attributes": {NOTE_KEY: item.note}} if item.note else {}
-        if self._is_conditional:
+        if time.monotonic() >= self._unconditional_until:
             try:
                 self._obstore.put(self._transfers, item.name, list(item.buffers), mode="create", **options)
                 return Outcome.OK
@@ -256,16 +287,16 @@ class ObstoreBucket(Bucket):
                 is_unknown = isinstance(error, self._obstore.exceptions.NotSupportedError)
                 if not is_unknown and classify(error) is not Problem.NOT_IMPLEMENTED:
                     raise
-                self._say_unconditional()
+                self._note_unconditional()
         self._obstore.put(
             self._transfers, item.name, list(item.buffers), mode="overwrite", use_multipart=False, **options
         )
         return Outcome.OK
 
-    def _say_unconditional(self) -> None:
+    def _note_unconditional(self) -> None:
         with self._lock:
-            if self._is_conditional:
-                self._is_conditional = False
+            is_new, self._unconditional_until = not self._unconditional_until, time.monotonic() + RELEARN_S
+            if is_new:
                 logger.warning(
                     "%s: the store has no conditional put; two servers that compute the same block may both store it",
                     self._url,
@@ -280,10 +311,17 @@ class ObstoreBucket(Bucket):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _fill(buffers: Sequence[ByteArray], data: ByteArray) -> None:
-    """Puts ``data`` into the buffers, one after the other, as far as it goes."""
-    at = 0
-    for buffer in buffers:
-        part = data[at : at + buffer.nbytes]
-        buffer[: part.size] = part
-        at += part.size
+def _fill(buffers: Sequence[ByteArray], chunks: Iterable[Any]) -> None:
+    """Puts ``chunks`` of bytes into the buffers, one after the other. Raises ValueError unless they fit."""
+    left = [buffer.data for buffer in reversed(buffers)]
+    for chunk in chunks:
+        data = memoryview(chunk)
+        while len(data):
+            if not left:
+                raise ValueError("more bytes than were asked for")
+            part = left.pop()
+            size = min(len(part), len(data))
+            part[:size] = data[:size]
+            if size < len(part):
+                left.append(part[size:])
+            data = data[size:]

@@ -6,6 +6,7 @@ of the server is changed: neither its memory limit nor its policy.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +19,17 @@ from kvoffload.tiers.redis.login import Login, explain
 from kvoffload.tiers.redis.nodes import Nodes, share_of
 from kvoffload.tiers.redis.stream import Buffer, ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.units import format_bytes
+from kvoffload.units import foreign, format_bytes
 
 LOOKUP_TIMEOUT_S = 3.0
 TRANSFER_TIMEOUT_S = 12.0
 """Below the deadlines after which the client's process is killed."""
+MAX_REDIRECTS = 16
+"""Nodes at which one call looks for names because other nodes say that these have them. Names beyond that fail: the
+next call knows all nodes again."""
+MAX_PROBLEMS = 8
+"""Distinct problems of one call that the log names."""
+MAX_INFO_BYTES = 1 << 16
 MAX_COMMANDS = 512
 """Commands sent at once; as many again before their replies have come."""
 MAX_VALUE_BYTES_SENT = 1 << 20
@@ -149,7 +156,10 @@ class RedisClient(StoreClient):
         that is left, and takes its replies."""
         if self._nodes.rests(address):
             call.note(f"{address}: it did not answer in time, and is not asked for a while")
-            self._nodes.note_stale()
+            self._nodes.note_lost()
+            return
+        if time.monotonic() >= call.deadline:
+            call.note(f"{address}: other nodes have taken all of the time")
             return
         before: Sequence[int] = ()
         begun = time.monotonic()
@@ -164,7 +174,7 @@ class RedisClient(StoreClient):
                         self._take(call, index, stream, address, asks)
                     before = group
         except StoreError as error:
-            self._nodes.note_stale()
+            self._nodes.note_lost()
             if time.monotonic() - begun > (deadline - begun) / 2:
                 self._nodes.note_hung(address)
             # Other errors name the address.
@@ -181,14 +191,16 @@ class RedisClient(StoreClient):
             call.outcomes[index] = answer
             return
         redirect = _redirect(answer, address) if self._nodes.is_cluster else None
-        if redirect is not None:
-            call.redirected.setdefault(redirect, []).append(index)
-            if not redirect.asks:
-                self._nodes.note_stale()
-        else:
+        if redirect is None or not redirect.asks:
+            self._nodes.note_stale()
+        if redirect is None:
             # A new connection may reach another server, which works.
             stream.is_sound = False
             call.note(f"{address}: {explain(answer)}")
+        elif redirect in call.redirected or len(call.redirected) < MAX_REDIRECTS:
+            call.redirected.setdefault(redirect, []).append(index)
+        else:
+            call.note(f"{address}: it names more than {MAX_REDIRECTS} other nodes")
 
     def advice(self) -> str:
         return memory_note(self._nodes, self._ttl_s)
@@ -238,7 +250,8 @@ class _Call:
             yield indexes[start : start + step]
 
     def note(self, problem: str) -> None:
-        self.problems[problem] = None
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems[problem] = None
 
     def take_redirected(self) -> dict[_Redirect, list[int]]:
         redirected, self.redirected = self.redirected, {}
@@ -261,11 +274,8 @@ def _redirect(error: ErrorReply, asked: Address) -> _Redirect | None:
     words = error.text.split()
     if error.code not in ("MOVED", "ASK") or len(words) != 3:
         return None
-    address = parse_address(words[2])
-    if address is None:
-        return None
-    # A node that does not know the other's host leaves it out: it is its own.
-    return _Redirect(address if address.host else Address(asked.host, address.port), error.code == "ASK")
+    address = parse_address(words[2], asked)
+    return None if address is None else _Redirect(address, error.code == "ASK")
 
 
 def _nbytes(views: Sequence[memoryview]) -> int:
@@ -279,7 +289,7 @@ def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
     try:
         with node.connection(time.monotonic() + LOOKUP_TIMEOUT_S) as stream:
             stream.send([command(b"INFO", b"memory")])
-            reply = stream.reply()
+            reply = stream.reply(MAX_INFO_BYTES)
     except StoreError:
         return ""
     if not isinstance(reply, bytes):
@@ -292,9 +302,9 @@ def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
             "maxmemory-policy allkeys-lru, so that it evicts what is not used"
         )
     evicts_none = policy == "noeviction" or (policy.startswith("volatile") and ttl_s is None)
-    if limit.isdecimal() and evicts_none:
+    if re.fullmatch("[0-9]{1,18}", limit) and evicts_none:
         return (
             f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
-            f"maxmemory-policy is {policy}; set allkeys-lru, so that it evicts what is not used"
+            f"maxmemory-policy is {foreign(policy)}; set allkeys-lru, so that it evicts what is not used"
         )
     return ""

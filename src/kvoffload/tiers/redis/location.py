@@ -12,6 +12,8 @@ DEFAULT_PORT = 6379
 MAX_SEEDS = 64
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?"
 _TCP = re.compile(rf"(rediss?)://({_HOST}(?:,{_HOST})*)(?:/([0-9]{{1,5}})?)?")
+_NODE = re.compile(r"[A-Za-z0-9._:-]{1,255}")
+_PORT = re.compile("[0-9]{1,5}")
 _UNIX = re.compile(r"unix://(/[^?#@]+)")
 _SECRETS = re.compile(r"//.*@|\?.*", re.DOTALL)
 """Parts of a URL that may have a password in them."""
@@ -64,12 +66,18 @@ def parse_url(url: object) -> Location:
     return Location(seeds, match[1] == "rediss", int(match[3] or 0))
 
 
-def parse_address(text: str) -> Address | None:
-    """Returns the address in "HOST:PORT", or None."""
+def parse_address(text: str, named_by: Address) -> Address | None:
+    """Returns the address in "HOST:PORT", or None. The server ``named_by`` has sent it."""
     host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        return None
-    return Address(host.strip("[]"), int(port))
+    return node_address(host, int(port), named_by) if _PORT.fullmatch(port) else None
+
+
+def node_address(host: str, port: int, named_by: Address) -> Address | None:
+    """Returns the address of a node that the server ``named_by`` has named, or None if it is none. A node that does not
+    know its own host leaves it out. It is never a Unix socket: a server could choose a program of this machine, which
+    would get the password without TLS."""
+    host = host.strip("[]") or named_by.host
+    return Address(host, port) if _NODE.fullmatch(host) and 0 < port < 1 << 16 else None
 
 
 def _address(text: str) -> Address:

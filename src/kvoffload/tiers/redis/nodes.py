@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import binascii
 import bisect
+import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvoffload.tiers.redis.location import Address
+from kvoffload.tiers.redis.location import Address, node_address
 from kvoffload.tiers.redis.login import Login, explain
-from kvoffload.tiers.redis.stream import ErrorReply, Reply, Stream, command
+from kvoffload.tiers.redis.stream import ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import StoreError
 
 NUM_SLOTS = 16384
 """Parts of the names of a Cluster, of which each belongs to a node."""
+MAX_NODES = 1024
+"""Nodes of a Cluster, replicas included. Redis is made for 1,000."""
+MAX_MAP_BYTES = 8 << 20
+"""The longest answer about which node has which part: 16,384 parts, or fewer with many replicas."""
 MAX_CONNECTIONS = 6
 """Connections per server: as many as threads use a client."""
+MAX_IDLE_CONNECTIONS = 256
+"""Connections that all servers together keep while they are not used, or one per server."""
 MAX_IDLE_S = 60.0
 """A connection that was idle for longer is not used again: firewalls drop such connections silently."""
 REFRESH_PAUSE_S = 1.0
@@ -36,11 +43,12 @@ deadlines."""
 
 
 class Node:
-    """Connections to one server, MAX_CONNECTIONS at most."""
+    """Connections to one server, MAX_CONNECTIONS at most, of which it keeps ``max_idle`` while they are not used."""
 
-    def __init__(self, address: Address, login: Login) -> None:
+    def __init__(self, address: Address, login: Login, max_idle: int = 0) -> None:
         self.address = address
         self._login = login
+        self._max_idle = max_idle
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._idle: list[Stream] = []
         """Used last to first. Appending to a list and popping from it are atomic."""
@@ -59,7 +67,7 @@ class Node:
             except BaseException:
                 stream.close()
                 raise
-            if stream.is_sound:
+            if stream.is_sound and len(self._idle) < self._max_idle:
                 stream.idle_since = time.monotonic()
                 self._idle.append(stream)
             else:
@@ -87,11 +95,14 @@ class Nodes:
     def __init__(self, seeds: Sequence[Address], login: Login) -> None:
         self._login = login
         self._seeds = list(seeds)
+        self._known = frozenset(seeds)
+        """The seeds, and all nodes of the Cluster. Connections to others are not kept."""
         self._nodes: dict[Address, Node] = {}
         self._map: tuple[list[int], list[Address]] = ([], [])
         """The last slots of ranges, in order, and their owners. Without slots, the store is no Cluster, and has one
         owner."""
         self._is_stale = False
+        """Whether the map may be wrong."""
         self._not_before = 0.0
         self._rests: dict[Address, float] = {}
         """Nodes that have not answered in time, and until when they are not asked for names."""
@@ -109,7 +120,12 @@ class Nodes:
 
     def node(self, address: Address) -> Node:
         found = self._nodes.get(address)
-        return found if found is not None else self._nodes.setdefault(address, Node(address, self._login))
+        if found is not None:
+            return found
+        if address not in self._known:
+            return Node(address, self._login)
+        max_idle = max(1, min(MAX_CONNECTIONS, MAX_IDLE_CONNECTIONS // len(self._known)))
+        return self._nodes.setdefault(address, Node(address, self._login, max_idle))
 
     def split(self, names: Sequence[str]) -> dict[Address, list[int]]:
         """Returns the indexes of the names that each node has."""
@@ -125,12 +141,17 @@ class Nodes:
         return parts
 
     def note_stale(self) -> None:
-        """A node did not answer, or has given names to another."""
-        self._is_stale = self.is_cluster
+        """A server has answered with an error that is not about a value: others may have its names now."""
+        self._is_stale = True
+
+    def note_lost(self) -> None:
+        """A server did not answer: others of its Cluster may have its names now."""
+        self._is_stale |= self.is_cluster
 
     def note_hung(self, address: Address) -> None:
         """A node did not answer in time. The time of the next calls belongs to the others."""
-        self._rests[address] = time.monotonic() + (REST_S if self.is_cluster else SERVER_REST_S)
+        if address in self._known:
+            self._rests[address] = time.monotonic() + (REST_S if self.is_cluster else SERVER_REST_S)
 
     def rests(self, address: Address) -> bool:
         """Returns whether a node is not asked for names now."""
@@ -142,8 +163,13 @@ class Nodes:
         try:
             self._not_before = time.monotonic() + REFRESH_PAUSE_S
             self._is_stale = False
-            # Nodes that hang come last.
-            self._ask(sorted(dict.fromkeys([*self._map[1], *self._seeds]), key=self.rests), REFRESH_TIMEOUT_S)
+            # Any of them, because one that has left the Cluster still answers what it knew, and always a seed, whose
+            # name may lead to another server now. Those that hang are not asked.
+            others = self._known.difference(self._seeds)
+            chosen = random.sample(sorted(others), min(MAX_ASKED - 1, len(others)))
+            chosen += random.sample(self._seeds, min(MAX_ASKED - len(chosen), len(self._seeds)))
+            random.shuffle(chosen)
+            self._ask([address for address in chosen if not self.rests(address)], REFRESH_TIMEOUT_S)
         except StoreError:
             self._is_stale = True
         finally:
@@ -157,11 +183,12 @@ class Nodes:
             try:
                 with self.node(address).connection(time.monotonic() + timeout_s) as stream:
                     stream.send([command(b"CLUSTER", b"SLOTS")])
-                    reply = stream.reply()
+                    reply = stream.reply(MAX_MAP_BYTES)
                 self._take(reply, address)
                 return
             except StoreError as error:
-                problems.append(str(error))
+                # Other errors name the address.
+                problems.append(f"{address}: {error}" if isinstance(error, Lost) else str(error))
         raise StoreError("; ".join(problems))
 
     def _take(self, reply: Reply, asked: Address) -> None:
@@ -170,19 +197,25 @@ class Nodes:
             if reply.code not in ("ERR", "NOPERM"):
                 raise StoreError(f"{asked}: {explain(reply)}")
             # It is no Cluster, or the user may not ask. Then other nodes are named in errors, which say so.
-            if self.is_cluster or len(self._seeds) > 1:
+            is_other = self.is_cluster and "cluster support disabled" not in reply.text
+            if self._seeds != [asked] or is_other:
                 raise StoreError(f"{asked} does not answer as a node of a Cluster ({reply.text}); name one server")
-            self._map = ([], [asked])
+            self._learn([], [asked])
             return
-        ranges = sorted(_ranges(reply, asked))
-        if not ranges:
+        parts = sorted(_parts(reply, asked))
+        if not parts:
             raise StoreError(f"{asked}: its Cluster has no nodes with slots yet")
-        owners = [owner for _, owner in ranges]
-        self._map = ([end for end, _ in ranges], owners)
+        self._learn([end for end, _ in parts], [nodes[0] for _, nodes in parts], *(nodes for _, nodes in parts))
+
+    def _learn(self, ends: list[int], owners: list[Address], *nodes: list[Address]) -> None:
+        known = frozenset(self._seeds).union(*nodes)
+        if len(known) > MAX_NODES + len(self._seeds):
+            raise StoreError(f"{owners[0]}: its Cluster has {len(known)} nodes, and {MAX_NODES} is the most")
+        self._known, self._map = known, (ends, owners)
         for address in list(self._nodes):
-            if address not in owners:
+            if address not in known:
                 self._nodes.pop(address).close()
-                self._rests.pop(address, None)
+        self._rests = {address: until for address, until in self._rests.items() if address in known}
 
     def close(self) -> None:
         for node in list(self._nodes.values()):
@@ -196,12 +229,20 @@ def share_of(deadline: float, num_nodes: int) -> float:
     return now + (deadline - now) / num_nodes
 
 
-def _ranges(reply: Reply, asked: Address) -> Iterator[tuple[int, Address]]:
-    """Yields the last slot and the owner of each range. Raises StoreError."""
+def _parts(reply: Reply, asked: Address) -> Iterator[tuple[int, list[Address]]]:
+    """Yields the last slot of each range, and the nodes that have it, its owner first. Raises StoreError."""
     for part in reply if isinstance(reply, list) else []:
+        nodes: list[Address | None] = []
         match part:
-            case [int(), int(end), [bytes() | None as host, int(port), *_], *_]:
-                # A node that does not know its own address leaves it out.
-                yield end, Address(host.decode("ascii", "replace") if host else asked.host, port)
-            case _:
-                raise StoreError(f"{asked}: its answer about the Cluster's slots cannot be read")
+            case [int(), int(end), *described]:
+                nodes = [_described(each, asked) for each in described]
+        if not nodes or nodes[0] is None:
+            raise StoreError(f"{asked}: its answer about the Cluster's slots cannot be read")
+        yield end, [node for node in nodes if node is not None]
+
+
+def _described(node: Reply, asked: Address) -> Address | None:
+    match node:
+        case [bytes() | None as host, int(port), *_]:
+            return node_address((host or b"").decode("ascii", "replace"), port, asked)
+    return None

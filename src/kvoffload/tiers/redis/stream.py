@@ -19,20 +19,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvoffload.tiers.remote.client import StoreError
-from kvoffload.units import printable
+from kvoffload.units import foreign
 
 BUFFER_BYTES = 16 << 10
 HEADER_BYTES = 32
 """Bytes received at once where the bytes of a value follow: those behind its header are copied."""
-MAX_REPLY_BYTES = 8 << 20
-"""The longest reply that does not go into the caller's memory."""
 MAX_VALUE_BYTES = 512 << 20
 MAX_ITEMS = 1 << 17
 """Parts of one reply, all levels together."""
 MAX_DEPTH = 8
 MAX_BUFFERS = 512
 """Buffers of one system call."""
-MAX_SHOWN = 200
 TOLERANCE_S = 0.1
 """A system call may wait for so much longer than until the deadline."""
 _SMALL_BYTES = 4096
@@ -88,6 +85,8 @@ class Stream:
         """What has come behind a value."""
         self._num_items = 0
         """Parts of the reply that is received."""
+        self._bytes_left = 0
+        """Bytes that the reply may still have."""
         self._begin = self._end = 0
         """The part of the buffer that has been received and not used yet."""
 
@@ -124,14 +123,14 @@ class Stream:
 
     # Receiving.
 
-    def reply(self) -> Reply:
-        """Returns the next reply."""
-        self._num_items = 0
+    def reply(self, most: int = BUFFER_BYTES) -> Reply:
+        """Returns the next reply, which may have ``most`` bytes, all of its parts and their headers together."""
+        self._num_items, self._bytes_left = 0, most
         return self._reply(MAX_DEPTH)
 
     def reply_into(self, buffers: Sequence[memoryview]) -> int | ErrorReply | None:
         """Receives a value into ``buffers``. Returns its size, or None if there is no value. If the size is not theirs,
-        the buffers have not been touched."""
+        they have the first bytes of the value, as far as it goes."""
         line = self._line(HEADER_BYTES)
         kind, rest = line[:1], line[1:]
         if kind == b"-":
@@ -141,20 +140,24 @@ class Stream:
         size = _size(rest, MAX_VALUE_BYTES)
         if size is None:
             return None
-        if size == sum(len(buffer) for buffer in buffers):
-            self._fill(buffers)
-        else:
-            scratch = memoryview(bytearray(min(size, BUFFER_BYTES)))
-            for at in range(0, size or 1, BUFFER_BYTES):
-                self._fill([scratch[: size - at]], ends=at + BUFFER_BYTES >= size)
+        views, left = [], size
+        for buffer in buffers:
+            views.append(buffer[:left])
+            left -= len(views[-1])
+        self._fill(views, ends=not left)
+        if left:
+            scratch = memoryview(bytearray(min(left, BUFFER_BYTES)))
+            for at in range(0, left, BUFFER_BYTES):
+                self._fill([scratch[: left - at]], ends=at + BUFFER_BYTES >= left)
         return size
 
     def _reply(self, depth: int) -> Reply:
         line = self._line(BUFFER_BYTES)
         kind, rest = line[:1], line[1:]
         self._num_items += 1
-        if self._num_items > MAX_ITEMS:
-            raise Lost("it has sent a reply with too many parts")
+        self._bytes_left -= len(line) + 2
+        if self._num_items > MAX_ITEMS or self._bytes_left < 0:
+            raise Lost("its reply is longer than any reply to this command")
         if kind == b"+":
             return rest
         if kind == b"-":
@@ -162,9 +165,10 @@ class Stream:
         if kind == b":":
             return _number(rest)
         if kind == b"$":
-            size = _size(rest, MAX_REPLY_BYTES)
+            size = _size(rest, self._bytes_left)
             if size is None:
                 return None
+            self._bytes_left -= size
             value = bytearray(size)
             self._fill([memoryview(value)])
             return bytes(value)
@@ -256,8 +260,8 @@ def _joined(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 def _error(line: bytes) -> ErrorReply:
-    text = printable(line.decode("ascii", "replace"))
-    return ErrorReply(text.partition(" ")[0], text[:MAX_SHOWN])
+    text = foreign(line)
+    return ErrorReply(text.partition(" ")[0], text)
 
 
 def _number(digits: bytes) -> int:

@@ -17,9 +17,11 @@ from functools import partial
 from kvoffload.abc import KVOffloadError
 from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.config import read_hmac_key
+from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
 from kvoffload.tiers.remote.memory import SeparateBuffers, Window
 from kvoffload.tiers.remote.messages import Op, Request
+from kvoffload.tiers.remote.record import RECORD_BYTES
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
@@ -52,13 +54,16 @@ def main(descriptor: int) -> None:
     kind, body = next(messages, (None, b""))
     if kind is not Kind.SETUP:
         return
-    try:
-        server = _Server(Setup.unpack(body), connection)
-    except (KVOffloadError, ImportError) as error:
-        connection.send(Kind.NOTE, str(error).encode())
-        return
-    connection.send(Kind.READY)
-    server.serve(messages)
+    setup = Setup.unpack(body)
+    with GrowthWatch(setup.client_bytes) as watch:
+        try:
+            with watch.asking():
+                server = _Server(setup, connection, watch)
+        except (KVOffloadError, ImportError) as error:
+            connection.send(Kind.NOTE, str(error).encode(errors="replace"))
+            return
+        connection.send(Kind.READY)
+        server.serve(messages)
 
 
 def end_with_parent(parent: int) -> None:
@@ -102,13 +107,15 @@ class _Server:
     """Runs requests with the client of ``setup``. Lookups and removals have a thread of their own, so that they do not
     queue behind reads and writes, and neither do reads behind writes."""
 
-    def __init__(self, setup: Setup, connection: _Connection) -> None:
+    def __init__(self, setup: Setup, connection: _Connection, watch: GrowthWatch) -> None:
         module, _, name = setup.client.partition(":")
         connect: Callable[..., StoreClient] = getattr(importlib.import_module(module), name)
         self._setup = setup
         self._connection = connection
+        self._watch = watch
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self._pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
+        self._value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in self._pools)
         self._files = [handle.open_file() for handle in setup.handles]
         self._hmac_key = read_hmac_key(setup.hmac_key_file)
         self._client = connect(setup.settings)
@@ -155,19 +162,21 @@ class _Server:
             # On Linux, 0 is the calling thread.
             os.setpriority(os.PRIO_PROCESS, 0, self._niceness + TRANSFER_NICENESS)
         worker = self._workers.get()
-        response = worker.run(request)
+        with self._watch.asking(len(request.keys) * self._value_bytes if request.op is Op.READ else 0):
+            response = worker.run(request)
         self._workers.put(worker)
         self._connection.send(Kind.RESPONSE, response.pack())
 
     def _announce(self) -> None:
         setup = self._setup
         # One message, because the log leaves out what follows soon after another.
-        notes = [
-            self._client.advice(),
-            *announce(self._client, setup.prefix, setup.fingerprint, setup.identity, self._hmac_key),
-        ]
+        with self._watch.asking():
+            notes = [
+                self._client.advice(),
+                *announce(self._client, setup.prefix, setup.fingerprint, setup.identity, self._hmac_key),
+            ]
         if any(notes):
-            self._connection.send(Kind.NOTE, "\n".join(filter(None, notes)).encode())
+            self._connection.send(Kind.NOTE, "\n".join(filter(None, notes)).encode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ class Outcome(enum.Enum):
     HELD = enum.auto()
     """``put``: the store has a value of this name already, and has kept it."""
     OTHER_SIZE = enum.auto()
-    """``get``: the store has a value of this name, which does not have the size of the buffers."""
+    """``get``: the store has a value of this name, which does not have the size of the buffers. The first of them
+    begins with the value's first RECORD_BYTES, if the value has so many and the store gives a part of a value."""
     FULL = enum.auto()
     """``put``: the store has no room."""
     FAILED = enum.auto()
@@ -54,7 +55,7 @@ class StoreClient(ABC):
     @abstractmethod
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         """Reads each value into its buffers, one after the other. Returns OK, MISSING, OTHER_SIZE or FAILED per name.
-        The buffers have any bytes afterwards if it is not OK."""
+        The buffers have any bytes afterwards if it is neither OK nor OTHER_SIZE."""
 
     @abstractmethod
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:

@@ -54,6 +54,9 @@ class RemoteTierConfig(TierConfig):
         """Host memory of this node that the client takes beside the host pools."""
         return 0
 
+    client_bytes: ClassVar[int] = 0
+    """Memory that the client takes for itself, beyond what any client needs and ``memory_bytes``."""
+
     @property
     def pins_memory(self) -> bool:
         """Whether the client pins the host pools, for RDMA."""
@@ -80,6 +83,7 @@ class RemoteTierConfig(TierConfig):
             name=self.kind,
             prefix=self.prefix,
             hmac_key_file=self.hmac_key_file,
+            client_bytes=self.client_bytes + self.memory_bytes // context.engines,
         )
         logger.info(
             "kvoffload: %s at %s, values under %s/; its client connects in the background",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvoffload.abc import OffloadKey
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
-from kvoffload.tiers.remote.messages import Op, Request, Response
+from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Request, Response, Status
+from kvoffload.units import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,9 @@ TRANSFER_DEADLINE_S = 20.0
 the time after which any client gives a transfer up without ending it."""
 START_DEADLINE_S = 30.0
 """Time for the process to start and reach the store."""
+RENEW_AFTER_S = 30.0
+"""A process that has answered nothing but failures for so long is replaced: a new one reads files with secrets and
+certificates again, and learns anew what it knows about the store."""
 FIRST_PAUSE_S = 1.0
 """The pause before the first restart; doubled with every further one that follows without an answer of the store."""
 MAX_PAUSE_S = 60.0
@@ -57,7 +61,10 @@ class StoreLink:
         self._start_at = clock()
         """When to start the process next."""
         self._start_deadline = float("inf")
+        self._failing_since: float | None = None
+        """Since when all answers of the process are failures."""
         self._was_ready = False
+        self._is_closed = False
         self._log = LimitedLog(logger, clock)
 
     @property
@@ -77,6 +84,8 @@ class StoreLink:
 
     def poll(self) -> list[Answer]:
         """Returns the answers that have come, and starts or kills the process if it is time."""
+        if self._is_closed:
+            return []
         answers = self._take()
         state = self._channel.state
         if state is ChannelState.READY:
@@ -96,12 +105,23 @@ class StoreLink:
                 self._kill("sent a response that fits no request")
                 break
             answers.append(Answer(request, response))
+            self._watch_failures(response)
             if response.problem:
-                self._log.warning("%s: %s failed: %s", self._name, request.op.name.lower(), response.problem)
+                problem = foreign(response.problem, MAX_PROBLEM_BYTES)
+                self._log.warning("%s: %s failed: %s", self._name, request.op.name.lower(), problem)
             else:
                 self._pause = FIRST_PAUSE_S
         self.num_in_flight = len(self._under_way)
         return answers
+
+    def _watch_failures(self, response: Response) -> None:
+        now = self._clock()
+        if any(status is not Status.FAILED for status in response.statuses):
+            self._failing_since = None
+        elif self._failing_since is None:
+            self._failing_since = now
+        elif now - self._failing_since >= RENEW_AFTER_S:
+            self._kill(f"has answered nothing but failures for {RENEW_AFTER_S:g} s")
 
     def _ready(self) -> None:
         if not self._was_ready:
@@ -119,7 +139,7 @@ class StoreLink:
         self.num_in_flight = 0
         if self._was_ready or self._start_deadline != float("inf"):
             # It has ended since it was started.
-            self._was_ready, self._start_deadline = False, float("inf")
+            self._was_ready, self._start_deadline, self._failing_since = False, float("inf"), None
             self._start_at = now + self._pause * (0.5 + self._random() / 2)
             self._log.warning(
                 "%s: the process of its client has ended; its blocks are misses. It is started again in %.1f s",
@@ -141,6 +161,7 @@ class StoreLink:
 
     def close(self, timeout_s: float) -> list[Answer]:
         """Ends the process. Returns the last answers; none for requests that may still touch host slots."""
+        self._is_closed = True
         has_ended = self._channel.close(timeout_s)
         answers = self._take()
         if has_ended:

@@ -99,7 +99,7 @@ class Response:
     problem: str = ""
 
     def pack(self) -> bytes:
-        problem = self.problem.encode()[:MAX_PROBLEM_BYTES]
+        problem = self.problem.encode(errors="backslashreplace")[:MAX_PROBLEM_BYTES]
         header = _RESPONSE.pack(self.number, len(self.statuses), self.begun, self.ended, len(problem))
         return header + bytes(self.statuses) + problem
 

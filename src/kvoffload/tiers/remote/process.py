@@ -18,7 +18,7 @@ from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.messages import MessageError, Request, Response
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
-from kvoffload.units import printable
+from kvoffload.units import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ MAX_UNSENT_BYTES = 8 << 20
 """Messages that the process has not taken yet."""
 MAX_LINE_BYTES = 2000
 """A longer line of the process's output is cut there."""
+MAX_NOTES = 64
+"""Lines of one note."""
 LAST_LINES = 20
 """Lines of output that are logged when the process ends with an error."""
 RECEIVE_BYTES = 1 << 18
@@ -126,7 +128,9 @@ class ProcessChannel(StoreChannel):
                     elif kind is Kind.READY:
                         self._state = ChannelState.READY
                     elif kind is Kind.NOTE:
-                        self._notes.warning("%s: %s", self._name, body.decode(errors="replace"))
+                        # Peers of the client have a say in it.
+                        notes = [foreign(line, MAX_LINE_BYTES) for line in body.split(b"\n", MAX_NOTES)[:MAX_NOTES]]
+                        self._notes.warning("%s: %s", self._name, "\n".join(notes))
             except MessageError as error:
                 self._notes.warning("%s: its client sent %s", self._name, error)
                 self.kill()
@@ -256,7 +260,7 @@ class _Child:
         last: deque[str] = deque(maxlen=LAST_LINES)
         with output:
             while line := output.readline(MAX_LINE_BYTES):
-                last.append(printable(line.decode(errors="replace").rstrip()))
+                last.append(foreign(line.rstrip(), MAX_LINE_BYTES))
                 self._log.warning("%s: its client says: %s", self._name, last[-1])
         # Reaps the process even if the channel is not polled any more.
         process.wait()

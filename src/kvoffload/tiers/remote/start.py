@@ -26,10 +26,11 @@ def open_remote_tier(
     name: str,
     prefix: str,
     hmac_key_file: str | None = None,
+    client_bytes: int = 0,
 ) -> RemoteTier:
     """Returns a tier whose store's client is made by ``client``, an import path "package.module:function", from
     ``settings``, and waits up to START_WAIT_S for it. ``prefix``: what the names of all values begin with.
-    ``hmac_key_file``: see ``RemoteTierConfig``.
+    ``hmac_key_file``: see ``RemoteTierConfig``. ``client_bytes``: see ``Setup``.
 
     Raises ConfigError if another process cannot open a host pool.
     """
@@ -41,7 +42,15 @@ def open_remote_tier(
         )
     num_slots = min(len(pool) for pool in context.pools)
     setup = Setup(
-        client, settings, tuple(handles), num_slots, context.fingerprint, prefix, context.identity, hmac_key_file
+        client,
+        settings,
+        tuple(handles),
+        num_slots,
+        context.fingerprint,
+        prefix,
+        context.identity,
+        hmac_key_file,
+        client_bytes,
     )
     payload_bytes = sum(pool.shape[1] for pool in context.pools)
     channel = ProcessChannel(setup, name)

@@ -37,7 +37,8 @@ _KINDS = frozenset(map(int, Kind))
 class Setup:
     """What the process needs to know. ``client`` is the import path "package.module:function" of a function that
     returns the StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has. Secrets
-    are named by the files that they are in, so that no message or log has one."""
+    are named by the files that they are in, so that no message or log has one. ``client_bytes``: memory that the
+    client takes for itself, beyond what any client needs."""
 
     client: str
     settings: Mapping[str, Any]
@@ -47,6 +48,7 @@ class Setup:
     prefix: str
     identity: Mapping[str, str] = field(default_factory=dict)
     hmac_key_file: str | None = None
+    client_bytes: int = 0
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -119,14 +119,18 @@ class StoreWorker:
     def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
         """Reads blocks and verifies them."""
         values = [self._memory.value(row, slot) for row, slot in enumerate(slots)]
+        for value in values:
+            value.record[:] = 0
         statuses = []
         outcomes = self._client.get(names, [value.buffers for value in values])
         for key, outcome, value in zip(keys, outcomes, values, strict=True):
             status = _STATUS[outcome]
-            if status is Status.OK:
+            if outcome in (Outcome.OK, Outcome.OTHER_SIZE):
                 verdict = verify(self._fingerprint, key, value.record, value.parts, self._hmac_key)
-                if verdict is not Verdict.GOOD:
-                    status = Status.CORRUPT if verdict is Verdict.BAD else Status.MISSING
+                if verdict is Verdict.FOREIGN:
+                    status = Status.MISSING
+                elif verdict is Verdict.BAD:
+                    status = Status.CORRUPT
             statuses.append(status)
         return statuses
 

@@ -1,0 +1,87 @@
+"""GrowthWatch: ends a process whose memory grows beyond what the answers to its requests need.
+
+A library may keep whatever a peer sends, such as the body of an error of 100 GB. Nothing but the end of the process
+stops that; it costs misses until the process is started again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from kvoffload.units import format_bytes
+
+MAX_GROWTH_BYTES = 48 << 20
+"""Memory beside what is asked for: buffers of connections, threads."""
+INTERVAL_S = 0.01
+"""Time between two looks while a request is under way: a peer sends a few megabytes meanwhile."""
+IDLE_INTERVAL_S = 0.5
+
+
+class GrowthWatch:
+    """Looks, from ``with`` on, at the memory of this process that it shares with no other, and ends the process if that
+    has grown by more than MAX_GROWTH_BYTES, the ``own_bytes`` of its client and the bytes that are asked for."""
+
+    def __init__(self, own_bytes: int = 0) -> None:
+        self._most = _private_bytes() + own_bytes + MAX_GROWTH_BYTES
+        self._asked = self._num_calls = 0
+        self._lock = threading.Lock()
+        self._busy = threading.Event()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> GrowthWatch:
+        threading.Thread(target=self._run, name="memory", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._busy.set()
+
+    @contextmanager
+    def asking(self, nbytes: int = 0) -> Iterator[None]:
+        """Returns a context in which the store is asked for so many bytes."""
+        self._count(1, nbytes)
+        try:
+            yield
+        finally:
+            self._count(-1, -nbytes)
+
+    def _count(self, num_calls: int, nbytes: int) -> None:
+        with self._lock:
+            self._num_calls += num_calls
+            self._asked += nbytes
+            if self._num_calls:
+                self._busy.set()
+            else:
+                self._busy.clear()
+
+    def _run(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self._busy.wait(IDLE_INTERVAL_S)
+            if self._is_beyond() and self._is_beyond(after_trim=True):
+                most = format_bytes(self._most + self._asked)
+                print(
+                    f"the store sends more than it was asked for: this process has more than {most} of memory, and is "
+                    "ended; see what answers at the store's address",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    def _is_beyond(self, after_trim: bool = False) -> bool:
+        if after_trim:
+            # What was freed may still count.
+            with suppress(AttributeError, OSError):
+                ctypes.CDLL(None).malloc_trim(0)
+        return _private_bytes() > self._most + self._asked
+
+
+def _private_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        resident, shared = file.read().split()[1:3]
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
