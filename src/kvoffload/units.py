@@ -65,11 +65,6 @@ def percentage(part: int, whole: int) -> str:
     return NO_VALUE if not whole else f"{100 * part / whole:.0f}%"
 
 
-def printable(text: str) -> str:
-    """Returns ``text`` with all characters escaped that are not printable, such as those that control a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 # Parsing.
 
 

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvoffload.doctor.findings import Finding
+from kvoffload.printable import printable
 from kvoffload.tiers.remote.child import end_with_parent
-from kvoffload.units import printable
 
 CLEAN_UP_S = 1.0
 """Time for a check that is ended to remove its files and values."""

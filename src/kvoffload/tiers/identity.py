@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from kvoffload.units import printable
+from kvoffload.printable import printable
 
 MODEL = "model"
 VARIABLES = "variables set for vLLM"

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvoffload.printable import printable
 from kvoffload.tiers.remote.client import StoreError
-from kvoffload.units import printable
 
 BUFFER_BYTES = 16 << 10
 HEADER_BYTES = 32

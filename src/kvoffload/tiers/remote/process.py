@@ -14,11 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.messages import MessageError, Request, Response
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
-from kvoffload.units import printable
 
 logger = logging.getLogger(__name__)
 
