@@ -22,7 +22,7 @@ PORT_VARIABLES = (
     "VLLM_EC_SIDE_CHANNEL_PORT",
     "VLLM_MOONCAKE_BOOTSTRAP_PORT",
 )
-"""Variables that vLLM reads as numbers, and that Kubernetes sets to an address if a Service has the name before _PORT."""
+"""Variables that vLLM reads as numbers, and that Kubernetes sets to an address for a Service of the same name."""
 
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
