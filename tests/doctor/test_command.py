@@ -236,6 +236,42 @@ def test_a_check_that_hangs_is_ended_and_the_next_one_runs() -> None:
         process.close()
 
 
+def burn(processor: int) -> None:
+    """Starts a process that uses all of a processor, beside this one: also the kernel's groups of processes that share
+    one fairly are the same."""
+    os.sched_setaffinity(0, {processor})
+    if os.fork() == 0:
+        while True:
+            pass
+
+
+def starves(arguments: dict[str, Any], report: Report) -> None:
+    """Computes, but gets the processor only when no other process wants it."""
+    report.stage("computes")
+    burn(arguments["processor"])
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        pass
+
+
+def hangs_there(arguments: dict[str, Any], report: Report) -> None:
+    burn(arguments["processor"])
+    hangs(arguments, report)
+
+
+def test_a_busy_machine_is_not_taken_for_a_medium_that_hangs() -> None:
+    arguments = {"processor": min(os.sched_getaffinity(0))}
+    process = CheckProcess()
+    try:
+        starved = process.run(f"{HERE}:starves", arguments, 0.5)
+        hung = process.run(f"{HERE}:hangs_there", arguments, 0.5)
+    finally:
+        process.close()
+    assert (starved.ending, starved.stage) == (Ending.STARVED, "computes")
+    assert starved.waited_s > 0.5
+    assert (hung.ending, hung.stage) == (Ending.HUNG, "waits for ever")
+
+
 def test_every_id_is_documented() -> None:
     room = Path(configuration.__file__).parent
     source = "".join(path.read_text() for path in room.glob("*.py"))
