@@ -190,6 +190,33 @@ def test_secrets_are_hidden() -> None:
     assert (hidden.text, hidden.fix, dict(hidden.figures)) == ("***", "***!", {"x": "***", "y": 1})
 
 
+def test_all_errors_of_tenants_are_listed() -> None:
+    tenants = {
+        "a.b": {"quota": {"host": "lots"}, "guaranted": {"host": "1MiB"}},
+        "a": {"guaranteed": {"host": "2MiB", "tape": "1MiB"}, "quota": {"host": "1MiB"}, "salt_sha256": "x"},
+        "bad name": {},
+        "c": 3,
+        "d": {"guaranteed": {"host": "1TiB"}},
+    }
+    read = configuration.read_config({"host_bytes": "64MiB", "tenants": tenants})
+    begun = [re.split(r"[=;]| \(|: ", error)[0] for error in read.errors]
+    assert sorted(begun) == [
+        "tenants",
+        "tenants",
+        "tenants.a.b.guaranted",
+        "tenants.a.b.quota.host",
+        "tenants.a.guaranteed.tape",
+        "tenants.a.quota.host",
+        "tenants.a.salt_sha256",
+        "tenants.c",
+    ]
+    assert read.config is not None
+    assert [tenant.name for tenant in read.config.tenants] == ["a.b", "a", "d"]
+    # What follows from another error is not one.
+    (error,) = configuration.read_config({"host_bytes": "lots", "tenants": {"d": tenants["d"]}}).errors
+    assert error.startswith("host_bytes=")
+
+
 # Checks run in a process of their own.
 
 
