@@ -1,7 +1,9 @@
 """Compiles the native parts. Where that fails, for example without a compiler, kvoffload is installed without them."""
 
+import re
 import runpy
 import sysconfig
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
@@ -31,5 +33,21 @@ def extension(name: str) -> Extension:
 
 EXTENSIONS = [extension(name) for name in native["MODULES"]]
 
+
+def page() -> str:
+    """Returns README.md for the page of an index, where relative links lead nowhere: with their paths in place of them.
+    The files are in the source distribution."""
+
+    def named(link: re.Match[str]) -> str:
+        text, path = link[1], link[2].partition("#")[0]
+        return text if path in text.strip("`") else f"{text} ({path})"
+
+    return re.sub(r"\[([^]]*)\]\((?!\w+:|#)([^)]+)\)", named, Path("README.md").read_text())
+
+
 # They need the GIL, which builds of Python without it would switch on again for them.
-setup(ext_modules=[] if sysconfig.get_config_var("Py_GIL_DISABLED") else EXTENSIONS)
+setup(
+    ext_modules=[] if sysconfig.get_config_var("Py_GIL_DISABLED") else EXTENSIONS,
+    long_description=page(),
+    long_description_content_type="text/markdown",
+)

@@ -164,3 +164,9 @@ def test_the_demo_without_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 2
     assert "pip install vllm" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli.group().commands), ["disk", "inspect"]])
+def test_every_command_has_a_short_option_for_help(command: list[str]) -> None:
+    short, long = (testing.CliRunner().invoke(cli.group(), [*command, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
