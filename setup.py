@@ -4,8 +4,10 @@ With ``KVOFFLOAD_NATIVE=0`` nothing is compiled.
 """
 
 import os
+import re
 import runpy
 import sysconfig
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
@@ -35,6 +37,22 @@ def extension(name: str) -> Extension:
 
 EXTENSIONS = [extension(name) for name in native["MODULES"]]
 
+
+def page() -> str:
+    """Returns README.md for the page of an index, where relative links lead nowhere: with their paths in place of them.
+    The files are in the source distribution."""
+
+    def named(link: re.Match[str]) -> str:
+        text, path = link[1], link[2].partition("#")[0]
+        return text if path in text.strip("`") else f"{text} ({path})"
+
+    return re.sub(r"\[([^]]*)\]\((?!\w+:|#)([^)]+)\)", named, Path("README.md").read_text())
+
+
 # They need the GIL, which builds of Python without it would switch on again for them.
 unwanted = sysconfig.get_config_var("Py_GIL_DISABLED") or os.environ.get(native["ENVIRONMENT_VARIABLE"]) == "0"
-setup(ext_modules=[] if unwanted else EXTENSIONS)
+setup(
+    ext_modules=[] if unwanted else EXTENSIONS,
+    long_description=page(),
+    long_description_content_type="text/markdown",
+)

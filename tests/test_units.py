@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload import units
+from kvoffload.printable import MAX_PRINTED_CHARS, printable
 
 GIB = 1 << 30
 
@@ -53,5 +54,12 @@ def test_values_have_their_units() -> None:
 
 
 def test_control_characters_are_escaped() -> None:
-    assert units.printable("a\x1b[2Jb\u202e") == "a\\x1b[2Jb\\u202e"
-    assert units.printable("naïve 5×") == "naïve 5×"  # noqa: RUF001
+    assert printable("a\x1b[2Jb\u202e") == "a\\x1b[2Jb\\u202e"
+    assert printable("naïve 5×") == "naïve 5×"  # noqa: RUF001
+
+
+def test_long_text_of_others_is_cut() -> None:
+    assert printable("a" * 10, 10) == "a" * 10
+    assert printable("a" * 11, 10) == "aaaaaaa..."
+    assert printable("\x1b" * 10, 10) == "\\x1b\\x1..."
+    assert len(printable("\U000e0001" * 10**6)) == MAX_PRINTED_CHARS

@@ -10,8 +10,6 @@ from kvoffload.abc import ConfigError
 NO_VALUE = "–"  # noqa: RUF001
 """Shown where there is nothing to show."""
 
-MAX_FOREIGN = 200
-"""Characters of a peer's text that a log line has."""
 
 _MAX_BYTES = 1 << 62
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -66,18 +64,6 @@ def speedup(value: float | None) -> str:
 def percentage(part: int, whole: int) -> str:
     """Returns ``part`` as a percentage of ``whole``, such as "48%"."""
     return NO_VALUE if not whole else f"{100 * part / whole:.0f}%"
-
-
-def printable(text: str) -> str:
-    """Returns ``text`` with all characters escaped that are not printable, such as those that control a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def foreign(text: str | bytes, most: int = MAX_FOREIGN) -> str:
-    """Returns what a peer has sent as it may be in a log line or an error: printable, and cut after ``most``
-    characters."""
-    shown = printable(text[:most] if isinstance(text, str) else text[:most].decode(errors="replace"))
-    return shown if len(text) <= most and len(shown) <= most else shown[: most - 3] + "..."
 
 
 # Parsing.

@@ -6,14 +6,14 @@ import gc
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction, IntegrityError, OffloadKey
+from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.arc import ARCPolicy, TextbookARCPolicy
@@ -270,6 +270,59 @@ MAX_LINES = 50
 def example() -> str:
     """Returns the first code block of the documentation."""
     return DOCUMENTATION.read_text().split("```python\n")[1].split("```")[0]
+
+
+class RandomPolicy(CachePolicy):
+    """Evicts any blocks."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.held: dict[int, int] = {}
+        """How often each block was used, by its slot."""
+
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        self.held |= dict.fromkeys(slots.tolist(), 1)
+
+    def evict(self, eviction: Eviction) -> Slots:
+        idle = [slot for slot in self.held if not eviction.busy[slot]]
+        victims = np.array(self.chosen(idle, eviction.n), dtype=np.int64)
+        self.remove(victims)
+        return victims
+
+    def chosen(self, idle: list[int], n: int) -> list[int]:
+        return random.sample(idle, n)
+
+    def remove(self, slots: Slots) -> None:
+        for slot in slots.tolist():
+            self.held.pop(slot, None)
+
+    def clear(self) -> None:
+        self.held.clear()
+
+
+class LFUPolicy(RandomPolicy):
+    """Evicts those blocks that were used least often."""
+
+    def access(self, access: Access) -> None:
+        for slot in access.slots.tolist():
+            self.held[slot] += 1
+
+    def chosen(self, idle: list[int], n: int) -> list[int]:
+        return sorted(idle, key=lambda slot: self.held[slot])[:n]
+
+
+class TestRandom(PolicyConformance):
+    KEEPS_ORDER = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return RandomPolicy(capacity)
+
+
+class TestLFU(PolicyConformance):
+    KEEPS_ORDER = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return LFUPolicy(capacity)
 
 
 class TestTheExample(PolicyConformance):

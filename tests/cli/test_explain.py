@@ -368,3 +368,17 @@ def test_without_a_server_the_error_says_what_to_do() -> None:
 
 def test_every_reason_has_advice() -> None:
     assert set(ADVICE) == set(MissReason)
+
+
+def test_escape_sequences_of_another_process_are_not_printed(tmp_path: Path) -> None:
+    """Neither those in texts of records, nor those in malformed ones."""
+    evil = "\x1b[2J\u202e"
+    record = {**some_records()[0].to_dict(), "disk_tokens": 100, "tier_tokens": {evil: 100}, "req_id": evil}
+    log = tmp_path / "server.log"
+    log.write_text(as_log([]) + f"{LOG_MARKER}{json.dumps(record)}\n{LOG_MARKER}{json.dumps({'req_id': evil})}\n")
+    for more in ([], ["--json"], ["--records"]):
+        done = subprocess.run([*COMMAND, *more, str(log)], capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\u202e" not in done.stdout + done.stderr
+        assert more or "\\x1b[2J\\u202e" in done.stdout

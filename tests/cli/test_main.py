@@ -164,3 +164,17 @@ def test_the_demo_without_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 2
     assert "pip install vllm" in result.output
     assert not (tmp_path / "out").exists()
+
+
+SHORT_HELP = """
+from click.testing import CliRunner
+from kvoffload.cli import group
+for command in [[], *([name] for name in group().commands), ["disk", "inspect"]]:
+    short, long = (CliRunner().invoke(group(), [*command, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output), short.output
+"""
+
+
+def test_every_command_has_a_short_option_for_help() -> None:
+    """In a process of its own: a command keeps the options for help that it had in its first run."""
+    subprocess.run([sys.executable, "-c", SHORT_HELP], check=True, timeout=120)

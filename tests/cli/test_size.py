@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from kvoffload.cli.convert import convert  # noqa: E402
 from kvoffload.cli.size import size  # noqa: E402
 
 CHAT = "synthetic:chat?requests=200"
@@ -78,10 +79,37 @@ def test_speeds_and_target() -> None:
     slow = json.loads(run(CHAT, "--ram", "16GiB", "--prefill-speed", "100", "--json").stdout)["settings"][0]
     fast = json.loads(run(CHAT, "--ram", "16GiB", "--prefill-speed", "1e6", "--json").stdout)["settings"][0]
     assert slow["ttft_p95_s"] > 100 * fast["ttft_p95_s"]
-    met = json.loads(run(CHAT, "--ram", "16GiB", "--ttft-p95", "1e6", "--json").stdout)
+    met = json.loads(run(CHAT, "--ram", "16GiB", "--ttft-p95", "1e6", "--prefill-speed", "1e4", "--json").stdout)
     assert met["chosen"] is not None
     assert "is the cheapest setting tried" in met["answer"]
-    assert json.loads(run(CHAT, "--ram", "16GiB", "--ttft-p95", "0.001", "--json").stdout)["chosen"] is None
+    missed = run(CHAT, "--ram", "16GiB", "--ttft-p95", "0.001", "--prefill-speed", "1e4", "--json")
+    assert json.loads(missed.stdout)["chosen"] is None
+
+
+def test_the_prefill_speed_is_not_guessed_for_a_target(tmp_path: Path) -> None:
+    refused = run(CHAT, "--ram", "16GiB", "--ttft-p95", "100")
+    assert refused.exit_code == 2
+    assert "give --prefill-speed" in refused.output
+    assert "(a guess: give" in " ".join(run(CHAT, "--ram", "16GiB").output.split())
+
+    trace = tmp_path / "trace.jsonl"
+    lines: list[dict[str, Any]] = [{"kvoffload_trace": 1, "started": 0.0, "block_tokens": 16}]
+    lines += [
+        {"timestamp": i, "input_length": 160, "output_length": 0, "hash_ids": list(range(10 * i, 10 * i + 10))}
+        | ({"prefill_tokens": 160, "prefill_ms": 4000} if i % 2 else {})
+        for i in range(20)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    converted = tmp_path / "converted.jsonl"
+    assert testing.CliRunner().invoke(convert, [str(trace), str(converted)]).exit_code == 0
+    for path in (trace, converted):
+        slow = run(str(path), "--ram", "1GiB", "--ttft-p95", "100", "--json")
+        assert slow.exit_code == 0, slow.output
+        # 160 tokens at 40 tokens/s, and nothing is found.
+        assert json.loads(slow.stdout)["settings"][0]["ttft_p50_s"] == pytest.approx(4.0, rel=0.01)
+        assert "measured by the recorded server" in " ".join(run(str(path), "--ram", "1GiB").output.split())
+    given = run(str(trace), "--ram", "1GiB", "--prefill-speed", "400", "--json")
+    assert json.loads(given.stdout)["settings"][0]["ttft_p50_s"] == pytest.approx(0.4, rel=0.01)
 
 
 def test_the_page(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_build_context_has_what_the_package_is_built_from() -> None:
     assert copied == kept
     assert all((ROOT / name).exists() for name in copied)
     project = PYPROJECT["project"]
-    assert {"pyproject.toml", "setup.py", "src", project["readme"], *project["license-files"]} == copied
+    assert {"pyproject.toml", "setup.py", "src", "README.md", *project["license-files"]} == copied
 
 
 def test_the_extras_exist() -> None:

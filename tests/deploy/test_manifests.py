@@ -16,8 +16,10 @@ import pytest
 from kvoffload import ConfigError, OffloadConfig
 from kvoffload.cli import group
 from kvoffload.connector.worker import SUSPEND_DEADLINE_S
+from kvoffload.doctor.engine import variable_findings
 from kvoffload.tiers.disk.tier import CLOSE_DEADLINE_S
 from kvoffload.units import parse_bytes
+from tests.deploy.service_links import has_links, variables
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -181,6 +183,12 @@ def shutdown_faults(objects: Objects) -> list[str]:
     return [] if given >= needed else [f"terminationGracePeriodSeconds={given}: {needed:.0f} are needed"]
 
 
+def variable_faults(objects: Objects) -> list[str]:
+    """Service links of the servers, and variables of the Services that would keep another vLLM from starting."""
+    faults = [finding.text for finding in variable_findings(variables(objects))]
+    return [*faults, "the servers get service links"] if has_links(server(objects)["spec"]) else faults
+
+
 def names_without_an_object(objects: Objects) -> list[str]:
     """ConfigMaps and claims that a pod names, and that are not made."""
     made = {(each["kind"], each["metadata"]["name"]) for each in objects}
@@ -253,6 +261,11 @@ def test_pods_have_no_privileges_and_time_to_end(overlay: str) -> None:
     objects = objects_of(overlay)
     assert security_faults(objects) == []
     assert shutdown_faults(objects) == []
+
+
+@every_overlay
+def test_services_set_no_variables_of_vllm(overlay: str) -> None:
+    assert variable_faults(objects_of(overlay)) == []
 
 
 @every_overlay
@@ -383,6 +396,12 @@ def test_a_planted_option_is_found(tmp_path: Path) -> None:
             security_faults,
             lambda objects: server(objects)["spec"]["securityContext"].update(runAsNonRoot=False),
             id="root",
+        ),
+        pytest.param(variable_faults, lambda objects: server(objects)["spec"].pop("enableServiceLinks"), id="links"),
+        pytest.param(
+            variable_faults,
+            lambda objects: named(objects, "Service", "llm-server")["metadata"].update(name="vllm"),
+            id="a Service named vllm",
         ),
         pytest.param(names_without_an_object, lambda objects: objects.pop(0), id="a config map is missing"),
     ],

@@ -16,7 +16,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.doctor.clock import monotonic_finding, time_findings
 from kvoffload.doctor.configuration import Plan, PlannedTier
 from kvoffload.doctor.directories import Space, mount_of, space_findings
-from kvoffload.doctor.engine import version_findings
+from kvoffload.doctor.engine import variable_findings, version_findings
 from kvoffload.doctor.findings import Level
 from kvoffload.doctor.machine import node_findings
 from kvoffload.doctor.model import find_config, support_findings
@@ -43,6 +43,24 @@ DISK = Plan(host_bytes=GIB, tiers=[PlannedTier("disk", "disk", "disk_", 100.0)])
 def test_versions_of_vllm(version: str | None, plan: Plan, id: str, level: Level) -> None:
     (found,) = version_findings(version, plan)
     assert (found.id, found.level) == (id, level)
+
+
+@pytest.mark.parametrize(
+    ("environment", "fixes"),
+    [
+        ({}, []),
+        ({"VLLM_PORT": "8000", "VLLM_DP_MASTER_PORT": "29500"}, []),
+        # Of a Service "vllm-pods": vLLM does not read it.
+        ({"VLLM_PODS_PORT": "tcp://10.0.0.7:8000", "VLLM_SERVICE_PORT": "8000"}, []),
+        ({"VLLM_PORT": "tcp://10.0.0.7:8000"}, ["enableServiceLinks: false"]),
+        ({"VLLM_DP_MASTER_PORT": "tcp://10.0.0.7:1"}, ['rename the Service "vllm-dp-master"']),
+        ({"VLLM_PORT": "http"}, ["set VLLM_PORT to a number"]),
+    ],
+)
+def test_variables_that_vllm_cannot_read(environment: dict[str, str], fixes: list[str]) -> None:
+    found = list(variable_findings(environment))
+    assert [(each.id, each.level) for each in found] == [("engine.port_variable", Level.PROBLEM)] * len(fixes)
+    assert all(fix in each.fix for fix, each in zip(fixes, found, strict=True))
 
 
 def test_versions_are_those_of_the_adapter() -> None:

@@ -190,6 +190,33 @@ def test_secrets_are_hidden() -> None:
     assert (hidden.text, hidden.fix, dict(hidden.figures)) == ("***", "***!", {"x": "***", "y": 1})
 
 
+def test_all_errors_of_tenants_are_listed() -> None:
+    tenants = {
+        "a.b": {"quota": {"host": "lots"}, "guaranted": {"host": "1MiB"}},
+        "a": {"guaranteed": {"host": "2MiB", "tape": "1MiB"}, "quota": {"host": "1MiB"}, "salt_sha256": "x"},
+        "bad name": {},
+        "c": 3,
+        "d": {"guaranteed": {"host": "1TiB"}},
+    }
+    read = configuration.read_config({"host_bytes": "64MiB", "tenants": tenants})
+    begun = [re.split(r"[=;]| \(|: ", error)[0] for error in read.errors]
+    assert sorted(begun) == [
+        "tenants",
+        "tenants",
+        "tenants.a.b.guaranted",
+        "tenants.a.b.quota.host",
+        "tenants.a.guaranteed.tape",
+        "tenants.a.quota.host",
+        "tenants.a.salt_sha256",
+        "tenants.c",
+    ]
+    assert read.config is not None
+    assert [tenant.name for tenant in read.config.tenants] == ["a.b", "a", "d"]
+    # What follows from another error is not one.
+    (error,) = configuration.read_config({"host_bytes": "lots", "tenants": {"d": tenants["d"]}}).errors
+    assert error.startswith("host_bytes=")
+
+
 # Checks run in a process of their own.
 
 
@@ -234,6 +261,42 @@ def test_a_check_that_hangs_is_ended_and_the_next_one_runs() -> None:
         assert process.run(f"{HERE}:works", {"number": 4}, 60.0).facts["doubled"] == 8
     finally:
         process.close()
+
+
+def burn(processor: int) -> None:
+    """Starts a process that uses all of a processor, beside this one: also the kernel's groups of processes that share
+    one fairly are the same."""
+    os.sched_setaffinity(0, {processor})
+    if os.fork() == 0:
+        while True:
+            pass
+
+
+def starves(arguments: dict[str, Any], report: Report) -> None:
+    """Computes, but gets the processor only when no other process wants it."""
+    report.stage("computes")
+    burn(arguments["processor"])
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        pass
+
+
+def hangs_there(arguments: dict[str, Any], report: Report) -> None:
+    burn(arguments["processor"])
+    hangs(arguments, report)
+
+
+def test_a_busy_machine_is_not_taken_for_a_medium_that_hangs() -> None:
+    arguments = {"processor": min(os.sched_getaffinity(0))}
+    process = CheckProcess()
+    try:
+        starved = process.run(f"{HERE}:starves", arguments, 0.5)
+        hung = process.run(f"{HERE}:hangs_there", arguments, 0.5)
+    finally:
+        process.close()
+    assert (starved.ending, starved.stage) == (Ending.STARVED, "computes")
+    assert starved.waited_s > 0.5
+    assert (hung.ending, hung.stage) == (Ending.HUNG, "waits for ever")
 
 
 def test_every_id_is_documented() -> None:

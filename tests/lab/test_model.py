@@ -122,6 +122,56 @@ def test_a_missing_dtype_is_assumed_and_noted() -> None:
     assert "2 bytes" in shape.notes[0]
 
 
+GEMMA_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "nbytes"),
+    [
+        # Gemma 3n: four layers have KV of their own.
+        ({"intermediate_size": [256] * 4 + [384] * 2}, 4 * 2 * 2 * 32 * 4),
+        # Gemma 4: the only layer with full attention among them has one head of 64.
+        (
+            {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            (3 * 2 * 32 + 64) * 2 * 4,
+        ),
+        (
+            {"global_head_dim": 64, "per_layer_config": {"2": {"head_dim": 64, "num_key_value_heads": 1}}},
+            (3 * 2 * 32 + 64) * 2 * 4,
+        ),
+        ({"num_key_value_heads": [1, 2, 1, 2, 4, 4]}, 6 * 2 * 32 * 4),
+    ],
+)
+def test_layers_that_differ(more: dict[str, Any], nbytes: int) -> None:
+    """The sizes of the first three are those that vLLM allocates for such layers."""
+    shape = ModelShape.from_config({"intermediate_size": 256, **GEMMA_SIZES, **more})
+    assert shape.bytes_per_token == nbytes
+    assert "2 of 6 layers use the KV of earlier ones" in shape.notes[0]
+
+
+def test_the_mlps_of_layers_are_added() -> None:
+    one, other = (
+        ModelShape.from_config({**GEMMA_SIZES, "intermediate_size": each}).linear_flops_per_token
+        for each in (256, [256] * 4 + [384] * 2)
+    )
+    assert other - one == 2 * 2 * 3 * 128 * 128
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"intermediate_size=\[1, 2\]: must be .* or a list with one per layer"):
+        ModelShape.from_config({**GEMMA_SIZES, "intermediate_size": [1, 2]})
+
+
 def test_sliding_windows_are_an_upper_bound_of_bytes_but_not_of_attention() -> None:
     types = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(32)]
     shape = ModelShape.from_config({**LLAMA, "layer_types": types, "sliding_window": 1024})

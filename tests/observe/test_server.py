@@ -293,7 +293,36 @@ def test_another_user_is_refused_and_the_error_names_the_owner(start: Start) -> 
     assert found
     assert answer == ""
     assert "belongs to user 0" in message
-    assert "as root" in message
+    assert "run this command as that user" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_root_does_not_read_what_another_user_serves() -> None:
+    ready, starting = os.pipe()
+    ending, end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(end)
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            server = RecordServer(lambda: [record(1)], "fake")
+            os.write(starting, b"x")
+            os.read(ending, 1)
+            server.close()
+        finally:
+            os._exit(0)
+    fake = RunningServer(pid, "fake")
+    try:
+        os.read(ready, 1)
+        assert fake in running_servers()
+        with pytest.raises(RecordsError, match=r"fake\) was ignored: it belongs to user 65534; run this command as"):
+            read_records(fake, TIMEOUT_S)
+    finally:
+        for descriptor in (end, ending, ready, starting):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
 
 
 def test_a_flood_of_other_users_connections_is_slowed_down_by_pauses(

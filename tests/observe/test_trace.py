@@ -75,6 +75,24 @@ def add(recorder: TraceRecorder, blocks: int = 4, **names: str | None) -> None:
     recorder.add(time.time(), record, hash_blocks(tokens, TOKENS), len(tokens), len(tokens), **names)
 
 
+def test_the_speed_of_long_prompts_is_recorded(path: Path) -> None:
+    recording = Recording(path, device_blocks=9, pool_blocks=64)
+    report = recording.rig.report
+
+    def report_later(*jobs: int) -> None:
+        recording.rig.clock.now += 0.5
+        report(*jobs)
+
+    recording.rig.report = report_later  # type: ignore[method-assign]
+    recording.serve(prompt(80), output=3)
+    recording.serve(prompt(20, start=500), output=3)
+    trace = recording.read()
+    long, short = lines(path)[1:]
+    assert (long["prefill_tokens"], long["prefill_ms"]) == (80, 500)
+    assert "prefill_ms" not in short
+    assert trace.prefill_tokens_per_s == 160.0
+
+
 def test_a_recorded_trace_can_be_read_back(path: Path) -> None:
     recording = Recording(path, device_blocks=9, pool_blocks=64)
     began = time.time()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+from tests.deploy.service_links import variables
+from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences
 
+from kvoffload.doctor.engine import PORT_VARIABLES
 from kvoffload.lab.readers import read_trace
 from kvoffload.observe.metrics import METRICS
 
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 pytestmark = pytest.mark.vllm
 
 BLOCK_SIZE = 32
@@ -183,3 +190,35 @@ def test_a_check_that_fails_switches_offloading_off(reuse: Run, expected: list[A
     assert after["prometheus"]["kvoffload:off"] == 1
     assert reuse.log.count("OFFLOADING IS OFF") == 1
     assert "planted: the table is broken" in reuse.log
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Returns all objects of the base and the overlays."""
+    files = (path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
+    return [each for path in sorted(files) for each in yaml.safe_load_all(path.read_text())]
+
+
+def test_a_server_starts_with_the_variables_of_the_services(run: Runner) -> None:
+    """As if it had service links. Negative control: the same Services, one of them with the name that vLLM takes."""
+    objects = manifests()
+    links = variables(objects)
+    assert "LLM_SERVER_PORT" in links
+    served = run("rounds", rounds=1, prompts=1, connector=POOL, environment=links)
+    assert len(served["outputs"][0]) == 1
+    renamed = copy.deepcopy(objects)
+    for each in renamed:
+        if each["metadata"]["name"] == "llm-server":
+            each["metadata"]["name"] = "vllm"
+    child, result = run.start("rounds", rounds=1, prompts=1, connector=POOL, environment=variables(renamed))
+    assert child.wait(DEADLINE_S) != 0
+    assert "appears to be a URI" in result.with_suffix(".log").read_text(errors="replace")
+
+
+def test_the_doctor_knows_the_ports_that_vllm_reads() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).with_name("envs.py").read_text()
+    names = set(re.findall(r'^    "(VLLM_(?:\w+_)?PORT)":', source, re.MULTILINE))
+    assert "VLLM_PORT" in names
+    assert names <= set(PORT_VARIABLES)

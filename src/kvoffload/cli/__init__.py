@@ -45,5 +45,7 @@ def group() -> click.Group:
         "kvoffload",
         commands=[convert, demo, demo_shared, disk, doctor, explain, replay, size],
         help="Keeps the KV cache of an LLM server in host memory and on disk.",
+        # Subcommands inherit it.
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     return click.version_option(metadata.version("kvoffload"), message=f"%(prog)s %(version)s ({describe()})")(commands)

@@ -17,8 +17,9 @@ from kvoffload.cli.inspect import Cleared, Folder, InspectError, Owned, Verifica
 from kvoffload.cli.inspect import clear as clear_directory
 from kvoffload.cli.inspect import inspect as inspect_directory
 from kvoffload.cli.inspect import verify as verify_directory
+from kvoffload.printable import printable
 from kvoffload.tiers.shared_dir.seats import SeatState
-from kvoffload.units import age, counted, format_bytes, printable
+from kvoffload.units import age, counted, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

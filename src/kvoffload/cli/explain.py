@@ -24,6 +24,7 @@ from kvoffload.observe.records import (
     over_time,
 )
 from kvoffload.observe.server import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
+from kvoffload.printable import printable
 from kvoffload.units import age, counted
 
 if TYPE_CHECKING:
@@ -372,7 +373,7 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
     table.add_column("host", justify="right")
     tiers = list(dict.fromkeys(tier for period in periods for tier in period.tier_tokens))
     for tier in tiers:
-        table.add_column(tier.replace("_", "\n"), justify="right")
+        table.add_column(printable(tier).replace("_", "\n"), justify="right")
     totals: dict[MissReason, int] = {}
     for period in periods:
         for reason, count in period.misses.items():

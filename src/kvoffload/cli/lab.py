@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +18,7 @@ import click
 
 from kvoffload.abc import ConfigError
 from kvoffload.cli import EXTRA
-from kvoffload.lab.latency import Speeds
+from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.trace import Trace, TraceError
@@ -65,24 +66,41 @@ def trace_options(command: Command) -> Command:
     return command
 
 
+PREFILL_DEFAULT = f"as measured by the server that recorded the trace, else {SPEEDS.prefill_tokens_per_s:.0f}"
+
+
 def speed_options(command: Command) -> Command:
     """Adds the options for estimates of TTFT, which ``speeds_of`` takes."""
     for name, value, metavar, text in (
         ("--disk-speed", SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "Speed of loads from disk to RAM."),
         ("--host-speed", SPEEDS.host_bytes_per_s / 1e9, "GB/S", "Speed of loads from RAM to the device."),
-        ("--prefill-speed", SPEEDS.prefill_tokens_per_s, "TOK/S", "Prefill speed for short prompts."),
+        ("--prefill-speed", None, "TOK/S", f"Prefill speed for short prompts.  [default: {PREFILL_DEFAULT}]"),
     ):
-        command = click.option(name, type=float, default=value, show_default=True, metavar=metavar, help=text)(command)
+        shown = value is not None
+        command = click.option(name, type=float, default=value, show_default=shown, metavar=metavar, help=text)(command)
     return command
 
 
-def speeds_of(prefill_speed: float, host_speed: float, disk_speed: float) -> Speeds:
+def speeds_of(prefill_speed: float | None, host_speed: float, disk_speed: float) -> Speeds:
     """Returns the speeds in bytes per second. Raises ConfigError if one is not positive."""
-    return Speeds(
-        positive("--prefill-speed", prefill_speed, "tokens per second"),
-        positive("--host-speed", host_speed, "GB/s") * 1e9,
-        positive("--disk-speed", disk_speed, "GB/s") * 1e9,
+    speeds = replace(
+        SPEEDS,
+        host_bytes_per_s=positive("--host-speed", host_speed, "GB/s") * 1e9,
+        disk_bytes_per_s=positive("--disk-speed", disk_speed, "GB/s") * 1e9,
     )
+    if prefill_speed is None:
+        return speeds
+    given = positive("--prefill-speed", prefill_speed, "tokens per second")
+    return replace(speeds, prefill_tokens_per_s=given, prefill_origin=Origin.GIVEN)
+
+
+def measured(speeds: Speeds, trace: Trace) -> Speeds:
+    """Returns ``speeds`` with the prefill speed that the server measured which recorded ``trace``, if it did and none
+    was given."""
+    speed = trace.prefill_tokens_per_s
+    if speed is None or speeds.prefill_origin is Origin.GIVEN:
+        return speeds
+    return replace(speeds, prefill_tokens_per_s=speed, prefill_origin=Origin.MEASURED)
 
 
 def positive(option: str, value: float, unit: str) -> float:

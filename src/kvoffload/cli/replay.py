@@ -18,6 +18,7 @@ from kvoffload.cli.lab import (
     described,
     errors,
     listed,
+    measured,
     number_of_jobs,
     progress,
     requests_in,
@@ -74,7 +75,7 @@ def replay(
     disk: str | None,
     store_threshold: int | None,
     model: str | None,
-    prefill_speed: float,
+    prefill_speed: float | None,
     host_speed: float,
     disk_speed: float,
     trace_format: str | None,
@@ -100,6 +101,7 @@ def replay(
         shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
         speeds = speeds_of(prefill_speed, host_speed, disk_speed)
         requests = requests_in("replay", trace, trace_format, block_tokens, strict)
+        speeds = measured(speeds, requests)
         sizes = _Sizes(requests, shape, capacities, device, disk)
         configs = sizes.configs(names, store_threshold)
         with progress("replaying") as on_progress:

@@ -18,6 +18,7 @@ from kvoffload.cli.lab import (
     described,
     errors,
     listed,
+    measured,
     number_of_jobs,
     positive,
     progress,
@@ -27,7 +28,7 @@ from kvoffload.cli.lab import (
     trace_options,
     write_page,
 )
-from kvoffload.lab.latency import Speeds
+from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
 from kvoffload.lab.sizing import Prices, Setting, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
@@ -72,7 +73,7 @@ def size(
     policy: str,
     ram: str | None,
     disk: str | None,
-    prefill_speed: float,
+    prefill_speed: float | None,
     host_speed: float,
     disk_speed: float,
     ttft_p95: float | None,
@@ -101,6 +102,13 @@ def size(
         prices = Prices(_price("--ram-price", ram_price), _price("--disk-price", disk_price))
         target_s = None if ttft_p95 is None else positive("--ttft-p95", ttft_p95, "milliseconds") / 1000
         requests = requests_in("size", trace, trace_format, block_tokens, strict)
+        speeds = measured(speeds, requests)
+        if ttft_p95 is not None and speeds.prefill_origin is Origin.GUESSED:
+            raise ConfigError(
+                f"--ttft-p95={ttft_p95:g}: the time to first token depends on how fast your server computes, and this "
+                "trace does not say it; give --prefill-speed, the tokens of a long prompt per second until its first "
+                "token, or take a trace that record_trace of this version has recorded"
+            )
         with progress("sizing") as on_progress:
             sizing = find_size(
                 requests,

@@ -49,6 +49,8 @@ class _Observed:
     """When it was first looked up, in seconds since 1970."""
     record: RequestRecord | None = None
     """Made when it is first given device blocks."""
+    prefill: tuple[int, float] | None = None
+    """The tokens of its prompt that were computed, and in how many seconds, if that was measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,6 +193,7 @@ class RequestObserver:
                 request.num_computed_tokens,
                 session=state.options.session,
                 tenant=state.options.tenant or state.tenant,
+                prefill=observed.prefill,
             )
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
@@ -215,7 +218,10 @@ class RequestObserver:
                 del self._prefills[req_id]
                 tokens = prefill.tokens - prefill.state.computed_at_load
                 if tokens >= MIN_PREFILL_SAMPLE:
-                    self._manager.observe_prefill(tokens, self._clock() - prefill.since)
+                    seconds = self._clock() - prefill.since
+                    self._manager.observe_prefill(tokens, seconds)
+                    if req_id in self._requests:
+                        self._requests[req_id].prefill = tokens, seconds
 
     def _record(self, state: RequestState, match: Match, num_external_tokens: int) -> None:
         observed = self._requests.get(state.context.req_id)

@@ -14,6 +14,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.config import OffloadConfig
 from kvoffload.doctor.findings import Area, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
+from kvoffload.settings import shown
 from kvoffload.tiers.config import TierConfig
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
@@ -32,6 +33,7 @@ _SECRET_FILES = {
 }
 """Settings of tiers that name a file with a secret, and what who knows it could do."""
 _TOGETHER = ("disk_dir", "disk_bytes")
+_IS_OF_BUDGET = re.compile("this configuration has no tier|are guaranteed, more than")
 _INDEX = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
@@ -163,6 +165,11 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
             index = int(entry[1])
             left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
             del indexes[index]
+        elif setting == "tenants":
+            if any(re.match("host_bytes|disk_|tiers", each) for each in errors) and _IS_OF_BUDGET.search(message):
+                # It follows from what was left out.
+                errors.pop()
+            left["tenants"] = _without_fault(left["tenants"], message)
         elif setting == "host_bytes":
             left["host_bytes"] = _STAND_IN_BYTES
         elif setting in left:
@@ -172,6 +179,40 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
         else:
             break
     return ReadConfig(None, errors, indexes)
+
+
+def _without_fault(tenants: object, message: str) -> dict[str, Any]:
+    """Returns the option ``tenants`` without what ``message`` is about: a key of one tenant, all of one tenant, or what
+    all of them are guaranteed of a tier; nothing if the message is about all."""
+    if not isinstance(tenants, Mapping):
+        return {}
+    found = re.search(r" of (\S+) are guaranteed", message)
+    if message.startswith("tenants: ") and found is not None:
+        return {name: _without(entry, ("guaranteed", found[1])) for name, entry in tenants.items()}
+    for name in tenants:
+        if message.startswith(f"tenants: {shown(name)} "):
+            return {each: tenants[each] for each in tenants if each != name}
+    return dict(_without(tenants, _path_in(tenants, message.removeprefix("tenants"))) or {})
+
+
+def _path_in(value: object, rest: str) -> tuple[str, ...]:
+    """Returns the keys in nested mappings that ``rest`` begins with. A key may contain dots itself."""
+    rest = rest.lstrip(".: ")
+    names = value if isinstance(value, Mapping) else {}
+    keys = [str(key) for key in names if re.match(re.escape(str(key)) + r"[.:= ]", rest)]
+    if not keys:
+        return ()
+    key = max(keys, key=len)
+    return key, *_path_in(names.get(key), rest[len(key) :])
+
+
+def _without(value: Any, path: tuple[str, ...]) -> Any:
+    """Returns nested mappings without the value at ``path``; None without a path."""
+    if not path or not isinstance(value, Mapping) or path[0] not in value:
+        return value if path else None
+    inner = _without(value[path[0]], path[1:])
+    others = {key: each for key, each in value.items() if key != path[0]}
+    return others if inner is None else {**value, path[0]: inner}
 
 
 def _plan(read: ReadConfig, report: Report) -> tuple[Plan, list[str]]:

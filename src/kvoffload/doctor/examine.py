@@ -16,6 +16,7 @@ from kvoffload.doctor.source import Source
 from kvoffload.doctor.worth import HOST, Medium, worth_findings
 
 PROBLEM_STATUS = 1
+FIX_FOR_STARVING = "run it again while other processes use less of this machine, or raise the container's CPU limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,11 @@ def examine(
 def _read_inputs(process: CheckProcess, arguments: Mapping[str, Any], deadline_s: float) -> Mapping[str, Any]:
     """Returns the facts "source" and "model". Raises ConfigError."""
     outcome = process.run("kvoffload.doctor.source:read", arguments, deadline_s)
+    stage = outcome.stage or "reads the options"
     if outcome.ending is Ending.HUNG:
-        raise ConfigError(
-            f"{outcome.stage or 'reads the options'}: no answer within {deadline_s:.0f} s; copy it to a local disk"
-        )
+        raise ConfigError(f"{stage}: no answer within {deadline_s:.0f} s; copy it to a local disk")
+    if outcome.ending is Ending.STARVED:
+        raise ConfigError(f"{stage}: {_starved(outcome)}; {FIX_FOR_STARVING}")
     if "error" in outcome.facts or outcome.failure:
         raise ConfigError(outcome.facts.get("error", outcome.failure))
     return outcome.facts
@@ -159,7 +161,8 @@ class _Examiner:
         if deadline_s <= 0:
             outcome = Outcome()
             text = f"not checked: the doctor has taken {self._effort.total_deadline_s:.0f} s already"
-            self._add(Finding("doctor.skipped", Level.WARNING, area, text, "fix what hangs, then run it again", name))
+            fix = "fix what hangs, or wait until the machine is less busy, then run it again"
+            self._add(Finding("doctor.skipped", Level.WARNING, area, text, fix, name))
         else:
             outcome = self._process.run(f"kvoffload.doctor.{module}:check", arguments, deadline_s)
         for finding in outcome.findings:
@@ -168,6 +171,9 @@ class _Examiner:
         if outcome.ending is Ending.HUNG:
             text = f"no answer within {deadline_s:.0f} s{doing}"
             self._add(Finding("doctor.hung", Level.PROBLEM, area, text, _fix_for_hanging(tier), name))
+        elif outcome.ending is Ending.STARVED:
+            text = f"not checked{doing}: {_starved(outcome)}"
+            self._add(Finding("doctor.starved", Level.WARNING, area, text, FIX_FOR_STARVING, name))
         elif outcome.ending is Ending.FAILED:
             text = f"the check failed{doing}: {outcome.failure}"
             fix = "look at the medium's own log" if tier is not None else "report this as a bug of kvoffload"
@@ -180,6 +186,10 @@ class _Examiner:
 
     def _show(self, stage: str) -> None:
         self._on_progress(self._secrets.hide(stage) or "starts", self._done, self._total)
+
+
+def _starved(outcome: Outcome) -> str:
+    return f"this machine is busy: the check waited {outcome.waited_s:.0f} s for a processor, and was ended"
 
 
 def _fix_for_hanging(tier: PlannedTier | None) -> str:

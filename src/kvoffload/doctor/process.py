@@ -17,19 +17,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvoffload.doctor.findings import Finding
+from kvoffload.printable import printable
 from kvoffload.tiers.remote.child import end_with_parent
-from kvoffload.units import printable
 
 CLEAN_UP_S = 1.0
 """Time for a check that is ended to remove its files and values."""
 KILL_WAIT_S = 1.0
 """A process that the kernel cannot end, because it waits for a dead medium, is left behind after this."""
 POLL_S = 0.1
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 30.0
 """For the start of the process, which does not count against a check's deadline."""
+MAX_STRETCH = 4
+"""A check's deadline does not count the time for which its threads wait for a processor, because other processes use
+them all. A check takes at most this many times its deadline."""
 MAX_TAIL_BYTES = 600
 READ_BYTES = 1 << 16
 
@@ -88,12 +93,15 @@ class Ending(enum.Enum):
     DONE = enum.auto()
     HUNG = enum.auto()
     """Its process was killed at the deadline."""
+    STARVED = enum.auto()
+    """Its process was killed after MAX_STRETCH times the deadline, and had waited for a processor for most of it."""
     FAILED = enum.auto()
     """It raised an exception, or its process ended."""
 
 
 class Outcome:
-    """What a check has reported. ``stage``: what it did last. ``failure``: why it has failed, if it has."""
+    """What a check has reported. ``stage``: what it did last. ``failure``: why it has failed, if it has. ``waited_s``:
+    how long it waited for a processor."""
 
     def __init__(self) -> None:
         self.ending = Ending.DONE
@@ -101,7 +109,59 @@ class Outcome:
         self.facts: dict[str, Any] = {}
         self.stage = ""
         self.failure = ""
+        self.waited_s = 0.0
         self.has_begun = False
+
+
+@dataclass(slots=True)
+class _Thread:
+    """What the kernel counts for a thread, in its words, and since when that is so."""
+
+    counts: str
+    since: float
+    waited_s: float
+    """How long it has been ready to run without running, and how long of that before the clock began."""
+    before_s: float
+
+
+class _Clock:
+    """Measures how long a process has had, without the time for which its threads waited for a processor."""
+
+    def __init__(self, pid: int, deadline_s: float) -> None:
+        self._tasks = Path(f"/proc/{pid}/task")
+        self._deadline_s = deadline_s
+        self._began = time.monotonic()
+        self._looked = self._began
+        self._threads: dict[str, _Thread] = {}
+        self._look(self._began)
+
+    def _look(self, now: float) -> None:
+        # Threads may end meanwhile, and the process too. Some sandboxes have no schedstat: no wait is known there.
+        with suppress(OSError):
+            for name in os.listdir(self._tasks):
+                with suppress(OSError, ValueError, IndexError):
+                    counts = (self._tasks / name / "schedstat").read_text()
+                    state = (self._tasks / name / "stat").read_text().rpartition(")")[2].split()[0]
+                    counted_s = int(counts.split()[1]) / 1e9
+                    before_s = counted_s if now == self._began else 0.0
+                    thread = self._threads.setdefault(name, _Thread(counts, now, counted_s, before_s))
+                    if thread.counts != counts:
+                        # The next wait may have begun right after the last look.
+                        thread.counts, thread.since = counts, self._looked
+                    # The kernel counts a wait when it ends.
+                    thread.waited_s = counted_s + (now - thread.since if state == "R" else 0.0)
+        self._looked = now
+
+    def ending(self, outcome: Outcome) -> Ending | None:
+        """Returns how the check ends now, None if it goes on. Updates ``outcome.waited_s``."""
+        now = time.monotonic()
+        elapsed_s = now - self._began
+        self._look(now)
+        waited_s = sum(thread.waited_s - thread.before_s for thread in self._threads.values())
+        outcome.waited_s = min(waited_s, elapsed_s)
+        if elapsed_s - outcome.waited_s >= self._deadline_s:
+            return Ending.HUNG
+        return Ending.STARVED if elapsed_s >= MAX_STRETCH * self._deadline_s else None
 
 
 class CheckProcess:
@@ -117,7 +177,7 @@ class CheckProcess:
 
     def run(self, check: str, arguments: Mapping[str, Any], deadline_s: float) -> Outcome:
         """Runs the function with the import path ``check``, "package.module:function", for at most ``deadline_s``
-        seconds. ``arguments`` are plain JSON."""
+        seconds, and up to MAX_STRETCH times as many if it waits for a processor. ``arguments`` are plain JSON."""
         outcome = Outcome()
         try:
             process = self._started()
@@ -129,9 +189,9 @@ class CheckProcess:
             outcome.ending, outcome.failure = Ending.FAILED, f"its process cannot be started ({error})"
             self.close()
             return outcome
-        has_begun, deadline = False, time.monotonic() + START_DEADLINE_S
+        has_begun, clock = False, _Clock(process.pid, START_DEADLINE_S)
         while True:
-            ready, _, _ = select.select([self._answers], [], [], min(POLL_S, max(0.0, deadline - time.monotonic())))
+            ready, _, _ = select.select([self._answers], [], [], min(POLL_S, deadline_s))
             if ready:
                 data = os.read(self._answers, READ_BYTES)
                 if not data:
@@ -140,10 +200,11 @@ class CheckProcess:
                 if self._take(data, outcome):
                     return outcome
                 if outcome.has_begun and not has_begun:
-                    has_begun, deadline = True, time.monotonic() + deadline_s
+                    has_begun, clock = True, _Clock(process.pid, deadline_s)
             self.on_progress(outcome.stage)
-            if time.monotonic() >= deadline:
-                outcome.ending = Ending.HUNG
+            ending = clock.ending(outcome)
+            if ending is not None:
+                outcome.ending = ending
                 break
         self.close()
         return outcome

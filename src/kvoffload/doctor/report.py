@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.examine import Examination
 from kvoffload.doctor.findings import Area, Finding, Level
-from kvoffload.units import counted, printable
+from kvoffload.printable import printable
+from kvoffload.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

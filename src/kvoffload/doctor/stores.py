@@ -19,10 +19,10 @@ from kvoffload.abc import ByteArray
 from kvoffload.doctor.configuration import PlannedTier, Store, tier_from_dict
 from kvoffload.doctor.findings import Area, Figure, Finding, Level
 from kvoffload.doctor.process import Report
+from kvoffload.printable import printable
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.shared_dir.seats import aligned_buffer
-from kvoffload.units import foreign
 
 FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
@@ -99,7 +99,7 @@ class _StoreCheck:
 
     def failed(self, reason: str) -> None:
         """Reports that the store cannot be used."""
-        text = f"cannot {self._step}: {foreign(reason, MAX_REASON)}"
+        text = f"cannot {self._step}: {printable(reason, MAX_REASON)}"
         entry = self._tier.prefix.rstrip(".")
         fix = f"see that the store runs and that this machine reaches it; correct {entry} or its credentials"
         if self._step != "connect":

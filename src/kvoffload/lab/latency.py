@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import Floats, Ints
+
+
+class Origin(StrEnum):
+    """Where a speed is from, in words."""
+
+    GIVEN = "as given"
+    MEASURED = "measured by the recorded server"
+    GUESSED = "a guess: give --prefill-speed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +30,7 @@ class Speeds:
     """From host memory to the device."""
     disk_bytes_per_s: float = 3e9
     """From disk to host memory."""
+    prefill_origin: Origin = Origin.GUESSED
 
 
 def ttft_seconds(

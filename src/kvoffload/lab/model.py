@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
 from kvoffload.abc import ConfigError
+from kvoffload.settings import shown
 
 DTYPE_BYTES = {
     "float32": 4.0,
@@ -126,6 +127,18 @@ class _Config:
     def has(self, name: str) -> bool:
         return any(self.fields.get(each) is not None for each in (name, *ALIASES.get(name, ())))
 
+    def of_layer(self, index: int, layers: int) -> _Config:
+        """Returns the config of one layer: of each list with an entry per layer, that entry; and its own fields in
+        ``per_layer_config``."""
+        lists = {
+            name: value[index]
+            for name, value in self.fields.items()
+            if isinstance(value, list) and len(value) == layers
+        }
+        each = self.fields.get("per_layer_config")
+        own = each.get(str(index)) if isinstance(each, Mapping) else None
+        return _Config({**self.fields, **lists, **(own if isinstance(own, Mapping) else {})}, self.where)
+
     def number(self, name: str, default: int | None = None) -> int:
         """Returns a whole number, 1 or more (0 or more if ``default`` is 0). Raises ConfigError if it is missing or
         invalid."""
@@ -136,7 +149,8 @@ class _Config:
             least = 0 if default == 0 else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(
-                    f"{self.where}: {each}={value!r}: must be a whole number, {least} or more; correct the file"
+                    f"{self.where}: {each}={shown(value)}: must be a whole number, {least} or more, or a list with one "
+                    "per layer; correct the file"
                 )
             return value
         if default is None:
@@ -160,14 +174,17 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
     if dtype_bytes is None:
         dtype_bytes = _dtype_bytes(fields, where, notes)
     kinds = _layer_kinds(config, layers)
-    attention = layers - kinds.count(LayerKind.STATE)
-    numbers, per_pair, attention_parameters = _attention(config)
-    if attention < layers:
+    costs = [_attention(config.of_layer(i, layers), kind) for i, kind in enumerate(kinds)]
+    if LayerKind.STATE in kinds:
         notes.append(
             f"{kinds.count(LayerKind.STATE)} of {layers} layers keep a state of fixed size, which is not counted."
         )
-    # Layers that share KV reuse that of an earlier layer.
-    kept = attention - min(config.number("num_kv_shared_layers", 0), attention)
+    # The last layers may use the KV of earlier ones.
+    own = max(0, layers - config.number("num_kv_shared_layers", 0))
+    if own < layers:
+        notes.append(f"{layers - own} of {layers} layers use the KV of earlier ones, and add none.")
+    kept = sum(kind is not LayerKind.STATE for kind in kinds[:own])
+    numbers = sum(cost.numbers for cost in costs[:own])
     extra = 0.0
     if config.has("index_head_dim"):
         # The keys by which sparse attention selects tokens: one byte per number, and one scale.
@@ -177,16 +194,16 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
     windows = 0.0
     if sliding:
         window = config.number("attention_chunk_size" if not config.has("sliding_window") else "sliding_window")
-        windows = float(per_pair * sliding * window)
+        windows = float(window * sum(cost.per_pair for cost in costs if cost.kind is LayerKind.SLIDING))
         notes.append(
             f"{sliding} of {layers} layers attend to at most {window:,} tokens; their KV is counted for every token, "
             "an upper bound."
         )
-    pairs = per_pair * kinds.count(LayerKind.FULL)
-    parameters = layers * attention_parameters + _mlp_parameters(config, layers)
+    pairs = sum(cost.per_pair for cost in costs if cost.kind is LayerKind.FULL)
+    parameters = sum(cost.parameters for cost in costs) + _mlp_parameters(config, layers)
     return ModelShape(
         str(name),
-        kept * numbers * dtype_bytes + extra,
+        numbers * dtype_bytes + extra,
         2.0 * parameters + windows,
         float(pairs),
         tuple(notes),
@@ -240,8 +257,17 @@ def _kind(layer_type: str) -> LayerKind:
     return LayerKind.STATE
 
 
-def _attention(config: _Config) -> tuple[int, int, int]:
-    """Returns, for one layer: KV numbers per token, FLOPs per query-key pair, parameters."""
+class _LayerCost(NamedTuple):
+    """What the attention of one layer costs: KV numbers per token, FLOPs per pair of query and key, parameters."""
+
+    kind: LayerKind
+    numbers: int
+    per_pair: int
+    parameters: int
+
+
+def _attention(config: _Config, kind: LayerKind) -> _LayerCost:
+    """Returns the cost of a layer with this config."""
     heads = config.number("num_attention_heads")
     hidden = config.number("hidden_size")
     if config.has("kv_lora_rank"):
@@ -252,8 +278,13 @@ def _attention(config: _Config) -> tuple[int, int, int]:
         low = config.number("q_lora_rank", 0)
         queries = hidden * low + low * query if low else hidden * query
         parameters = queries + hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
-        return rank + rotary, 2 * heads * (plain + rotary + value), parameters
-    if config.has("head_dim"):
+        numbers = 0 if kind is LayerKind.STATE else rank + rotary
+        return _LayerCost(kind, numbers, 2 * heads * (plain + rotary + value), parameters)
+    # Gemma 4: layers with full attention have heads of another size, and may have another number of them.
+    is_global = kind is LayerKind.FULL and config.has("global_head_dim") and not config.has("per_layer_config")
+    if is_global:
+        size = config.number("global_head_dim")
+    elif config.has("head_dim"):
         size = config.number("head_dim")
     else:
         size, rest = divmod(hidden, heads)
@@ -265,7 +296,10 @@ def _attention(config: _Config) -> tuple[int, int, int]:
     kv_heads = (
         1 if one_head and not config.has("multi_query_group_num") else config.number("num_key_value_heads", heads)
     )
-    return 2 * kv_heads * size, 4 * heads * size, 2 * hidden * size * (heads + kv_heads)
+    if is_global and config.fields.get("attention_k_eq_v") is True:
+        kv_heads = config.number("num_global_key_value_heads", kv_heads)
+    numbers = 0 if kind is LayerKind.STATE else 2 * kv_heads * size
+    return _LayerCost(kind, numbers, 4 * heads * size, 2 * hidden * size * (heads + kv_heads))
 
 
 def _mlp_parameters(config: _Config, layers: int) -> int:
@@ -273,9 +307,10 @@ def _mlp_parameters(config: _Config, layers: int) -> int:
     selected and the shared experts."""
     hidden = config.number("hidden_size")
     matrices = 2 if config.fields.get("model_type") in UNGATED else 3
-    dense = config.number("intermediate_size", 4 * hidden)
     if not config.has("num_experts_per_tok") or not config.has("num_experts"):
-        return layers * matrices * hidden * dense
+        sizes = (config.of_layer(i, layers).number("intermediate_size", 4 * hidden) for i in range(layers))
+        return matrices * hidden * sum(sizes)
+    dense = config.number("intermediate_size", 4 * hidden)
     expert = config.number("moe_intermediate_size", dense)
     shared = config.number("shared_expert_intermediate_size", 0) or config.number("n_shared_experts", 0) * expert
     active = config.number("num_experts_per_tok") * expert + shared

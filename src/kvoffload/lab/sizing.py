@@ -354,7 +354,8 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
     return (
         f"Percentages are of prompt tokens, with the policy {sizing.policy} in RAM and on disk; the disk also has a "
         f"copy of everything in RAM.{rule} TTFT is an estimate without queueing: prefill at "
-        f"{speeds.prefill_tokens_per_s:,.0f} tokens/s, loads at {speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and "
+        f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({speeds.prefill_origin}), loads at "
+        f"{speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and "
         f"{speeds.disk_bytes_per_s / 1e9:g} GB/s from disk. Without a cache, p50 is {milliseconds(nothing.ttft_p50_s)} "
         f"and p95 {milliseconds(nothing.ttft_p95_s)}."
     )

@@ -27,6 +27,8 @@ Keys = npt.NDArray[np.void]
 
 MEMORY_BYTES = 256 << 20
 """Columns that are larger than this together go to files. To number the blocks takes about seven times as much."""
+PREFILL_SPEED = "prefill_tokens_per_s"
+"""The entry of ``info`` with the speed at which the recorded server computed prompts, if it measured that."""
 UNKNOWN = -1
 """The session or tenant of a request whose trace does not say."""
 KEY = np.dtype("V20")
@@ -88,6 +90,12 @@ class Trace:
     """Further properties from the file, such as the cache sizes of a recorded server."""
     folder: Folder | None = None
     """Where the arrays are, if they are in files."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The tokens per second at which the recorded server computed prompts, None if the trace does not say."""
+        speed = self.info.get(PREFILL_SPEED)
+        return speed if isinstance(speed, float) else None
 
     @property
     def num_requests(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from kvoffload.lab.columns import pieces
 from kvoffload.lab.readers.mooncake import MILLISECOND
 from kvoffload.lab.readers.recorded import HEADER, VERSION
-from kvoffload.lab.trace import UNKNOWN, Trace, TraceError
+from kvoffload.lab.trace import PREFILL_SPEED, UNKNOWN, Trace, TraceError
 
 COMPRESSION = 6
 _DECIMALS = 3
@@ -68,7 +68,9 @@ def check_free(path: Path, force: bool) -> None:
 
 
 def _lines(trace: Trace, on_progress: Progress | None) -> Iterator[bytes]:
-    yield _line({HEADER: VERSION, "started": 0.0, "block_tokens": trace.block_tokens, "converted_from": trace.name})
+    header = {HEADER: VERSION, "started": 0.0, "block_tokens": trace.block_tokens, "converted_from": trace.name}
+    speed = trace.prefill_tokens_per_s
+    yield _line(header if speed is None else {**header, PREFILL_SPEED: speed})
     timestamps = np.round(trace.times / MILLISECOND, _DECIMALS)
     for first, end in pieces(trace.offsets):
         offsets = trace.offsets[first : end + 1]

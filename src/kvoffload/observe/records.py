@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.abc import MissReason
+from kvoffload.printable import printable
 
 RECORD_RING_SIZE = 4096
 """How many records a server keeps, the newest."""
@@ -101,7 +102,7 @@ class RequestRecord:
 
     def __str__(self) -> str:
         text = (
-            f"request {self.req_id}: {self.tokens_asked} tokens asked, {self.device_tokens} on device, "
+            f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} on device, "
             f"{self.host_tokens} in host"
         )
         text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.found_below.items())
@@ -114,8 +115,8 @@ class RequestRecord:
 
 
 def in_tier(tier: str) -> str:
-    """Returns where a block is that ``tier`` holds, in words."""
-    return "on disk" if tier == DISK else f"in {tier}"
+    """Returns where a block is that ``tier`` holds, in words. Another process may have made up the name."""
+    return "on disk" if tier == DISK else f"in {printable(tier)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.observe.records import RequestRecord
+from kvoffload.printable import printable
 
 LOG_MARKER = "kvoffload: record "
 """Precedes a record, in JSON, on a line of a log."""
@@ -182,7 +183,7 @@ class Reading:
             self.malformed += 1
             if len(self.faults) < MAX_FAULTS_LISTED:
                 fault = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
-                self.faults.append(f"{where}: {fault}")
+                self.faults.append(printable(f"{where}: {fault}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +213,16 @@ def running_servers() -> list[RunningServer]:
 def read_records(server: RunningServer, timeout_s: float) -> Reading:
     """Returns the records that ``server`` keeps, within ``timeout_s`` seconds.
 
-    Raises RecordsError if it does not answer in time, belongs to a user that this process does not trust, or answers
-    in another format.
+    Raises RecordsError if it does not answer in time, belongs to another user, or answers in another format.
     """
     deadline = time.monotonic() + timeout_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             connect(sock, f"\0kvoffload/{server.pid}/{server.name}", deadline)
             uid = peer_uid(sock)
-            # Any user may listen under such a name.
-            if os.geteuid() not in (0, uid):
-                raise RecordsError(f"{server} belongs to user {uid}: run this command as that user or as root")
+            # Any user may listen under such a name, also to mislead root.
+            if uid != os.geteuid():
+                raise RecordsError(f"{server} was ignored: it belongs to user {uid}; run this command as that user")
             return _read(server, _lines(_pieces(sock, deadline)))
     except OSError as error:
         raise RecordsError(f"{server} does not answer: {error}") from error

@@ -6,7 +6,8 @@ Mooncake's traces: ``timestamp``, milliseconds from ``started`` to the request's
 ``output_length``, the tokens of prompt and output; ``hash_ids``, 63 bits per whole block of the prompt and then of the
 output as far as it was computed; and ``device_tokens``, ``host_tokens``, ``disk_tokens``: where the prompt was found.
 The last counts all tiers below host memory. ``session`` and ``tenant`` are there if the request has them: 63 bits of a
-hash of each name.
+hash of each name. ``prefill_tokens`` and ``prefill_ms`` say how many tokens of the prompt were computed in which time,
+where the server measured it: beside other requests, for prompts of which nothing was loaded.
 """
 
 from __future__ import annotations
@@ -83,17 +84,22 @@ class TraceRecorder:
         num_computed: int,
         session: str | None = None,
         tenant: str | None = None,
+        prefill: tuple[int, float] | None = None,
     ) -> None:
         """Records a request that ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded.
 
         It arrived at ``arrived``, in seconds since 1970. ``keys`` are the keys of its whole blocks; ``record`` has the
-        length of its prompt. ``session`` and ``tenant`` are names, of which only a hash is written.
+        length of its prompt. ``session`` and ``tenant`` are names, of which only a hash is written. ``prefill``: how
+        many tokens were computed in how many seconds, if measured.
         """
         if self._off or self._closing.is_set():
             return
         try:
             names = {"session": session, "tenant": tenant}
-            self._append(self._line(arrived, record, keys, num_tokens, num_computed, names))
+            line = self._line(arrived, record, keys, num_tokens, num_computed, names)
+            if prefill is not None:
+                line |= {"prefill_tokens": prefill[0], "prefill_ms": round(1e3 * prefill[1], 3)}
+            self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except Exception as error:
             self._stop(error)
 
@@ -105,11 +111,11 @@ class TraceRecorder:
         num_tokens: int,
         num_computed: int,
         names: Mapping[str, str | None],
-    ) -> bytes:
+    ) -> dict[str, Any]:
         prompt = record.tokens_asked
         whole = max(prompt, min(num_computed, num_tokens)) // self._block_tokens
         digest = xxhash.xxh3_64_intdigest
-        line = {
+        return {
             "timestamp": max(0, round(1e3 * (arrived - self._started))),
             "input_length": prompt,
             "output_length": max(0, num_tokens - prompt),
@@ -119,7 +125,6 @@ class TraceRecorder:
             "disk_tokens": record.disk_tokens,
             **{field: digest(_bytes(name)) >> 1 for field, name in names.items() if name is not None},
         }
-        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
     def _append(self, line: bytes) -> None:
         with self._lock:

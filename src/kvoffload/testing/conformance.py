@@ -776,6 +776,9 @@ class ManagerConformance:
 class PolicyConformance:
     """The contract of ``CachePolicy``. Where the order matters, it is compared with that of an undisturbed policy."""
 
+    KEEPS_ORDER = True
+    """Whether insertions, uses and reorders alone decide in which order blocks leave, and a block keeps its place while
+    it is passed over. Not so in a policy that draws lots or counts uses: tests of the order are skipped."""
     OLDEST_FIRST = True
     """Whether blocks that were used once leave in the order of their insertion. Not so in a policy that gives the first
     blocks a better place than those that come when the cache is full."""
@@ -827,7 +830,10 @@ class PolicyConformance:
         return policy
 
     def order(self, capacity: int) -> list[int]:
-        """Returns the order in which the blocks of ``full(capacity)`` leave if nothing else happens."""
+        """Returns the order in which the blocks of ``full(capacity)`` leave if nothing else happens. Skips the test if
+        the policy has no order."""
+        if not self.KEEPS_ORDER:
+            pytest.skip("KEEPS_ORDER is False")
         return self.evict(self.full(capacity), capacity)
 
     def written_but(self, capacity: int, slots: list[int]) -> CachePolicy:
@@ -839,7 +845,8 @@ class PolicyConformance:
 
     def same(self, evicted: list[int], oldest_first: list[int]) -> bool:
         """Returns whether blocks used once left as they should."""
-        return evicted == oldest_first if self.OLDEST_FIRST else sorted(evicted) == sorted(oldest_first)
+        is_exact = self.KEEPS_ORDER and self.OLDEST_FIRST
+        return evicted == oldest_first if is_exact else sorted(evicted) == sorted(oldest_first)
 
     def test_blocks_used_once_leave_in_order_of_insertion(self) -> None:
         policy = self.make_policy(8)
@@ -933,6 +940,7 @@ class PolicyConformance:
         assert self.evict(policy, 1) == [0]
 
     def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(self) -> None:
+        self.order(6)
         policy = self.make_policy(6)
         self.insert(policy, [1, 0])
         self.insert(policy, [4, 3, 2], written=False)
@@ -990,7 +998,8 @@ class PolicyConformance:
         policy.clear()
         policy.check_integrity(_array([]))
         self.insert(policy, [3, 1, 0, 2])
-        assert self.evict(policy, 4) == self.evict(fresh, 4)
+        evicted, expected = self.evict(policy, 4), self.evict(fresh, 4)
+        assert evicted == expected if self.KEEPS_ORDER else sorted(evicted) == sorted(expected)
 
     def test_absent_keys_may_be_any(self) -> None:
         policy = self.full(3)
@@ -1012,7 +1021,7 @@ class PolicyConformance:
         once, twice = (_PolicyDriver(self, random.Random(seed), capacity=8, num_admits=n) for n in (1, 2))
         once.run(steps=300)
         twice.run(steps=300)
-        assert once.evicted == twice.evicted
+        assert once.evicted == twice.evicted or not self.KEEPS_ORDER
 
 
 class _PolicyDriver:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from kvoffload.units import foreign, printable
+from kvoffload.printable import printable
 
 MODEL = "model"
 VARIABLES = "variables set for vLLM"
@@ -69,7 +69,7 @@ def explain_unusable(fingerprint: str, mine: Mapping[str, str], other: Mapping[s
     Returns None if they seem to be of another model: then there is nothing to explain."""
     if not is_same_model(mine, other):
         return None
-    return foreign(
+    return printable(
         f"blocks of model {_shown(other.get(MODEL, mine.get(MODEL, 'of this server')))} under fingerprint "
         f"{fingerprint[:16]} cannot be used here: {describe_difference(mine, other)}",
         MAX_DESCRIPTION,
@@ -92,4 +92,4 @@ def _difference(name: str, mine: str | None, other: str | None) -> str:
 def _shown(value: str | None) -> str:
     if value is None:
         return "not given"
-    return foreign(value, MAX_SHOWN)
+    return printable(value, MAX_SHOWN)

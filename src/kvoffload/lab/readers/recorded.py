@@ -4,6 +4,7 @@ Every start of the server adds a header, ``{"kvoffload_trace": 1, "block_tokens"
 ...}``. A request has the fields of Mooncake's traces, but its ``hash_ids`` continue with the blocks of the output, and
 ``device_tokens``, ``host_tokens`` and ``disk_tokens``: what that server found. Optional are ``session`` and ``tenant``,
 and ``prompt_blocks``: how many of the ids belong to the prompt, where that is not the number of its whole blocks.
+``prefill_tokens`` and ``prefill_ms`` are there where the server measured how fast it computed the prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from kvoffload.lab.readers.lines import MAX_TOKENS, Source, optional_name, parse_object, prefix_ids, seconds, whole
 from kvoffload.lab.readers.mooncake import MILLISECOND
-from kvoffload.lab.trace import Trace, TraceError
+from kvoffload.lab.trace import PREFILL_SPEED, Trace, TraceError
 
 VERSION = 1
 HEADER = "kvoffload_trace"
@@ -22,7 +23,7 @@ FOUND = ("device_tokens", "host_tokens", "disk_tokens")
 
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. Its ``info`` has the fields of the last header, and the total tokens found in each tier as
-    ``device_tokens`` and so on.
+    ``device_tokens`` and so on, and PREFILL_SPEED if the server measured it.
 
     Raises TraceError, also if ``block_tokens`` differs from the trace's own.
     """
@@ -31,6 +32,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     size = 0
     rows = source.builder()
     found = [0] * len(FOUND)
+    computed, computing_s = 0, 0.0
     for number, line in source.lines():
         try:
             data = parse_object(line)
@@ -50,6 +52,9 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
                 at = starts[-1] + seconds(data, "timestamp", MILLISECOND)
                 names = optional_name(data, "session"), optional_name(data, "tenant")
                 rows.add(at, inputs, outputs, chain, prompt_blocks, *names)
+                if "prefill_ms" in data:
+                    computed += whole(data, "prefill_tokens", 0, MAX_TOKENS)
+                    computing_s += seconds(data, "prefill_ms", MILLISECOND)
                 found = [total + tokens for total, tokens in zip(found, here, strict=True)]
         except TraceError:
             raise
@@ -69,6 +74,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             "format": "recorded",
             "starts": len(starts),
             **dict(zip(FOUND, found, strict=True)),
+            **({PREFILL_SPEED: computed / computing_s} if computed and computing_s > 0 else {}),
         },
     )
 
@@ -80,6 +86,8 @@ def _check_header(data: Mapping[str, Any], where: str) -> int:
             "that recorded it"
         )
     seconds(data, "started")
+    if PREFILL_SPEED in data and not seconds(data, PREFILL_SPEED) > 0:
+        raise ValueError(f"{PREFILL_SPEED}={data[PREFILL_SPEED]!r}: not a speed")
     return whole(data, "block_tokens", 1)
 
 

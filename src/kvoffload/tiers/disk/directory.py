@@ -16,8 +16,8 @@ from pathlib import Path
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.locks import try_to_lock
+from kvoffload.printable import printable
 from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, StoredFile, nothing
-from kvoffload.units import printable
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.printable import printable
 from kvoffload.tiers.redis.location import Address, parse_address, parse_url
 from kvoffload.tiers.redis.login import Login, explain
 from kvoffload.tiers.redis.nodes import Nodes, share_of
-from kvoffload.tiers.redis.stream import Buffer, ErrorReply, Lost, Reply, Stream, command
+from kvoffload.tiers.redis.stream import MAX_LINE_CHARS, Buffer, ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.units import foreign, format_bytes
+from kvoffload.units import format_bytes
 
 LOOKUP_TIMEOUT_S = 3.0
 TRANSFER_TIMEOUT_S = 12.0
@@ -305,6 +306,6 @@ def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
     if re.fullmatch("[0-9]{1,18}", limit) and evicts_none:
         return (
             f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
-            f"maxmemory-policy is {foreign(policy)}; set allkeys-lru, so that it evicts what is not used"
+            f"maxmemory-policy is {printable(policy, MAX_LINE_CHARS)}; set allkeys-lru, so that it evicts what is not used"
         )
     return ""

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvoffload.printable import printable
 from kvoffload.tiers.remote.client import StoreError
-from kvoffload.units import foreign
 
 BUFFER_BYTES = 16 << 10
 HEADER_BYTES = 32
@@ -28,6 +28,8 @@ MAX_VALUE_BYTES = 512 << 20
 MAX_ITEMS = 1 << 17
 """Parts of one reply, all levels together."""
 MAX_DEPTH = 8
+MAX_LINE_CHARS = 200
+"""Characters of a server's text that a log line has."""
 MAX_BUFFERS = 512
 """Buffers of one system call."""
 TOLERANCE_S = 0.1
@@ -260,7 +262,7 @@ def _joined(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 
 def _error(line: bytes) -> ErrorReply:
-    text = foreign(line)
+    text = printable(line, MAX_LINE_CHARS)
     return ErrorReply(text.partition(" ")[0], text)
 
 

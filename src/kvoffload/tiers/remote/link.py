@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.abc import OffloadKey
+from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Request, Response, Status
-from kvoffload.units import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class StoreLink:
             answers.append(Answer(request, response))
             self._watch_failures(response)
             if response.problem:
-                problem = foreign(response.problem, MAX_PROBLEM_BYTES)
+                problem = printable(response.problem, MAX_PROBLEM_BYTES)
                 self._log.warning("%s: %s failed: %s", self._name, request.op.name.lower(), problem)
             else:
                 self._pause = FIRST_PAUSE_S

@@ -14,11 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.messages import MessageError, Request, Response
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
-from kvoffload.units import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class ProcessChannel(StoreChannel):
                         self._state = ChannelState.READY
                     elif kind is Kind.NOTE:
                         # Peers of the client have a say in it.
-                        notes = [foreign(line, MAX_LINE_BYTES) for line in body.split(b"\n", MAX_NOTES)[:MAX_NOTES]]
+                        notes = [printable(line, MAX_LINE_BYTES) for line in body.split(b"\n", MAX_NOTES)[:MAX_NOTES]]
                         self._notes.warning("%s: %s", self._name, "\n".join(notes))
             except MessageError as error:
                 self._notes.warning("%s: its client sent %s", self._name, error)
@@ -260,7 +260,7 @@ class _Child:
         last: deque[str] = deque(maxlen=LAST_LINES)
         with output:
             while line := output.readline(MAX_LINE_BYTES):
-                last.append(foreign(line.rstrip(), MAX_LINE_BYTES))
+                last.append(printable(line.rstrip(), MAX_LINE_BYTES))
                 self._log.warning("%s: its client says: %s", self._name, last[-1])
         # Reaps the process even if the channel is not polled any more.
         process.wait()
