@@ -390,6 +390,34 @@ def test_missing_files_give_misses(rig: Rig, name: str) -> None:
     rig.check_reads(1, 2)
 
 
+@pytest.mark.parametrize("what", ["link", "folder", "pipe"])
+def test_blocks_are_found_whatever_is_in_the_place_of_the_recency_file(rig: Rig, tmp_path: Path, what: str) -> None:
+    rig.open()
+    rig.write(1, 2)
+    rig.tier.close()
+    (rig.folder / "recency").unlink()
+    put(what, rig.folder / "recency", tmp_path / "target")
+    rig.open()
+    rig.check_reads(1, 2)
+    rig.write(3)
+    rig.tier.touch([key(1)])
+    rig.open()
+    rig.check_reads(1, 2, 3)
+    assert (tmp_path / "target").read_bytes() == b"not ours"
+
+
+def put(what: str, path: Path, target: Path) -> None:
+    """Makes ``path`` a link to ``target``, a folder with a file, or a pipe."""
+    target.write_bytes(b"not ours")
+    if what == "link":
+        path.symlink_to(target)
+    elif what == "folder":
+        path.mkdir()
+        (path / "file").write_bytes(b"not ours")
+    else:
+        os.mkfifo(path)
+
+
 def test_a_slab_that_shrinks_in_service_gives_misses(rig: Rig) -> None:
     rig.open()
     rig.write(*range(8))

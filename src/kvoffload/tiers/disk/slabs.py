@@ -287,7 +287,15 @@ class SlabFiles:
             self._recency.resize(self.num_allocated * RECENCY_BYTES)
         except OSError as error:
             # Blocks are found without it.
-            if not is_full(error) or not self.num_allocated:
+            if error.errno in (*NO_FILE_ERRORS, errno.EACCES):
+                logger.warning(
+                    "kvoffload: disk tier: %s/%s cannot be used (%s), so the next start does not know in which order "
+                    "blocks were used; remove it",
+                    self._folder,
+                    RECENCY_NAME,
+                    error.strerror,
+                )
+            elif not is_full(error) or not self.num_allocated:
                 raise
             self._recency = None
 

@@ -165,6 +165,10 @@ class _FollowedSeat:
             logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             if error.errno in GONE_ERRORS:
                 self._forget()
+        except Exception as error:
+            # Nonsense in its files must not hide the other seats.
+            logger.debug("kvoffload: shared directory: writer-%d", self.number, exc_info=error)
+            self._forget()
 
     def _forget(self) -> None:
         self._journal = None
