@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError, TierError
@@ -32,9 +33,9 @@ from kvoffload.tiers.shared_dir.seats import (
     seat_number,
 )
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
-from tests.tiers.disk.test_tier import put
+from tests.tiers.disk.test_tier import du, put
 from tests.tiers.shared_dir import sleeper
-from tests.tiers.shared_dir.rig import FINGERPRINT, Server
+from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, key
 from tests.tiers.shared_dir.test_tier import Clock
 
 Serve = Callable[..., Server]
@@ -318,6 +319,36 @@ def test_a_damaged_heartbeat_costs_its_seat_alone(serve: Serve, clock: Clock, pa
     assert not (path / "writer-0" / FINGERPRINT).exists()
     assert not (path / "writer-1" / FINGERPRINT).exists()
     assert four.finds(4) == [4]
+
+
+def test_what_a_server_writes_into_a_seat_that_it_has_lost_is_removed(
+    serve: Serve, clock: Clock, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a stop of the process: it goes on where it was, before it looks at its heartbeat."""
+    former = serve(boot="a", slab_bytes=64 * PAGE, capacity_bytes=capacity(192, num_slabs=3))
+    former.write(1, 2, 3, 4)
+    age(path, "writer-0", SILENT_S)
+    with monkeypatch.context() as local_locks:
+        local_locks.setattr(DirectoryStorage, "try_lock", lambda self: True)
+        local_locks.setattr(DirectoryStorage, "lock", lambda self: None)
+        budget = capacity(70, num_slabs=2)
+        owner = serve(boot="b", slab_bytes=64 * PAGE, capacity_bytes=budget)
+    assert name_of(owner) == "writer-0"
+    for name in range(5, 150):
+        former.tier.own.write([key(name)], np.array([0]))
+        while former.tier.own.has_jobs:
+            former.executor.drain()
+            former.tier.own.poll()
+    assert du(path / "writer-0") > budget
+    owner.background()
+    assert du(path / "writer-0") <= budget
+    assert owner.read(1, 2, 3, 4) == dict.fromkeys((1, 2, 3, 4))
+    for name in range(200, 270):
+        owner.write(name)
+    clock.now += LOOK_AROUND_S
+    owner.background()
+    assert owner.finds(*range(200, 270)) == list(range(200, 270)), "its own growth stays"
+    assert du(path / "writer-0") <= budget
 
 
 @pytest.mark.parametrize("what", ["link", "folder", "pipe"])

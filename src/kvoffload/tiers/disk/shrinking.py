@@ -57,6 +57,8 @@ def shrink(
     files.cut()
     stays = slots < files.num_slots
     stays[:num_lost] &= ~np.isin(slots[:num_lost], targets[:done])
+    if not done and stays.all():
+        return keys, slots
     late = f"; {len(wanted) - done:,} more were not moved within {MOVE_DEADLINE_S:.0f} s and are lost"
     logger.warning(
         "kvoffload: disk tier: its budget is smaller than before, and %s of %s blocks stay; %s of them were moved%s",

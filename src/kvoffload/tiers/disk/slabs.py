@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -38,6 +39,7 @@ from kvoffload.tiers.disk.format import (
     parse_records,
     record_offset,
     slab_name,
+    slab_number,
 )
 from kvoffload.tiers.disk.publisher import IndexPublisher
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, SETTING_ERRORS, Storage, StoredFile, is_full
@@ -119,6 +121,8 @@ class SlabFiles:
         self._stray_bytes = 0
         """Bytes of files in the directory that are not the tier's."""
         self._recency: StoredFile | None = None
+        self._growing = threading.Lock()
+        """Held while the files get other sizes."""
         self._num_records = 0
         """Records that the index has at the start."""
         self._written: Header | None = None
@@ -496,7 +500,31 @@ class SlabFiles:
     def grow(self) -> int:
         """Allocates the next slab, or the rest of the last one. Returns ``num_allocated``. Raises OSError, and no slot
         is added then. May not be called again before it has returned."""
-        return self._with_room(self._grow)
+        with self._growing:
+            return self._with_room(self._grow)
+
+    def remove_excess(self) -> None:
+        """Removes slots that another process has added: one that has lost this folder does so until it notices. May be
+        called by any thread. Raises OSError."""
+        if not self._growing.acquire(blocking=False):
+            return
+        try:
+            for name in self._storage.files(self._folder):
+                if (slab_number(name) or 0) >= max(1, len(self._slabs)):
+                    self._storage.remove(self._folder, name)
+            per_slab, num_slots = self.header.slots_per_slab, self.num_allocated
+            limits = [
+                (slab, min(per_slab, num_slots - number * per_slab) * self.header.block_bytes)
+                for number, slab in enumerate(self._slabs[: self._num_slabs(num_slots)])
+            ]
+            limits.append((self._index, record_offset(num_slots)))
+            if self._recency is not None:
+                limits.append((self._recency, num_slots * RECENCY_BYTES))
+            for file, limit in limits:
+                if file.size() > limit:
+                    file.resize(limit)
+        finally:
+            self._growing.release()
 
     def _grow(self) -> int:
         old, per_slab = self.num_allocated, self.header.slots_per_slab
