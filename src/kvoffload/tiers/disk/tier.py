@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import compress
 
 import numpy as np
 
@@ -122,11 +121,14 @@ class DiskTier(Tier):
             found.append(entries.slots)
         slots = np.concatenate(found)
         order = np.argsort(recency[slots], kind="stable")
-        keys, slots = [keys[i] for i in order.tolist()], slots[order]
-        newest = np.zeros(len(slots), dtype=np.bool_)
-        newest[list({key: i for i, key in enumerate(keys)}.values())] = True
-        stale = slots[~newest]
-        keys, slots = list(compress(keys, newest.tolist())), slots[newest]
+        # Not by single calls for all blocks, which would hold the interpreter.
+        keys, slots = [keys[i] for i in order], slots[order]
+        last = {key: i for i, key in enumerate(keys)}
+        stale = slots[:0]
+        if len(last) < len(keys):
+            newest = np.fromiter((last[key] == i for i, key in enumerate(keys)), np.bool_, len(keys))
+            keys = [key for i, key in enumerate(keys) if last[key] == i]
+            stale, slots = slots[~newest], slots[newest]
         self._facts["sequence"][: len(recency)] = recency
         if self.files.num_allocated > self.files.num_slots:
             keys, slots = shrink(self.files, keys, slots, self._facts, clock)

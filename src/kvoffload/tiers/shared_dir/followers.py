@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FOLLOW_S = 1.0
 """Time between two passes."""
-RECORDS_PER_READ = 1 << 16
+RECORDS_PER_READ = 1 << 13
 MAX_RECHECKS = 1024
 """Slots that are looked at again in one pass, because a read has failed there."""
 PAGE = 4096
