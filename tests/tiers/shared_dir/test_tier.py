@@ -191,6 +191,18 @@ def test_a_header_with_nonsense_hides_its_own_seat_only(serve: Serve, clock: Clo
     assert three.read(1, 2) == {2: None}
 
 
+def test_the_size_of_an_index_takes_no_room_from_other_seats(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = serve(), serve(), serve()
+    one.write(1)
+    two.write(2)
+    os.truncate(tmp_path / "shared" / "writer-0" / FINGERPRINT / "index", 1 << 40)
+    monkeypatch.setattr(three.tier.blocks, "_max_blocks", 1 << 16)
+    three.background()
+    assert three.read(1, 2) == {1: None, 2: None}
+
+
 def test_a_seat_whose_files_raise_hides_no_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, three = serve(), serve(), serve()
     one.write(1)

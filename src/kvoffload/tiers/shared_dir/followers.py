@@ -219,7 +219,7 @@ class _FollowedSeat:
                     self.number, self._storage, header, num_slots, None if old is None else old.serial
                 )
                 self._scan(index, view, num_slots)
-                self._blocks.replace(view)
+                self._blocks.replace(view.trimmed())
         finally:
             index.close()
         # The header that was read is as new as the journal or newer. If it is newer, the journal changes soon.
