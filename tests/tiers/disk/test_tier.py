@@ -407,6 +407,21 @@ def test_blocks_are_found_whatever_is_in_the_place_of_the_recency_file(rig: Rig,
     assert (tmp_path / "target").read_bytes() == b"not ours"
 
 
+@pytest.mark.parametrize("name", ["index", ""])
+def test_what_is_in_the_place_of_the_tiers_files_is_named(rig: Rig, name: str) -> None:
+    rig.open()
+    rig.write(1)
+    rig.tier.close()
+    shutil.rmtree(rig.folder)
+    if name:
+        rig.folder.mkdir(mode=0o700)
+        (rig.folder / name).mkdir()
+    else:
+        rig.folder.symlink_to(rig.path.parent)
+    with pytest.raises(ConfigError, match=name or FINGERPRINT):
+        rig.open()
+
+
 def put(what: str, path: Path, target: Path) -> None:
     """Makes ``path`` a link to ``target``, a folder with a file, or a pipe."""
     target.write_bytes(b"not ours")

@@ -42,7 +42,7 @@ from kvoffload.tiers.disk.format import (
     slab_number,
 )
 from kvoffload.tiers.disk.publisher import IndexPublisher
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, SETTING_ERRORS, Storage, StoredFile, is_full
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, SETTING_ERRORS, Storage, StoredFile, is_full, reason
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ class SlabFiles:
         self._stray_bytes = 0
         """Bytes of files in the directory that are not the tier's."""
         self._recency: StoredFile | None = None
-        self._growing = threading.Lock()
-        """Held while the files get other sizes."""
+        self._resizing = threading.Lock()
+        """Held while files get other sizes. No thread waits for it: the one that has it may hang in the medium."""
         self._num_records = 0
         """Records that the index has at the start."""
         self._written: Header | None = None
@@ -150,7 +150,7 @@ class SlabFiles:
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"cannot be used ({error.strerror or error}); name a directory that this user can write to"
+                f"cannot be used ({reason(error)}); name a directory that this user can write to"
             ) from error
         except BaseException:
             self.close()
@@ -498,15 +498,20 @@ class SlabFiles:
             raise OSError(f"only {done} of {size} bytes were read")
 
     def grow(self) -> int:
-        """Allocates the next slab, or the rest of the last one. Returns ``num_allocated``. Raises OSError, and no slot
-        is added then. May not be called again before it has returned."""
-        with self._growing:
+        """Allocates the next slab, or the rest of the last one, unless ``remove_excess`` is under way. Returns
+        ``num_allocated``. Raises OSError, and no slot is added then. May not be called again before it has
+        returned."""
+        if not self._resizing.acquire(blocking=False):
+            return self.num_allocated
+        try:
             return self._with_room(self._grow)
+        finally:
+            self._resizing.release()
 
     def remove_excess(self) -> None:
         """Removes slots that another process has added: one that has lost this folder does so until it notices. May be
-        called by any thread. Raises OSError."""
-        if not self._growing.acquire(blocking=False):
+        called by any thread. Does nothing while the files grow. Raises OSError."""
+        if not self._resizing.acquire(blocking=False):
             return
         try:
             for name in self._storage.files(self._folder):
@@ -524,7 +529,7 @@ class SlabFiles:
                 if file.size() > limit:
                     file.resize(limit)
         finally:
-            self._growing.release()
+            self._resizing.release()
 
     def _grow(self) -> int:
         old, per_slab = self.num_allocated, self.header.slots_per_slab
