@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -294,7 +294,10 @@ def test_a_shared_directory_survives_what_others_leave_in_it(tmp_path: Path, see
 
 def shared_fuzz(tmp_path: Path, seed: int, num_strikes: int = 12) -> Counter[str]:
     rng, clock, path = Random(seed), Clock(), tmp_path / "shared"
-    settings = {"slab_bytes": SLAB_BYTES, "capacity_bytes": capacity(NUM_SLOTS, num_slabs=NUM_SLOTS // 8)}
+    settings: dict[str, Any] = {
+        "slab_bytes": SLAB_BYTES,
+        "capacity_bytes": capacity(NUM_SLOTS, num_slabs=NUM_SLOTS // 8),
+    }
 
     def serve() -> Server:
         server = Server(path, time=clock, seed=rng.randrange(1 << 30), boot=rng.choice("ab"), **settings)
