@@ -102,9 +102,16 @@ def test_a_server_that_is_alive_on_another_machine_is_in_use_without_a_lock(path
     assert run("clear", str(path), "--yes").exit_code == 2
 
 
-def test_a_bad_heartbeat_and_other_files_are_findings(path: Path, servers: list[Server]) -> None:
-    (path / "writer-1" / HEARTBEAT_NAME).write_bytes(b"garbage")
+@pytest.mark.parametrize("bad", [b"garbage", b"[" * 4096, b'{"version": 1, "pid": 1e400'.ljust(4096), None])
+def test_a_bad_heartbeat_and_other_files_are_findings(path: Path, servers: list[Server], bad: bytes | None) -> None:
+    file = path / "writer-1" / HEARTBEAT_NAME
+    if bad is None:
+        file.unlink()
+        file.symlink_to("elsewhere")
+    else:
+        file.write_bytes(bad)
     (path / "writer-2" / "notes.txt").write_bytes(b"mine")
     output = " ".join(run("inspect", str(path)).output.split())
-    assert "writer-1: the heartbeat cannot be read" in output
+    assert f"writer-1: {'heartbeat' if bad is None else 'the heartbeat'} cannot be read" in output
+    assert run("verify", str(path)).exit_code == 0
     assert "writer-2: not kvoffload's: 'notes.txt'" in output

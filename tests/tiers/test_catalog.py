@@ -9,8 +9,9 @@ import pytest
 
 from kvoffload.abc import IntegrityError, LookupState, OffloadKey, Slots
 from kvoffload.cache.index import KeyIndex
+from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.table import PlainBlockTable
-from kvoffload.tiers.catalog import Catalog
+from kvoffload.tiers.catalog import RESTORED_AT_ONCE, Catalog
 
 
 def key(name: int) -> OffloadKey:
@@ -35,6 +36,25 @@ def write(catalog: Catalog, *names: int) -> list[OffloadKey]:
     catalog.end_writes(slots, np.ones(len(slots), dtype=np.bool_))
     catalog.check_integrity()
     return taken
+
+
+def test_blocks_of_the_medium_are_restored_in_small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single call for all would hold the interpreter while another thread needs it."""
+    shares: list[int] = []
+    restore = PolicyOffloadingManager.restore
+
+    def counting(self: PolicyOffloadingManager, keys: Sequence[OffloadKey], slots: Slots) -> None:
+        shares.append(len(keys))
+        restore(self, keys, slots)
+
+    monkeypatch.setattr(PolicyOffloadingManager, "restore", counting)
+    count = 2 * RESTORED_AT_ONCE + 3
+    catalog = Catalog(count, 4096, "lru", grows=True)
+    assert len(catalog.restore(keys(*range(count)), np.arange(count))) == 0
+    catalog.check_integrity()
+    assert shares == [RESTORED_AT_ONCE, RESTORED_AT_ONCE, 3]
+    catalog.begin_writes([key(count), key(count + 1)], host_slots(2), 2)
+    assert present(catalog, count)[0] == 2, "the oldest are evicted first"
 
 
 def present(catalog: Catalog, most: int = 40) -> list[int]:

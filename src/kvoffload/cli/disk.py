@@ -167,7 +167,7 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
     size = format_bytes(sum(folder.allocated_bytes for folder in folders))
     blocks = counted(sum(folder.num_blocks for folder in folders), "block")
     fingerprints = counted(len({folder.fingerprint for folder in folders}), "fingerprint")
-    console.print(Text(f"{directory}: {blocks} of {fingerprints} in {size}. {_use(parts)}", style="bold"))
+    console.print(Text(f"{directory}: {blocks} of {fingerprints} in {size}. {printable(_use(parts))}", style="bold"))
     if any(part.writer for part in parts):
         console.print()
         console.print(_writer_table(parts))

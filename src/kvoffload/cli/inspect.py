@@ -167,9 +167,11 @@ def inspect(directory: Path) -> list[Owned]:
     with _errors_in(directory), ExitStack() as stack:
         found = _open_owned(directory, stack)
         for owned, fd in found:
-            owned.in_use, owned.pid = _owner(fd)
+            with _finding(owned, LOCK_NAME):
+                owned.in_use, owned.pid = _owner(fd)
             if seat_number(owned.path) is not None:
-                owned.writer = _writer(owned, fd)
+                with _finding(owned, HEARTBEAT_NAME):
+                    owned.writer = _writer(owned, fd)
             for folder in _open_folders(owned, fd, stack):
                 folder.inspect()
         return [owned for owned, _ in found]
@@ -552,6 +554,15 @@ def _errors_in(directory: Path) -> Iterator[None]:
     except OSError as error:
         where = "" if error.filename is None else f" ({error.filename})"
         raise InspectError(f"{directory}: {error.strerror}{where}") from error
+
+
+@contextmanager
+def _finding(owned: Owned, name: str) -> Iterator[None]:
+    """Turns an OSError of one file into a finding."""
+    try:
+        yield
+    except OSError as error:
+        owned.findings.append(f"{name} cannot be read ({error.strerror})")
 
 
 @contextmanager

@@ -26,6 +26,8 @@ DTYPE_BYTES = {
 }
 """Bytes per number, by the names that models and engines use."""
 
+MAX_NUMBER = 1 << 24
+"""No number in a config.json that this module uses is higher."""
 MAX_CONFIG_BYTES = 16 << 20
 
 ALIASES = {
@@ -147,10 +149,10 @@ class _Config:
             if value is None:
                 continue
             least = 0 if default == 0 else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_NUMBER:
                 raise ConfigError(
-                    f"{self.where}: {each}={shown(value)}: must be a whole number, {least} or more, or a list with one "
-                    "per layer; correct the file"
+                    f"{self.where}: {each}={shown(value)}: must be a whole number from {least} to {MAX_NUMBER:,}, or a "
+                    "list with one per layer; correct the file"
                 )
             return value
         if default is None:

@@ -17,6 +17,8 @@ from kvoffload.cache.slots import SlotBackend
 from kvoffload.cache.tenants import Shares
 
 DISK_MEDIUM = "DISK"
+RESTORED_AT_ONCE = 1 << 12
+"""Few: a tier may be opened while another thread needs the interpreter, which single calls hold."""
 
 Claim = tuple[list[OffloadKey], Slots, Slots]
 """Blocks that are in transfer from now on: keys, host slots, and slots in the tier, all in the same order."""
@@ -88,8 +90,10 @@ class Catalog:
         left_out = slots[:0]
         if kept is not None:
             keys, slots, left_out = list(compress(keys, kept.tolist())), slots[kept], slots[~kept]
-        self._backend.add_allocated(slots)
-        self._manager.restore(keys, slots)
+        for start in range(0, len(keys), RESTORED_AT_ONCE):
+            share = slots[start : start + RESTORED_AT_ONCE]
+            self._backend.add_allocated(share)
+            self._manager.restore(keys[start : start + RESTORED_AT_ONCE], share)
         return left_out
 
     def add_free(self, slots: Slots) -> None:

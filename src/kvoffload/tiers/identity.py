@@ -42,7 +42,8 @@ def parse_identity(text: str) -> dict[str, str]:
     """Returns the identity in ``text``, which others may have written: nothing if it is none."""
     try:
         found = json.loads(text) if len(text) <= MAX_TEXT else None
-    except (ValueError, RecursionError):
+    except Exception:
+        # Numbers without bounds and deep nesting raise more than ValueError.
         return {}
     if not isinstance(found, dict):
         return {}

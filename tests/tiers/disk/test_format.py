@@ -76,6 +76,7 @@ def test_a_truncated_header_is_rejected(size: int) -> None:
         (16, "64s", b"g" * 64, "impossible"),
         (16, "64s", b"\xff" * 64, "impossible"),
         (80, "Q", 0, "impossible"),
+        (80, "Q", 1 << 63, "impossible"),
         (97, "Q", 0, "impossible"),
         (97, "Q", 4097, "impossible"),
         (97, "Q", 1 << 40, "impossible"),

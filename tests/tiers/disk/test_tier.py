@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kvoffload.abc import ByteArray, ConfigError, LookupState, OffloadKey, TierE
 from kvoffload.cache.policies import BUILTIN
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor, make_pools
-from kvoffload.tiers.disk import slabs
+from kvoffload.tiers.disk import shrinking, slabs
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import (
@@ -390,6 +391,49 @@ def test_missing_files_give_misses(rig: Rig, name: str) -> None:
     rig.check_reads(1, 2)
 
 
+@pytest.mark.parametrize("what", ["link", "folder", "pipe"])
+def test_blocks_are_found_whatever_is_in_the_place_of_the_recency_file(rig: Rig, tmp_path: Path, what: str) -> None:
+    rig.open()
+    rig.write(1, 2)
+    rig.tier.close()
+    (rig.folder / "recency").unlink()
+    put(what, rig.folder / "recency", tmp_path / "target")
+    rig.open()
+    rig.check_reads(1, 2)
+    rig.write(3)
+    rig.tier.touch([key(1)])
+    rig.open()
+    rig.check_reads(1, 2, 3)
+    assert (tmp_path / "target").read_bytes() == b"not ours"
+
+
+@pytest.mark.parametrize("name", ["index", ""])
+def test_what_is_in_the_place_of_the_tiers_files_is_named(rig: Rig, name: str) -> None:
+    rig.open()
+    rig.write(1)
+    rig.tier.close()
+    shutil.rmtree(rig.folder)
+    if name:
+        rig.folder.mkdir(mode=0o700)
+        (rig.folder / name).mkdir()
+    else:
+        rig.folder.symlink_to(rig.path.parent)
+    with pytest.raises(ConfigError, match=name or FINGERPRINT):
+        rig.open()
+
+
+def put(what: str, path: Path, target: Path) -> None:
+    """Makes ``path`` a link to ``target``, a folder with a file, or a pipe."""
+    target.write_bytes(b"not ours")
+    if what == "link":
+        path.symlink_to(target)
+    elif what == "folder":
+        path.mkdir()
+        (path / "file").write_bytes(b"not ours")
+    else:
+        os.mkfifo(path)
+
+
 def test_a_slab_that_shrinks_in_service_gives_misses(rig: Rig) -> None:
     rig.open()
     rig.write(*range(8))
@@ -509,20 +553,98 @@ def test_a_directory_stays_within_its_budget(tmp_path: Path) -> None:
         rig.check_reads(*rig.present(200))
 
 
-def test_a_lowered_budget_keeps_what_fits(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
+def fill(rig: Rig) -> list[int]:
+    """Writes 12 blocks into 3 slabs and uses some of them. Returns all, the most recently used first."""
     rig.open()
     for name in range(12):
         rig.write(name)
-    assert len(rig.present()) == 12
-    rig.open(capacity_bytes=capacity(6, num_slabs=2))
-    assert len(rig.present()) == 6
+    rig.read(1, 0)
+    rig.tier.touch([key(5), key(6)])
+    rig.drain()
+    return [5, 6, 1, 0, 11, 10, 9, 8, 7, 4, 3, 2]
+
+
+@pytest.mark.parametrize("num_slots", [1, 4, 6, 11])
+@pytest.mark.parametrize("cause", ["budget", "files of others"])
+def test_a_smaller_budget_keeps_the_most_recently_used_blocks(tmp_path: Path, num_slots: int, cause: str) -> None:
+    whole = capacity(12, num_slabs=3)
+    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=whole)
+    used = fill(rig)
+    less = capacity(num_slots, num_slabs=-(-num_slots // 4))
+    if cause == "budget":
+        rig.settings["capacity_bytes"] = less
+    else:
+        (rig.path / "stray").write_bytes(bytes((whole - less) // PAGE * PAGE))
+    for _ in range(2):
+        rig.open()
+        assert rig.present() == sorted(used[:num_slots])
+        rig.check_reads(*used[:num_slots])
+    rig.write(20)
+    assert rig.present() == sorted([20, *used[: num_slots - 1]])
+    (rig.path / "stray").unlink(missing_ok=True)
+    rig.open(capacity_bytes=whole)
+    rig.write(*range(30, 42 - num_slots))
+    assert len(rig.present()) == 12, "the budget is used again"
     rig.check_reads(*rig.present())
-    rig.open(capacity_bytes=capacity(12, num_slabs=3))
-    assert len(rig.present()) == 6
-    rig.write(*range(20, 26))
-    rig.write(*range(20, 26))
-    assert len(rig.present()) == 12
+
+
+def test_a_kill_while_blocks_are_moved_loses_none_that_fits(tmp_path: Path) -> None:
+    less = capacity(6, num_slabs=2)
+    for num_operations in range(1000):
+        storage = SimulatedStorage(1 << 20)
+        rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
+        rig.storage = lambda storage=storage: storage  # type: ignore[method-assign, misc]
+        used = fill(rig)
+        before = storage.used_bytes
+        faulty = FaultyStorage(storage.restart())
+        faulty.kill_at = num_operations
+        rig.tier, is_done = None, True
+        try:
+            rig.open(faulty, capacity_bytes=less)
+        except Killed:
+            is_done = False
+        rig.tier, again = None, faulty.inner.restart()  # type: ignore[attr-defined]
+        rig.open(again, capacity_bytes=less)
+        assert storage.peak_bytes <= before, "nothing grows meanwhile"
+        assert again.used_bytes <= less
+        assert rig.present() == sorted(used[:6])
+        rig.check_reads(*used[:6])
+        if is_done:
+            break
+    assert num_operations > 20
+
+
+def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
+    assert fill(rig) == [5, 6, 1, 0, 11, 10, 9, 8, 7, 4, 3, 2]
+    monkeypatch.setattr(shrinking, "MOVED_AT_ONCE", 1)
+
+    def clock() -> float:
+        """Returns the deadline once a block was moved."""
+        index = parse_records(header_of(rig), np.fromfile(rig.folder / "index", dtype=np.uint8, offset=HEADER_BYTES))
+        return shrinking.MOVE_DEADLINE_S if index.keys.count(key(11)) > 1 else 0.0
+
+    # 6 and 11 replace 2 and 3; there is no time for 10, and 4 stays in its place.
+    rig.open(capacity_bytes=capacity(6, num_slabs=2), clock=clock)
+    assert rig.present() == [0, 1, 4, 5, 6, 11]
+    rig.check_reads(*rig.present())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_blocks_that_cannot_be_moved_are_lost_alone(tmp_path: Path, seed: int) -> None:
+    storage = SimulatedStorage(1 << 20)
+    rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
+    rig.storage = lambda: storage  # type: ignore[method-assign]
+    used = fill(rig)
+    faulty, rig.tier = FaultyStorage(storage.restart(), seed=seed), None
+    faulty.rates = FaultRates(short_read=0.3, short_write=0.3)
+    with suppress(OSError):
+        rig.open(faulty, capacity_bytes=capacity(6, num_slabs=2))
+    faulty.active, rig.tier = False, None
+    rig.open(faulty.inner.restart(), capacity_bytes=capacity(6, num_slabs=2))
+    assert set(rig.present()) <= set(used)
     rig.check_reads(*rig.present())
 
 

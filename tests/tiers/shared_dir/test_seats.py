@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError, TierError
@@ -32,8 +33,9 @@ from kvoffload.tiers.shared_dir.seats import (
     seat_number,
 )
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
+from tests.tiers.disk.test_tier import du, put
 from tests.tiers.shared_dir import sleeper
-from tests.tiers.shared_dir.rig import FINGERPRINT, Server
+from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, key
 from tests.tiers.shared_dir.test_tier import Clock
 
 Serve = Callable[..., Server]
@@ -287,6 +289,83 @@ def test_a_seat_whose_heartbeat_was_removed_is_emptied_too(serve: Serve, clock: 
     assert heartbeat(path, "writer-0").state is SeatState.EMPTIED
 
 
+@pytest.mark.parametrize("what", ["nested", "infinite", "folder", "link", "pipe", "from the future"])
+def test_a_damaged_heartbeat_costs_its_seat_alone(serve: Serve, clock: Clock, path: Path, what: str) -> None:
+    """It keeps no server from starting or from looking after other seats, and its room returns."""
+    one, two, three = serve(boot="a"), serve(boot="b"), serve(boot="c")
+    one.write(1)
+    two.write(2)
+    one.kill()
+    two.kill()
+    file = path / "writer-0" / HEARTBEAT_NAME
+    raw = file.read_bytes()
+    if what == "nested":
+        file.write_bytes(b"[" * HEARTBEAT_BYTES)
+    elif what == "infinite":
+        file.write_bytes(raw.replace(b'"beat": ', b'"beat": 1e400'))
+    elif what == "from the future":
+        os.utime(file, (2**33, 2**33))
+    else:
+        file.unlink()
+        put(what, file, path / "target")
+    four = serve(boot="d")
+    assert four.write(4) == [4]
+    age(path, "writer-1", GONE_AFTER_S + 10)
+    for _ in range(int(GONE_AFTER_S / LOOK_AROUND_S) + 4):
+        three.background()
+        clock.now += LOOK_AROUND_S
+        if what in ("nested", "infinite"):
+            age(path, "writer-0", LOOK_AROUND_S)
+    assert not (path / "writer-0" / FINGERPRINT).exists()
+    assert not (path / "writer-1" / FINGERPRINT).exists()
+    assert four.finds(4) == [4]
+
+
+def test_what_a_server_writes_into_a_seat_that_it_has_lost_is_removed(
+    serve: Serve, clock: Clock, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a stop of the process: it goes on where it was, before it looks at its heartbeat."""
+    former = serve(boot="a", slab_bytes=64 * PAGE, capacity_bytes=capacity(192, num_slabs=3))
+    former.write(1, 2, 3, 4)
+    age(path, "writer-0", SILENT_S)
+    with monkeypatch.context() as local_locks:
+        local_locks.setattr(DirectoryStorage, "try_lock", lambda self: True)
+        local_locks.setattr(DirectoryStorage, "lock", lambda self: None)
+        budget = capacity(70, num_slabs=2)
+        owner = serve(boot="b", slab_bytes=64 * PAGE, capacity_bytes=budget)
+    assert name_of(owner) == "writer-0"
+    for name in range(5, 150):
+        former.tier.own.write([key(name)], np.array([0]))
+        while former.tier.own.has_jobs:
+            former.executor.drain()
+            former.tier.own.poll()
+    assert du(path / "writer-0") > budget
+    owner.background()
+    assert du(path / "writer-0") <= budget
+    assert owner.read(1, 2, 3, 4) == dict.fromkeys((1, 2, 3, 4))
+    for name in range(200, 270):
+        owner.write(name)
+    clock.now += LOOK_AROUND_S
+    owner.background()
+    assert owner.finds(*range(200, 270)) == list(range(200, 270)), "its own growth stays"
+    assert du(path / "writer-0") <= budget
+
+
+@pytest.mark.parametrize("what", ["link", "folder", "pipe"])
+@pytest.mark.parametrize("where", ["writer-0", f"writer-0/{HEARTBEAT_NAME}", "writer-0/lock", "gate", "gate/clock"])
+def test_a_seat_that_cannot_be_claimed_stops_no_start(
+    serve: Serve, path: Path, tmp_path: Path, what: str, where: str
+) -> None:
+    (path / where).parent.mkdir(mode=0o700, parents=True)
+    put(what, path / where, tmp_path / "target")
+    one, two = serve(), serve()
+    assert name_of(one) != name_of(two)
+    assert one.write(1) == [1]
+    two.background()
+    assert two.read(1) == {1: None}
+    assert (tmp_path / "target").read_bytes() == b"not ours"
+
+
 @pytest.mark.parametrize("why", ["it beats", "it has its lock", "not for long", "only the medium's clock says so"])
 def test_a_seat_that_is_not_gone_is_not_emptied(serve: Serve, clock: Clock, path: Path, why: str) -> None:
     one, two = serve(boot="a"), serve(boot="b")
@@ -389,6 +468,12 @@ def test_a_heartbeat_is_what_was_packed_and_nothing_else(tmp_path: Path) -> None
         raw.replace(b'"version": 1', b'"version": 2'),
         b"\xff" * 100,
         b"1" * 9000,
+        b"[" * 4000,
+        raw.replace(b'"pid": 77', b'"pid": 1e400'),
+        raw.replace(b'"pid": 77', b'"pid": ' + b"9" * 3000),
+        raw.replace(b'"pid": 77', b'"pid": NaN'),
+        raw.replace(b'"time": 12.5', b'"time": ' + b"9" * 3000),
+        raw.replace(b'"host"', b'"more": 1, "host"'),
     ):
         assert Heartbeat.unpack(bad) is None
     storage = DirectoryStorage(tmp_path / "seat")

@@ -16,6 +16,23 @@ def digests(n: int, seed: int = 0) -> npt.NDArray[np.uint64]:
     return np.random.default_rng(seed).integers(1, 1 << 63, n, dtype=np.uint64)
 
 
+def test_many_digests_come_and_go_in_small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single call for all would hold the interpreter while another thread needs it."""
+    shares: list[int] = []
+    find = BlockTable._entries_of
+
+    def counting(self: BlockTable, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        shares.append(len(digests))
+        return find(self, digests)
+
+    monkeypatch.setattr(BlockTable, "_entries_of", counting)
+    table, chosen = BlockTable(20_000), np.unique(digests(20_000))
+    table.insert(chosen, np.arange(len(chosen)))
+    table.remove(chosen, np.arange(len(chosen)))
+    assert len(table) == 0
+    assert max(shares) <= 4096
+
+
 @pytest.mark.parametrize("mask", [(1 << 64) - 1, 0xFFFF_FFFF_FFFF_FF00], ids=["spread", "in few buckets"])
 def test_a_table_is_a_map(mask: int) -> None:
     rng = np.random.default_rng(1)

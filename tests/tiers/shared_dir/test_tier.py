@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -17,7 +18,7 @@ from kvoffload.abc import ByteArray, ConfigError, TierError
 from kvoffload.testing.storage import os_error
 from kvoffload.tiers.disk import journal, slabs
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import Header
+from kvoffload.tiers.disk.format import HEADER_BYTES, Header
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
@@ -159,6 +160,64 @@ def spoil(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[::512] = bytes(byte ^ 1 for byte in data[::512])
     path.write_bytes(data)
+
+
+def test_reads_that_raise_are_reported(serve: Serve, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails in a job: blocks that are not reported keep their host slots for ever."""
+    one, two = serve(), serve()
+    one.write(1, 2, 3)
+    two.tier.follow()
+    with monkeypatch.context() as patched:
+        patched.setattr(reads.Batch, "spans", broken)
+        assert two.read(1, 2, 3) == dict.fromkeys((1, 2, 3), TierError.IO)
+    clock.now += GONE_S
+    assert two.read(1, 2, 3) == dict.fromkeys((1, 2, 3))
+
+
+def broken(*args: object) -> None:
+    raise OverflowError
+
+
+def test_a_header_with_nonsense_hides_its_own_seat_only(serve: Serve, clock: Clock, tmp_path: Path) -> None:
+    one, two, three = serve(), serve(), serve()
+    one.write(1)
+    two.write(2)
+    index = tmp_path / "shared" / "writer-0" / FINGERPRINT / "index"
+    data = index.read_bytes()
+    header = Header.unpack(np.frombuffer(data, dtype=np.uint8))
+    index.write_bytes(replace(header, slots_per_slab=1 << 63).pack().tobytes() + data[HEADER_BYTES:])
+    three.background()
+    assert three.finds(1, 2) == [2]
+    assert three.read(1, 2) == {2: None}
+
+
+def test_the_size_of_an_index_takes_no_room_from_other_seats(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = serve(), serve(), serve()
+    one.write(1)
+    two.write(2)
+    os.truncate(tmp_path / "shared" / "writer-0" / FINGERPRINT / "index", 1 << 40)
+    monkeypatch.setattr(three.tier.blocks, "_max_blocks", 1 << 16)
+    three.background()
+    assert three.read(1, 2) == {1: None, 2: None}
+
+
+def test_a_seat_whose_files_raise_hides_no_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three = serve(), serve(), serve()
+    one.write(1)
+    two.write(2)
+    unpack = journal.JournalHeader.unpack
+
+    def fail_first(data: ByteArray) -> journal.JournalHeader:
+        monkeypatch.setattr(followers.JournalHeader, "unpack", unpack)
+        raise OverflowError
+
+    monkeypatch.setattr(followers.JournalHeader, "unpack", fail_first)
+    three.tier.follow()
+    assert three.finds(1, 2) == [2]
+    three.tier.follow()
+    assert three.finds(1, 2) == [1, 2]
 
 
 def test_wrong_bytes_are_corrupt_and_not_found_for_a_while(serve: Serve, clock: Clock, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ LOCK_NAMES = (LOCK_NAME, START_LOCK_NAME)
 LOCK_DEADLINE_S = 2.0
 """A server that was killed keeps the lock until the kernel has freed its memory."""
 ALONE_DEADLINE_S = 120.0
+MAX_DEPTH = 64
+"""Folders inside each other in which the files of others are counted."""
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _OTHERS = 0o077
@@ -181,14 +183,7 @@ class DirectoryStorage(Storage):
             )
 
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        total = 0
-        for path, _, names, fd in os.fwalk(".", dir_fd=self._fd, follow_symlinks=False):
-            folder = path.removeprefix(".").removeprefix("/")
-            for name in names:
-                if (folder or name not in LOCK_NAMES) and not is_left_out(folder, name):
-                    with suppress(FileNotFoundError):
-                        total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
-        return total
+        return _held_bytes(self._fd, "", is_left_out)
 
     def folders(self) -> list[str]:
         with os.scandir(self._fd) as entries:
@@ -373,6 +368,26 @@ def _allocate(fd: int, begin: int, end: int) -> None:
         zeros = bytes(_ZEROS_BYTES)
         while begin < end:
             begin += os.pwrite(fd, zeros[: end - begin], begin)
+
+
+def _held_bytes(fd: int, path: str, is_left_out: Callable[[str, str], bool]) -> int:
+    total, folders = 0, []
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            elif (path or entry.name not in LOCK_NAMES) and not is_left_out(path, entry.name):
+                with suppress(FileNotFoundError):
+                    total += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+    for name in folders if path.count("/") < MAX_DEPTH else []:
+        # One that cannot be opened is left out.
+        with suppress(OSError):
+            inner = os.open(name, _FOLDER_FLAGS, dir_fd=fd)
+            try:
+                total += _held_bytes(inner, f"{path}/{name}".lstrip("/"), is_left_out)
+            finally:
+                os.close(inner)
+    return total
 
 
 def _unlock(fd: int) -> int:

@@ -51,6 +51,7 @@ MAX_KEY_BYTES = 64
 MAX_RANKS = 256
 MAX_BLOCK_BYTES = (1 << 31) - SLOT_ALIGNMENT
 """The most that one read or write call of the kernel can move."""
+MAX_SLAB_BYTES = 1 << 40
 MAX_SEQUENCE = 1 << 62
 """No server counts that far. A record with a higher number is damaged; uses beyond it are not ordered."""
 MAX_HITS = MAX_SECONDS = (1 << 32) - 1
@@ -177,8 +178,10 @@ class Header:
         sizes = struct.unpack_from(f"<{ranks}Q", body, _HEADER.size) if 1 <= ranks <= MAX_RANKS else ()
         name = fingerprint.decode("ascii", "replace")
         aligned = all(size > 0 and size % SLOT_ALIGNMENT == 0 for size in sizes)
-        if not (sizes and aligned and sum(sizes) <= MAX_BLOCK_BYTES and slots_per_slab > 0 and is_fingerprint(name)):
+        if not (sizes and aligned and sum(sizes) <= MAX_BLOCK_BYTES and is_fingerprint(name)):
             raise FormatError("the index's header has impossible values")
+        if not 1 <= slots_per_slab <= max(1, MAX_SLAB_BYTES // sum(sizes)):
+            raise FormatError(f"the index's header says {slots_per_slab} slots per slab, which is impossible")
         return cls(name, sizes, slots_per_slab, generation, bool(transient))
 
 

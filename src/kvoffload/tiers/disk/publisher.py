@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvoffload.abc import ByteArray
+from kvoffload.abc import ByteArray, Slots
 from kvoffload.tiers.disk.format import RECORD_BYTES, Header
 from kvoffload.tiers.disk.journal import Journal, journal_bytes, num_entries_for
 from kvoffload.tiers.disk.storage import StoredFile
@@ -48,7 +48,7 @@ class IndexPublisher:
         if self._journal is not None:
             self._journal.note(first_slot, records)
 
-    def withdraw(self, index: StoredFile, slots: slice) -> None:
+    def withdraw(self, index: StoredFile, slots: slice | Slots) -> None:
         """Records were emptied. Returns once other machines do not see their blocks any more. Raises OSError."""
         if self._is_seen[slots].any():
             index.sync()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
+import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.abc import ByteArray, ConfigError, Slots
 from kvoffload.host.pool import SLOT_ALIGNMENT
 from kvoffload.tiers.disk.foreign import ForeignFolders
 from kvoffload.tiers.disk.format import (
+    EMPTY_RECORD,
     HEADER_BYTES,
     IDENTITY_NAME,
     INDEX_NAME,
@@ -34,9 +39,10 @@ from kvoffload.tiers.disk.format import (
     parse_records,
     record_offset,
     slab_name,
+    slab_number,
 )
 from kvoffload.tiers.disk.publisher import IndexPublisher
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, SETTING_ERRORS, Storage, StoredFile, is_full
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, SETTING_ERRORS, Storage, StoredFile, is_full, reason
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -55,7 +61,8 @@ again for the map's own blocks."""
 WRITE_TRIES = 2
 LEAST_ADVISED = 1 << 20
 """A budget below this is no advice."""
-_RECORDS_AT_ONCE = 1 << 19
+_RECORDS_AT_ONCE = 1 << 13
+"""Few: a server may open a tier while another of its threads needs the interpreter."""
 
 _T = TypeVar("_T")
 
@@ -83,7 +90,10 @@ class SlabFiles:
     slab replaces files of other fingerprints if necessary. ``num_slots``, the most that there can be, leaves room for
     files that are not the tier's, as they were at the start.
 
-    The constructor takes the directory's lock, and removes files of another layout or beyond the budget. It raises
+    If a former process had a larger budget, its slots beyond ``num_slots`` exist until ``cut``, which must come before
+    anything else in service; ``move`` takes blocks out of them.
+
+    The constructor takes the directory's lock, and removes files of another layout. It raises
     ConfigError if the directory cannot be used or the budget is wrong, and OSError if the medium fails; ``storage`` is
     closed then. ``read_only``: the medium cannot be written, but its blocks can be read. ``is_short``: at the start the
     medium could not give ``capacity_bytes``. Either is logged once. A ``header`` that is assigned takes effect at once,
@@ -111,6 +121,10 @@ class SlabFiles:
         self._stray_bytes = 0
         """Bytes of files in the directory that are not the tier's."""
         self._recency: StoredFile | None = None
+        self._resizing = threading.Lock()
+        """Held while files get other sizes. No thread waits for it: the one that has it may hang in the medium."""
+        self._num_records = 0
+        """Records that the index has at the start."""
         self._written: Header | None = None
         """The header that is on disk."""
         self._publisher: IndexPublisher | None = None
@@ -136,7 +150,7 @@ class SlabFiles:
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"cannot be used ({error.strerror or error}); name a directory that this user can write to"
+                f"cannot be used ({reason(error)}); name a directory that this user can write to"
             ) from error
         except BaseException:
             self.close()
@@ -151,13 +165,16 @@ class SlabFiles:
 
     def bytes_of(self, num_slots: int) -> int:
         """Returns an upper bound of the bytes that ``num_slots`` slots take of the medium."""
-        slabs = -(-num_slots // self.header.slots_per_slab)
+        slabs = self._num_slabs(num_slots)
         journal = self._publisher.nbytes if self._publisher else 0
         return FIXED_BYTES + journal + slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(self.header.block_bytes)
 
     @property
     def used_bytes(self) -> int:
         return self.bytes_of(self.num_allocated) + self._foreign.nbytes + self._stray_bytes
+
+    def _num_slabs(self, num_slots: int) -> int:
+        return -(-num_slots // self.header.slots_per_slab)
 
     # The start.
 
@@ -171,7 +188,7 @@ class SlabFiles:
         if self.read_only:
             self._open_read_only()
             return
-        kept = {slab_name(number) for number in range(len(self._slabs))}
+        kept = set(map(slab_name, range(self._num_slabs(self.num_allocated))))
         if not is_new:
             kept |= {INDEX_NAME, RECENCY_NAME}
         if self._publisher:
@@ -215,6 +232,7 @@ class SlabFiles:
             index = self._storage.open(self._folder, INDEX_NAME)
             try:
                 found = Header.unpack(data[: index.read([data], 0)])
+                self._num_records = (index.size() - HEADER_BYTES) // RECORD_BYTES
             finally:
                 index.close()
         except (OSError, FormatError) as error:
@@ -235,14 +253,21 @@ class SlabFiles:
 
     def _open_slabs(self, names: Sequence[str]) -> None:
         """Opens the slabs that can still be used: those up to the first that is missing or not whole."""
-        for number in range(-(-self.num_slots // self.header.slots_per_slab)):
+        for number in itertools.count():
             if slab_name(number) not in names or not self._open_slab(number):
                 break
+        if self.read_only:
+            # What is beyond the budget cannot be removed.
+            self.num_slots = max(self.num_slots, self.num_allocated)
+            self.capacity_bytes = max(self.capacity_bytes, self.used_bytes)
 
     def _open_slab(self, number: int) -> bool:
-        """Returns whether the slab is whole, so that the next one can be used too."""
-        first = number * self.header.slots_per_slab
-        most = min(self.header.slots_per_slab, self.num_slots - first)
+        """Returns whether the slab is whole, so that the next one can be used too. One that is beyond the budget is
+        only looked at."""
+        first, per_slab = number * self.header.slots_per_slab, self.header.slots_per_slab
+        is_excess = first >= self.num_slots and not self.read_only
+        if is_excess and first >= self._num_records:
+            return False
         try:
             file = self._keep(self._storage.open(self._folder, slab_name(number), direct=True))
         except OSError as error:
@@ -252,12 +277,22 @@ class SlabFiles:
                 return False
             # What cannot be opened now may be at the next start, so nothing is removed.
             raise
-        self._slabs.append(file)
-        found = min(file.size() // self.header.block_bytes, most)
+        size = file.size()
+        if first + per_slab > self.num_slots and not self.read_only:
+            # What is beyond the budget costs memory and time only if it takes room.
+            most = min(per_slab, max(self._num_records, self.num_slots) - first)
+            found = min(size // self.header.block_bytes, most)
+            found = min(found, max(file.allocated_bytes() // self.header.block_bytes, self.num_slots - first))
+        else:
+            found = min(size // self.header.block_bytes, per_slab)
         if not self.read_only:
             file.resize(found * self.header.block_bytes)
+        if is_excess:
+            self._open_files.pop().close()
+        else:
+            self._slabs.append(file)
         self.num_allocated = first + found
-        return found == self.header.slots_per_slab
+        return found == per_slab
 
     def _open_read_only(self) -> None:
         if not self.num_allocated:
@@ -266,8 +301,6 @@ class SlabFiles:
         self._written = self.header
         with suppress(OSError):
             self._recency = self._keep(self._storage.open(self._folder, RECENCY_NAME))
-        # What is beyond the budget cannot be removed.
-        self.capacity_bytes = max(self.capacity_bytes, self.used_bytes)
         logger.warning(
             "kvoffload: disk tier: the file system is read-only: the blocks that are on it are served, and nothing is "
             "written. Mount it for writing and start again"
@@ -287,7 +320,15 @@ class SlabFiles:
             self._recency.resize(self.num_allocated * RECENCY_BYTES)
         except OSError as error:
             # Blocks are found without it.
-            if not is_full(error) or not self.num_allocated:
+            if error.errno in (*NO_FILE_ERRORS, errno.EACCES):
+                logger.warning(
+                    "kvoffload: disk tier: %s/%s cannot be used (%s), so the next start does not know in which order "
+                    "blocks were used; remove it",
+                    self._folder,
+                    RECENCY_NAME,
+                    error.strerror,
+                )
+            elif not is_full(error) or not self.num_allocated:
                 raise
             self._recency = None
 
@@ -328,6 +369,68 @@ class SlabFiles:
             logger.warning("kvoffload: the disk tier's order of eviction cannot be read (%s)", error)
         found = data.view("<u8")
         return np.where(found <= MAX_SEQUENCE, found, 0).astype(np.int64)
+
+    def move(self, sources: Slots, targets: Slots, records: ByteArray) -> npt.NDArray[np.bool_]:
+        """Copies the blocks in ``sources``, beyond the budget, to ``targets``, slots within it, whose ``records`` are
+        written after them. Returns which blocks have arrived. The others are lost, and so is what was in ``targets``.
+        """
+        arrived = np.zeros(len(sources), dtype=np.bool_)
+        buffer = np.frombuffer(mmap.mmap(-1, self.header.block_bytes), dtype=np.uint8)
+        emptied = [i for i, slot in enumerate(targets.tolist()) if self._try(partial(self._empty_record, slot))]
+        if self._publisher and not self._try(partial(self._publisher.withdraw, self._index, targets)):
+            return arrived
+        by_slab = itertools.groupby(
+            sorted(emptied, key=lambda i: int(sources[i])), lambda i: int(sources[i]) // self.header.slots_per_slab
+        )
+        for number, places in by_slab:
+            with suppress(OSError), self._excess_slab(number) as slab:
+                for i in places:
+                    source, target = int(sources[i]), int(targets[i])
+                    arrived[i] = self._try(partial(self._move, slab, source, target, records[i], buffer))
+        return arrived
+
+    @contextmanager
+    def _excess_slab(self, number: int) -> Iterator[StoredFile]:
+        """Yields a slab that has slots beyond the budget. Raises OSError."""
+        if number < len(self._slabs):
+            yield self._slabs[number]
+            return
+        file = self._storage.open(self._folder, slab_name(number), direct=True)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    def _move(self, slab: StoredFile, source: int, target: int, record: ByteArray, buffer: ByteArray) -> None:
+        if slab.read([buffer], self.header.place(source)[1]) < buffer.size:
+            raise OSError(errno.EIO, "not every byte was read")
+        self.write(target, [buffer])
+        self.write_records(target, record)
+
+    def _empty_record(self, slot: int) -> None:
+        _write_all(self._index, [EMPTY_RECORD], record_offset(slot))
+
+    def _try(self, do: Callable[[], None]) -> bool:
+        try:
+            do()
+        except OSError as error:
+            logger.debug("kvoffload: disk tier: a block cannot be moved (%s)", error)
+            return False
+        return True
+
+    def cut(self) -> None:
+        """Removes the slots beyond the budget. Raises OSError."""
+        old, new = self.num_allocated, min(self.num_allocated, self.num_slots)
+        if self.read_only or old == new:
+            return
+        self._index.resize(record_offset(new))
+        if self._recency is not None:
+            self._recency.resize(new * RECENCY_BYTES)
+        for number in reversed(range(self._num_slabs(new), self._num_slabs(old))):
+            self._storage.remove(self._folder, slab_name(number))
+        last = len(self._slabs) - 1
+        self._slabs[last].resize((new - last * self.header.slots_per_slab) * self.header.block_bytes)
+        self.num_allocated = new
 
     # In service.
 
@@ -395,9 +498,38 @@ class SlabFiles:
             raise OSError(f"only {done} of {size} bytes were read")
 
     def grow(self) -> int:
-        """Allocates the next slab, or the rest of the last one. Returns ``num_allocated``. Raises OSError, and no slot
-        is added then. May not be called again before it has returned."""
-        return self._with_room(self._grow)
+        """Allocates the next slab, or the rest of the last one, unless ``remove_excess`` is under way. Returns
+        ``num_allocated``. Raises OSError, and no slot is added then. May not be called again before it has
+        returned."""
+        if not self._resizing.acquire(blocking=False):
+            return self.num_allocated
+        try:
+            return self._with_room(self._grow)
+        finally:
+            self._resizing.release()
+
+    def remove_excess(self) -> None:
+        """Removes slots that another process has added: one that has lost this folder does so until it notices. May be
+        called by any thread. Does nothing while the files grow. Raises OSError."""
+        if not self._resizing.acquire(blocking=False):
+            return
+        try:
+            for name in self._storage.files(self._folder):
+                if (slab_number(name) or 0) >= max(1, len(self._slabs)):
+                    self._storage.remove(self._folder, name)
+            per_slab, num_slots = self.header.slots_per_slab, self.num_allocated
+            limits = [
+                (slab, min(per_slab, num_slots - number * per_slab) * self.header.block_bytes)
+                for number, slab in enumerate(self._slabs[: self._num_slabs(num_slots)])
+            ]
+            limits.append((self._index, record_offset(num_slots)))
+            if self._recency is not None:
+                limits.append((self._recency, num_slots * RECENCY_BYTES))
+            for file, limit in limits:
+                if file.size() > limit:
+                    file.resize(limit)
+        finally:
+            self._resizing.release()
 
     def _grow(self) -> int:
         old, per_slab = self.num_allocated, self.header.slots_per_slab

@@ -13,7 +13,7 @@ from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.disk.directory import LOCK_NAMES, DirectoryStorage
 from kvoffload.tiers.disk.format import ENGINE_FOLDER, is_block_file, is_fingerprint
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, check_capacity
-from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage
+from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, reason
 from kvoffload.tiers.disk.tier import DiskTier
 
 SPARE_DESCRIPTORS = 512
@@ -65,7 +65,7 @@ def open_disk_tier(
         if error.errno not in SETTING_ERRORS:
             raise
         raise ConfigError(
-            f"dir={str(root.path)!r}: cannot be used ({error.strerror or error}); name a directory on a local, "
+            f"dir={str(root.path)!r}: cannot be used ({reason(error)}); name a directory on a local, "
             "writable file system"
         ) from error
     except BaseException:

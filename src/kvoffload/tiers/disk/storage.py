@@ -32,6 +32,12 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS
 
 
+def reason(error: OSError) -> str:
+    """Returns what was wrong, and with which file, for a message."""
+    problem = error.strerror or str(error)
+    return f"{error.filename}: {problem}" if isinstance(error.filename, str) else problem
+
+
 def nothing(folder: str, name: str) -> bool:
     """Leaves out no file."""
     return False

@@ -29,6 +29,7 @@ from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import MAX_KEY_BYTES
 from kvoffload.tiers.disk.maintenance import Maintenance
 from kvoffload.tiers.disk.recency import Recency
+from kvoffload.tiers.disk.shrinking import shrink
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.executor import Executor
@@ -84,10 +85,10 @@ class DiskTier(Tier):
         try:
             made = None if shares is None else shares(num_slots, self.block_bytes)
             self.catalog = Catalog(num_slots, self.block_bytes, policy, clock, grows=True, shares=made)
-            self._facts = np.zeros(num_slots, dtype=FACTS)
+            self._facts = np.zeros(max(num_slots, self.files.num_allocated), dtype=FACTS)
             """What the record of each slot says."""
             self._recency = Recency(num_slots)
-            stale = self._restore()
+            stale = self._restore(clock)
         except BaseException:
             self.files.close()
             raise
@@ -105,7 +106,7 @@ class DiskTier(Tier):
     def _new_generation(self) -> int:
         return int.from_bytes(self._random(8), "little")
 
-    def _restore(self) -> Slots:
+    def _restore(self, clock: Callable[[], float]) -> Slots:
         """Fills the catalog with the blocks on disk. Returns slots whose records must go, since their keys have newer
         ones, or their tenants less room than before."""
         keys: list[OffloadKey] = []
@@ -119,17 +120,27 @@ class DiskTier(Tier):
             keys += entries.keys
             found.append(entries.slots)
         slots = np.concatenate(found)
-        self._recency.restore(slots, recency[slots])
         order = np.argsort(recency[slots], kind="stable")
-        keys, slots = [keys[i] for i in order.tolist()], slots[order]
-        newest = np.zeros(len(slots), dtype=np.bool_)
-        newest[list({key: i for i, key in enumerate(keys)}.values())] = True
-        left_out = self.catalog.restore([keys[i] for i in np.flatnonzero(newest).tolist()], slots[newest])
+        # Not by single calls for all blocks, which would hold the interpreter.
+        keys, slots = [keys[i] for i in order], slots[order]
+        last = {key: i for i, key in enumerate(keys)}
+        stale = slots[:0]
+        if len(last) < len(keys):
+            newest = np.fromiter((last[key] == i for i, key in enumerate(keys)), np.bool_, len(keys))
+            keys = [key for i, key in enumerate(keys) if last[key] == i]
+            stale, slots = slots[~newest], slots[newest]
+        self._facts["sequence"][: len(recency)] = recency
+        if self.files.num_allocated > self.files.num_slots:
+            keys, slots = shrink(self.files, keys, slots, self._facts, clock)
+            stale = np.setdiff1d(stale[stale < self.files.num_slots], slots)
+            self._facts = self._facts[: self.files.num_slots].copy()
+        self._recency.restore(slots, self._facts["sequence"][slots])
+        left_out = self.catalog.restore(keys, slots)
         free = np.ones(self.files.num_allocated, dtype=np.bool_)
-        free[slots[newest]] = False
+        free[slots] = False
         free[left_out] = True
         self.catalog.add_free(np.flatnonzero(free))
-        return np.concatenate((slots[~newest], left_out))
+        return np.concatenate((stale, left_out))
 
     @property
     def capacity_bytes(self) -> int:

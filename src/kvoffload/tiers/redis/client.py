@@ -306,6 +306,7 @@ def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
     if re.fullmatch("[0-9]{1,18}", limit) and evicts_none:
         return (
             f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
-            f"maxmemory-policy is {printable(policy, MAX_LINE_CHARS)}; set allkeys-lru, so that it evicts what is not used"
+            f"maxmemory-policy is {printable(policy, MAX_LINE_CHARS)}; set allkeys-lru, so that it evicts what is "
+            "not used"
         )
     return ""

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FOLLOW_S = 1.0
 """Time between two passes."""
-RECORDS_PER_READ = 1 << 16
+RECORDS_PER_READ = 1 << 13
 MAX_RECHECKS = 1024
 """Slots that are looked at again in one pass, because a read has failed there."""
 PAGE = 4096
@@ -165,6 +165,10 @@ class _FollowedSeat:
             logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             if error.errno in GONE_ERRORS:
                 self._forget()
+        except Exception as error:
+            # Nonsense in its files must not hide the other seats.
+            logger.debug("kvoffload: shared directory: writer-%d", self.number, exc_info=error)
+            self._forget()
 
     def _forget(self) -> None:
         self._journal = None
@@ -215,7 +219,7 @@ class _FollowedSeat:
                     self.number, self._storage, header, num_slots, None if old is None else old.serial
                 )
                 self._scan(index, view, num_slots)
-                self._blocks.replace(view)
+                self._blocks.replace(view.trimmed())
         finally:
             index.close()
         # The header that was read is as new as the journal or newer. If it is newer, the journal changes soon.

@@ -67,6 +67,12 @@ class SeatView:
             arrays.append(new)
         return SeatView(self.number, self.storage, self.header, arrays[0], arrays[1], self.serial)
 
+    def trimmed(self) -> SeatView:
+        """Returns a view without the slots after the last block: a file can claim any size."""
+        num_slots = int(np.flatnonzero(self.digests).max(initial=-1)) + 1
+        digests, checksums = self.digests[:num_slots].copy(), self.checksums[:num_slots].copy()
+        return SeatView(self.number, self.storage, self.header, digests, checksums, self.serial)
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignSlot:

@@ -38,16 +38,24 @@ def write_identity(storage: Storage, fingerprint: str, identity: Mapping[str, st
 
 
 def read_identity(storage: Storage, fingerprint: str) -> dict[str, str]:
-    """Returns the identity in the folder of ``fingerprint``, nothing if there is none. Raises OSError."""
+    """Returns the identity in the folder of ``fingerprint``, nothing if there is none that can be read."""
     try:
         file = storage.open(fingerprint, IDENTITY_NAME, fresh=True)
-    except FileNotFoundError:
+        try:
+            page = aligned_buffer(IDENTITY_BYTES)
+            return parse_identity(page[: file.read([page], 0)].tobytes().decode("utf-8", "replace"))
+        finally:
+            file.close()
+    except OSError:
         return {}
+
+
+def _folders(storage: Storage) -> list[str]:
+    """Returns the names of the fingerprints' folders, none if they cannot be listed."""
     try:
-        page = aligned_buffer(IDENTITY_BYTES)
-        return parse_identity(page[: file.read([page], 0)].tobytes().decode("utf-8", "replace"))
-    finally:
-        file.close()
+        return list(filter(is_fingerprint, storage.folders()))
+    except OSError:
+        return []
 
 
 def log_unusable(root: Storage, fingerprint: str, identity: Mapping[str, str]) -> list[str]:
@@ -57,16 +65,11 @@ def log_unusable(root: Storage, fingerprint: str, identity: Mapping[str, str]) -
     for name in seat_names(root):
         try:
             storage = root.child(name)
-        except ConfigError:
+        except (OSError, ConfigError):
             continue
         try:
-            for other in storage.folders():
-                if (
-                    is_fingerprint(other)
-                    and other != fingerprint
-                    and other not in reasons
-                    and len(reasons) < MAX_LOGGED
-                ):
+            for other in _folders(storage):
+                if other != fingerprint and other not in reasons and len(reasons) < MAX_LOGGED:
                     reason = explain_unusable(other, identity, read_identity(storage, other))
                     if reason is not None:
                         reasons[other] = f"{name}: {reason}"

@@ -7,8 +7,9 @@ and the host slots in it until the scheduler's thread has taken its results.
 from __future__ import annotations
 
 import errno
+import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,6 +20,8 @@ from kvoffload.tiers.disk.format import RECORD_BYTES, FormatError, parse_records
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.followers import GONE_ERRORS, Follower, read_header, read_record
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, ForeignSlot, SeatView
+
+logger = logging.getLogger(__name__)
 
 STALE_ERRORS = (*GONE_ERRORS, errno.EBADF)
 """Errors of files and folders that were removed, or that the follower has closed since."""
@@ -82,10 +85,19 @@ class ForeignReads:
     # On the executor's threads.
 
     def _run(self, view: SeatView, batch: Batch) -> None:
-        for run in batch.sorted().runs(view.header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools))):
-            self._read(view, run)
+        batch, begun, num_ended = batch.sorted(), self._clock(), 0
+        try:
+            for run in batch.runs(view.header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools))):
+                for results in self._read(view, run):
+                    num_ended += len(results)
+                    self._done.append(results)
+        except Exception as error:
+            # Blocks that are not reported would keep their host slots for ever.
+            logger.debug("kvoffload: shared directory: reads of writer-%d failed", view.number, exc_info=error)
+            rest = batch.part(num_ended, len(batch.keys))
+            self._done.append(self._ended(view, rest, [TierError.IO] * len(rest.keys), begun))
 
-    def _read(self, view: SeatView, run: Batch) -> None:
+    def _read(self, view: SeatView, run: Batch) -> Iterator[list[TierResult]]:
         begun = self._clock()
         try:
             buffers = [[pool[slot] for pool in self._pools] for slot in run.host_slots.tolist()]
@@ -97,21 +109,21 @@ class ForeignReads:
         except Exception as error:
             if len(run.keys) > 1:
                 for i in range(len(run.keys)):
-                    self._read(view, run.part(i, i + 1))
+                    yield from self._read(view, run.part(i, i + 1))
                 return
             errors = [self._error_of(view, error)]
         for slot, problem in zip(run.slots.tolist(), errors, strict=True):
             if problem is not None:
                 self._follower.recheck(view.number, slot)
-        ended = self._clock()
+        yield self._ended(view, run, errors, begun)
+
+    def _ended(self, view: SeatView, run: Batch, errors: Sequence[TierError | None], begun: float) -> list[TierResult]:
+        ended, nbytes = self._clock(), view.header.block_bytes
         seconds = (ended - begun) / len(run.keys)
-        nbytes = view.header.block_bytes
-        self._done.append(
-            [
-                TierResult(key, True, error, 0 if error else nbytes, seconds, begun, ended)
-                for key, error in zip(run.keys, errors, strict=True)
-            ]
-        )
+        return [
+            TierResult(key, True, error, 0 if error else nbytes, seconds, begun, ended)
+            for key, error in zip(run.keys, errors, strict=True)
+        ]
 
     def _fill(self, view: SeatView, slot: int, buffers: Sequence[ByteArray]) -> None:
         """Raises OSError if not every byte could be read; ESTALE at the end of the file, which its owner has cut."""

@@ -28,9 +28,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ GONE_AFTER_S = 3600
 GATE_DEADLINE_S = 20.0
 GATE_RETRY_S = 0.05
 MAX_SEATS = 256
+MAX_NUMBER = 1 << 62
+"""No number in a heartbeat is higher."""
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _SEAT = re.compile(r"writer-(0|[1-9][0-9]{0,3})")
@@ -123,24 +125,20 @@ class Heartbeat:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Heartbeat | None:
-        """Returns None if these are not the bytes of a heartbeat of this version."""
+        """Returns None if these are not the bytes of a heartbeat of this version, whatever they are."""
         try:
             found: dict[str, Any] = json.loads(raw)
             if found.pop("version") != HEARTBEAT_VERSION:
                 return None
-            heartbeat = cls(**found)
-            return replace(
-                heartbeat,
-                owner=str(heartbeat.owner),
-                host=str(heartbeat.host),
-                pid=int(heartbeat.pid),
-                boot=str(heartbeat.boot),
-                state=SeatState(heartbeat.state),
-                beat=int(heartbeat.beat),
-                time=float(heartbeat.time),
-                capacity_bytes=int(heartbeat.capacity_bytes),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError):
+            for name in ("pid", "beat", "capacity_bytes"):
+                if not 0 <= found[name] <= MAX_NUMBER:
+                    return None
+                found[name] = int(found[name])
+            for name in ("owner", "host", "boot"):
+                found[name] = str(found[name])
+            return cls(**found | {"state": SeatState(found["state"]), "time": float(found["time"])})
+        except Exception:
+            # Numbers without bounds and deep nesting raise more than ValueError.
             return None
 
 
@@ -253,24 +251,21 @@ def take_seat(
     unusable: Collection[str] = (),
 ) -> Seat:
     """Returns a seat for this process, locked: one that can be adopted, preferably one with blocks of ``fingerprint``,
-    else a new one. Seats with ``unusable`` names are left alone. Raises ConfigError if the file system has no locks or
-    MAX_SEATS are taken, and OSError."""
+    else a new one. Seats with ``unusable`` names, and those that cannot be claimed, are left alone. Raises ConfigError
+    if the file system has no locks or MAX_SEATS are taken, and OSError."""
     try:
-        gate = root.child(GATE_NAME)
-        try:
-            _enter(gate, sleep)
-            now = _write(gate, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
-            name, storage, is_new = _choose(root, fingerprint, machine, now, unusable)
-            seat = Seat(name, storage, machine, random(16).hex(), wall_clock)
-            seat.is_new = is_new
-            try:
-                seat.claim()
-            except BaseException:
-                storage.close()
-                raise
-            return seat
-        finally:
-            gate.close()
+        with _alone(root, sleep) as now, closing(_candidates(root, fingerprint, machine, now, unusable)) as candidates:
+            for name, storage, is_new in candidates:
+                seat = Seat(name, storage, machine, random(16).hex(), wall_clock)
+                seat.is_new = is_new
+                try:
+                    seat.claim()
+                    return seat
+                except BaseException as error:
+                    storage.close()
+                    if is_new or not isinstance(error, OSError):
+                        raise
+                    _log_unusable(name, error)
     except OSError as error:
         if error.errno not in NO_LOCK_ERRORS:
             raise
@@ -278,11 +273,31 @@ def take_seat(
             "its file system has no file locks, which servers need to agree on their folders; mount it with locks "
             "(NFS: version 4, without nolock or local_lock; Lustre: -o flock; CephFS has them)"
         ) from error
+    raise ConfigError(f"{MAX_SEATS} servers use it already, the most that there can be; name another directory")
+
+
+@contextmanager
+def _alone(root: Storage, sleep: Callable[[float], None]) -> Iterator[float]:
+    """Waits until no other process is choosing a seat. Yields the medium's time. If that takes GATE_DEADLINE_S, or the
+    gate cannot be used, it goes on regardless: at worst this process takes a new seat although an old one could be
+    adopted."""
+    gate, now = None, -float("inf")
+    try:
+        try:
+            gate = root.child(GATE_NAME)
+            _enter(gate, sleep)
+            now = _write(gate, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
+        except (OSError, ConfigError) as error:
+            if isinstance(error, OSError) and error.errno in NO_LOCK_ERRORS:
+                raise
+            _log_unusable(GATE_NAME, error)
+        yield now
+    finally:
+        if gate is not None:
+            gate.close()
 
 
 def _enter(gate: Storage, sleep: Callable[[float], None]) -> None:
-    """Waits until no other process is choosing a seat. After GATE_DEADLINE_S it goes on regardless: at worst this
-    process takes a new seat although an old one could be adopted."""
     for _ in range(int(GATE_DEADLINE_S / GATE_RETRY_S)):
         if gate.try_lock():
             return
@@ -290,10 +305,11 @@ def _enter(gate: Storage, sleep: Callable[[float], None]) -> None:
     logger.warning("kvoffload: shared directory: another server has been starting for %.0f s", GATE_DEADLINE_S)
 
 
-def _choose(
+def _candidates(
     root: Storage, fingerprint: str, machine: Machine, now: float, unusable: Collection[str]
-) -> tuple[str, Storage, bool]:
-    """Returns a seat's name and storage, and whether it is new."""
+) -> Generator[tuple[str, Storage, bool], None, None]:
+    """Yields the seats that this process may have, best first: name, storage, which is locked, and whether it is
+    new."""
     found: list[tuple[str, Storage, bool]] = []
     names = seat_names(root)
     try:
@@ -302,23 +318,27 @@ def _choose(
             if adopted is not None:
                 found.append((name, *adopted))
         found.sort(key=lambda each: not each[2])
-        if found:
+        while found:
             name, storage, _ = found.pop(0)
-            return name, storage, False
+            yield name, storage, False
     finally:
         for _, storage, _ in found:
             storage.close()
-    for number in range(MAX_SEATS):
-        if seat_name(number) not in names:
-            storage = root.child(seat_name(number))
+    files = root.files("")
+    for name in map(seat_name, range(MAX_SEATS)):
+        if name in files:
+            logger.warning("kvoffload: shared directory: %s is not a folder and is left alone; remove it", name)
+        elif name not in names:
+            storage = root.child(name)
             try:
-                if storage.try_lock():
-                    return seat_name(number), storage, True
+                is_mine = storage.try_lock()
             except BaseException:
                 storage.close()
                 raise
-            storage.close()
-    raise ConfigError(f"{MAX_SEATS} servers use it already, the most that there can be; name another directory")
+            if is_mine:
+                yield name, storage, True
+            else:
+                storage.close()
 
 
 def _adopt(root: Storage, name: str, fingerprint: str, machine: Machine, now: float) -> tuple[Storage, bool] | None:
@@ -327,7 +347,7 @@ def _adopt(root: Storage, name: str, fingerprint: str, machine: Machine, now: fl
     try:
         storage = root.child(name)
     except (OSError, ConfigError) as error:
-        logger.warning("kvoffload: shared directory: %s cannot be used (%s)", name, error)
+        _log_unusable(name, error)
         return None
     try:
         if storage.try_lock():
@@ -338,13 +358,17 @@ def _adopt(root: Storage, name: str, fingerprint: str, machine: Machine, now: fl
         storage.close()
         if error.errno in NO_LOCK_ERRORS:
             raise
-        logger.warning("kvoffload: shared directory: %s cannot be used (%s)", name, error)
+        _log_unusable(name, error)
         return None
     except BaseException:
         storage.close()
         raise
     storage.close()
     return None
+
+
+def _log_unusable(name: str, error: Exception) -> None:
+    logger.warning("kvoffload: shared directory: %s cannot be used (%s)", name, error)
 
 
 def _may_be_adopted(seen: Sighting, machine: Machine, now: float) -> bool:
@@ -372,15 +396,19 @@ class GoneSeats:
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         for name in names:
             try:
-                storage = self._root.child(name)
-            except (OSError, ConfigError):
-                continue
-            try:
-                if self._is_gone(name, look(storage)) and self._empty(name, storage):
+                if self._look_at(name):
                     emptied.append(name)
-            finally:
-                storage.close()
+            except (OSError, ConfigError) as error:
+                logger.debug("kvoffload: shared directory: %s cannot be looked at (%s)", name, error)
         return emptied
+
+    def _look_at(self, name: str) -> bool:
+        """Returns whether the seat was emptied. Raises OSError and ConfigError."""
+        storage = self._root.child(name)
+        try:
+            return self._is_gone(name, look(storage)) and self._empty(name, storage)
+        finally:
+            storage.close()
 
     def _is_gone(self, name: str, seen: Sighting | None) -> bool:
         found = seen.raw if seen is not None else b""
@@ -392,8 +420,8 @@ class GoneSeats:
         if raw != found:
             self._seen[name] = (found, now)
             return False
-        if seen is None:
-            # Its heartbeat was removed, so only the own clock can say for how long it has had none.
+        if seen is None or seen.modified > self._seat.modified:
+            # It has no heartbeat, or one with a time in the future: only the own clock can say for how long.
             return now - since >= self._gone_after_s
         return now - since >= SILENT_S and self._seat.modified - seen.modified >= self._gone_after_s
 
@@ -410,6 +438,8 @@ class GoneSeats:
             self._gone_after_s,
         )
         remove_blocks(storage)
+        # Not again until its heartbeat changes, even if that cannot be written.
+        self._seen[name] = (self._seen[name][0], float("inf"))
         left = Heartbeat(self._seat.owner, "", 0, "", SeatState.EMPTIED, 0, 0.0, 0)
         _write(storage, HEARTBEAT_NAME, left.pack())
         return True

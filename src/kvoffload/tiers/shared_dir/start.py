@@ -10,7 +10,7 @@ from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.start import allow_descriptors
-from kvoffload.tiers.disk.storage import SETTING_ERRORS
+from kvoffload.tiers.disk.storage import SETTING_ERRORS, reason
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
 
@@ -57,8 +57,7 @@ def open_shared_dir_tier(
         if error.errno not in SETTING_ERRORS:
             raise
         raise ConfigError(
-            f"dir={str(root.path)!r}: cannot be used ({error.strerror or error}); name a directory that this user can "
-            "write to"
+            f"dir={str(root.path)!r}: cannot be used ({reason(error)}); name a directory that this user can write to"
         ) from error
     except BaseException:
         root.close()

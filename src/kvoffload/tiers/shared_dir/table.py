@@ -7,6 +7,7 @@ change may miss a digest, or return the place of another digest; so a place must
 from __future__ import annotations
 
 import numpy as np
+import numpy.ma  # "unique" imports it when it is first called, which would hold up other threads.
 import numpy.typing as npt
 
 from kvoffload.tiers.disk.journal import UInt64s
@@ -19,7 +20,8 @@ WAYS = 8
 BLOCKS_PER_BUCKET = 2
 """At most, on average: then about one digest in ten thousand finds its bucket full, and goes to a dict."""
 _SHARE = 4096
-"""Digests that are inserted together: a bucket gets few of them, and each takes a round."""
+"""Digests that are inserted or removed together: a bucket gets few of them, and each takes a round; and the thread that
+looks up waits for no single long call."""
 
 
 class BlockTable:
@@ -81,6 +83,10 @@ class BlockTable:
 
     def remove(self, digests: UInt64s, places: Places) -> None:
         """Removes digests that have these places; others are left alone."""
+        for start in range(0, len(digests), _SHARE):
+            self._remove(digests[start : start + _SHARE], places[start : start + _SHARE])
+
+    def _remove(self, digests: UInt64s, places: Places) -> None:
         entries = self._entries_of(digests)
         held = np.flatnonzero((entries >= 0) & (self._places.take(entries, mode="clip") == places))
         self._digests.ravel()[entries[held]] = 0

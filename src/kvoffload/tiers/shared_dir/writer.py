@@ -64,6 +64,7 @@ class Writer:
             try:
                 self._gone.look_around()
                 self._check_headers()
+                self.own.files.remove_excess()
             except OSError as error:
                 logger.debug("kvoffload: shared directory: seats cannot be looked at (%s)", error)
 
