@@ -56,6 +56,7 @@ UNTYPED = {
     "vllm.v1.attention.backend:AttentionBackend": ("get_name", "supported_kv_cache_layouts"),
     "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
     "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb",),
+    "vllm.v1.engine.core:EngineCore": ("_reset_caches",),
     "vllm.v1.worker.worker_base:WorkerBase": ("get_model",),
     "vllm.v1.worker.gpu_worker:Worker": ("get_draft_model",),
     "vllm.lora.model_manager:LoRAModelManager": ("list_adapters",),

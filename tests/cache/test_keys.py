@@ -137,3 +137,5 @@ def test_keys_that_begin_alike(same: Callable[[Sequence[bytes], int], bool]) -> 
     assert not same([b"ab", b"abc"], 3)
     assert same([b"ab", b"ab"], 3)
     assert not same([b"ab", b"ab\0"], 3)
+    assert same([b"abc", b"abd"], -1)
+    assert not same([b"abc", b"aed"], -1)

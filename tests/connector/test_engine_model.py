@@ -127,24 +127,26 @@ def sleeps(seed: int) -> Scenario:
 def test_sleeps(chunk: int) -> None:
     kept = forgotten = 0
     for seed in range(chunk, scaled(40), 2):
-        for patch in (None, never_wakes_up):
+        for patch in (None, never_keeps):
             engine = ModelEngine(sleeps(seed), patch)
             engine.run()
             kept, forgotten = (kept + engine.hits, forgotten) if patch is None else (kept, forgotten + engine.hits)
     assert kept > forgotten > 0
 
 
-def never_wakes_up(engine: ModelEngine) -> None:
-    engine.scheduler.wake_up = lambda: None  # type: ignore[method-assign]
+def never_keeps(engine: ModelEngine) -> None:
+    """Each pause is taken for a reset."""
+    reset = engine.scheduler.reset
+    engine.scheduler.reset = lambda is_pause=False: reset()  # type: ignore[method-assign]
 
 
 def kept_over_every_reset(engine: ModelEngine) -> None:
-    """A reset is taken for a sleep with the same weights."""
+    """The weights count as the same after each pause."""
     scheduler, reset = engine.scheduler, engine.scheduler.reset
 
-    def forgetful() -> None:
-        reset()
-        scheduler.shelf.accept()
+    def forgetful(is_pause: bool = False) -> None:
+        reset(is_pause)
+        scheduler.shelf.is_hidden = False
 
     scheduler.reset = forgetful  # type: ignore[method-assign]
 

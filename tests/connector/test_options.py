@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import Hints, KVGroup
+from kvoffload.abc import Hints, KVGroup, MissReason
 from kvoffload.connector.options import (
     MAX_EXPECTED_S,
     MAX_SESSION_CHARS,
@@ -49,6 +49,31 @@ def test_a_request_may_ask_not_to_load() -> None:
     rig.compute(rig.request(12))
     assert rig.hit(rig.request(13, load=False)) == 0
     assert rig.hit(rig.request(13)) == 12
+
+
+@pytest.mark.parametrize("is_of_engine", [True, False])
+def test_a_request_that_may_not_load_is_not_looked_up(is_of_engine: bool) -> None:
+    """Neither while another loads the same blocks, nor while a lower tier has not answered. Its blocks are stored."""
+    rig = Rig(options={"engine_options": lambda request: {"load": False} if is_of_engine else {}})
+    sent = {"load": is_of_engine}  # What the engine forbids, no client can allow.
+    request = FakeRequest("r", prompt(9), {PARAM: sent})
+    rig.manager.unknown = True
+    stored = rig.start(request).stores
+    assert len(stored) == 1
+    assert rig.manager.lookups == []
+    assert rig.half.records[-1].reason is MissReason.NOT_LOOKED_UP
+    assert rig.half.records[-1].missed_key is not None
+    rig.report(*stored)
+    rig.manager.unknown = False
+    assert rig.look_up(FakeRequest("again", prompt(9), {PARAM: sent})) == (0, False)
+    assert rig.manager.lookups == []
+
+
+@pytest.mark.parametrize("name", ["load", "store"])
+def test_neither_client_nor_engine_allows_what_the_other_forbids(name: str) -> None:
+    for client, engine in [(True, False), (False, True), (False, False)]:
+        assert getattr(RequestOptions.from_params({PARAM: {name: client}}, {name: engine}), name) is False
+    assert getattr(RequestOptions.from_params({PARAM: {name: True}}, {name: True}), name) is True
 
 
 def test_a_request_may_cap_its_tokens() -> None:

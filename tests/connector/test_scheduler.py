@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.messages import StepMeta, WorkerReport
 from tests.connector.rig import (
     FakeRequest,
     Rig,
+    device_ids,
     held,
+    only,
     prompt,
 )
 
@@ -60,6 +62,88 @@ def test_an_error_in_the_manager_switches_offloading_off_loudly(
     rig.step()
     assert not rig.half.has_pending_work()
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+
+
+class Unreadable:
+    """Raises whatever is read of it."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ZeroDivisionError("a bug")
+
+
+def test_what_answers_instead_does_not_raise_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A promised load is reported as failed although neither the manager nor the engine can be asked any more."""
+    rig = Rig()
+    rig.store(prompt(8))
+    request, unknown = FakeRequest("r", prompt(10)), FakeRequest("unknown", prompt(10))
+    assert rig.look_up(request) == (8, True)
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    for method in ("prepare_load", "release_request", "poll"):
+        monkeypatch.setattr(rig.manager, method, broken)
+    monkeypatch.setattr(rig.half, "_engine_options", broken)
+    rig.allocate(request, [50, 51], 8)
+    rig.half.update_state_after_alloc(unknown, Unreadable(), 8)  # type: ignore[arg-type]
+    assert rig.half.off
+    assert rig.look_up(request) == (0, False)
+    assert rig.half.has_pending_work()
+    meta = rig.half.build_connector_meta(Unreadable())  # type: ignore[arg-type]
+    assert meta.broken_loads == {"r": [50, 51], "unknown": []}
+    assert not meta.has_tokens, "weights must not be read in a step that may have none"
+    assert not rig.half.has_pending_work()
+
+
+POINTS: dict[str, Callable[[Rig, FakeRequest], StepMeta | None]] = {
+    "is looked up": lambda rig, request: rig.look_up(request) and None,
+    "is offered blocks and gets none": lambda rig, request: rig.look_up(request) and rig.allocate(request, [50], 0),
+    "loads": lambda rig, request: rig.load(request),
+    "has loaded": lambda rig, request: rig.report(*rig.load(request).loads),
+    "has failed to load": lambda rig, request: rig.report(*rig.load(request).loads, failed=True),
+    "is stored": lambda rig, request: rig.start(request),
+    "is preempted": lambda rig, request: (rig.start(request), rig.step(preempted=["r"]))[0],
+    "has computed": lambda rig, request: rig.report(*rig.start(request).stores),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_id_may_be_used_again_when_its_request_has_ended(point: str) -> None:
+    """Whatever is under way for the first request, and reported while the second one runs."""
+    rig = Rig(num_host_blocks=32)
+    rig.store(prompt(8))
+    rig.store(prompt(8, 100))
+    first, second = FakeRequest("r", prompt(13)), FakeRequest("r", prompt(13, 100))
+    meta = POINTS[point](rig, first)
+    rig.half.request_finished(first)
+    rest = rig.step()
+    assert rig.look_up(second) == (8, True)
+    rig.allocate(second, [70, 71, 72, 73], 8)
+    second.num_computed_tokens = 8
+    load, spec = only(rig.step().loads)
+    assert device_ids(spec) == [70, 71]
+    for late in (meta, rest):
+        rig.report(*([] if late is None else [*late.loads, *late.stores]))
+    rig.report(load)
+    rig.allocate(second, [70, 71, 72, 73])
+    store, spec = only(rig.step({second: 5}, new={"r": [70, 71, 72, 73]}).stores)
+    assert device_ids(spec) == [72], "what was loaded is not stored again"
+    rig.report(store)
+    rig.half.request_finished(second)
+    rig.report(*rig.step().stores)
+    assert rig.status(prompt(12, 100)) == [0, 0, 0]
+    assert rig.status(prompt(8)) == [0, 0]
+    assert not rig.half.off
+    assert not rig.half.snapshot().requests
+    assert not rig.half.has_pending_work()
+    rig.manager.check_integrity()
+
+
+def test_has_pending_work_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    monkeypatch.setattr(type(rig.manager), "has_pending_writes", property(lambda manager: 1 // 0))
+    assert not rig.half.has_pending_work()
+    assert rig.half.off
 
 
 def test_switching_off_breaks_the_promises_that_were_made(monkeypatch: pytest.MonkeyPatch) -> None:

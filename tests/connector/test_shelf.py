@@ -133,11 +133,11 @@ def test_after_a_reset_blocks_that_follow_a_load_are_stored() -> None:
     assert device_ids(only(rig.step({request: 8}, new={"r": [20, 21, 22, 23]}).stores)[1]) == [22, 23]
 
 
-def slept(**options: Any) -> Rig:
-    """An engine that has stored a block and fallen asleep."""
-    rig = Rig(options={"may_sleep": True}, **options)
+def paused(**options: Any) -> Rig:
+    """An engine that has stored two blocks and paused."""
+    rig = Rig(**options)
     rig.store(prompt(8))
-    rig.half.reset()
+    rig.half.reset(is_pause=True)
     return rig
 
 
@@ -152,11 +152,9 @@ def asks_for_a_check(rig: Rig) -> tuple[FakeRequest, int]:
     return request, check
 
 
-def test_after_a_sleep_with_the_same_weights_blocks_are_found_again() -> None:
-    rig = slept(num_workers=2)
-    assert rig.step().check_weights is None, "asleep"
-    rig.half.wake_up()
-    assert rig.step().check_weights is None, "perhaps some memory is asleep still"
+def test_after_a_pause_with_the_same_weights_blocks_are_found_again() -> None:
+    rig = paused(num_workers=2)
+    assert rig.step().check_weights is None, "perhaps its weights have no memory"
     request, check = asks_for_a_check(rig)
     rig.half.update_connector_output(WorkerReport({check: 1}))
     assert rig.look_up(request) == (None, False)
@@ -166,9 +164,8 @@ def test_after_a_sleep_with_the_same_weights_blocks_are_found_again() -> None:
     rig.manager.check_integrity()
 
 
-def test_after_a_sleep_one_worker_with_other_weights_drops_all_blocks() -> None:
-    rig = slept(num_workers=2)
-    rig.half.wake_up()
+def test_after_a_pause_one_worker_with_other_weights_drops_all_blocks() -> None:
+    rig = paused(num_workers=2)
     request, check = asks_for_a_check(rig)
     rig.half.update_connector_output(WorkerReport({check: 1}, {check}))
     assert rig.look_up(request) == (0, False)
@@ -177,77 +174,89 @@ def test_after_a_sleep_one_worker_with_other_weights_drops_all_blocks() -> None:
     assert rig.manager.num_used_blocks == 0
 
 
-WITHOUT_A_WAKE: dict[str, Callable[[Rig], object]] = {
-    "a lookup": lambda rig: rig.look_up(FakeRequest("n", prompt(9))),
-    "a step that computes": lambda rig: rig.step({FakeRequest("n", prompt(9)): 1}),
-    "another reset": lambda rig: rig.half.reset(),
+NOT_PAUSED: dict[str, Callable[[Rig], object]] = {
+    "a reset": lambda rig: rig.half.reset(),
     "changed weights": lambda rig: rig.half.update_connector_output(WorkerReport(changed_at=1)),
     "the end": lambda rig: rig.half.shutdown(),
 }
 
 
-@pytest.mark.parametrize("event", WITHOUT_A_WAKE)
-def test_a_reset_without_a_wake_drops_all_blocks(event: str) -> None:
-    rig = slept()
+@pytest.mark.parametrize("event", NOT_PAUSED)
+def test_what_a_pause_has_kept_may_be_dropped(event: str) -> None:
+    rig = paused()
     rig.step()
-    assert rig.manager.num_used_blocks == 2, "it may be asleep"
-    WITHOUT_A_WAKE[event](rig)
+    assert rig.manager.num_used_blocks == 2
+    NOT_PAUSED[event](rig)
     assert rig.manager.num_used_blocks == 0
-    rig.half.wake_up()
     assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
     assert rig.step().check_weights is None
     assert not rig.half.off
 
 
-def test_a_reset_is_no_sleep_where_the_engine_cannot_sleep() -> None:
+def test_a_reset_drops_all_blocks() -> None:
     rig = Rig()
     rig.store(prompt(8))
     rig.half.reset()
     assert rig.manager.num_used_blocks == 0
 
 
-@pytest.mark.parametrize("when", ["awake", "being checked"])
-def test_a_reset_after_waking_drops_all_blocks(when: str) -> None:
-    rig = slept()
-    rig.half.wake_up()
-    check = asks_for_a_check(rig)[1] if when == "being checked" else None
-    rig.half.reset()
-    if check is not None:
-        rig.half.update_connector_output(WorkerReport({check: 1}))
+@pytest.mark.parametrize("is_pause", [True, False])
+def test_a_reset_during_a_check(is_pause: bool) -> None:
+    """A worker that has other weights accepts them with its first tokens, so the next check would succeed."""
+    rig = paused()
+    _, check = asks_for_a_check(rig)
+    rig.half.reset(is_pause)
+    rig.half.update_connector_output(WorkerReport({check: 1}, {check}))
     assert rig.look_up(FakeRequest("s", prompt(9))) == (0, False)
     assert rig.manager.num_used_blocks == 0
 
 
-def test_a_step_that_computes_after_a_sleep_checks_first() -> None:
+def test_a_check_from_before_a_pause_proves_nothing() -> None:
+    rig = paused()
+    request, check = asks_for_a_check(rig)
+    rig.half.reset(is_pause=True)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    again = asks_for_a_check(rig)[1]
+    assert again != check
+    rig.half.update_connector_output(WorkerReport({again: 1}))
+    assert rig.look_up(request) == (8, True)
+
+
+def test_a_step_that_computes_after_a_pause_checks_first() -> None:
     """Its tokens are the first that workers accept new weights for."""
-    rig = slept()
-    rig.half.wake_up()
-    assert rig.step({FakeRequest("n", prompt(9)): 1}).check_weights is not None
+    assert paused().step({FakeRequest("n", prompt(9)): 1}).check_weights is not None
+
+
+def test_a_request_that_may_not_load_waits_for_no_check() -> None:
+    rig = paused()
+    request = FakeRequest("n", prompt(9), {"kvoffload": {"load": False}})
+    assert rig.look_up(request) == (0, False)
+    assert rig.step().check_weights is None
+    assert rig.manager.num_used_blocks == 2
 
 
 def test_a_request_that_waits_for_a_check_computes_at_the_deadline() -> None:
-    rig = slept()
-    rig.half.wake_up()
+    """A check that comes late is of use to the next one."""
+    rig = paused()
     request, check = asks_for_a_check(rig)
     rig.clock.now += 1
     assert rig.look_up(request) == (0, False)
     rig.half.update_connector_output(WorkerReport({check: 1}))
-    assert rig.manager.num_used_blocks == 0
+    assert rig.look_up(FakeRequest("s", prompt(9))) == (8, True)
 
 
-def test_time_asleep_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(options={"may_sleep": True})
+def test_a_pause_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
     rig.store(prompt(8))
     load, _ = only(rig.load(FakeRequest("l", prompt(9))).loads)
     request = FakeRequest("r", prompt(9))
     assert rig.look_up(request) == (None, False), "its blocks are being loaded for another"
-    rig.half.reset()
-    rig.report(load, failed=True)
-    rig.clock.now += 60
     released: list[str] = []
     monkeypatch.setattr(rig.manager, "release_request", lambda context: released.append(context.req_id))
-    rig.half.wake_up()
+    rig.half.reset(is_pause=True)
     assert "r" in released, "it may wait for lower tiers as long as a new request"
+    rig.report(load, failed=True)
+    rig.clock.now += 60
     assert rig.look_up(request) == (None, False)
     check = rig.step().check_weights
     assert check is not None
@@ -255,16 +264,15 @@ def test_time_asleep_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     assert rig.look_up(request) == (8, True)
 
 
-def test_stores_and_loads_under_way_fail_when_the_engine_falls_asleep() -> None:
-    rig = Rig(options={"may_sleep": True})
+def test_stores_and_loads_under_way_fail_when_the_engine_pauses() -> None:
+    rig = Rig()
     rig.store(prompt(8))
     request = FakeRequest("l", prompt(9))
     load, _ = only(rig.load(request).loads)
     store, _ = only(rig.start(FakeRequest("s", prompt(8, 50)), [10, 11]).stores)
-    rig.half.reset()
+    rig.half.reset(is_pause=True)
     rig.report(store)
     rig.report(load, failed=True)
-    rig.half.wake_up()
     new, check = asks_for_a_check(rig)
     rig.half.update_connector_output(WorkerReport({check: 1}))
     assert rig.look_up(new) == (8, True)

@@ -139,10 +139,11 @@ def test_no_law_is_broken_by_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_on_disk_outlive_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "plan", lambda seed: sleeping(warm(seed), 0.1))
 
-    def never_wakes_up(server: Server) -> None:
-        server.engine.scheduler.wake_up = lambda: None  # type: ignore[method-assign]
+    def never_keeps(server: Server) -> None:
+        reset = server.engine.scheduler.reset
+        server.engine.scheduler.reset = lambda is_pause=False: reset()  # type: ignore[method-assign]
 
-    kept, dropped = run_simulations(range(10)), run_simulations(range(10), patch=never_wakes_up)
+    kept, dropped = run_simulations(range(10)), run_simulations(range(10), patch=never_keeps)
     assert kept.failures == dropped.failures == {}
     assert kept.counts["promoted_blocks"] > dropped.counts["promoted_blocks"]
 

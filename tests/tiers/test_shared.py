@@ -72,6 +72,23 @@ def test_a_reset_forgets_a_shared_tier_and_deletes_nothing_there(caplog: pytest.
     assert "restart this server" in messages[0]
 
 
+def test_a_reset_of_what_is_its_own_keeps_what_others_use() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 2)
+    rig.store(keys)
+    settle(rig)
+    assert rig.manager.reset_own()
+    assert rig.host.num_used_blocks == 0
+    assert not rig.tiers[0].blocks
+    assert not shared.was_reset
+    assert rig.manager.lookup(keys, A) is None
+    settle(rig)
+    assert shared.reads == keys
+    assert rig.manager.lookup(keys, A) == 2
+    rig.manager.reset()
+    assert not rig.manager.reset_own(), "the shared tier is off"
+
+
 @pytest.mark.parametrize("planted", ["deletes", "stays on"])
 def test_a_wrong_reset_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, shared = with_shared()

@@ -491,6 +491,43 @@ def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "drafts": drafts, "scheduler": type(engine.scheduler).__name__, **engine.state()}
 
 
+def whole_prompts(config: dict[str, Any]) -> dict[str, Any]:
+    """Stores the blocks of all prompts, empties the device's cache, and asks for an answer about every token of the
+    prompts: embeddings from a pooling model, else logprobs. ``outputs`` has a list of tokens and one of values for
+    each."""
+    from vllm import PoolingParams
+    from vllm.entrypoints.pooling import offline
+
+    # These need a tokenizer.
+    offline.init_pooling_io_processors = lambda *args, **kwargs: {}
+    engine = Engine(config)
+    core = engine.llm.llm_engine
+
+    def ask(params: Any) -> list[Any]:
+        outputs: dict[str, Any] = {}
+        for i, prompt in enumerate(engine.prompts):
+            core.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        while core.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in core.step() if output.finished}
+        return [output for _, output in sorted(outputs.items())]
+
+    if core.model_config.runner_type == "pooling":
+        first, then = PoolingParams(task="embed"), PoolingParams(task="token_embed")
+    else:
+        first, then = engine.sampling(max_tokens=2), engine.sampling(max_tokens=2, prompt_logprobs=0)
+    ask(first)
+    engine.drain()
+    assert engine.llm.reset_prefix_cache()
+    outputs = []
+    for output in ask(then):
+        if core.model_config.runner_type == "pooling":
+            values = output.outputs.data[..., :2].flatten().tolist()
+        else:
+            values = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
+        outputs.append([output.prompt_token_ids, values])
+    return {"outputs": outputs, **engine.state()}
+
+
 def service(config: dict[str, Any]) -> dict[str, Any]:
     """Runs two rounds, a reset, another round, and a prefill for a remote decoder."""
     engine = Engine(config)
@@ -760,7 +797,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.observe import server as records
     from kvoffload.vllm import versions
 
-    versions.may_sleep = lambda _: not config.get("forgetful")
+    versions.keeps_over_pauses = lambda _: not config.get("forgetful")
     if config.get("forgetful"):
         config["connector_class"] = "ForgetfulKVOffloadConnector"
     engine = Engine(config)
@@ -1268,6 +1305,7 @@ SCENARIOS = {
     for f in (
         rounds,
         one_by_one,
+        whole_prompts,
         service,
         reuse,
         turns,

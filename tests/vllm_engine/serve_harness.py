@@ -148,9 +148,11 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda prompt: self.complete(prompt, **changes), prompts))
 
-    def post(self, path: str) -> dict[str, Any]:
-        """Sends an empty POST and returns the JSON of the answer."""
-        return dict(json.loads(self._open(urllib.request.Request(self.url + path, method="POST"))))
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Sends a POST, by default an empty one, and returns the JSON of the answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method="POST")
+        return dict(json.loads(self._open(request)))
 
     def get(self, path: str) -> str:
         return self._open(urllib.request.Request(self.url + path))

@@ -8,7 +8,7 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+from vllm_harness import POOL, WHOLE_PROMPTS, Run, Runner, assert_at_rest, assert_computed_whole, differences
 
 pytestmark = pytest.mark.vllm
 
@@ -59,6 +59,13 @@ def test_failing_copies_are_misses(run: Runner, expected: list[Any]) -> None:
     assert result["metrics"]["store_failures"] > 0
     assert result["metrics"]["load_failures"] > 0
     assert result["metrics"]["load_blocks"] > 0
+
+
+@pytest.mark.parametrize("kind", WHOLE_PROMPTS)
+def test_answers_about_whole_prompts_use_no_offloaded_blocks(run: Runner, kind: str) -> None:
+    right = run("whole_prompts", **WHOLE_PROMPTS[kind])["outputs"]
+    result = run("whole_prompts", connector=POOL, **WHOLE_PROMPTS[kind])
+    assert_computed_whole(result, right)
 
 
 def test_records_distinguish_evicted_from_new_prefixes(run: Runner, expected: list[Any]) -> None:

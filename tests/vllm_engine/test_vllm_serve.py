@@ -166,16 +166,15 @@ class TestReadmeFlag:
         assert grown["pool_used_blocks"] > 0
 
     @pytest.mark.parametrize("level", [1, pytest.param(2, marks=SOAK)])
-    def test_sleep_empties_the_pool(self, server: Server, alone: dict[str, list[Any]], level: int) -> None:
+    def test_sleep_keeps_the_pool(self, server: Server, alone: dict[str, list[Any]], level: int) -> None:
         """On CPU a worker keeps its memory. The rest of vLLM's sleep runs: the scheduler is paused, and
         ``EngineCore._reset_caches`` resets the prefix cache and the connector."""
         server.round(PROMPTS)
-        assert server.metrics()["pool_used_blocks"] > 0
+        used = server.metrics()["pool_used_blocks"]
         assert server.post(f"/sleep?level={level}")["status"] == "sleeping"
         assert json.loads(server.get("/is_sleeping")) == {"is_sleeping": True}
-        assert eventually(lambda: server.scrape()["pool_used_blocks"] == 0)
         assert server.post("/wake_up")["status"] == "awake"
-        assert server.metrics()["pool_used_blocks"] == 0
+        assert server.metrics()["pool_used_blocks"] == used > 0
         check_two_rounds(server, alone["prompts"])
 
     def test_a_sleep_of_level_0_keeps_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
@@ -308,6 +307,48 @@ def test_tenants_find_what_they_have_stored_themselves(start: Start, alone: dict
             "tenant_hit_tokens:other": 4 * HIT,
         }
         assert metrics["tenant_evicted_blocks:search,host"] == metrics["off"] == 0
+
+
+def test_a_pause_keeps_blocks_and_a_reset_the_store_while_weights_stay(
+    start: Start, alone: dict[str, list[Any]], run: Runner, tmp_path: Path
+) -> None:
+    other, patient = tmp_path / "other", 1000 * DEADLINE_S
+    run.write_model(other, seed=1)
+    tiers = [{"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "64MiB"}]
+    deadlines = {"load_deadline_ms": patient, "lookup_deadline_ms": patient}
+    with start(flag(host_bytes=POOL_BYTES, load_only_if_faster=False, tiers=tiers, **deadlines)) as server:
+
+        def ask() -> tuple[list[Any], dict[str, float]]:
+            answers, grown = server.growth(lambda: server.round(PROMPTS))
+            return answers, grown
+
+        ask()
+        assert eventually(lambda: server.metrics()["tier_write_blocks:shared_dir"] >= BLOCKS_ASKED // 2)
+        assert server.post("/pause")["status"] == "paused"
+        assert server.post("/resume")["status"] == "resumed"
+        answers, grown = ask()
+        assert differences(answers, alone["prompts"]) == []
+        assert grown["host_hit_tokens"] > 0
+        assert grown["misses:reset"] == 0
+
+        assert eventually(lambda: server.post("/reset_prefix_cache?reset_external=true")["success"])
+        assert eventually(lambda: server.scrape()["pool_used_blocks"] == 0)
+        answers, grown = ask()
+        assert differences(answers, alone["prompts"]) == []
+        assert grown["tier_hit_tokens:shared_dir"] > 0
+        assert server.metrics()["tier_off:shared_dir"] == 0
+
+        server.post("/pause")
+        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(other)}})
+        server.post("/resume")
+        answers, grown = ask()
+        assert grown["tier_hit_tokens:shared_dir"] == 0
+        assert server.metrics()["tier_off:shared_dir"] == 1
+        server.forget_device_blocks()
+        alone_again = {"kv_transfer_params": {"kvoffload": {"load": False, "store": False}}}
+        right = server.round(PROMPTS, **alone_again)
+        assert len(differences(right, alone["prompts"])) == len(PROMPTS)
+        assert differences(answers, right) == []
 
 
 def test_corrupted_bytes_change_answers(start: Start, alone: dict[str, list[Any]]) -> None:

@@ -11,7 +11,16 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm_harness import DEADLINE_S, GEMMA3, POOL, Runner, assert_at_rest, differences
+from vllm_harness import (
+    DEADLINE_S,
+    GEMMA3,
+    POOL,
+    WHOLE_PROMPTS,
+    Runner,
+    assert_at_rest,
+    assert_computed_whole,
+    differences,
+)
 
 from kvoffload.testing.scale import SCALE
 
@@ -87,6 +96,15 @@ def test_outputs_are_identical(run: Runner, version: str, overlaid: dict[str, An
 def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
     result = run("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector", **overlaid)
     assert len(differences(result["outputs"][1], answers)) == len(answers)
+
+
+@pytest.mark.usefixtures("not_interpreted")
+@pytest.mark.parametrize("kind", WHOLE_PROMPTS)
+def test_answers_about_whole_prompts_use_no_offloaded_blocks(run: Runner, overlaid: dict[str, Any], kind: str) -> None:
+    """Before 0.31 vLLM would take an offer for them."""
+    right = run("whole_prompts", **WHOLE_PROMPTS[kind], **overlaid)["outputs"]
+    result = run("whole_prompts", connector=POOL, **WHOLE_PROMPTS[kind], **overlaid)
+    assert_computed_whole(result, right)
 
 
 @pytest.mark.usefixtures("not_interpreted")

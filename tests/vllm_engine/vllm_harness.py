@@ -43,7 +43,11 @@ GEMMA3: dict[str, Any] = {
     "engine": {"num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 128},
 }
 """A model with two KV cache groups, and sizes at which its prompts preempt each other."""
-
+WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
+    "prompt_logprobs": {"prompts": 4},
+    "token_embed": {"prompts": 4, "engine": {"runner": "pooling"}},
+}
+"""Runs of the scenario ``whole_prompts``."""
 
 LFM2: dict[str, Any] = {
     "model_kind": "lfm2",
@@ -222,10 +226,12 @@ class Runner:
         log = finish(child, result.with_suffix(".log"))
         return Run(json.loads(result.read_text()), log)
 
-    def write_model(self, directory: Path) -> None:
+    def write_model(self, directory: Path, seed: int = 0) -> None:
         """Writes the model of ``driver.py``, without an engine."""
         program = directory.with_suffix(".py")
-        program.write_text(f"import driver, pathlib\ndriver.write_model(pathlib.Path({str(directory)!r}))\n")
+        program.write_text(
+            f"import driver, pathlib\ndriver.write_model(pathlib.Path({str(directory)!r}), seed={seed})\n"
+        )
         log = directory.with_suffix(".log")
         environment = {**os.environ, **ENVIRONMENT}
         finish(self.parent(environment).start([str(program)], environment, log), log)
@@ -302,6 +308,18 @@ def differences_beyond_ties(got: list[Any], expected: list[Any], tolerance: floa
         return True
 
     return [i for i, pair in enumerate(zip(got, expected, strict=True)) if not is_same(*pair)]
+
+
+def assert_computed_whole(result: Run, right: list[Any]) -> None:
+    """Checks the answers of the scenario ``whole_prompts``, and that nothing was looked up for them."""
+    assert [len(values) for _, values in right] == [len(values) for _, values in result["outputs"]]
+    assert min(len(values) for _, values in right) > 100
+    assert differences(result["outputs"], right) == []
+    metrics = result["metrics"]
+    assert metrics["store_blocks"] > 0
+    assert metrics["host_hit_tokens"] == 0
+    assert metrics["misses:not_looked_up"] == len(right)
+    assert_at_rest(result.result)
 
 
 def assert_at_rest(state: dict[str, Any]) -> None:

@@ -16,7 +16,10 @@ class Request(Protocol):
     the block hashes depend, it may say which tenant the request belongs to."""
 
     @property
-    def request_id(self) -> str: ...
+    def request_id(self) -> str:
+        """Names the request until it has ended and its load, if one is in progress, was reported."""
+        ...
+
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and the tokens sampled so far."""

@@ -198,6 +198,12 @@ class OffloadingManager(ABC):
     def reset(self) -> None:
         """Drops every key."""
 
+    def reset_own(self) -> bool:
+        """Drops every key, but keeps the blocks of shared tiers. Returns whether there may be some. By default there
+        is no such tier."""
+        self.reset()
+        return False
+
     @abstractmethod
     def shutdown(self) -> None:
         """Releases all resources. May be called twice."""

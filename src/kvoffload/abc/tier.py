@@ -78,8 +78,8 @@ class Tier(ABC):
     name: str
     """For logs and metrics. Distinct among the tiers of a manager."""
     is_shared: bool = False
-    """Whether other processes use the same blocks. A reset of one process then deletes nothing: the process stops using
-    the tier until it is started again."""
+    """Whether other processes use the same blocks. New weights in one process then delete nothing: the process stops
+    using the tier until it is started again."""
 
     @property
     def capacity_bytes(self) -> int | None:

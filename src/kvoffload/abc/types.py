@@ -167,6 +167,8 @@ class MissReason(enum.StrEnum):
     """A lower tier has it, but the request needs more blocks at once than may be promoted."""
     NO_STATE = "no_state"
     """The blocks before it are stored, but recurrent layers have no state at their end: none was kept there."""
+    NOT_LOOKED_UP = "not_looked_up"
+    """The request may not load: its client or its engine said so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ ADVICE = {
         True,
     ),
     MissReason.RESET: Advice(
-        "the cache had been reset", "Reset less often: new weights, sleep mode and /reset_prefix_cache reset the cache."
+        "the cache had been reset", "Reset less often: new weights and /reset_prefix_cache reset the cache."
     ),
     MissReason.COPY_FAILED: Advice("the copy of the block had failed", "See the warnings in the server's log."),
     MissReason.CORRUPT: Advice(
@@ -109,6 +109,11 @@ ADVICE = {
     MissReason.NO_STATE: Advice(
         "the model's recurrent layers had no state there",
         "Nothing to do: states are kept at the ends of prompts and outputs, and where prompts were found to part.",
+    ),
+    MissReason.NOT_LOOKED_UP: Advice(
+        "nothing may be loaded for the request",
+        "Nothing to do: its client asked for that (load: false), or the answer needs the whole prompt computed, as "
+        "prompt_logprobs, echo with logprobs and embeddings per token do.",
     ),
 }
 

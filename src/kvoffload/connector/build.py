@@ -50,7 +50,6 @@ def build_scheduler(
     engines: int = 1,
     share_loads: bool = True,
     enable_events: bool = False,
-    may_sleep: bool = False,
     parent_request: Callable[[str], str] = str,
     following: Following | None = None,
     trace_headers: TraceHeaders | None = None,
@@ -70,7 +69,7 @@ def build_scheduler(
     ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
     ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
     this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
-    to the id under which the reuse filter counts it. ``share_loads``, ``may_sleep``, ``following`` and
+    to the id under which the reuse filter counts it. ``share_loads``, ``following`` and
     ``engine_options``: see OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored
     events describe their blocks. ``trace_headers``: returns a request's headers with its OpenTelemetry trace, or None:
     then spans are made, see ``kvoffload.observe.spans``. ``identity`` says in words what the fingerprint depends on,
@@ -112,7 +111,6 @@ def build_scheduler(
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
             spans=_make_spans(trace_headers, host_pools.block_bytes),
-            may_sleep=may_sleep,
             following=following,
             parts=parts,
             engine_options=engine_options,

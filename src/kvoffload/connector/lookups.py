@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvoffload.abc import OffloadingManager
+from kvoffload.abc import OffloadingManager, OffloadKey
 from kvoffload.connector.hits import HitSearch, last_loadable
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.request import Changes, Match, RequestState
-from kvoffload.connector.shelf import Contents, Shelf
+from kvoffload.connector.shelf import Shelf
 
 MAX_WAITS_PER_REQUEST = 3
 """A request that has waited, had its answer and could not be scheduled may find less when it is looked up again, and
@@ -18,7 +18,7 @@ wait again. It waits at most this often until it is given device blocks, each ti
 class Lookups:
     """Answers how much of a request can be loaded, using ``hits``, and remembers the answer in the request.
 
-    A request waits for blocks that are being loaded for another request, for a lower tier, and, after a sleep, for the
+    A request waits for blocks that are being loaded for another request, for a lower tier, and, after a reset, for the
     comparison of the weights: each time at most ``deadline_s``.
     """
 
@@ -62,14 +62,14 @@ class Lookups:
 
     def _look_up(self, state: RequestState, computed: int) -> Match:
         state.extend_keys()
-        if self._shelf.contents is Contents.AWAKE and (wait := self._wait(state, computed)):
-            self._shelf.ask_for_check()
-            return wait
-        self._shelf.drop()
-        if not state.touched:
-            state.touched = True
+        if not state.may_load:
             self._touch(state)
-        if not state.may_load or computed % self._layout.device_align:
+            return Match(self._contents, computed, 0, self._first_missing(state, computed))
+        if self._shelf.is_hidden:
+            self._shelf.ask_for_check()
+            return self._wait(state, computed) or Match(self._contents, computed, 0, None)
+        self._touch(state)
+        if computed % self._layout.device_align:
             return Match(self._contents, computed, 0, None)
         if self._hits.is_next_loading(state, computed) and (wait := self._wait(state, computed)):
             return wait
@@ -85,9 +85,17 @@ class Lookups:
         tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= self._layout.align else 0
         return Match(self._contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
 
+    def _first_missing(self, state: RequestState, computed: int) -> OffloadKey | None:
+        """Returns the key of the first block behind ``computed`` tokens; None if the request has no whole one there."""
+        keys, first = state.blocks.keys[0], computed // self._layout.block_tokens[0]
+        return keys[first] if first < len(keys) else None
+
     def _touch(self, state: RequestState) -> None:
-        """Counts a use of the request's blocks, and of the last state that it could continue from. States are kept at
+        """Counts one use of the request's blocks, and of the last state that it could continue from. States are kept at
         few boundaries: to a policy, those at all the others would be blocks that it has lost."""
+        if state.touched:
+            return
+        state.touched = True
         if not self._layout.states:
             self._manager.touch(state.blocks.keys_in_order(), state.context)
             return

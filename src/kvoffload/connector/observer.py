@@ -232,7 +232,10 @@ class RequestObserver:
         missed, reason, age_s, policy, missed_in = match.missed, None, None, None, None
         if missed is not None:
             policy = self._manager.policy_state() or None
-            missed, miss = self._explain(missed, match.no_state)
+            if state.may_load:
+                missed, miss = self._explain(missed, match.no_state)
+            else:
+                miss = Miss(MissReason.NOT_LOOKED_UP)
             reason, age_s, missed_in = miss.reason, miss.age_s, miss.tier
             self.metrics.add("misses", label=reason)
         if state.tenant is not None:

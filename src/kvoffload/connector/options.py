@@ -60,6 +60,8 @@ OPTIONS: Mapping[str, Callable[[object], bool]] = {
     "tenant": _is_tenant,
 }
 """Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
+PERMISSIONS = {"store", "load"}
+"""Options with which a client cannot allow what its engine forbids."""
 
 
 EngineOptions: TypeAlias = Callable[[Request], Mapping[str, object]]
@@ -74,7 +76,7 @@ class RequestOptions:
     store: bool = True
     """Whether its KV may be stored."""
     load: bool = True
-    """Whether stored KV may be loaded for it."""
+    """Whether stored KV may be looked up and loaded for it."""
     max_tokens: int | None = None
     """The number of its first tokens that may be stored and loaded; None: all."""
     session: str | None = None
@@ -94,7 +96,7 @@ class RequestOptions:
     def from_params(cls, params: object, engine_options: Mapping[str, object] | None = None) -> RequestOptions:
         """Reads what a client sent, which may be anything. Options that are unknown or invalid are left out, with a
         debug line. None counts as not sent. ``engine_options``: options that the engine itself has for the request;
-        those of the client count more."""
+        those of the client count more, except that neither can allow what the other forbids."""
         params = params if isinstance(params, Mapping) else {}
         sent = params.get(PARAM)
         remote_decode = bool(params.get("do_remote_decode"))
@@ -107,7 +109,7 @@ class RequestOptions:
             for name, is_valid in OPTIONS.items():
                 value = source.get(name)
                 if value is not None and is_valid(value):
-                    known[name] = value
+                    known[name] = value and known.get(name, True) if name in PERMISSIONS else value
                 elif value is not None:
                     ignored.append(name)
         num_known = sum(name in options for name in OPTIONS)

@@ -3,12 +3,13 @@
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
 requests may complete a block, ``states`` which states are kept, ``jobs`` has the copies in progress, ``shelf`` keeps
-contents over a sleep, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes
+contents over a pause, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes
 them on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -64,8 +65,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Nothing raises into the engine: an unexpected error switches offloading off, and from then on
-    ``fallback`` answers in the method's place."""
+    """Nothing raises into the engine: an unexpected error switches offloading off, and from then on ``fallback``
+    answers in the method's place. It must not raise, so it asks neither the manager nor the engine for anything."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
@@ -80,6 +81,13 @@ def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
         return cast(Method, guarded)
 
     return decorate
+
+
+def _has_tokens(step: ScheduledStep) -> bool:
+    """Whether the step computes anything. False if it cannot be read: workers must not look at the weights then."""
+    with contextlib.suppress(Exception):
+        return any(step.num_scheduled_tokens.values())
+    return False
 
 
 @dataclass(slots=True)
@@ -116,9 +124,9 @@ class OffloadingConnectorScheduler:
     to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
     ``recorder`` gets every request that was given device blocks, when it ends; ``spans`` gets every request.
-    ``may_sleep``: the engine calls ``wake_up`` after each sleep, and a reset may belong to one. ``following``
-    describes the tokens after a block. It is needed if a group has a ``lookahead``. ``parts``: how the blocks of
-    ``groups`` are divided. ``engine_options`` returns what the engine itself knows of a request, as request options.
+    ``following`` describes the tokens after a block. It is needed if a group has a ``lookahead``. ``parts``: how the
+    blocks of ``groups`` are divided. ``engine_options`` returns what the engine itself knows of a request, as request
+    options.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -140,7 +148,6 @@ class OffloadingConnectorScheduler:
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
         spans: RequestSpans | None = None,
-        may_sleep: bool = False,
         following: Following | None = None,
         parts: Parts | None = None,
         engine_options: EngineOptions | None = None,
@@ -160,7 +167,7 @@ class OffloadingConnectorScheduler:
         )
         self.loads = LoadPlanner(manager, self.layout, self.jobs)
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer)
-        self.shelf = Shelf(manager, self.changes, num_workers, may_sleep)
+        self.shelf = Shelf(manager, self.changes, num_workers)
         self.sound = SoundBlocks()
         hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})
         deadline_s = load_deadline_ms / 1000
@@ -198,7 +205,7 @@ class OffloadingConnectorScheduler:
 
     # Loads.
 
-    @_guarded(lambda self, request, blocks, num_external_tokens: self._break_load(request, blocks, num_external_tokens))
+    @_guarded(lambda self, request, blocks, num_external_tokens: self._fail_load(request, blocks, num_external_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Starts the load of ``num_external_tokens`` tokens of the offer into ``blocks``, which the engine has
         allocated, and pins the slots that it reads. Zero tokens: the engine has declined the offer, or there was
@@ -241,16 +248,23 @@ class OffloadingConnectorScheduler:
             state.may_load = False
             self.manager.release_request(state.context)
             self.metrics.add("load_failures")
-            device_blocks = self.loads.device_blocks(blocks, state.computed_at_load, num_external_tokens)
+            self._fail_load(request, blocks, num_external_tokens)
+
+    def _fail_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
+        """Reports a promised load as failed, whatever state the request is in."""
+        if num_external_tokens:
+            state = self.requests.get(request.request_id)
+            computed = 0 if state is None else state.computed_at_load if state.match is None else state.match.computed
+            device_blocks = self.loads.device_blocks(blocks, computed, num_external_tokens)
             self._next.meta.broken_loads[request.request_id] = device_blocks
 
     # Steps.
 
-    @_guarded(lambda self, step: self._take_meta(step))
+    @_guarded(lambda self, step: self._take_meta(_has_tokens(step)))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
         step = self.layout.parts.step(step)
-        has_tokens = any(step.num_scheduled_tokens.values())
+        has_tokens = _has_tokens(step)
         upcoming, epoch = self._next, self.shelf.num_resets
         meta = upcoming.meta
         meta.check_weights = self.shelf.begin_step(has_tokens)
@@ -289,7 +303,7 @@ class OffloadingConnectorScheduler:
         meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
-        return self._take_meta(step)
+        return self._take_meta(has_tokens)
 
     def _poll(self) -> None:
         if self.manager.poll():
@@ -307,9 +321,9 @@ class OffloadingConnectorScheduler:
         if not has_new_ones:
             self.observer.lost_blocks(req_id)
 
-    def _take_meta(self, step: ScheduledStep) -> StepMeta:
+    def _take_meta(self, has_tokens: bool) -> StepMeta:
         meta, self._next = self._next.meta, _NextStep()
-        meta.has_tokens = any(step.num_scheduled_tokens.values())
+        meta.has_tokens = has_tokens
         meta.epoch = self.shelf.num_resets
         self.shelf.was_reset = False
         return meta
@@ -382,45 +396,40 @@ class OffloadingConnectorScheduler:
         self.requests.pop(request.request_id, None)
         return False, None
 
+    @_guarded(lambda self: self._has_promises())
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request needs it to."""
+        return self._has_promises() or bool(self.jobs.jobs or self._next.finished) or self.manager.has_pending_writes
+
+    def _has_promises(self) -> bool:
         meta = self._next.meta
-        promises = bool(meta.broken_loads or meta.releases or self.held or self.shelf.was_reset)
-        if self.off or promises:
-            return promises
-        return bool(self.jobs.jobs or self._next.finished) or self.manager.has_pending_writes
+        return bool(meta.broken_loads or meta.releases or self.held or self.shelf.was_reset)
 
     @_guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
         return self.observer.take_events()
 
-    @_guarded(lambda self: None)
-    def reset(self) -> None:
+    @_guarded(lambda self, is_pause=False: None)
+    def reset(self, is_pause: bool = False) -> None:
         """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
         it may belong to weights that are gone. The same holds for older KV that they find in the engine's own cache.
         Loads and stores in progress count as failed.
 
-        An engine that falls asleep resets its caches too. So with ``may_sleep`` the manager keeps its contents, which
-        no request can find, until the engine looks up or computes again; see ``wake_up``.
+        ``is_pause``: the engine resets its caches because it pauses or falls asleep, and no block is dropped yet. No
+        request finds one until all workers have compared all of their weights with those that the blocks were computed
+        with: the first lookup or computation afterwards makes them do so. Unless the weights are the same on every
+        worker, all blocks are dropped then. Without ``is_pause`` this holds for the blocks of shared tiers only.
         """
-        self.shelf.reset()
+        self.shelf.reset(keeps=is_pause)
         self.sound.reset()
         for state in self.requests.values():
             state.forget_stores()
-        self.observer.planned_last_stores([state for state, _ in self._next.finished])
-        self._next.finished.clear()
-
-    @_guarded(lambda self: None)
-    def wake_up(self) -> None:
-        """Called when the engine has slept since the last reset and is awake again. Before any request finds something,
-        the workers compare all of their weights with those that the blocks were computed with. If they are the same,
-        the blocks that the reset has hidden can be found again; otherwise they are dropped."""
-        self.shelf.wake_up()
-        for state in self.requests.values():
-            # The sleep was no wait for blocks.
+            # A pause is no wait for blocks.
             state.end_wait()
             self.manager.release_request(state.context)
+        self.observer.planned_last_stores([state for state, _ in self._next.finished])
+        self._next.finished.clear()
 
     def shutdown(self) -> None:
         """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""

@@ -1,9 +1,8 @@
-"""What remains after a reset: contents that may become valid again after a sleep, and device blocks with old KV."""
+"""What remains after a reset: contents that may become valid again, and device blocks with old KV."""
 
 from __future__ import annotations
 
 import logging
-from enum import Enum, auto
 
 from kvoffload.abc import OffloadingManager
 from kvoffload.connector.jobs import JOB_IDS
@@ -14,52 +13,38 @@ from kvoffload.connector.request import Changes, RequestState, Storing
 logger = logging.getLogger(__name__)
 
 
-class Contents(Enum):
-    """Whether the manager's contents are valid."""
-
-    VALID = auto()
-    RESET = auto()
-    """They are from before a reset, and are dropped when the engine continues, unless it has slept."""
-    AWAKE = auto()
-    """The engine has slept since. They are valid again if all workers find that their weights are the same."""
-
-
 class Shelf:
-    """Keeps the manager's contents after a reset that may belong to a sleep, hidden from all requests.
+    """Keeps contents of the manager after a reset, hidden from all requests: what shared tiers hold, and everything if
+    the engine has only paused.
 
-    An engine that falls asleep resets its caches. With ``may_sleep`` it calls ``wake_up`` after each sleep; then the
-    workers compare their weights, and the contents are valid again or dropped.
+    Before a request finds something, the workers compare all of their weights with those that the contents were
+    computed with. If they are the same, the contents are valid again, otherwise they are dropped.
     """
 
-    def __init__(self, manager: OffloadingManager, changes: Changes, num_workers: int, may_sleep: bool) -> None:
+    def __init__(self, manager: OffloadingManager, changes: Changes, num_workers: int) -> None:
         self._manager = manager
         self._changes = changes
         self._num_workers = num_workers
-        self._may_sleep = may_sleep
-        self.contents = Contents.VALID
+        self.is_hidden = False
+        """Whether the contents are from before a reset, and not known to be valid."""
         self.num_resets = 0
         self.was_reset = False
         """Since the last step, which the engine must take so that events and metrics show the reset."""
-        self._check: tuple[int, int] | None = None
-        """The job in which workers compare their weights, and the number of those that have not reported yet."""
+        self._checks: dict[int, int] = {}
+        """The jobs in which workers compare their weights, and for each the number of those that have not reported."""
+        self._check: int | None = None
+        """The job that began after the last reset."""
         self._must_check = False
         """A request waits for that job: the next step must begin it."""
 
-    def reset(self) -> None:
-        """Hides the contents, or drops them at once if there was no sleep."""
-        # If there were two resets, one belonged to no sleep: the contents that it dropped must not come back.
-        keeps = self._may_sleep and self.contents is Contents.VALID
-        self.contents = Contents.RESET
-        if not keeps:
-            self.drop()
+    def reset(self, keeps: bool) -> None:
+        """Hides the contents, with ``keeps`` all of them, otherwise those of shared tiers. Drops the others."""
+        self.is_hidden = keeps or self._manager.reset_own()
+        # If a comparison from before this reset fails, the workers have accepted other weights since.
+        self._check, self._must_check = None, False
         self.num_resets += 1
         self.was_reset = True
         self._has_changed()
-
-    def wake_up(self) -> None:
-        """Notes that the engine has slept since the reset, and is awake."""
-        if self.contents is Contents.RESET:
-            self.contents = Contents.AWAKE
 
     def ask_for_check(self) -> None:
         """Notes that a request waits for the workers' comparison."""
@@ -67,37 +52,37 @@ class Shelf:
 
     def begin_step(self, has_tokens: bool) -> int | None:
         """Begins a step. Returns the job in which the workers compare their weights, if that begins now."""
-        if self.contents is Contents.RESET and has_tokens:
-            self.drop()
-        elif self.contents is Contents.AWAKE and self._check is None and (has_tokens or self._must_check):
-            self._check = next(JOB_IDS), self._num_workers
-            return self._check[0]
-        return None
+        # Not in other steps: a sleeping engine takes some, while its weights have no memory.
+        if not self.is_hidden or self._check is not None or not (has_tokens or self._must_check):
+            return None
+        self._check = next(JOB_IDS)
+        self._checks[self._check] = self._num_workers
+        return self._check
 
     def take_report(self, report: WorkerReport) -> None:
-        """Takes in the workers' comparison, if ``report`` has it."""
-        if self._check is None or self._check[0] not in report.done:
-            return
-        job_id, pending = self._check
-        pending -= report.done[job_id]
-        self._check = job_id, pending
-        if job_id in report.failed:
-            self.drop()
-            logger.info("kvoffload: the weights are not known to be those of before the sleep: all blocks are dropped")
-        elif pending == 0:
-            self.accept()
-            logger.info("kvoffload: the weights are those of before the sleep: offloaded blocks can be found again")
+        """Takes in the workers' comparisons, if ``report`` has some."""
+        for job_id in self._checks.keys() & report.done.keys():
+            self._checks[job_id] -= report.done[job_id]
+            if job_id in report.failed and self.is_hidden:
+                self.drop()
+                logger.info("kvoffload: the weights are not known to be those of before the reset: no block is kept")
+            if self._checks[job_id] > 0:
+                continue
+            del self._checks[job_id]
+            if job_id == self._check:
+                self._accept()
+                logger.info("kvoffload: the weights are those of before the reset: blocks are found again")
 
     def drop(self) -> None:
         """Resets the manager, if its contents are from before a reset."""
-        if self.contents is not Contents.VALID:
+        if self.is_hidden:
             self._manager.reset()
             self.was_reset = True
-            self.accept()
+            self._accept()
 
-    def accept(self) -> None:
+    def _accept(self) -> None:
         """Declares the contents valid."""
-        self.contents, self._check, self._must_check = Contents.VALID, None, False
+        self.is_hidden, self._check, self._must_check = False, None, False
         self._has_changed()
 
     def _has_changed(self) -> None:

@@ -239,7 +239,7 @@ def same_starts(keys, Py_ssize_t n):
     if num == 0:
         return True
     for i in range(num):
-        if not PyBytes_CheckExact(<object>items[i]) or PyBytes_GET_SIZE(<object>items[i]) < n:
+        if n < 0 or not PyBytes_CheckExact(<object>items[i]) or PyBytes_GET_SIZE(<object>items[i]) < n:
             return len({key[:n] for key in fast}) <= 1
         if memcmp(PyBytes_AS_STRING(<object>items[i]), PyBytes_AS_STRING(<object>items[0]), n):
             return False

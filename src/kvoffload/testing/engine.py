@@ -157,7 +157,6 @@ class ModelEngine:
             share_loads=s.prefix_caching,
             load_deadline_ms=s.load_deadline_ms,
             spans=spans,
-            may_sleep=s.sleep_chance > 0,
             parts=s.parts,
             following=following,
             clock=self.clock,
@@ -404,20 +403,19 @@ class ModelEngine:
             self._change_weights()
         self.cache.pool.forget_all()
         self.batcher.preempt_all()
-        self.scheduler.reset()
+        self.scheduler.reset(is_pause=True)
         for rank in self.ranks:
             rank.worker.suspend()
         if rng.random() < 0.3:
             self._change_weights()
         if rng.random() < 0.1:
             # It sleeps again before it has computed anything.
-            self.scheduler.reset()
+            self.scheduler.reset(is_pause=rng.random() < 0.5)
         for rank in self.ranks:
             rank.worker.resume()
         for request in self.batcher.waiting:
             # The request may wait as long as a new one.
             request.waiting_since, request.num_waits = None, 0
-        self.scheduler.wake_up()
         self._has_woken_up = True
 
     def _change_weights(self) -> None:

@@ -53,7 +53,8 @@ WRITE_SHARE = 0.125
 MAX_WAITS = 64
 """How often an idle step looks for results."""
 SHARED_RESET = (
-    "the caches were reset, so blocks from before must not be found, and other servers use those of this tier"
+    "the weights are not known to be those of before, so blocks from before must not be found, and other servers use "
+    "those of this tier"
 )
 SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it again"
 
@@ -362,13 +363,20 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.drop(keys)
 
     def reset(self) -> None:
+        self.reset_own()
+        for tier in self.tiers:
+            if tier.tier.is_shared:
+                tier.tier.reset()
+                self._switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
+
+    def reset_own(self) -> bool:
         self._promoter.release_all()
         self.host.reset()
         for tier in self.tiers:
             tier.writes.clear()
-            tier.tier.reset()
-            if tier.tier.is_shared:
-                self._switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
+            if not tier.tier.is_shared:
+                tier.tier.reset()
+        return any(tier.tier.is_shared and not tier.breaker.is_off for tier in self.tiers)
 
     def shutdown(self) -> None:
         for tier in self.tiers:

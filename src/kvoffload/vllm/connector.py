@@ -134,15 +134,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Builds the scheduler half once every worker has its pool. Raises ConfigError if a pool cannot be used.
 
-        vLLM from 0.33 on calls this again after each sleep. If the workers still have the pools of the start, blocks
-        are found again as long as the weights are the same. With other pools offloading is switched off, because the
-        blocks that the scheduler half knows are not in them.
+        vLLM from 0.33 on calls this again after each sleep. If the workers have other pools then than at the start,
+        offloading is switched off, because the blocks that the scheduler half knows are not in them.
         """
         infos = [info for _, info in sorted(metadata.items()) if isinstance(info, RankInfo)]
         if self._scheduler is not None:
             if infos != self._ranks:
                 self._scheduler.switch_off("the handshake (the workers' host pools are not those of the start)")
-            self._scheduler.wake_up()
             return
         self.layout.check_ranks(infos)
         self.layout = layout = self.layout.divided(infos[0].parts)
@@ -163,7 +161,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             engines=layout.engines,
             share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
             enable_events=events is not None and events.enable_kv_cache_events,
-            may_sleep=versions.may_sleep(self._vllm_config),
             parent_request=versions.parent_request,
             following=following,
             trace_headers=versions.trace_headers(self._vllm_config),
@@ -353,8 +350,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return []
 
     def reset_cache(self) -> bool | None:
-        self.connector_scheduler.reset()
-        logger.info("kvoffload: the cache was reset: no request finds the blocks that were offloaded before")
+        is_pause = versions.keeps_over_pauses(self._vllm_config) and versions.is_pausing()
+        self.connector_scheduler.reset(is_pause)
+        if is_pause:
+            logger.info("kvoffload: the engine pauses: offloaded blocks are found again if its weights stay the same")
+        else:
+            logger.info("kvoffload: the cache was reset: the blocks in host memory and on disk are dropped")
         return True
 
     def shutdown(self) -> None:

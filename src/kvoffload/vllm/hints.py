@@ -1,19 +1,26 @@
-"""What vLLM itself knows about a request's session, and hints that an orchestrator has attached to it."""
+"""What vLLM itself knows about a request: whether it may load, its session, and hints of an orchestrator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvoffload.connector.options import PARAM
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 MAX_ACTIONS = 64
 """Actions of a request that are looked at."""
 
 
-def engine_options(request: Any) -> Mapping[str, object]:
+def engine_options(request: Request) -> Mapping[str, object]:
     """Returns request options: the ``session`` that vLLM names, and the payloads of the actions of type PARAM in its
-    ``kv_hints``, of which the last one counts most. Versions before 0.32 have neither. Values are not checked."""
+    ``kv_hints``, of which the last one counts most. Versions before 0.32 have neither. Values are not checked.
+
+    A request that returns something for every token of its prompt, as with ``prompt_logprobs``, may not load: vLLM
+    computes what is missing in a cache, and so must have nothing in it. Schedulers before 0.31 would take an offer.
+    """
     options: dict[str, object] = {}
     session = getattr(request, "session_id", None)
     if session is not None:
@@ -23,4 +30,6 @@ def engine_options(request: Any) -> Mapping[str, object]:
         payload = getattr(action, "payload", None)
         if getattr(action, "action_type", None) == PARAM and isinstance(payload, Mapping):
             options |= payload
+    if request.skip_reading_prefix_cache:
+        options["load"] = False
     return options

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -16,6 +18,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched import output
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 
 from kvoffload.abc import ConfigError
 from kvoffload.supported import FIRST_TO_NAME_STATES, TESTED
@@ -125,10 +128,21 @@ def parent_request(request_id: str) -> str:
     return request_id if sample is None else request_id[sample.end() :]
 
 
-def may_sleep(vllm_config: VllmConfig) -> bool:
-    """Whether the engine can sleep and repeats its handshake when it wakes up."""
+def keeps_over_pauses(vllm_config: VllmConfig) -> bool:
+    """Whether blocks can be kept while the engine pauses or sleeps: the first request afterwards must wait for a
+    comparison of the weights, and copies must have ended before the device blocks lose their memory."""
     sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
-    return sleeps and hasattr(base.KVConnectorBase_V1, "restore_kv_caches")
+    return DRAINS_HOLDERS_FIRST and (not sleeps or hasattr(base.KVConnectorBase_V1, "restore_kv_caches"))
+
+
+def is_pausing() -> bool:
+    """Whether vLLM calls this because its engine pauses or falls asleep. It passes that on to no connector, and resets
+    the caches with the call that a trainer makes."""
+    code = getattr(getattr(EngineCore, "_reset_caches", None), "__code__", None)
+    frame: FrameType | None = None if code is None else sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] | None] | None:

@@ -57,7 +57,7 @@ def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
             raise RuntimeError("prefetch offloading moves weights in every step")
         # Expert load balancing moves experts between slots. This does not change KV.
         skipped = ".experts" if vllm_config.parallel_config.enable_eplb else None
-        return ModelWeights(lambda: models_of(worker), skipped, versions.may_sleep(vllm_config))
+        return ModelWeights(lambda: models_of(worker), skipped, versions.keeps_over_pauses(vllm_config))
     except Exception as error:
         logger.warning(
             "kvoffload: the weights of this worker cannot be watched: %s. After every change of weights in the running "
@@ -117,8 +117,8 @@ class ModelWeights(WeightWatch):
             return self._digests.of(_all_tensors(self._find_models()))
         except Exception as error:
             logger.warning(
-                "kvoffload: some weights of this worker cannot be read: %s. All offloaded blocks will be dropped when "
-                "the engine wakes up from sleep",
+                "kvoffload: some weights of this worker cannot be read: %s. All offloaded blocks will be dropped after "
+                "a pause or sleep of the engine",
                 error,
             )
             return None
