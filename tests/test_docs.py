@@ -28,7 +28,7 @@ from kvoffload.tiers.config import BUILTIN, TierConfig
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "kvoffload"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-README_LINES = 130
+README_LINES = 150
 CONSOLE_COLUMNS = 100
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,6 +36,11 @@ SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|j2|css)")
 """A file name; directories are recognized by their first part."""
+
+FROM_AN_INDEX = re.compile(
+    r"\b(?:pip3?|uv|pipx|poetry|pdm|conda) (?:install|add|inject)(?: -\S+| vllm\S*)* (kvoffload)(?![\w/-])|\b(kvoffload(?:\[[a-z][\w,-]*\]|[=~<>]=?\d))"
+)
+"""kvoffload as pip, uv and pipx would ask an index for it, in text without quotes and line breaks."""
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -100,7 +105,7 @@ def unknown_commands(text: str) -> list[str]:
     """Lines of code blocks that call ``kvoffload`` or ``make`` with a command, option or target that does not exist."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     unknown = []
-    for line in "\n".join(blocks(text, "", "console")).splitlines():
+    for line in "\n".join(blocks(text, "", "console", "sh")).splitlines():
         words = (
             shlex.split(line.removeprefix("$ "), comments=True) if re.match(r"(\$ )?(kvoffload|make) ", line) else []
         )
@@ -133,6 +138,11 @@ def unknown_names(text: str) -> list[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in short:
                 names.append(f"{short[node.value.id]}.{node.attr}")
     return [name for name in names if name.startswith("kvoffload.") and not is_importable(name)]
+
+
+def from_an_index(text: str) -> list[str]:
+    """Places that have kvoffload installed from a package index, where the name belongs to nobody yet."""
+    return [found[0] for found in FROM_AN_INDEX.finditer(re.sub(r"[\s\"'`\\]+", " ", text))]
 
 
 def is_importable(name: str) -> bool:
@@ -186,6 +196,18 @@ def test_names_can_be_imported(document: Path) -> None:
 def test_python_compiles(document: Path) -> None:
     for source in blocks(document.read_text(), "python"):
         compile(source, str(document), "exec")
+
+
+def test_nothing_installs_kvoffload_from_an_index() -> None:
+    """Whoever takes the name there would be installed. There is no release yet: a checkout is installed by its path."""
+    folders = [ROOT / name for name in ("docs", "deploy", "src", "examples", "tools", "benchmarks", ".ci")]
+    files = [path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    found = {}
+    for path in (*ROOT.iterdir(), *files):
+        if path.is_file() and path.suffix not in (".so", ".c"):
+            found[str(path)] = from_an_index(path.read_text(errors="replace"))
+    assert len(found) > 300
+    assert {path: places for path, places in found.items() if places} == {}
 
 
 def test_tests_that_the_makefile_names_exist() -> None:
@@ -275,6 +297,24 @@ def test_quoted_output_is_what_the_command_prints(document: str, block: str) -> 
 
 
 # Negative controls.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install kvoffload",
+        "pip install 'kvoffload[redis]'",
+        'run pip install "\n    "kvoffload, or something else',
+        "uv pip install --upgrade vllm==0.32.0 kvoffload==1.0",
+        "python -m pip install -q kvoffload",
+        "kvoffload>=0.1",
+        "part of the extra kvoffload[plots]",
+    ],
+)
+def test_an_installation_from_an_index_is_found(line: str) -> None:
+    assert from_an_index(f"First, {line}\n") != []
+    right = "pip install . in a checkout of kvoffload; pip install '.[redis]'; pip install ./kvoffload; kvoffload[name]"
+    assert from_an_index(right.replace("kvoffload[name]", 'kvoffload["name"]') + " add kvoffload-wheels") == []
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def start(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Start:
     run.write_model(model)
     logs = (directory / f"{i:02d}.log" for i in range(100))
 
-    def start(kv_transfer_config: str | None, *arguments: str, cold: bool = False) -> Server:
-        return Server(model, next(logs), kv_transfer_config, arguments, None if cold else run)
+    def start(kv_transfer_config: str | None, *arguments: str) -> Server:
+        return Server(model, next(logs), kv_transfer_config, arguments, run)
 
     return start
 
@@ -134,9 +134,9 @@ def check_two_rounds(server: Server, expected: list[Any], rank: int | None = Non
 
 @pytest.fixture(scope="class")
 def server(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
-    """A server with the README's flag but a smaller pool, in new processes."""
-    assert '"8GiB"' in readme_flag()
-    with start(readme_flag().replace('"8GiB"', '"64MiB"'), cold=True) as server:
+    """A server with the README's flag but a smaller pool."""
+    assert '"1GiB"' in readme_flag()
+    with start(readme_flag().replace('"1GiB"', '"64MiB"')) as server:
         yield server
 
 
