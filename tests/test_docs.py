@@ -38,7 +38,8 @@ FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|j2|css)")
 """A file name; directories are recognized by their first part."""
 
 FROM_AN_INDEX = re.compile(
-    r"\b(?:pip3?|uv|pipx|poetry|pdm|conda) (?:install|add|inject)(?: -\S+| vllm\S*)* (kvoffload)(?![\w/-])|\b(kvoffload(?:\[[a-z][\w,-]*\]|[=~<>]=?\d))"
+    r"\b(?:pip3?|uv|pipx|poetry|pdm|conda) (?:install|add|inject)(?: -\S+| vllm\S*)* (kvoffload)(?![\w/-])"
+    r"|\b(kvoffload(?:\[[a-z][\w,-]*\]|[=~<>]=?\d))"
 )
 """kvoffload as pip, uv and pipx would ask an index for it, in text without quotes and line breaks."""
 

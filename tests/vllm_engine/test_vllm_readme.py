@@ -144,7 +144,7 @@ def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> No
         waits = f"{SETTLED}\n" if "reset_prefix_cache" in command else ""
         shell.stdin.write(f"{waits}{command}echo '{END}'$?\n")
         shell.stdin.flush()
-        lines = []
+        lines: list[str] = []
         while not (line := shell.stdout.readline()).startswith(END):
             assert line, f"the shell has ended: {lines}"
             lines.append(line)
