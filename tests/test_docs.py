@@ -28,7 +28,7 @@ from kvoffload.tiers.config import BUILTIN, TierConfig
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "kvoffload"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-README_LINES = 150
+README_LINES = 165
 CONSOLE_COLUMNS = 100
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

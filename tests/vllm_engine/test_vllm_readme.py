@@ -35,18 +35,14 @@ def steps(text: str, heading: str) -> list[tuple[str, str]]:
     return STEP.findall(section)
 
 
-def shape(output: str) -> list[str]:
-    """Returns ``output`` without what differs between two runs: numbers, names, the widths of columns, the number of
-    periods and which part of them was found."""
-    lines: list[str] = []
-    for line in output.splitlines():
-        line = re.sub(r"\d\d:\d\d.*", "PERIOD", line)
-        line = re.sub(r"process .*\)", "PROCESS", line)
-        line = re.sub(r"\d[\d,.]*( ms| s| min|[kMG]\b)?", "N", line)
-        line = re.sub(r"[\s─]+", " ", line).strip()
-        if line and lines[-1:] != [line]:
-            lines.append(line)
-    return lines
+def shape(output: str) -> str:
+    """Returns the words of ``output`` without what differs between two runs: numbers, names, where lines are broken,
+    the number of periods and what was found in which."""
+    periods = re.sub(r"^\d\d:\d\d.*$", "PERIOD", output, flags=re.MULTILINE)
+    words = " ".join(periods.replace("─", " ").split())
+    words = re.sub(r"PERIOD( PERIOD)*", "PERIODS", words)
+    words = re.sub(r"process \d+ \(.*?\)", "PROCESS", words)
+    return re.sub(r"\d[\d,.]*( ms| s| min|[kMG]\b)?", "N", words)
 
 
 @pytest.fixture
