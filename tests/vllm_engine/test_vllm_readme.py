@@ -16,7 +16,9 @@ import pytest
 
 pytest.importorskip("vllm.version")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from vllm_harness import ENVIRONMENT, Runner, kill_session
+from vllm_harness import ENVIRONMENT, kill_session
+
+from kvoffload.demo.model import SPECIALS, write_model
 
 pytestmark = pytest.mark.vllm
 
@@ -89,12 +91,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def model(tmp_path: Path, run: Runner) -> Path:
-    """A tiny model with random weights. Each byte of a text is a token."""
+def model(tmp_path: Path) -> Path:
+    """The small random model of the demo, with a tokenizer. Each byte of a text is a token."""
     directory = tmp_path / "model"
-    run.write_model(directory)
+    write_model(directory, 1)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: 3 + i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={char: SPECIALS + i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
