@@ -85,8 +85,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
         # Without an index pip cannot make a second environment to build in.
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",
-        # Without a compiler the native parts, which take longest, are left out.
+        # The native parts take longest, and are left out.
         "CC": "false",
+        "KVOFFLOAD_NATIVE": "0",
     }
 
 
