@@ -124,6 +124,14 @@ def unknown_commands(text: str) -> list[str]:
     return unknown
 
 
+def unquoted_patterns(text: str) -> list[str]:
+    """Commands with a pattern outside of quotes; square brackets around options are a synopsis, which nobody pastes."""
+    lines = "\n".join(blocks(text, "", "console", "sh")).splitlines()
+    commands = [line for line in lines if re.match(r"(\$ |sudo )*(kvoffload|curl|pip|python3?) ", line)]
+    bare = [re.sub(r"'[^']*'|\"[^\"]*\"|\$\?|#.*| \[[-A-Z][^\]]*\]", "", line) for line in commands]
+    return [line for line, rest in zip(commands, bare, strict=True) if re.search(r"[?*\[]", rest)]
+
+
 def unknown_names(text: str) -> list[str]:
     """Dotted names that begin with "kvoffload" and name nothing that can be imported: in code spans, and in Python."""
     names = [span.split("(")[0] for span in SPAN.findall(prose(text)) if re.match(r"kvoffload(\.\w+)+(\(|$)", span)]
@@ -186,6 +194,12 @@ def test_metrics_exist(document: Path) -> None:
 @every_document
 def test_commands_and_their_options_exist(document: Path) -> None:
     assert unknown_commands(document.read_text()) == []
+
+
+@every_document
+def test_commands_can_be_pasted_into_zsh(document: Path) -> None:
+    """It refuses a word with ``?``, ``*`` or ``[`` that names no file, unless the word is quoted."""
+    assert unquoted_patterns(document.read_text()) == []
 
 
 @every_document
@@ -365,6 +379,12 @@ def test_every_benchmark_is_documented() -> None:
 
 def test_an_unknown_metric_is_found() -> None:
     assert unknown_metrics("`kvoffload:off` `kvoffload:store_blocks_total` `kvoffload:nothing`") == ["nothing"]
+
+
+@pytest.mark.parametrize("line", ["kvoffload size trace?n=1", "$ pip install .[redis]", "sudo curl a/?b"])
+def test_an_unquoted_pattern_is_found(line: str) -> None:
+    text = f"```\nkvoffload size 'trace?n=1' \"*\"    # why?\nkvoffload convert A [--json] [OUT]\n{line}\n```\n"
+    assert unquoted_patterns(text) == [line]
 
 
 @pytest.mark.parametrize(
