@@ -69,7 +69,10 @@ class Engine:
         return new
 
     def step(self) -> None:
-        scheduled, block_ids, replaced, preempted = {}, {}, set(), []
+        scheduled: dict[str, int] = {}
+        block_ids: dict[str, tuple[list[int]]] = {}
+        replaced: set[str] = set()
+        preempted: list[Request] = []
 
         def schedule(request: Request, new: list[int]) -> None:
             scheduled[request.request_id] = request.num_tokens - request.num_computed_tokens

@@ -137,7 +137,7 @@ def unknown_names(text: str) -> list[str]:
     names = [span.split("(")[0] for span in SPAN.findall(prose(text)) if re.match(r"kvoffload(\.\w+)+(\(|$)", span)]
     for source in blocks(text, "python"):
         tree = ast.parse(source)
-        short = {}
+        short: dict[str, str] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 short |= {alias.asname or alias.name: alias.name for alias in node.names}
