@@ -28,7 +28,7 @@ from kvoffload.tiers.config import BUILTIN, TierConfig
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "kvoffload"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-README_LINES = 130
+README_LINES = 165
 CONSOLE_COLUMNS = 100
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,6 +36,12 @@ SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|j2|css)")
 """A file name; directories are recognized by their first part."""
+
+FROM_AN_INDEX = re.compile(
+    r"\b(?:pip3?|uv|pipx|poetry|pdm|conda) (?:install|add|inject)(?: -\S+| vllm\S*)* (kvoffload)(?![\w/-])"
+    r"|\b(kvoffload(?:\[[a-z][\w,-]*\]|[=~<>]=?\d))"
+)
+"""kvoffload as pip, uv and pipx would ask an index for it, in text without quotes and line breaks."""
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -100,7 +106,7 @@ def unknown_commands(text: str) -> list[str]:
     """Lines of code blocks that call ``kvoffload`` or ``make`` with a command, option or target that does not exist."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     unknown = []
-    for line in "\n".join(blocks(text, "", "console")).splitlines():
+    for line in "\n".join(blocks(text, "", "console", "sh")).splitlines():
         words = (
             shlex.split(line.removeprefix("$ "), comments=True) if re.match(r"(\$ )?(kvoffload|make) ", line) else []
         )
@@ -118,12 +124,20 @@ def unknown_commands(text: str) -> list[str]:
     return unknown
 
 
+def unquoted_patterns(text: str) -> list[str]:
+    """Commands with a pattern outside of quotes; square brackets around options are a synopsis, which nobody pastes."""
+    lines = "\n".join(blocks(text, "", "console", "sh")).splitlines()
+    commands = [line for line in lines if re.match(r"(\$ |sudo )*(kvoffload|curl|pip|python3?) ", line)]
+    bare = [re.sub(r"'[^']*'|\"[^\"]*\"|\$\?|#.*| \[[-A-Z][^\]]*\]", "", line) for line in commands]
+    return [line for line, rest in zip(commands, bare, strict=True) if re.search(r"[?*\[]", rest)]
+
+
 def unknown_names(text: str) -> list[str]:
     """Dotted names that begin with "kvoffload" and name nothing that can be imported: in code spans, and in Python."""
     names = [span.split("(")[0] for span in SPAN.findall(prose(text)) if re.match(r"kvoffload(\.\w+)+(\(|$)", span)]
     for source in blocks(text, "python"):
         tree = ast.parse(source)
-        short = {}
+        short: dict[str, str] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 short |= {alias.asname or alias.name: alias.name for alias in node.names}
@@ -133,6 +147,11 @@ def unknown_names(text: str) -> list[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in short:
                 names.append(f"{short[node.value.id]}.{node.attr}")
     return [name for name in names if name.startswith("kvoffload.") and not is_importable(name)]
+
+
+def from_an_index(text: str) -> list[str]:
+    """Places that have kvoffload installed from a package index, where the name belongs to nobody yet."""
+    return [found[0] for found in FROM_AN_INDEX.finditer(re.sub(r"[\s\"'`\\]+", " ", text))]
 
 
 def is_importable(name: str) -> bool:
@@ -178,6 +197,12 @@ def test_commands_and_their_options_exist(document: Path) -> None:
 
 
 @every_document
+def test_commands_can_be_pasted_into_zsh(document: Path) -> None:
+    """It refuses a word with ``?``, ``*`` or ``[`` that names no file, unless the word is quoted."""
+    assert unquoted_patterns(document.read_text()) == []
+
+
+@every_document
 def test_names_can_be_imported(document: Path) -> None:
     assert unknown_names(document.read_text()) == []
 
@@ -186,6 +211,18 @@ def test_names_can_be_imported(document: Path) -> None:
 def test_python_compiles(document: Path) -> None:
     for source in blocks(document.read_text(), "python"):
         compile(source, str(document), "exec")
+
+
+def test_nothing_installs_kvoffload_from_an_index() -> None:
+    """Whoever takes the name there would be installed. There is no release yet: a checkout is installed by its path."""
+    folders = [ROOT / name for name in ("docs", "deploy", "src", "examples", "tools", "benchmarks", ".ci")]
+    files = [path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    found = {}
+    for path in (*ROOT.iterdir(), *files):
+        if path.is_file() and path.suffix not in (".so", ".c"):
+            found[str(path)] = from_an_index(path.read_text(errors="replace"))
+    assert len(found) > 300
+    assert {path: places for path, places in found.items() if places} == {}
 
 
 def test_tests_that_the_makefile_names_exist() -> None:
@@ -278,6 +315,24 @@ def test_quoted_output_is_what_the_command_prints(document: str, block: str) -> 
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "pip install kvoffload",
+        "pip install 'kvoffload[redis]'",
+        'run pip install "\n    "kvoffload, or something else',
+        "uv pip install --upgrade vllm==0.32.0 kvoffload==1.0",
+        "python -m pip install -q kvoffload",
+        "kvoffload>=0.1",
+        "part of the extra kvoffload[plots]",
+    ],
+)
+def test_an_installation_from_an_index_is_found(line: str) -> None:
+    assert from_an_index(f"First, {line}\n") != []
+    right = "pip install . in a checkout of kvoffload; pip install '.[redis]'; pip install ./kvoffload; kvoffload[name]"
+    assert from_an_index(right.replace("kvoffload[name]", 'kvoffload["name"]') + " add kvoffload-wheels") == []
+
+
+@pytest.mark.parametrize(
     "text",
     ["`tests/test_nothing.py`", "`src/kvoffload/nothing.py`", "`cache/nothing.py:name`", "`nothing.py`", "`tests/no/`"],
 )
@@ -324,6 +379,12 @@ def test_every_benchmark_is_documented() -> None:
 
 def test_an_unknown_metric_is_found() -> None:
     assert unknown_metrics("`kvoffload:off` `kvoffload:store_blocks_total` `kvoffload:nothing`") == ["nothing"]
+
+
+@pytest.mark.parametrize("line", ["kvoffload size trace?n=1", "$ pip install .[redis]", "sudo curl a/?b"])
+def test_an_unquoted_pattern_is_found(line: str) -> None:
+    text = f"```\nkvoffload size 'trace?n=1' \"*\"    # why?\nkvoffload convert A [--json] [OUT]\n{line}\n```\n"
+    assert unquoted_patterns(text) == [line]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_missing_extra_is_reported_before_any_work(tmp_path: Path) -> None:
     for status, out, err in plain([["demo"], ["replay", trace, "--html", page], ["size", trace, "--html", page]]):
         assert (status, out) == (2, "")
         assert err.count("\n") == 1
-        assert "need jinja2, part of the extra kvoffload[plots]: pip install jinja2 matplotlib" in err
+        assert "need jinja2, which is not installed; run pip install jinja2 matplotlib" in err
 
 
 def third_party_imports() -> dict[str, set[str]]:

@@ -72,7 +72,7 @@ class Server:
         self._log = log
         port = free_port()
         self.url = f"http://{HOST}:{port}"
-        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        command = ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", self.model]
         command += ["--host", HOST, "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--seed", "0"]
         command += ["--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--max-model-len", "512"]
         command += ["--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--max-num-batched-tokens", "1024", *arguments]

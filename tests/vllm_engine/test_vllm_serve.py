@@ -37,8 +37,10 @@ from serve_harness import (
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm_harness import DEADLINE_S, Runner, differences, eventually
 
+from kvoffload.abc import MissReason
 from kvoffload.connector.options import OPTIONS
 from kvoffload.observe.metrics import METRICS
+from kvoffload.observe.records import RequestRecord
 from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
@@ -64,8 +66,8 @@ def start(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Start:
     run.write_model(model)
     logs = (directory / f"{i:02d}.log" for i in range(100))
 
-    def start(kv_transfer_config: str | None, *arguments: str, cold: bool = False) -> Server:
-        return Server(model, next(logs), kv_transfer_config, arguments, None if cold else run)
+    def start(kv_transfer_config: str | None, *arguments: str) -> Server:
+        return Server(model, next(logs), kv_transfer_config, arguments, run)
 
     return start
 
@@ -134,9 +136,9 @@ def check_two_rounds(server: Server, expected: list[Any], rank: int | None = Non
 
 @pytest.fixture(scope="class")
 def server(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
-    """A server with the README's flag but a smaller pool, in new processes."""
-    assert '"8GiB"' in readme_flag()
-    with start(readme_flag().replace('"8GiB"', '"64MiB"'), cold=True) as server:
+    """A server with the README's flag but a smaller pool."""
+    assert '"1GiB"' in readme_flag()
+    with start(readme_flag().replace('"1GiB"', '"64MiB"')) as server:
         yield server
 
 
@@ -150,6 +152,16 @@ class TestReadmeFlag:
 
     def test_every_metric_is_exposed(self, server: Server) -> None:
         assert server.kinds() == {name: spec.kind for name, spec in METRICS.items()}
+
+    def test_explain_says_that_the_device_held_a_whole_prompt(self, server: Server) -> None:
+        (prompt,) = fresh_prompts(900, 1)
+        for _ in range(2):
+            server.complete(prompt, max_tokens=1)
+        mine = {int(process.name) for process in server.processes()}
+        (pid,) = [engine["pid"] for engine in _explain()["servers"] if engine["pid"] in mine]
+        new, again = [RequestRecord.from_dict(record) for record in _explain("--pid", str(pid))["records"][-2:]]
+        assert (new.device_sufficed, new.reason) == (False, MissReason.NEVER_STORED)
+        assert (again.device_sufficed, again.device_tokens, again.host_tokens) == (True, HIT, 0)
 
     def test_a_reset_with_the_connector_empties_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
         """A reset without the connector does not."""

@@ -30,7 +30,7 @@ MODULES = (
     "transformers.models.qwen3_next",
     "vllm",
     "vllm.entrypoints.llm",
-    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
     "vllm.model_executor.models.gemma3",
     "vllm.model_executor.models.lfm2",
     "vllm.model_executor.models.llama",

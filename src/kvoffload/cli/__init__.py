@@ -1,5 +1,5 @@
 """The ``kvoffload`` command, with one module per subcommand. HTML pages and the demo need the extra
-``kvoffload[plots]``."""
+``plots``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
         print(
-            f"kvoffload: plots and the demo need {error.name}, part of the extra kvoffload[plots]: pip install "
+            f"kvoffload: plots and the demo need {error.name}, which is not installed; run pip install "
             + " ".join(EXTRA),
             file=sys.stderr,
         )

@@ -303,7 +303,8 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
         console.print(Text(f"No request to explain from {source}{when}."))
         return
     reasons = by_reason(chosen)
-    console.print(Text(_sentences(_total(found, chosen), reasons, bool(found.servers)), style="bold"))
+    text = _sentences(_total(found, chosen), reasons, bool(found.servers)) + _on_device(chosen)
+    console.print(Text(text, style="bold"))
     if any(each.reason is not None for each in reasons):
         console.print(Text("\nWhy requests missed", style="bold"))
         console.print(_reason_table(reasons, len(chosen)))
@@ -343,6 +344,24 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
     text += f" {', '.join(clauses)}." if clauses else " No request missed a block."
     if fixes:
         text += f" What would help most: {fixes[0][0].lower()}{fixes[0][1:]}"
+    return text
+
+
+def _on_device(records: Sequence[RequestRecord]) -> str:
+    """Returns a sentence about requests for which the device held everything, or nothing if there is none. If nothing
+    was loaded for any request, it says how to see a load."""
+    held = [record for record in records if record.device_sufficed]
+    if not held:
+        return ""
+    text = (
+        f" For {counted(len(held), 'request')} the device cache held all {_count(sum(r.device_tokens for r in held))} "
+        "tokens that could be found, so nothing had to be loaded."
+    )
+    if not any(record.host_tokens or record.disk_tokens for record in records):
+        text += (
+            " To see a load, empty the device cache only (POST /reset_prefix_cache, which vLLM offers with "
+            "VLLM_SERVER_DEV_MODE=1) and send the prompt again."
+        )
     return text
 
 

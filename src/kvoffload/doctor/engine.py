@@ -37,7 +37,10 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     plugins = metadata.entry_points(group=PLUGINS)
     if version is not None and PLUGIN not in {each.name for each in plugins}:
         text = "kvoffload is not installed as a plugin of this vLLM, which then does not know the connector"
-        fix = 'pip install kvoffload, or add "kv_connector_module_path": "kvoffload.vllm" to --kv-transfer-config'
+        fix = (
+            "run pip install . in a checkout of kvoffload, or add "
+            '"kv_connector_module_path": "kvoffload.vllm" to --kv-transfer-config'
+        )
         report.finding(Finding("engine.plugin", Level.WARNING, Area.ENGINE, text, fix))
 
 

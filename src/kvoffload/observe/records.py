@@ -100,6 +100,11 @@ class RequestRecord:
         """Tokens that no tier had."""
         return self.tokens_asked - self.device_tokens - self.host_tokens - self.disk_tokens
 
+    @property
+    def device_sufficed(self) -> bool:
+        """Whether no block was missing and none had to be loaded, because the engine's own cache held them."""
+        return self.reason is None and self.device_tokens > 0 and not self.host_tokens and not self.disk_tokens
+
     def __str__(self) -> str:
         text = (
             f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} on device, "

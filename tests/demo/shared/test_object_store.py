@@ -62,7 +62,7 @@ def test_what_the_demo_does_to_moto_is_what_it_says(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("lacking", "line"),
-    [("obstore", "pip install 'kvoffload[object-store]'"), ("moto", "pip install 'moto[server]'")],
+    [("obstore", "pip install obstore"), ("moto", "pip install 'moto[server]'")],
 )
 def test_a_store_that_cannot_run_names_the_line_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str, line: str

@@ -72,7 +72,7 @@ def test_pools_must_be_reachable() -> None:
 
 def test_a_missing_client_is_named_with_the_line_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvoffload\[mooncake\]'"):
+    with pytest.raises(ConfigError, match=r"pip install mooncake-transfer-engine-non-cuda"):
         load_tiers([{"kind": "mooncake", "master": MASTER}])
 
 

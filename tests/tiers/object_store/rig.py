@@ -35,7 +35,7 @@ from tests.tiers.remote.memory_store import SteppedChannel
 from tests.tiers.remote.rig import StoreServer, pause
 
 needs_obstore = pytest.mark.skipif(
-    importlib.util.find_spec("obstore") is None, reason="needs obstore: pip install 'kvoffload[object-store]'"
+    importlib.util.find_spec("obstore") is None, reason="needs obstore: pip install obstore"
 )
 needs_moto = pytest.mark.skipif(
     importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None,

@@ -104,8 +104,8 @@ def check_installed() -> None:
     """Raises ConfigError if the client or a library that it needs is missing."""
     if importlib.util.find_spec("mooncake") is None:
         raise ConfigError(
-            "kind='mooncake': the client of Mooncake Store is not installed; run pip install 'kvoffload[mooncake]', or "
-            "on a machine with CUDA pip install mooncake-transfer-engine"
+            "kind='mooncake': the client of Mooncake Store is not installed; run pip install "
+            "mooncake-transfer-engine-non-cuda, or on a machine with CUDA pip install mooncake-transfer-engine"
         )
     missing = [package for library, package in LIBRARIES.items() if not _can_load(library)]
     if missing:

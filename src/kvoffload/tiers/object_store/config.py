@@ -109,7 +109,4 @@ def _split(text: str) -> Any:
 def check_installed() -> None:
     """Raises ConfigError if the client is missing."""
     if importlib.util.find_spec("obstore") is None:
-        raise ConfigError(
-            "kind='object_store': obstore is not installed; run pip install 'kvoffload[object-store]', or in a "
-            "checkout pip install '.[object-store]'"
-        )
+        raise ConfigError("kind='object_store': obstore is not installed; run pip install obstore")

@@ -1,0 +1,167 @@
+"""The README's "See it work in five minutes", tried literally: a fresh environment, vLLM's server, its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.version")
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from vllm_harness import ENVIRONMENT, kill_session
+
+from kvoffload.demo.model import SPECIALS, write_model
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+STEP = re.compile(r"^```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+END = "-- end of the step, status "
+SETTLED = "until curl --silent --request POST localhost:8000/reset_prefix_cache | grep --quiet true; do sleep 0.1; done"
+"""Waits for what a person does not notice: until the KV of the last answer is stored."""
+INSIDE = ["unshare", "--user", "--map-root-user", "--net"]
+"""A network of its own, where port 8000 is free and no other server is explained."""
+
+
+def steps(text: str, heading: str) -> list[tuple[str, str]]:
+    """Returns the commands under ``heading``, each with the output that is quoted below it, "" if none is."""
+    section = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    return STEP.findall(section)
+
+
+def shape(output: str) -> str:
+    """Returns the words of ``output`` without what differs between two runs: numbers, names, where lines are broken,
+    the number of periods and what was found in which."""
+    periods = re.sub(r"^\d\d:\d\d.*$", "PERIOD", output, flags=re.MULTILINE)
+    words = " ".join(periods.replace("─", " ").split())
+    words = re.sub(r"PERIOD( PERIOD)*", "PERIODS", words)
+    words = re.sub(r"process \d+ \(.*?\)", "PROCESS", words)
+    return re.sub(r"\d[\d,.]*( ms| s| min|[kMG]\b)?", "N", words)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout as after ``git clone``: nothing in it was compiled."""
+    for name in ("src", "README.md", "LICENSE", "pyproject.toml", "setup.py"):
+        source, target = ROOT / name, tmp_path / "checkout" / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info"))
+        else:
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy2(source, target)
+    return tmp_path / "checkout"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Variables of a shell in a fresh environment that has vLLM and no kvoffload, on a machine without a network."""
+    fresh = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", fresh], check=True)
+    packages = subprocess.run(
+        [fresh / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    (Path(packages) / "vllm.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip = fresh / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec {fresh}/bin/python -m pip "$@"\n')
+    pip.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
+    return {
+        **kept,
+        **ENVIRONMENT,
+        "PATH": f"{fresh}/bin:{os.environ['PATH']}",
+        "COLUMNS": "100",
+        "PYTHONIOENCODING": "utf-8",
+        # Without an index pip cannot make a second environment to build in.
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        # The native parts take longest, and are left out.
+        "CC": "false",
+        "KVOFFLOAD_NATIVE": "0",
+    }
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The small random model of the demo, with a tokenizer. Each byte of a text is a token."""
+    directory = tmp_path / "model"
+    write_model(directory, 1)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: SPECIALS + i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def shell(checkout: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A shell in ``checkout``, with the function that makes vLLM's CPU build start as vLLM does."""
+    tried = subprocess.run([*INSIDE, "ip", "link", "set", "lo", "up"], capture_output=True)
+    if tried.returncode:
+        pytest.skip("needs the privilege to make a network namespace")
+    ((without_gpu, _),) = steps((ROOT / "docs" / "serving.md").read_text(), "Without a GPU")
+    (function,) = [line for line in without_gpu.splitlines() if line.startswith("vllm() ")]
+    process = subprocess.Popen(
+        [*INSIDE, "sh", "-c", "ip link set lo up && exec bash"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=checkout,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(f"{function}\n")
+    try:
+        yield process
+    finally:
+        kill_session(process)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> None:
+    tried = steps((ROOT / "README.md").read_text(), "See it work in five minutes")
+    assert [command for command, _ in tried if command == "pip install .\n"]
+    assert shell.stdin is not None
+    assert shell.stdout is not None
+    shell.stdin.write(f"MODEL={model}\n")
+    for command, quoted in tried:
+        waits = f"{SETTLED}\n" if "reset_prefix_cache" in command else ""
+        shell.stdin.write(f"{waits}{command}echo '{END}'$?\n")
+        shell.stdin.flush()
+        lines: list[str] = []
+        while not (line := shell.stdout.readline()).startswith(END):
+            assert line, f"the shell has ended: {lines}"
+            lines.append(line)
+        printed = "".join(lines)
+        assert line == f"{END}0\n", printed
+        if quoted:
+            assert shape(printed) == shape(quoted), f"README.md: quote this instead:\n{printed}"
+    for output in (printed, quoted):
+        (found,) = re.findall(r"(\d+)% in\s+host memory", output)
+        assert int(found) > 40, "half of both prompts, less the last block"
+
+
+def test_another_output_has_another_shape() -> None:
+    """The control."""
+    (quoted,) = [
+        output
+        for command, output in steps((ROOT / "README.md").read_text(), "See it work in five minutes")
+        if "kvoffload explain" in command
+    ]
+    assert shape(quoted.replace("1 missed", "2 missed")) == shape(quoted)
+    assert shape(quoted.replace("missed because", "hit because")) != shape(quoted)
