@@ -60,7 +60,7 @@ WEIGHTS_CHANGED = (
     "keeps the engine's own cache from answering with old KV"
 )
 STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
-LOAD_FAILED = "kvoffload: a load failed twice; its request computes instead"
+LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its request computes instead"
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
