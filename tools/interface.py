@@ -34,8 +34,10 @@ OWN = {"connector_scheduler", "connector_worker", "pool"}
 PROTOCOLS = {"Request": "vllm.v1.request:Request", "KVBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks"}
 """Protocols in ``kvoffload/abc/engine.py``, and the classes of vLLM that stand for them."""
 UNTYPED = {
-    "vllm.v1.request:Request": ("lora_request", "all_token_ids", "block_hashes", "trace_headers"),
-    "vllm.lora.request:LoRARequest": ("adapter_id", "name"),
+    "vllm.v1.request:Request": ("lora_request", "mm_features", "all_token_ids", "block_hashes", "trace_headers"),
+    "vllm.lora.request:LoRARequest": ("adapter_id", "name", "load_inplace", "lora_int_id", "lora_name", "lora_path"),
+    "vllm.config.lora:LoRAConfig": ("enable_tower_connector_lora",),
+    "vllm.lora.worker_manager:WorkerLoRAManager": ("_adapter_manager", "_load_adapter"),
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": ("dst_block_id",),
     "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size", "page_size_bytes", "prefix_cacheable"),
     "vllm.v1.kv_cache_interface:AttentionSpec": ("max_tp_shards", "unpadded_page_size_bytes"),
@@ -59,9 +61,9 @@ UNTYPED = {
     "vllm.v1.engine.core:EngineCore": ("_reset_caches",),
     "vllm.v1.worker.worker_base:WorkerBase": ("get_model",),
     "vllm.v1.worker.gpu_worker:Worker": ("get_draft_model",),
-    "vllm.lora.model_manager:LoRAModelManager": ("list_adapters",),
+    "vllm.lora.model_manager:LoRAModelManager": ("_create_merged_loras_inplace", "list_adapters"),
     "vllm.lora.lora_model:LoRAModel": ("loras",),
-    "vllm.lora.lora_weights:LoRALayerWeights": ("lora_a", "lora_b"),
+    "vllm.lora.lora_weights:LoRALayerWeights": ("lora_a", "lora_b", "scaling"),
 }
 """Attributes that the adapter reads of objects whose class its annotations do not name."""
 WORDS = {

@@ -57,7 +57,7 @@ def file_digests(paths: Sequence[Path], cache: DigestCache | None = None) -> lis
             raise OSError(f"{path}: not a regular file")
     known = cache.load() if cache is not None else {}
     began = cache.clock() if cache is not None else 0
-    names = [_name(state) for state in states]
+    names = [content_name(state) for state in states]
     unread = {name: (path, state) for name, path, state in zip(names, paths, states, strict=True) if name not in known}
     made = _hash_all(unread)
     if cache is not None:
@@ -65,7 +65,7 @@ def file_digests(paths: Sequence[Path], cache: DigestCache | None = None) -> lis
     return [made.get(name) or known[name] for name in names]
 
 
-def _name(state: os.stat_result) -> str:
+def content_name(state: os.stat_result) -> str:
     """Returns text that identifies a file and its present content on this machine."""
     return f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
 
@@ -113,7 +113,7 @@ def _hash_piece(piece: tuple[Path, str, int, int]) -> bytes:
         while begin < end and (count := os.preadv(fd, [buffer[: end - begin]], begin)):
             digest.update(buffer[:count])
             begin += count
-        if begin < end or _name(os.fstat(fd)) != name:
+        if begin < end or content_name(os.fstat(fd)) != name:
             raise FileChangedError(f"{path}: changed while it was hashed")
     finally:
         os.close(fd)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Transfer, TransferResult, TransferSpec
+from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool, padded_slot_bytes
@@ -519,7 +520,6 @@ class Weights:
         self.now = self.accepted = self._compared = 0
         self.answers = True
         self.num_comparisons = 0
-        self.notes = 0
 
     def accept(self) -> None:
         self.accepted = self._compared = self.now
@@ -530,9 +530,6 @@ class Weights:
 
     def poll(self) -> bool | None:
         return self._compared != self.accepted if self.answers else None
-
-    def note_new(self) -> None:
-        self.notes += 1
 
     def are_same(self) -> bool:
         return self.now == self.accepted
@@ -555,17 +552,16 @@ STORE = {2: job([2], [5])}
 def test_weights_are_compared_in_steps_with_loads_or_stores_only(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
-    """New adapters are recorded in every step that computes, because a step without stores uses them too."""
-    for meta, comparisons, notes in [
-        (NOTHING, 0, 1),
-        (IDLE, 0, 1),
-        (StepMeta(fences=[7], releases=["q"]), 0, 2),
-        (StepMeta(loads=LOAD), 1, 3),
-        (StepMeta(stores=STORE), 2, 4),
-        (NOTHING, 2, 5),
+    for meta, comparisons in [
+        (NOTHING, 0),
+        (IDLE, 0),
+        (StepMeta(fences=[7], releases=["q"]), 0),
+        (StepMeta(loads=LOAD), 1),
+        (StepMeta(stores=STORE), 2),
+        (NOTHING, 2),
     ]:
         step(watched, meta)
-        assert (weights.num_comparisons, weights.notes) == (comparisons, notes)
+        assert weights.num_comparisons == comparisons
     assert report(watched) == ({1: 1, 2: 1}, set())
 
 
@@ -725,7 +721,7 @@ def test_weights_may_not_be_known_to_be_the_same(device: Device, weights: Weight
         assert report(worker) == ({9: 1}, {9})
 
 
-@pytest.mark.parametrize("call", ["accept", "begin", "poll", "note_new"])
+@pytest.mark.parametrize("call", ["accept", "begin", "poll"])
 def test_a_check_of_weights_that_raises_switches_offloading_off(
     watched: OffloadingConnectorWorker, weights: Weights, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -741,6 +737,104 @@ def test_a_check_of_weights_that_raises_switches_offloading_off(
     assert taken.broken
     assert taken.failed >= {2}
     assert "OFFLOADING IS OFF" in caplog.text
+
+
+# Adapters.
+
+
+class LoadedAdapters:
+    """A watch over adapters that are a number each. Digests of those that are not loaded take as many calls of
+    ``answers`` as ``delay`` says."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, bytes] = {}
+        self.delay = 0
+        self._seen: dict[int, bytes] = {}
+        self._asked: dict[int, bytes] = {}
+
+    def changes(self) -> Mapping[int, bytes]:
+        dropped = dict.fromkeys(self._seen.keys() - self.loaded.keys(), DROPPED)
+        new = dict(self.loaded.items() - self._seen.items())
+        self._seen = dict(self.loaded)
+        return dropped | new
+
+    def ask(self, question: int, adapter: Adapter) -> None:
+        self._asked[question] = self.loaded.get(adapter.number, adapter.handle)
+
+    def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
+        if self.delay:
+            self.delay -= 1
+            return {}
+        asked, self._asked = self._asked, {}
+        return asked
+
+    def has(self, need: Need) -> bool:
+        return self.loaded.get(need.adapter) in need.digests
+
+
+def test_adapters_that_a_step_has_loaded_and_answers_are_reported(device: Device) -> None:
+    adapters = LoadedAdapters()
+    worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
+    adapters.loaded[3] = b"old"
+    adapters.delay = 1
+    step(worker, StepMeta(questions={7: Adapter(3, b""), 8: Adapter(4, b"file")}))
+    taken = worker.take_report()
+    assert taken is not None
+    assert (taken.adapters, taken.answers) == ({3: {b"old"}}, {})
+    worker.begin_step(NOTHING)
+    adapters.loaded = {3: b"new"}
+    worker.end_step(NOTHING)
+    worker.get_finished(NOTHING)
+    taken = worker.take_report()
+    assert taken is not None
+    assert (taken.adapters, taken.answers) == ({3: {b"new"}}, {7: [b"old"], 8: [b"file"]})
+    adapters.loaded = {}
+    step(worker)
+    taken = worker.take_report()
+    assert taken is not None
+    assert taken.adapters == {3: {DROPPED}}
+    step(worker)
+    assert worker.take_report() is None
+
+
+@pytest.mark.parametrize("now", [b"right", b"other", None])
+def test_a_load_for_other_bytes_of_an_adapter_fails(device: Device, now: bytes | None) -> None:
+    """They may change until the load has ended."""
+    adapters = LoadedAdapters()
+    adapters.loaded[3] = b"right"
+    worker = OffloadingConnectorWorker(Sleeping(device.transfer), adapters=adapters)
+    step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"right"]))}))
+    adapters.loaded = {} if now is None else {3: now}
+    failed = {4} if now != b"right" else set()
+    assert step(worker, IDLE) == ({"r"}, failed, set())
+
+
+@pytest.mark.parametrize("call", ["changes", "ask", "answers", "has"])
+def test_a_watch_over_adapters_that_raises_costs_no_step(
+    device: Device, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters = LoadedAdapters()
+    setattr(adapters, call, lambda *_: 1 / 0)
+    worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
+    meta = StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"right"]))}, questions={7: Adapter(3, b"")})
+    assert step(worker, meta) == ({"r"}, {4}, set())
+    assert "ZeroDivisionError" in caplog.text
+    step(worker, StepMeta(questions={8: Adapter(3, b"")}))
+    taken = worker.take_report()
+    assert taken is not None
+    assert taken.answers[8]
+
+
+def test_without_a_watch_no_adapter_is_known(device: Device) -> None:
+    worker = OffloadingConnectorWorker(device.transfer)
+    step(worker, StepMeta(questions={7: Adapter(3, b"")}))
+    assert worker.take_report() == WorkerReport(answers={7: [UNREADABLE]})
+
+
+def test_what_workers_say_of_adapters_adds_up() -> None:
+    total = WorkerReport(answers={1: [b"a"]}, adapters={3: {b"a"}})
+    total.add(WorkerReport(answers={1: [b"b"], 2: [b"c"]}, adapters={3: {b"b"}, 4: {b"c"}}))
+    assert (total.answers, total.adapters) == ({1: [b"a", b"b"], 2: [b"c"]}, {3: {b"a", b"b"}, 4: {b"c"}})
 
 
 def test_the_sum_of_reports_has_the_latest_change() -> None:

@@ -1,8 +1,8 @@
 """Runs one vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``. Both are JSON files.
 
 CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written if it does not exist), ``new_rows`` (how
-many of the last rows of its embedding are drawn again), ``prompts`` (how many are used, by default all), ``max_tokens``
-(of an answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual),
+many of the last rows of its embedding are drawn again), ``prompts`` (how many there are, by default PROMPTS),
+``max_tokens`` (of an answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual),
 ``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options, or null),
 ``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), and what the scenario
 reads. The caller sets the environment variables that vLLM reads.
@@ -120,12 +120,12 @@ def write_drafter(directory: Path, model: Path) -> None:
     safetensors.torch.save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
-def make_prompts() -> list[list[int]]:
-    """Returns prompts of three to twelve blocks. Every other one begins with the same three blocks."""
+def make_prompts(n: int = PROMPTS) -> list[list[int]]:
+    """Returns ``n`` prompts of three to twelve blocks. Every other one begins with the same three blocks."""
     rng = np.random.default_rng(1)
     shared = rng.integers(5, 500, size=3 * BLOCK_SIZE).tolist()
     prompts = []
-    for i in range(PROMPTS):
+    for i in range(n):
         own = rng.integers(5, 500, size=int(rng.integers(20, 9 * BLOCK_SIZE))).tolist()
         prompts.append(shared + own if i % 2 else own + shared)
     return prompts
@@ -219,7 +219,7 @@ class Engine:
         self.llm: Any = LLM(model=str(model), **arguments)
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(_make_room_for_hidden_states)
-        self.prompts = make_prompts()[: config.get("prompts")]
+        self.prompts = make_prompts(config.get("prompts", PROMPTS))
         if config.get("corrupt_drafts"):
             self._corrupt_drafts()
         if "slow" in config:
@@ -1062,39 +1062,33 @@ def write_adapter(directory: Path, seed: int) -> None:
 
 
 def adapters(config: dict[str, Any]) -> dict[str, Any]:
-    """Uses three LoRA adapters in turn, with one slot on the device and two places in host memory, and then loads one
-    again with other weights."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    """Runs rounds with LoRA adapters whose files are replaced, with one slot on the device and two places in host
+    memory. ``plays`` are tuples of the name of a round, the name and the number of its adapter, the seed with which the
+    files of that name are written before (0: they are left as they are) and how it is loaded then: "" in the first step
+    that uses it, "load" or "reload" as a server does when it is asked to, "reload once" without a word in the requests.
+    Each round is computed again after that, as "right NAME". If ``blind``, all adapters have the same digest."""
     from vllm.lora.request import LoRARequest
 
     changes = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 8}
+    if config.get("blind"):
+        from kvoffload.vllm import adapters as watched
+
+        watched.digest_of = lambda model: b"the same"
     engine = Engine({**config, "engine": {**changes, **config.get("engine", {})}})
     life = _Life(engine)
     directory = Path(config["model"] + "-adapters")
     directory.mkdir(exist_ok=True)
-    requests = []
-    for number in range(1, 4):
-        write_adapter(directory / str(number), number)
-        requests.append(LoRARequest(f"adapter {number}", number, str(directory / str(number))))
-
-    def play(name: str, number: int, **sampling: Any) -> None:
-        life.play(name, prompts=engine.prompts[:2], lora_request=requests[number - 1], **sampling)
-
-    for turn in ("first", "again"):
-        for number in (1, 2, 3):
-            play(f"adapter {number}, {turn}", number)
-    write_adapter(directory / "1", 4)
-    requests[0] = LoRARequest("adapter 1", 1, requests[0].lora_path, load_inplace=True)
-    engine.llm.llm_engine.add_lora(requests[0])
-    requests[0] = LoRARequest("adapter 1", 1, requests[0].lora_path)
-    play("loaded again", 1)
-    play("loaded again, again", 1)
-    play("right", 1, extra_args=NOT_OFFLOADED)
-    get_kv_transfer_group().connector_worker.weights = None
-    write_adapter(directory / "1", 5)
-    engine.llm.llm_engine.add_lora(LoRARequest("adapter 1", 1, requests[0].lora_path, load_inplace=True))
-    play("unwatched", 1, extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
-    play("right, unwatched", 1, extra_args=NOT_OFFLOADED)
+    for name, adapter, number, seed, how in config["plays"]:
+        path = directory / adapter
+        if seed:
+            write_adapter(path, seed)
+        if how:
+            loaded = LoRARequest(adapter, number, str(path), load_inplace=how.startswith("reload"))
+            engine.llm.llm_engine.add_lora(loaded)
+        request = LoRARequest(adapter, number, str(path), load_inplace=how == "reload")
+        life.play(name, lora_request=request)
+        life.play(f"right {name}", lora_request=request, extra_args=NOT_OFFLOADED)
+    engine.close()
     return life.result()
 
 

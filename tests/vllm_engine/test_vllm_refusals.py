@@ -81,15 +81,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "turn one of the two on"
         ],
     ),
-    "adapters with a disk": (DISK, ["disk_dir='/var/cache/kvoffload' with LoRA: ", 'set model_fingerprint="..."']),
-    "adapters with a tier": (
-        TIERS,
-        [
-            "tiers[0].dir='/var/cache/kvoffload' with LoRA: a block identifies its adapter by name and path alone, and "
-            'these may mean another adapter after a restart or on another server; set model_fingerprint="..." and '
-            "change it with the weights of the model or of any adapter"
-        ],
-    ),
     "weights without files": (
         DISK,
         ["model some/model", "weight files are not found", 'set model_fingerprint="..."'],
@@ -122,8 +113,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         "hf_overrides": {"num_local_experts": 4},
     },
     "hashes with a random root": {"prefix_caching_hash_algo": "xxhash"},
-    "adapters with a disk": {"enable_lora": True},
-    "adapters with a tier": {"enable_lora": True},
     "images without a content hash": {"enable_prefix_caching": False},
     "MLA on a CPU without prefix caching": {"enable_prefix_caching": False},
 }

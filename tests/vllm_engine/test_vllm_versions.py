@@ -157,3 +157,12 @@ def test_several_groups(run: Runner, version: str, overlaid: dict[str, Any]) -> 
         assert differences(got, expected) == []
     assert result["metrics"]["load_failures"] > 0
     assert_at_rest(result.result)
+
+
+def test_kv_belongs_to_the_bytes_of_an_adapter(run: Runner, overlaid: dict[str, Any]) -> None:
+    plays = [("first", "a", 1, 1, "load"), ("other", "a", 2, 2, ""), ("back", "a", 3, 1, "")]
+    patient = POOL | {"load_deadline_ms": 1000 * DEADLINE_S}
+    result = run("adapters", connector=patient, plays=plays, prompts=2, **overlaid)
+    for name, *_ in plays:
+        assert differences(result["answers"][name], result["answers"][f"right {name}"]) == [], name
+        assert (result["counts"][name]["host_hit_tokens"] > 0) is (name == "back")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,14 @@ pytest.importorskip("vllm.version")
 import torch
 from driver import SHORT
 from test_vllm_disk import found, with_disk
-from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+from vllm.lora.request import LoRARequest
+from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences
 
+from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
+from kvoffload.testing.scale import SCALE
+from kvoffload.vllm import adapters as adapters_module
 from kvoffload.vllm import weights
+from kvoffload.vllm.adapters import WorkerAdapters, digest_of
 from kvoffload.vllm.weights import ModelWeights, watch_weights
 
 pytestmark = pytest.mark.vllm
@@ -122,56 +129,6 @@ def test_experts_that_are_balanced_are_left_out() -> None:
     assert changed(watch) is True
 
 
-class Adapter:
-    """An adapter as in vLLM: its layers have one or more matrices, some of which may be missing."""
-
-    def __init__(self, seed: int) -> None:
-        make = torch.Generator().manual_seed(seed)
-        a, b = torch.randn(8, 32, generator=make), torch.randn(32, 8, generator=make)
-        self.loras = {
-            "plain": SimpleNamespace(lora_a=a, lora_b=b.bfloat16()),
-            "packed": SimpleNamespace(lora_a=[a + 1, None], lora_b=[b + 1, None]),
-        }
-
-
-def test_an_adapter_has_changed_when_other_values_have_its_id() -> None:
-    made = model()
-    registered: dict[int, Adapter] = {}
-    made.lora_manager = SimpleNamespace(list_adapters=lambda: dict(registered))
-    watch = ModelWeights(lambda: [made])
-    registered[1] = Adapter(1)
-    assert changed(watch) is False, "new"
-    del registered[1]
-    registered[2] = Adapter(2)
-    assert changed(watch) is False, "1 was dropped"
-    registered[1] = Adapter(1)
-    assert changed(watch) is False, "read again from the same files"
-    del registered[1]
-    watch.begin()
-    registered[1] = Adapter(3)
-    assert changed(watch) is True
-    assert changed(watch) is True, "until it is accepted"
-    watch.accept()
-    assert changed(watch) is False
-    # Adapters that a step has loaded are recorded at its end.
-    registered[3] = Adapter(4)
-    watch.note_new()
-    registered[3] = Adapter(5)
-    assert changed(watch) is True
-
-
-def test_adapters_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_ADAPTERS", 3)
-    made = model()
-    made.lora_manager = SimpleNamespace(list_adapters=lambda: dict(registered))
-    registered: dict[int, Adapter] = {}
-    watch = ModelWeights(lambda: [made])
-    for number in range(9):
-        registered = {number: Adapter(number)}
-        assert changed(watch) is False
-    assert len(watch.adapters) == 3
-
-
 # All bytes, as after a sleep.
 
 
@@ -257,16 +214,6 @@ def test_what_is_watched_after_a_sleep_is_not_accepted_anew() -> None:
     assert changed(watch) is True
 
 
-def test_adapters_are_read_in_full_too() -> None:
-    made = model()
-    registered = {1: Adapter(1)}
-    made.lora_manager = SimpleNamespace(list_adapters=lambda: dict(registered))
-    watch = ModelWeights(lambda: [made], reads_all=True)
-    assert watch.are_same()
-    flip(registered[1].loras["packed"].lora_b[0], 77)
-    assert not watch.are_same()
-
-
 @pytest.mark.parametrize("case", ["not asked for", "experts that are balanced", "no memory"])
 def test_weights_that_are_not_all_read_are_never_the_same(case: str, caplog: pytest.LogCaptureFixture) -> None:
     made = model()
@@ -302,6 +249,136 @@ def test_cuda_tensors_would_be_read_by_their_addresses() -> None:
     """The test needs no GPU: it checks what is passed to torch."""
     given = weights._CudaMemory(0x1000, 7).__cuda_array_interface__
     assert given == {"shape": (7,), "typestr": "<i4", "data": (0x1000, False), "version": 3}
+
+
+# Adapters in a worker.
+
+
+class Lora:
+    """An adapter as in vLLM: its layers have one or more matrices, some of which may be missing."""
+
+    def __init__(self, seed: int) -> None:
+        make = torch.Generator().manual_seed(seed)
+        a, b = torch.randn(8, 32, generator=make), torch.randn(32, 8, generator=make)
+        self.loras = {
+            "plain": SimpleNamespace(lora_a=a, lora_b=b.bfloat16(), scaling=1),
+            "packed": SimpleNamespace(lora_a=[a + 1, None], lora_b=[b + 1, None], scaling=[1, 1]),
+        }
+
+
+class Manager:
+    """As much of vLLM's manager of adapters as is used. The file of an adapter holds its seed."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, Lora] = {}
+        self.num_read = 0
+        self._adapter_manager = self
+
+    def list_adapters(self) -> dict[int, Lora]:
+        return dict(self.loaded)
+
+    def _load_adapter(self, handle: LoRARequest) -> Lora:
+        self.num_read += 1
+        return Lora(int(Path(handle.lora_path, "adapter_model.bin").read_text()))
+
+    def _create_merged_loras_inplace(self, model: Lora) -> None:
+        pass
+
+
+def lora_file(folder: Path, seed: int, number: int = 1, load_inplace: bool = False) -> Adapter:
+    folder.mkdir(exist_ok=True)
+    # A path of the same length, so that only the times and the inode of the file differ.
+    folder.joinpath("new").write_text(str(seed))
+    folder.joinpath("new").replace(folder / "adapter_model.bin")
+    return Adapter(number, LoRARequest("a", number, str(folder), load_inplace=load_inplace), load_inplace)
+
+
+def ask(watch: WorkerAdapters, adapter: Adapter) -> bytes:
+    watch.ask(5, adapter)
+    answers: Mapping[int, bytes] = {}
+    while not answers:
+        answers = watch.answers(wait_s=9.0)
+    return answers[5]
+
+
+def need(*seeds: int) -> Need:
+    return Need(1, frozenset(digest_of(Lora(seed)) for seed in seeds))
+
+
+def test_every_value_of_an_adapter_counts() -> None:
+    adapter, seen = Lora(1), {right := digest_of(Lora(1)), digest_of(Lora(2))}
+    for layer in adapter.loras.values():
+        for tensor in (layer.lora_a, layer.lora_b):
+            matrix = tensor[0] if isinstance(tensor, list) else tensor
+            for bit in (0, 8 * matrix.numel() * matrix.element_size() - 1):
+                flip(matrix, bit)
+                seen.add(digest_of(adapter))
+                flip(matrix, bit)
+    adapter.loras["plain"].scaling = 2
+    seen.add(digest_of(adapter))
+    adapter.loras["plain"].scaling = 1
+    adapter.loras["other"] = adapter.loras.pop("plain")
+    seen.add(digest_of(adapter))
+    assert len(seen) == 2 + 8 + 2
+    assert digest_of(Lora(1)) == right
+
+
+def test_adapters_are_those_that_are_loaded() -> None:
+    manager = Manager()
+    watch = WorkerAdapters(manager)
+    manager.loaded = {1: Lora(1), 2: Lora(2)}
+    assert watch.changes() == {1: digest_of(Lora(1)), 2: digest_of(Lora(2))}
+    assert watch.changes() == {}
+    manager.loaded = {1: Lora(3)}
+    assert watch.changes() == {1: digest_of(Lora(3)), 2: DROPPED}
+    assert watch.has(need(3))
+    assert watch.has(need(1, 3))
+    assert not watch.has(need(1))
+
+
+def test_an_adapter_that_is_not_loaded_is_read_while_its_files_stay_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = Manager()
+    watch = WorkerAdapters(manager)
+    adapter = lora_file(tmp_path / "a", 1)
+    assert ask(watch, adapter) == digest_of(Lora(1))
+    assert ask(watch, adapter) == digest_of(Lora(1))
+    assert manager.num_read == 2, "a file that was just written may be written again at the same time"
+    monkeypatch.setattr(adapters_module, "is_settled", lambda state, now: True)
+    for _ in range(3):
+        assert ask(watch, adapter) == digest_of(Lora(1))
+    assert manager.num_read == 3
+    assert watch.has(need(1))
+    lora_file(tmp_path / "a", 2)
+    assert not watch.has(need(1)), "the file is another"
+    assert ask(watch, adapter) == digest_of(Lora(2))
+    assert watch.has(need(2))
+    manager.loaded = {1: Lora(3)}
+    watch.changes()
+    assert ask(watch, adapter) == digest_of(Lora(3)), "vLLM does not read it again"
+    assert ask(watch, lora_file(tmp_path / "a", 4, load_inplace=True)) == digest_of(Lora(4)), "vLLM reads it again"
+    assert watch.has(need(4))
+
+
+def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = WorkerAdapters(Manager())
+    adapter = lora_file(tmp_path / "a", 1)
+    tmp_path.joinpath("a", "adapter_model.bin").unlink()
+    assert ask(watch, adapter) == UNREADABLE
+    assert not watch.has(need(1))
+    assert "adapter a cannot be read" in caplog.text
+    lora_file(tmp_path / "a", 1)
+    assert ask(watch, adapter) == digest_of(Lora(1)), "the thread goes on"
+
+
+def test_adapters_remembered_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters_module, "MAX_READ", 3)
+    monkeypatch.setattr(adapters_module, "is_settled", lambda state, now: True)
+    watch = WorkerAdapters(Manager())
+    for number in range(1, 9):
+        ask(watch, lora_file(tmp_path / str(number), number, number))
+    assert len(watch._files) == len(watch._read) == 3
 
 
 # Real engines.
@@ -365,28 +442,80 @@ def test_a_restart_finds_nothing_of_an_engine_whose_weights_were_changed(
     assert differences(result["outputs"][0], expected) == []
 
 
+PLAYS = [
+    ("first", "a", 1, 1, "load"),
+    ("first, again", "a", 1, 0, ""),
+    ("new number", "a", 2, 2, "load"),
+    ("new number, again", "a", 2, 0, ""),
+    ("back", "a", 3, 1, "load"),
+    # Two adapters push the third out, which is read again.
+    ("other name", "b", 4, 1, ""),
+    ("third name", "c", 5, 3, ""),
+    ("read again", "a", 3, 2, ""),
+    ("in place", "a", 3, 4, "reload"),
+    ("in place, back", "a", 3, 1, "reload"),
+    ("in place, once", "a", 3, 2, "reload once"),
+]
+"""Rounds of the scenario ``adapters``."""
+NEW = {"first", "new number", "other name", "third name", "in place"}
+"""The first rounds with these bytes under this name."""
+
+
+def wrong(run: Run) -> dict[str, int]:
+    """Returns how many answers were wrong in each round of the scenario ``adapters``."""
+    answers = run["answers"]
+    return {
+        name: len(differences(answer, answers[f"right {name}"]))
+        for name, answer in answers.items()
+        if not name.startswith("right ")
+    }
+
+
+NUM_PROMPTS = 40 if SCALE > 1 else 2
+
+
+@pytest.fixture(scope="module", params=["disk", "shared_dir"] if SCALE > 1 else ["disk"])
+def adapter_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options with a store that the processes of a test have in common."""
+    tier = {"kind": request.param, "dir": str(tmp_path_factory.mktemp("adapters") / "store"), "bytes": "256MiB"}
+    patient = {"load_deadline_ms": 1000 * DEADLINE_S, "lookup_deadline_ms": 10_000, "load_only_if_faster": False}
+    return {"host_bytes": "256MiB", "tiers": [tier], **patient}
+
+
 @pytest.fixture(scope="module")
-def adapters(run: Runner) -> Run:
-    return run("adapters", connector=POOL)
+def adapters(run: Runner, adapter_store: dict[str, Any]) -> Run:
+    return run("adapters", connector=adapter_store, plays=PLAYS, prompts=NUM_PROMPTS)
 
 
-def test_adapters_that_take_turns_change_nothing(adapters: Run) -> None:
+def test_kv_belongs_to_the_bytes_of_an_adapter(adapters: Run) -> None:
     answers, counts = adapters["answers"], adapters["counts"]
-    for number in (1, 2, 3):
-        name = f"adapter {number}, again"
-        assert differences(answers[name], answers[f"adapter {number}, first"]) == []
-        assert counts[name]["host_hit_tokens"] > 0
-        assert counts[name]["weight_changes"] == counts[name]["load_failures"] == 0
-    assert len(differences(answers["adapter 1, first"], answers["adapter 2, first"])) == 2
-
-
-def test_an_adapter_loaded_again_under_its_name_answers_anew(adapters: Run) -> None:
-    answers, counts = adapters["answers"], adapters["counts"]
-    assert len(differences(answers["adapter 1, first"], answers["right"])) == 2
-    assert differences(answers["loaded again"], answers["right"]) == []
-    assert differences(answers["loaded again, again"], answers["right"]) == []
-    assert counts["loaded again"]["weight_changes"] == 1
+    assert set(wrong(adapters).values()) == {0}, wrong(adapters)
+    for name, *_, how in PLAYS:
+        assert counts[name]["weight_changes"] == 0
+        # Where requests do not say that the adapter was loaded again, loads are promised before anybody knows.
+        if how != "reload once":
+            assert (counts[name]["host_hit_tokens"] > 0) is (name not in NEW), name
+            assert counts[name]["load_failures"] == 0, name
+    for one, other in itertools.combinations(("first", "new number", "third name", "in place"), 2):
+        assert len(differences(answers[one], answers[other])) == NUM_PROMPTS
+    assert differences(answers["first"], answers["in place, back"]) == []
     assert_at_rest(adapters.result)
-    # The control: the weights are not watched.
-    assert counts["unwatched"]["host_hit_tokens"] > 0
-    assert len(differences(answers["unwatched"], answers["right, unwatched"])) == 2
+
+
+def test_a_restart_finds_the_blocks_of_the_same_bytes(
+    adapters: Run, run: Runner, adapter_store: dict[str, Any]
+) -> None:
+    plays = [("second", "a", 1, 2, ""), ("never used", "a", 2, 9, "load"), ("first", "a", 3, 1, "load")]
+    result = run("adapters", connector=adapter_store, plays=plays, prompts=NUM_PROMPTS)
+    assert set(wrong(result).values()) == {0}, wrong(result)
+    found = {name: count["disk_hit_tokens"] > 0 for name, count in result["counts"].items()}
+    assert (found["second"], found["never used"], found["first"]) == (True, False, True)
+    assert differences(result["answers"]["first"], adapters["answers"]["first"]) == []
+
+
+def test_without_digests_answers_are_those_of_another_adapter(run: Runner) -> None:
+    """The control."""
+    plays = [play for play in PLAYS if play[0] in ("first", "new number", "in place")]
+    patient = POOL | {"load_deadline_ms": 1000 * DEADLINE_S}
+    result = run("adapters", connector=patient, plays=plays, prompts=NUM_PROMPTS, blind=True)
+    assert wrong(result) == {"first": 0, "new number": NUM_PROMPTS, "in place": NUM_PROMPTS}

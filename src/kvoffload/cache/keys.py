@@ -16,6 +16,8 @@ from kvoffload.native import load
 GROUP_BYTES = 4
 NAMESPACE_BYTES = 8
 """Bytes in front of every block hash in a key: a digest of the fingerprint, and of the tenant if there is one."""
+ADAPTER_BYTES = 8
+"""Bytes after these in the keys of engines that serve adapters: a digest of the adapter's bytes, or zeros."""
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -42,8 +44,8 @@ def key_group_idx(key: OffloadKey) -> int:
 def root_hash(*extras: str | bytes) -> BlockHash:
     """Returns the parent hash of a request's first block: a digest of everything but the tokens that shapes the KV.
 
-    ``extras`` are, for example, the model fingerprint, the name of a LoRA adapter or a cache salt. Each is framed by
-    its type and length, so that two different lists never give the same bytes.
+    ``extras`` are, for example, the model fingerprint, a digest of a LoRA adapter's files or a cache salt. Each is
+    framed by its type and length, so that two different lists never give the same bytes.
     """
     h = hashlib.sha256(b"kvoffload.root.1")
     for extra in extras:

@@ -20,6 +20,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
 from kvoffload.config import OffloadConfig
+from kvoffload.connector.adapters import AdapterOf
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.options import EngineOptions
 from kvoffload.connector.parts import Parts
@@ -57,6 +58,7 @@ def build_scheduler(
     tiers: Sequence[Tier] = (),
     parts: Parts | None = None,
     engine_options: EngineOptions | None = None,
+    adapter_of: AdapterOf | None = None,
 ) -> OffloadingConnectorScheduler:
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
 
@@ -69,8 +71,8 @@ def build_scheduler(
     ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
     ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
     this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
-    to the id under which the reuse filter counts it. ``share_loads``, ``following`` and
-    ``engine_options``: see OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored
+    to the id under which the reuse filter counts it. ``share_loads``, ``following``, ``engine_options`` and
+    ``adapter_of``: see OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored
     events describe their blocks. ``trace_headers``: returns a request's headers with its OpenTelemetry trace, or None:
     then spans are made, see ``kvoffload.observe.spans``. ``identity`` says in words what the fingerprint depends on,
     such as {"dtype": "bfloat16"}: see ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the
@@ -114,6 +116,7 @@ def build_scheduler(
             following=following,
             parts=parts,
             engine_options=engine_options,
+            adapter_of=adapter_of,
         )
         opened.pop_all()
     logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvoffload.abc import OffloadingManager, OffloadKey
+from kvoffload.connector.adapter_book import AdapterBook
 from kvoffload.connector.hits import HitSearch, last_loadable
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.request import Changes, Match, RequestState
@@ -28,6 +29,7 @@ class Lookups:
         layout: Layout,
         hits: HitSearch,
         shelf: Shelf,
+        adapters: AdapterBook,
         changes: Changes,
         deadline_s: float,
         clock: Callable[[], float],
@@ -36,6 +38,7 @@ class Lookups:
         self._layout = layout
         self._hits = hits
         self._shelf = shelf
+        self._adapters = adapters
         self._changes = changes
         self.deadline_s = deadline_s
         self._clock = clock
@@ -61,6 +64,16 @@ class Lookups:
         return self._changes.contents + self._manager.num_removed
 
     def _look_up(self, state: RequestState, computed: int) -> Match:
+        if state.adapter is not None and (state.options.load or state.options.store):
+            known = self._adapters.digests(state.adapter)
+            if known is None and (wait := self._wait(state, computed)):
+                return wait
+            if not known or state.digests not in (None, known):
+                state.give_up()
+            elif state.digests is None:
+                state.bind(known)
+        if not state.has_keys:
+            return Match(self._contents, computed, 0, None)
         state.extend_keys()
         if not state.may_load:
             self._touch(state)

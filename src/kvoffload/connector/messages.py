@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvoffload.abc import TransferSpec
+from kvoffload.connector.adapters import Adapter, Need
 
 
 @dataclass(slots=True)
@@ -27,6 +28,10 @@ class StepMeta:
     """Whether the engine computes anything in this step."""
     epoch: int = 0
     """The number of resets of the scheduler half. Jobs of an earlier epoch count as failed."""
+    questions: dict[int, Adapter] = field(default_factory=dict)
+    """Adapters whose digests the scheduler half asks for, by the number of the question."""
+    needs: dict[int, Need] = field(default_factory=dict)
+    """By job id, the adapter that the request of a load computes with. With other bytes the load fails."""
     check_weights: int | None = None
     """The id of a job that compares all weights with those accepted before this epoch, and fails if they differ."""
 
@@ -45,6 +50,10 @@ class WorkerReport:
     load_seconds: float = 0.0
     broken: bool = False
     """Whether the transfer of some worker is closed for good."""
+    answers: dict[int, list[bytes]] = field(default_factory=dict)
+    """By question, the digest that each worker has found."""
+    adapters: dict[int, set[bytes]] = field(default_factory=dict)
+    """Digests of adapters that workers have loaded, by their number; DROPPED if one is not loaded any more."""
     changed_at: int = -1
     """The epoch in which a worker found that its weights have changed; -1 if none did."""
 
@@ -52,6 +61,10 @@ class WorkerReport:
         """Adds the report of another worker to this one, and returns this one."""
         for job_id, count in other.done.items():
             self.done[job_id] = self.done.get(job_id, 0) + count
+        for question, digests in other.answers.items():
+            self.answers.setdefault(question, []).extend(digests)
+        for number, seen in other.adapters.items():
+            self.adapters.setdefault(number, set()).update(seen)
         self.failed |= other.failed
         self.broken |= other.broken
         self.changed_at = max(self.changed_at, other.changed_at)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
 
 from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.cache.tenants import Tenants
+from kvoffload.connector.adapters import NO_ADAPTER, Adapter, Digests, variant
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.options import RequestOptions
 
@@ -78,6 +79,9 @@ class RequestState:
     context: ReqContext
     options: RequestOptions
     blocks: RequestBlocks
+    adapter: Adapter | None = None
+    digests: Digests | None = None
+    """The digests of its adapter for which its keys stand; None as long as they are not known."""
     tenant: str | None = None
     """Its tenant in metrics; None without configured tenants."""
     phase: Phase = Phase.WAITING
@@ -107,16 +111,44 @@ class RequestState:
         tenants: Tenants,
         most_blocks: Callable[[OffloadKey], int],
         engine_options: Mapping[str, object] | None = None,
+        adapter: Adapter | None = None,
+        has_adapters: bool = False,
     ) -> RequestState:
-        """``most_blocks``: see OffloadingManager. ``engine_options``: see EngineOptions."""
+        """``most_blocks``: see OffloadingManager. ``engine_options``: see EngineOptions. ``has_adapters``: whether the
+        engine serves any."""
         params = request.kv_transfer_params
         options = RequestOptions.from_params(params, engine_options)
         tenant = tenants.of(options.tenant, getattr(request, "cache_salt", None))
         longest = layout.longest_chain(most_blocks(tenant.namespace))
         most = NEVER if options.max_tokens is None else options.max_tokens
-        blocks = RequestBlocks(request, layout, tenant.namespace, most, min(most, longest))
+        namespace = tenant.namespace + NO_ADAPTER if has_adapters else tenant.namespace
+        blocks = RequestBlocks(request, layout, namespace, most, min(most, longest))
         context = ReqContext(request.request_id, params, hints=options.hints(tenant.namespace))
-        return cls(request, context, options, blocks, tenant=tenant.label, may_load=options.load)
+        return cls(request, context, options, blocks, adapter, tenant=tenant.label, may_load=options.load)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its keys can be made."""
+        return self.origin is not None
+
+    @property
+    def origin(self) -> Digests | None:
+        """The digests of the adapter that computes its KV, none for the model alone; None if they are not known."""
+        return frozenset() if self.adapter is None else self.digests
+
+    @property
+    def may_store(self) -> bool:
+        return self.options.store and self.storing is not Storing.STALE and self.has_keys
+
+    def bind(self, digests: Digests) -> None:
+        """Makes its keys stand for these bytes of its adapter."""
+        self.digests = digests
+        self.blocks.namespace = self.blocks.namespace[: -len(NO_ADAPTER)] + variant(digests)
+
+    def give_up(self) -> None:
+        """Loads and stores nothing more for it: its adapter is not known, or has changed."""
+        self.options = replace(self.options, load=False, store=False)
+        self.may_load, self.digests, self.match = False, None, None
 
     def extend_keys(self) -> None:
         """Makes the keys of blocks that became whole."""
@@ -267,6 +299,10 @@ class RequestBlocks:
             return
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
+
+    def are_computed_whole(self) -> bool:
+        """Whether the computed tokens end with a device block of each group."""
+        return not any(self.request.num_computed_tokens % group.device_block_size for group in self.layout.groups)
 
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], tuple[Sequence[int], ...]]:
         """Takes a whole new table per group. Returns the device blocks of computed tokens, and the others."""

@@ -30,6 +30,8 @@ from kvoffload.abc import (
     ScheduledStep,
 )
 from kvoffload.cache.tenants import Tenants
+from kvoffload.connector.adapter_book import AdapterBook
+from kvoffload.connector.adapters import AdapterOf, Need
 from kvoffload.connector.hits import HitSearch
 from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Layout
@@ -39,7 +41,7 @@ from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.options import EngineOptions
 from kvoffload.connector.parts import Parts
-from kvoffload.connector.request import Changes, Phase, RequestState
+from kvoffload.connector.request import Changes, Phase, RequestState, Storing
 from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
 from kvoffload.connector.stores import StorePlanner
@@ -59,7 +61,7 @@ WEIGHTS_CHANGED = (
     "keeps the engine's own cache from answering with old KV"
 )
 STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
-LOAD_FAILED = "kvoffload: a load failed twice; its request computes instead"
+LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its request computes instead"
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -126,7 +128,7 @@ class OffloadingConnectorScheduler:
     ``recorder`` gets every request that was given device blocks, when it ends; ``spans`` gets every request.
     ``following`` describes the tokens after a block. It is needed if a group has a ``lookahead``. ``parts``: how the
     blocks of ``groups`` are divided. ``engine_options`` returns what the engine itself knows of a request, as request
-    options.
+    options. ``adapter_of`` returns the adapter of a request, for engines whose block hashes do not depend on its bytes.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -151,6 +153,7 @@ class OffloadingConnectorScheduler:
         following: Following | None = None,
         parts: Parts | None = None,
         engine_options: EngineOptions | None = None,
+        adapter_of: AdapterOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -168,10 +171,11 @@ class OffloadingConnectorScheduler:
         self.loads = LoadPlanner(manager, self.layout, self.jobs)
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer)
         self.shelf = Shelf(manager, self.changes, num_workers)
-        self.sound = SoundBlocks()
+        self.adapters = AdapterBook(adapter_of, num_workers, self.changes)
+        self.sound = SoundBlocks(has_adapters=self.adapters.is_used)
         hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})
         deadline_s = load_deadline_ms / 1000
-        self.lookups = Lookups(manager, self.layout, hits, self.shelf, self.changes, deadline_s, clock)
+        self.lookups = Lookups(manager, self.layout, hits, self.shelf, self.adapters, self.changes, deadline_s, clock)
         self._engine_options = engine_options
         self._clock = clock
         self._next = _NextStep()
@@ -235,10 +239,12 @@ class OffloadingConnectorScheduler:
             self._break_load(state.request, blocks, num_tokens)
             return
         self._next.meta.loads[job_id] = spec
+        if state.adapter is not None and state.digests is not None:
+            self._next.meta.needs[job_id] = Need(state.adapter.number, state.digests)
         self.manager.release_request(state.context)
         device_blocks = spec.device.block_ids.tolist()
         self._next.handed_out.update(device_blocks)
-        self.sound.add(device_blocks)
+        self.sound.add(state, device_blocks)
         self.changes.loads += 1
 
     def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
@@ -268,6 +274,7 @@ class OffloadingConnectorScheduler:
         upcoming, epoch = self._next, self.shelf.num_resets
         meta = upcoming.meta
         meta.check_weights = self.shelf.begin_step(has_tokens)
+        meta.questions = self.adapters.take_questions()
         self._poll()
         if not has_tokens:
             self.manager.wait(IDLE_WAIT_S)
@@ -281,6 +288,9 @@ class OffloadingConnectorScheduler:
             found: Sequence[Sequence[int]] = ()
             if state is not None and req_id in replaced:
                 # Computed blocks were shared with it or loaded; loads have entered theirs.
+                if is_tracking and not state.blocks.are_computed_whole():
+                    # The engine has copied a part of a block, which may be of any origin.
+                    state.storing = Storing.STALE
                 found, new = state.blocks.replace_tables(new)
                 self.stores.watch(req_id, has_new_table=True)
             elif state is not None:
@@ -338,6 +348,7 @@ class OffloadingConnectorScheduler:
             self.reset()
             self.shelf.drop()
         self.shelf.take_report(report)
+        self._note_adapters(report)
         self._poll()
         self.observer.reported(report)
         ended = self.jobs.take_reports(report, self.shelf.num_resets)
@@ -346,6 +357,22 @@ class OffloadingConnectorScheduler:
         self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")
+
+    def _note_adapters(self, report: WorkerReport) -> None:
+        """Takes in what the workers say of adapters. Where one has changed under the same number, its requests store
+        nothing more, and what they are storing is dropped: it may belong to either bytes."""
+        self.adapters.take_report(report)
+        if not report.adapters:
+            return
+        jobs = [job for job in self.jobs.jobs.values() if job.is_store]
+        states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
+        states += [state for job in jobs for state in job.states]
+        changed = {id(state): state for state in states if self.adapters.has_changed(state, report)}
+        for job in jobs:
+            job.failed |= any(id(state) in changed for state in job.states)
+        self.sound.discard({state.digests for state in changed.values() if state.digests is not None})
+        for state in changed.values():
+            state.give_up()
 
     def _end_store(self, job: Job) -> None:
         self.manager.complete_store(job.lease, success=not job.failed)
@@ -449,7 +476,16 @@ class OffloadingConnectorScheduler:
         state = self.requests.get(request.request_id)
         if state is None:
             options = None if self._engine_options is None else self._engine_options(request)
-            state = RequestState.new(request, self.layout, self._tenants, self.manager.most_blocks, options)
+            adapter = self.adapters.begin(request)
+            state = RequestState.new(
+                request,
+                self.layout,
+                self._tenants,
+                self.manager.most_blocks,
+                options,
+                adapter,
+                self.adapters.is_used,
+            )
             self.requests[request.request_id] = state
             self.observer.begin(state)
         return state

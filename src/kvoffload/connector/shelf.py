@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from kvoffload.abc import OffloadingManager
+from kvoffload.connector.adapters import Digests
 from kvoffload.connector.jobs import JOB_IDS
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import WorkerReport
@@ -91,36 +93,47 @@ class Shelf:
 
 
 class SoundBlocks:
-    """Device blocks that were filled since the last reset, from nothing that was computed before it.
+    """Device blocks that were filled since the last reset, from nothing that was computed before it, each with the
+    adapter that has computed it.
 
-    The engine's own cache may still hold KV of weights that are gone. A request that continues from such blocks must
-    store nothing, and the blocks that it fills are not sound either.
+    The engine's own cache may still hold KV of weights that are gone, and finds blocks by the name of an adapter. A
+    request that continues from such blocks, or from those of other bytes under the name of its adapter, must store
+    nothing, and the blocks that it fills are not sound either.
     """
 
-    def __init__(self) -> None:
-        self._blocks: set[int] | None = None
-        """None: there was no reset, and every block is sound."""
+    def __init__(self, has_adapters: bool = False) -> None:
+        self._origins: dict[int, Digests] | None = {} if has_adapters else None
+        """By device block, see ``RequestState.origin``. None: there was neither a reset nor an adapter, and every block
+        is sound."""
 
     @property
     def is_tracking(self) -> bool:
-        return self._blocks is not None
+        return self._origins is not None
 
     def reset(self) -> None:
-        self._blocks = set()
+        self._origins = {}
 
-    def add(self, blocks: list[int]) -> None:
-        """Adds blocks that a load fills."""
-        if self._blocks is not None:
-            self._blocks.update(blocks)
+    def add(self, state: RequestState, blocks: list[int]) -> None:
+        """Adds blocks that a load of the request fills."""
+        if self._origins is not None and state.origin is not None:
+            self._origins.update(dict.fromkeys(blocks, state.origin))
+
+    def discard(self, origins: Collection[Digests]) -> None:
+        """Removes the blocks of adapters that have changed."""
+        if self._origins is not None and origins:
+            self._origins = {block: origin for block, origin in self._origins.items() if origin not in origins}
 
     def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
         """Follows a request that continues from the blocks ``found`` in the engine's own cache, and fills ``new``
         ones."""
-        if self._blocks is None:
+        origins = self._origins
+        if origins is None:
             return
-        if state is not None and not found - {NULL_BLOCK} <= self._blocks:
+        origin = None if state is None else state.origin
+        if state is not None and any(origins.get(block) != origin for block in found - {NULL_BLOCK}):
             state.storing = Storing.STALE
-        if state is not None and state.storing is not Storing.STALE:
-            self._blocks |= new
+        if state is not None and origin is not None and state.storing is not Storing.STALE:
+            origins.update(dict.fromkeys(new, origin))
         else:
-            self._blocks -= new
+            for block in new:
+                origins.pop(block, None)

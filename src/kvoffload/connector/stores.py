@@ -153,7 +153,7 @@ class StorePlanner:
         self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper, epoch: int
     ) -> list[Block]:
         """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
-        if state.phase is Phase.LOADING or state.storing is Storing.STALE or not state.options.store:
+        if state.phase is Phase.LOADING or not state.may_store:
             return []
         state.extend_keys()
         layout, keys = self._layout, state.blocks.keys
@@ -170,7 +170,7 @@ class StorePlanner:
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Adds the request for the step in which its next block may be due."""
         store_at = state.blocks.store_at
-        if store_at != NEVER and state.options.store and state.storing is not Storing.STALE:
+        if store_at != NEVER and state.may_store:
             left = store_at - num_computed
             self._due.add(req_id, left if left > 1 else 1)
 
@@ -180,7 +180,7 @@ class StorePlanner:
         blocks = state.blocks
         if num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at:
             return None
-        if state.phase is Phase.LOADING or state.storing is Storing.STALE or not state.options.store:
+        if state.phase is Phase.LOADING or not state.may_store:
             return None
         state.extend_keys()
         found, next_store = blocks.due(num_computed, num_before)

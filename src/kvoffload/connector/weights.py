@@ -17,9 +17,6 @@ class WeightWatch(Protocol):
     def poll(self) -> bool | None:
         """Returns whether the weights differed at the last ``begin``, or None while that is not known."""
 
-    def note_new(self) -> None:
-        """Records weights that the step has loaded itself, such as adapters, before they can change."""
-
     def are_same(self) -> bool:
         """Returns whether every byte of the weights is as it was when they were last accepted; False if that is not
         known. Takes as long as the device needs to read them. After True, the next comparison expects the weights at

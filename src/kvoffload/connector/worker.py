@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
+from kvoffload.connector.adapters import UNREADABLE, AdapterWatch, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
@@ -42,6 +43,7 @@ class _Job:
     epoch: int
     comparison: int
     """Number of the comparison of weights that must have ended before this job is reported as successful."""
+    need: Need | None = None
     tries_left: int = MAX_TRIES - 1
 
 
@@ -58,11 +60,15 @@ class OffloadingConnectorWorker:
 
     ``weights`` is asked in every step that brings loads or stores. If the weights have changed, all jobs fail, in
     progress or new, until the epoch of a StepMeta shows that the scheduler half has forgotten all blocks. A job is not
-    reported as successful before the comparison of its step, or a later one, has succeeded.
+    reported as successful before the comparison of its step, or a later one, has succeeded. ``adapters`` answers which
+    bytes the model's adapters have; a load for other bytes than these fails.
     """
 
-    def __init__(self, transfer: Transfer, weights: WeightWatch | None = None) -> None:
+    def __init__(
+        self, transfer: Transfer, weights: WeightWatch | None = None, adapters: AdapterWatch | None = None
+    ) -> None:
         self.transfer = transfer
+        self.adapters = adapters
         self._weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
         self._jobs: dict[int, _Job] = {}
@@ -114,6 +120,8 @@ class OffloadingConnectorWorker:
     def begin_step(self, meta: StepMeta) -> None:
         """Begins a step: completes the fenced stores, and submits the other stores of the previous step."""
         self._check_weights(meta)
+        self._note_adapters()
+        self._ask_adapters(meta)
         for job_id in meta.fences:
             if job_id in meta.stores:
                 self._accept_store(job_id, meta.stores[job_id])
@@ -135,7 +143,7 @@ class OffloadingConnectorWorker:
     def start_loads(self, meta: StepMeta) -> None:
         """Starts the loads of the step. Nothing uses their device blocks before they are reported."""
         for job_id, spec in meta.loads.items():
-            self._jobs[job_id] = _Job(spec, False, self._epoch, self._weights.latest)
+            self._jobs[job_id] = _Job(spec, False, self._epoch, self._weights.latest, meta.needs.get(job_id))
             self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
             self._finished.loaded.add(req_id)
@@ -147,15 +155,13 @@ class OffloadingConnectorWorker:
             if job_id not in meta.fences:
                 self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
-        if self.weights is not None and meta.has_tokens and not self._broken:
-            try:
-                self.weights.note_new()
-            except Exception:
-                self._give_up()
+        if meta.has_tokens:
+            self._note_adapters()
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. A step without tokens waits
-        briefly for loads in progress."""
+        briefly for loads in progress, and for digests of adapters."""
+        self._take_answers(0.0 if meta.has_tokens else self.idle_wait_s)
         self._collect(busy=meta.has_tokens)
         if not meta.has_tokens and not self._finished.loaded and self._is_loading():
             try:
@@ -168,9 +174,10 @@ class OffloadingConnectorWorker:
 
     def take_report(self) -> WorkerReport | None:
         """Returns the report for the scheduler half since the last call, or None if there is nothing to report."""
-        if not self._report.done and not self._report.broken and self._report.changed_at < 0:
+        report = self._report
+        if not (report.done or report.broken or report.changed_at >= 0 or report.answers or report.adapters):
             return None
-        report, self._report = self._report, WorkerReport()
+        self._report = WorkerReport()
         return report
 
     def suspend(self) -> None:
@@ -231,6 +238,42 @@ class OffloadingConnectorWorker:
             return self._weights.are_same()
         except Exception:
             self._give_up()
+            return False
+
+    def _note_adapters(self) -> None:
+        """Reports which adapters the engine has loaded, so that the scheduler half does not store blocks of one as
+        those of another."""
+        if self.adapters is not None and not self._broken:
+            try:
+                for number, digest in self.adapters.changes().items():
+                    self._report.adapters.setdefault(number, set()).add(digest)
+            except Exception:
+                self._give_up()
+
+    def _ask_adapters(self, meta: StepMeta) -> None:
+        for question, adapter in meta.questions.items():
+            if self.adapters is None or self._broken:
+                self._report.answers[question] = [UNREADABLE]
+                continue
+            try:
+                self.adapters.ask(question, adapter)
+            except Exception:
+                self._give_up()
+                self._report.answers[question] = [UNREADABLE]
+
+    def _take_answers(self, wait_s: float) -> None:
+        if self.adapters is not None and not self._broken:
+            try:
+                for question, digest in self.adapters.answers(wait_s).items():
+                    self._report.answers[question] = [digest]
+            except Exception:
+                self._give_up()
+
+    def _has(self, need: Need | None) -> bool:
+        try:
+            return need is None or (self.adapters is not None and self.adapters.has(need))
+        except Exception:
+            logger.exception("kvoffload: the adapter of a load cannot be checked; its request computes instead")
             return False
 
     def _note_change(self, has_changed: bool) -> None:
@@ -301,7 +344,7 @@ class OffloadingConnectorWorker:
 
     def _end(self, result: TransferResult, job: _Job) -> None:
         report = self._report
-        ok = result.ok and not self._is_outdated(job)
+        ok = result.ok and not self._is_outdated(job) and self._has(job.need)
         report.done[result.job_id] = 1
         if not ok:
             report.failed.add(result.job_id)

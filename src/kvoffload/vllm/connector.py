@@ -28,6 +28,7 @@ from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
+from kvoffload.vllm.adapters import adapters_of, watch_adapters
 from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
@@ -109,7 +110,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._ranks: list[RankInfo] = []
         """What each worker sent at the first handshake."""
         self._records: RecordServer | None = None
-        self._events = EventTranslator(self.layout)
+        self._has_adapters = vllm_config.lora_config is not None
+        self._events = EventTranslator(self.layout, self._has_adapters)
         self._fences_first = versions.fences_first(vllm_config)
         self._expected_root: bytes | None = None
         """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
@@ -144,7 +146,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self.layout.check_ranks(infos)
         self.layout = layout = self.layout.divided(infos[0].parts)
-        self._events = EventTranslator(layout)
+        self._events = EventTranslator(layout, self._has_adapters)
         events = self._vllm_config.kv_events_config
         if layout.config.tier_entries:
             self._expected_root = versions.expected_hash_root(self._vllm_config)
@@ -167,6 +169,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             identity=describe_parts(self._vllm_config, layout, parts),
             parts=layout.parts,
             engine_options=engine_options,
+            adapter_of=adapters_of(self._vllm_config),
         )
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
@@ -247,6 +250,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights = watch_weights(self._vllm_config)
+            self.connector_worker.adapters = watch_adapters(self._vllm_config)
         return RankInfo(self._pool.handle, self._layers, self.layout.parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

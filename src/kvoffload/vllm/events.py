@@ -12,7 +12,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvoffload.cache.keys import NAMESPACE_BYTES, key_block_hash, key_group_idx
+from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES, key_block_hash, key_group_idx
 from kvoffload.vllm import versions
 from kvoffload.vllm.layout import EngineLayout
 
@@ -52,8 +52,10 @@ class EventTranslator:
     in parts, the last one is announced: it becomes loadable last and is evicted first.
     """
 
-    def __init__(self, layout: EngineLayout) -> None:
+    def __init__(self, layout: EngineLayout, has_adapters: bool = False) -> None:
+        """``has_adapters``: whether the engine serves adapters, of which its keys then say something."""
         self._layout = layout
+        self._before_hash = NAMESPACE_BYTES + (ADAPTER_BYTES if has_adapters else 0)
         self._groups = {part: g for part, g in enumerate(layout.parts.group_of) if part in layout.parts.last}
         """The KV cache group of each part that is announced."""
         self._contents: OrderedDict[OffloadKey, _Content] = OrderedDict()
@@ -74,7 +76,7 @@ class EventTranslator:
                     keys = [key for key, _ in blocks]
                     yield _make(
                         BlockRemoved,
-                        block_hashes=list(map(_name_of, keys)),
+                        block_hashes=list(map(self._name_of, keys)),
                         medium=event.medium,
                         group_idx=g,
                         locality=_locality(event),
@@ -101,9 +103,12 @@ class EventTranslator:
         contents = list(map(self._contents.get, keys))
         for run in _runs([content for content in contents if content is not None]):
             yield self._event(event, g, [_name(content.block_hash) for content in run], run)
-        unknown = [_name_of(key) for key, content in zip(keys, contents, strict=True) if content is None]
+        unknown = [self._name_of(key) for key, content in zip(keys, contents, strict=True) if content is None]
         if unknown:
             yield self._event(event, g, unknown, [])
+
+    def _name_of(self, key: OffloadKey) -> Any:
+        return _name(key_block_hash(key)[self._before_hash :])
 
     def _event(self, event: OffloadingEvent, g: int, names: list[Any], run: list[_Content]) -> KVCacheEvent:
         """Returns the stored event of a run, or, with an empty run, that of blocks whose contents are not known."""
@@ -163,10 +168,6 @@ def _untagged(extra_keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] 
     untag = versions.attribute(kv_cache_utils, "to_event_extra_keys")
     untagged: list[tuple[Any, ...] | None] | None = extra_keys if untag is None else untag(extra_keys)
     return untagged
-
-
-def _name_of(key: OffloadKey) -> Any:
-    return _name(key_block_hash(key)[NAMESPACE_BYTES:])
 
 
 def _name(block_hash: bytes) -> Any:

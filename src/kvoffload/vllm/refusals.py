@@ -118,12 +118,6 @@ def refuse_unserved_with_tiers(vllm_config: VllmConfig, config: OffloadConfig) -
             "images and other inputs by a counter that starts again in every process, not by their content; turn one "
             "of the two on"
         )
-    if vllm_config.lora_config is not None and config.model_fingerprint is None:
-        raise ConfigError(
-            f"{setting} with LoRA: a block identifies its adapter by name and path alone, and these may mean another "
-            'adapter after a restart or on another server; set model_fingerprint="..." and change it with the weights '
-            "of the model or of any adapter"
-        )
 
 
 def refuse_unserved_groups(num_groups: int) -> None:

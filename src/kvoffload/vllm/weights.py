@@ -7,8 +7,6 @@ import hashlib
 import logging
 import operator
 import secrets
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +27,6 @@ SAMPLED_WORDS = {"cpu": 1024, "cuda": 16384}
 """Words of 32 bits that are compared per device type, at least one per tensor. A training step with a small learning
 rate changes few bfloat16 weights. With 16384 words, a step that changes one weight in a thousand is missed once in
 10^14 steps. A CPU needs about as long to read one word as a GPU needs for a thousand."""
-ADAPTER_SAMPLES = 64
-"""Values that are compared per tensor of an adapter."""
-MAX_ADAPTERS = 4096
-"""Adapters that are remembered. When there are more, the one seen longest ago is forgotten."""
 WORD_BYTES = 4
 DIGEST_CHUNK_BYTES = 8 << 20
 """Bytes that a digest reads at once. Its keys and products take six times as much device memory, and the copy of a
@@ -68,14 +62,14 @@ def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
 
 
 class ModelWeights(WeightWatch):
-    """Compares words at random places of all parameters, and the LoRA adapters that the model has registered.
+    """Compares words at random places of all parameters.
 
     ``models`` returns the present models. Parameters whose name contains ``skipped`` are left out. Each process chooses
     other places at random. Parameters that were replaced or moved count as changed. Raises RuntimeError if no parameter
     can be read.
 
-    With ``reads_all`` every byte of all parameters, buffers and adapters is read whenever weights are accepted, as
-    ``are_same`` needs. With ``skipped`` or without ``reads_all``, ``are_same`` returns False.
+    With ``reads_all`` every byte of all parameters and buffers is read whenever weights are accepted, as ``are_same``
+    needs. With ``skipped`` or without ``reads_all``, ``are_same`` returns False.
     """
 
     def __init__(
@@ -86,17 +80,15 @@ class ModelWeights(WeightWatch):
         self._random = np.random.default_rng(secrets.randbits(128))
         self._digests = Digests(secrets.randbits(128)) if reads_all and not skipped else None
         self._digest: bytes | None = None
-        self.adapters = Adapters(self._random, self._digests)
-        self._has_moved, self._has_new_adapter = True, False
+        self._has_moved = True
         self.accept()
 
     def accept(self) -> None:
         if self._has_moved or self._pointers != self._read_pointers():
             self._scan()
-        self._has_moved = self._has_new_adapter = False
+        self._has_moved = False
         for sample in self._samples:
             sample.accept()
-        self.adapters.accept(self._models[0])
         self._digest = self._read_all()
 
     def are_same(self) -> bool:
@@ -107,7 +99,7 @@ class ModelWeights(WeightWatch):
             for sample in self._samples:
                 sample.accept()
         self._has_moved = False
-        return not self.adapters.have_changed(self._models[0], trusts_objects=False)
+        return True
 
     def _read_all(self) -> bytes | None:
         """Returns the digest of all parameters and buffers, or None if there is none or some cannot be read."""
@@ -129,13 +121,9 @@ class ModelWeights(WeightWatch):
         if not self._has_moved:
             for sample in self._samples:
                 sample.begin()
-        self.note_new()
-
-    def note_new(self) -> None:
-        self._has_new_adapter |= self.adapters.have_changed(self._models[0])
 
     def poll(self) -> bool | None:
-        if self._has_moved or self._has_new_adapter:
+        if self._has_moved:
             return True
         answers = [sample.poll() for sample in self._samples]
         if any(answers):
@@ -355,64 +343,3 @@ def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         first = next(d for d in range(tensor.dim()) if tensor.shape[d] > 1)
         for half in tensor.chunk(2, first):
             yield from chunks(half)
-
-
-class Adapters:
-    """The values of the LoRA adapters that a model has registered, by id.
-
-    vLLM moves adapters into and out of device slots, drops them from host memory and reads their files again.
-    None of this is a change. An adapter has changed if the same id has other values than before.
-    """
-
-    def __init__(self, random: np.random.Generator, digests: Digests | None = None) -> None:
-        self._fractions = random.random(ADAPTER_SAMPLES)
-        self._digests = digests
-        self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
-
-    def accept(self, model: Any) -> None:
-        """Accepts the adapters that are registered now."""
-        self._known.clear()
-        self.have_changed(model)
-
-    def have_changed(self, model: Any, trusts_objects: bool = True) -> bool:
-        """Whether an adapter has changed since the last call. Remembers new adapters. With ``trusts_objects`` an
-        adapter that is still the same object counts as unchanged."""
-        manager = getattr(model, "lora_manager", None)
-        changed = False
-        for adapter_id, adapter in manager.list_adapters().items() if manager is not None else ():
-            known = self._known.get(adapter_id)
-            if trusts_objects and known is not None and known[0]() is adapter:
-                continue
-            digest = self._digest(adapter)
-            changed |= known is not None and known[1] != digest
-            self._known[adapter_id] = (weakref.ref(adapter), digest)
-            self._known.move_to_end(adapter_id)
-            while len(self._known) > MAX_ADAPTERS:
-                self._known.popitem(last=False)
-        return changed
-
-    def __len__(self) -> int:
-        """Returns the number of adapters that are remembered."""
-        return len(self._known)
-
-    def _digest(self, adapter: Any) -> bytes:
-        tensors = [
-            (f"{name}.{which}.{i}", tensor)
-            for name, layer in sorted(adapter.loras.items())
-            for which, values in (("a", layer.lora_a), ("b", layer.lora_b))
-            for i, tensor in enumerate(values if isinstance(values, (list, tuple)) else [values])
-        ]
-        if self._digests is not None:
-            return self._digests.of((name, tensor) for name, tensor in tensors if tensor is not None)
-        digest = hashlib.blake2b()
-        for name, tensor in tensors:
-            digest.update(name.encode() + self._values(tensor))
-        return digest.digest()
-
-    def _values(self, tensor: torch.Tensor | None) -> bytes:
-        if tensor is None or not tensor.numel():
-            return b""
-        places = torch.from_numpy((self._fractions * tensor.numel()).astype(np.int64))
-        values = tensor.detach().reshape(-1)[places.to(tensor.device)]
-        raw: bytes = values.cpu().view(torch.uint8).numpy().tobytes()
-        return str(tuple(tensor.shape)).encode() + raw

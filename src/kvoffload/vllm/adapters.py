@@ -1,0 +1,228 @@
+"""The LoRA adapters of a running vLLM worker: digests of the bytes that it computes with, whatever their names.
+
+vLLM's block hashes name an adapter, in later versions with its path. The files there can be replaced, and vLLM reads
+them again whenever it has dropped the adapter from host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+
+from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterOf, Need
+from kvoffload.digests import content_name, is_settled
+from kvoffload.vllm.worker import calling_worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+MAX_READ = 4096
+"""Adapters whose files were read and whose digests are remembered. When there are more, the oldest is forgotten."""
+FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""The files of an adapter that vLLM reads."""
+NAMES = {"lora_name", "lora_int_id", "load_inplace"}
+"""Fields of a LoRARequest that do not change what vLLM reads."""
+
+
+def adapters_of(vllm_config: VllmConfig) -> AdapterOf | None:
+    """Returns what finds the adapter of a request of vLLM, or None if it serves none."""
+    config = vllm_config.lora_config
+    if config is None:
+        return None
+
+    def adapter_of(request: Any) -> Adapter | None:
+        lora = request.lora_request
+        if lora is None:
+            return None
+        # vLLM keeps what such an adapter makes of an image under the adapter's name, whatever its bytes.
+        has_images = config.enable_tower_connector_lora and bool(request.mm_features)
+        return Adapter(lora.lora_int_id, lora, bool(lora.load_inplace), shapes_all=not has_images)
+
+    return adapter_of
+
+
+def watch_adapters(vllm_config: VllmConfig) -> WorkerAdapters | None:
+    """Returns an AdapterWatch for the worker that calls this. Returns None if it serves no adapters, and also, with a
+    warning, if they cannot be watched: then no request with an adapter loads or stores."""
+    if vllm_config.lora_config is None:
+        return None
+    try:
+        worker: Any = calling_worker()
+        if worker is None:
+            raise RuntimeError("no vLLM worker is among the callers")
+        return WorkerAdapters(worker.model_runner.lora_manager)
+    except Exception as error:
+        logger.warning(
+            "kvoffload: the adapters of this worker cannot be read: %s. Requests with an adapter are not offloaded",
+            error,
+        )
+        return None
+
+
+class _Loaded(NamedTuple):
+    """An adapter that vLLM has in host memory. vLLM never changes one, but replaces it by another object."""
+
+    model: weakref.ref[Any]
+    digest: bytes
+
+
+class _Files(NamedTuple):
+    """What was read of an adapter that vLLM has not loaded."""
+
+    handle: Any
+    state: str | None
+    """Identifies the content of its files; None if they cannot be identified."""
+    digest: bytes
+
+
+class WorkerAdapters:
+    """Implements ``kvoffload.connector.adapters.AdapterWatch`` for vLLM's ``manager`` of adapters.
+
+    The digest of an adapter covers every byte that vLLM has made of its files: both matrices of each layer with their
+    scale, on this rank. vLLM loads an adapter in the first step that uses it, which is too late for a lookup. So one
+    that is not loaded is read by a thread, as vLLM would read it. That is not done again while its files stay as they
+    are.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._loaded: dict[int, _Loaded] = {}
+        self._files: OrderedDict[int, _Files] = OrderedDict()
+        """Adapters that were read and that vLLM has not loaded since, by their numbers."""
+        self._read: OrderedDict[str, bytes] = OrderedDict()
+        """Digests by the state of files. Only the thread uses it."""
+        self._questions: queue.SimpleQueue[tuple[int, Adapter]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, int, _Files]] = queue.SimpleQueue()
+        self._num_open = 0
+        self._thread: threading.Thread | None = None
+
+    def changes(self) -> Mapping[int, bytes]:
+        changes: dict[int, bytes] = {}
+        present = self._manager._adapter_manager.list_adapters()
+        for number in self._loaded.keys() - present.keys():
+            del self._loaded[number]
+            changes[number] = DROPPED
+        for number, model in present.items():
+            known = self._loaded.get(number)
+            if known is None or known.model() is not model:
+                digest = digest_of(model)
+                self._loaded[number] = _Loaded(weakref.ref(model), digest)
+                self._files.pop(number, None)
+                changes[number] = digest
+        return changes
+
+    def ask(self, question: int, adapter: Adapter) -> None:
+        self._num_open += 1
+        loaded = None if adapter.is_reread else self._loaded.get(adapter.number)
+        if loaded is not None:
+            self._answers.put((question, adapter.number, _Files(adapter.handle, None, loaded.digest)))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvoffload-adapters", daemon=True)
+            self._thread.start()
+        self._questions.put((question, adapter))
+
+    def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
+        found: dict[int, bytes] = {}
+        while self._num_open:
+            try:
+                question, number, files = self._answers.get(block=wait_s > 0, timeout=wait_s or None)
+            except queue.Empty:
+                break
+            self._num_open, wait_s = self._num_open - 1, 0.0
+            if files.digest != UNREADABLE and (number not in self._loaded or files.handle.load_inplace):
+                self._files[number] = files
+                if len(self._files) > MAX_READ:
+                    self._files.popitem(last=False)
+            found[question] = files.digest
+        return found
+
+    def has(self, need: Need) -> bool:
+        files, loaded = self._files.get(need.adapter), self._loaded.get(need.adapter)
+        if files is not None:
+            return files.digest in need.digests and files.state == state_of(files.handle)
+        return loaded is not None and loaded.digest in need.digests
+
+    def _run(self) -> None:
+        while True:
+            question, adapter = self._questions.get()
+            try:
+                files = self._read_files(adapter.handle)
+            except Exception as error:
+                logger.warning(
+                    "kvoffload: adapter %s cannot be read from %s: %s. Its requests are computed",
+                    adapter.handle.lora_name,
+                    adapter.handle.lora_path,
+                    error,
+                )
+                files = _Files(adapter.handle, None, UNREADABLE)
+            self._answers.put((question, adapter.number, files))
+
+    def _read_files(self, handle: Any) -> _Files:
+        """Returns what vLLM would load for ``handle`` now."""
+        began, before = time.time_ns(), state_of(handle)
+        digest = None if before is None else self._read.pop(before, None)
+        if digest is None:
+            model = self._manager._load_adapter(handle)
+            self._manager._adapter_manager._create_merged_loras_inplace(model)
+            digest = digest_of(model)
+            if state_of(handle) != before:
+                raise OSError("its files change")
+        if before is not None and all(state is None or is_settled(state, began) for state in _stats_of(handle) or ()):
+            self._read[before] = digest
+            if len(self._read) > MAX_READ:
+                self._read.popitem(last=False)
+        return _Files(handle, before, digest)
+
+
+def state_of(handle: Any) -> str | None:
+    """Returns text that identifies the present content of an adapter's files, and how vLLM reads them. Returns None if
+    they are not in a directory of this machine."""
+    stats = _stats_of(handle)
+    if stats is None:
+        return None
+    settings = {name: getattr(handle, name) for name in handle.__struct_fields__ if name not in NAMES}
+    return f"{settings} {[state and content_name(state) for state in stats]}"
+
+
+def _stats_of(handle: Any) -> list[os.stat_result | None] | None:
+    folder = os.path.expanduser(handle.lora_path)
+    if not os.path.isdir(folder) or getattr(handle, "tensorizer_config_dict", None):
+        return None
+    return [_stat(os.path.join(folder, name)) for name in FILES]
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+def digest_of(model: Any) -> bytes:
+    """Returns the digest of an adapter as vLLM keeps it in host memory: of each layer its matrices, which contain the
+    scale, with their names, types and shapes."""
+    digest = xxhash.xxh3_128()
+    for name, layer in sorted(model.loras.items()):
+        for which, values in (("a", layer.lora_a), ("b", layer.lora_b)):
+            for i, tensor in enumerate(values if isinstance(values, (list, tuple)) else [values]):
+                if tensor is None:
+                    continue
+                described = f"{name}.{which}.{i} {tensor.dtype} {tuple(tensor.shape)} {layer.scaling}\n"
+                digest.update(described.encode())
+                if tensor.numel():
+                    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    digest.update(raw.numpy())
+    return digest.digest()

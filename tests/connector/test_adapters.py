@@ -1,0 +1,225 @@
+"""Requests with adapters, as the scheduler half sees them: whose bytes their blocks belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from kvoffload.abc import OffloadKey, Request
+from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES
+from kvoffload.connector import adapter_book
+from kvoffload.connector.adapters import DROPPED, NO_ADAPTER, UNREADABLE, Adapter
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from tests.connector.rig import FakeRequest, Rig, only, prompt
+
+TENANT = b"t" * NAMESPACE_BYTES
+
+
+@dataclass(eq=False)
+class AdapterRequest(FakeRequest):
+    adapter: Adapter | None = None
+
+
+def adapter_of(request: Request) -> Adapter | None:
+    assert isinstance(request, AdapterRequest)
+    return request.adapter
+
+
+def rig_of(num_workers: int = 1) -> Rig:
+    return Rig(num_workers=num_workers, options={"adapter_of": adapter_of, "namespace": TENANT})
+
+
+def using(number: int, tokens: list[int], name: str = "r", is_reread: bool = False) -> AdapterRequest:
+    return AdapterRequest(name, tokens, adapter=Adapter(number, f"adapter {number}", is_reread))
+
+
+def answer(rig: Rig, *digests: bytes, meta: StepMeta | None = None) -> None:
+    """Answers the questions of a step: one worker per digest."""
+    meta = rig.step() if meta is None else meta
+    for digest in digests:
+        rig.half.update_connector_output(WorkerReport(answers={question: [digest] for question in meta.questions}))
+
+
+def say(rig: Rig, number: int, digest: bytes) -> None:
+    """A worker has loaded, or dropped, an adapter."""
+    rig.half.update_connector_output(WorkerReport(adapters={number: {digest}}))
+
+
+def store(rig: Rig, number: int, digest: bytes, tokens: list[int]) -> None:
+    """A request with an adapter, of which the workers say this, computes ``tokens``, and its blocks are stored."""
+    request = using(number, tokens, "writer")
+    if rig.look_up(request) == (None, False):
+        answer(rig, digest)
+    meta = rig.start(request)
+    rig.report(*meta.stores)
+    rig.half.request_finished(request)
+    rig.step()
+
+
+def found(rig: Rig, number: int, digest: bytes, tokens: list[int], name: str = "reader") -> int | None:
+    request = using(number, tokens, name)
+    if rig.look_up(request) == (None, False):
+        answer(rig, digest)
+    tokens_found, _ = rig.look_up(request)
+    rig.half.request_finished(request)
+    return tokens_found
+
+
+def test_blocks_belong_to_the_bytes_of_an_adapter() -> None:
+    rig = rig_of()
+    store(rig, 1, b"old", prompt(8))
+    assert found(rig, 1, b"", prompt(9)) == 8
+    assert found(rig, 2, b"new", prompt(9)) == 0
+    store(rig, 2, b"new", prompt(8))
+    for number, digest in ((3, b"old"), (4, b"new"), (5, b"old")):
+        assert found(rig, number, digest, prompt(9)) == 8
+    assert found(rig, 6, b"third", prompt(9)) == 0
+
+
+def test_the_model_alone_has_keys_of_its_own_of_the_same_length() -> None:
+    rig = rig_of()
+    store(rig, 1, b"old", prompt(8))
+    alone = AdapterRequest("alone", prompt(9))
+    assert rig.look_up(alone) == (0, False), "nobody is asked"
+    rig.start(alone)
+    keys: list[list[OffloadKey]] = rig.manager.asked_stores
+    lengths = {len(key) for asked in keys for key in asked}
+    assert len(lengths) == 1
+    assert {key[:NAMESPACE_BYTES] for asked in keys for key in asked} == {TENANT}
+    adapters = [asked[0][NAMESPACE_BYTES : NAMESPACE_BYTES + ADAPTER_BYTES] for asked in keys]
+    assert adapters[-1] == NO_ADAPTER
+    assert adapters[0] != NO_ADAPTER
+
+
+def test_a_request_waits_for_all_workers_and_asks_once() -> None:
+    rig = rig_of(num_workers=2)
+    one, two = using(1, prompt(9), "one"), using(1, prompt(9), "two")
+    for request in (one, two):
+        assert rig.look_up(request) == (None, False)
+    meta = rig.step()
+    assert len(meta.questions) == 1
+    answer(rig, b"left", meta=meta)
+    assert rig.look_up(one) == (None, False)
+    assert rig.step().questions == {}
+    answer(rig, b"right", meta=meta)
+    assert rig.look_up(one) == rig.look_up(two) == (0, False)
+
+
+@pytest.mark.parametrize("trouble", ["no answer", "unreadable", "one worker cannot read it"])
+def test_an_unknown_adapter_is_neither_loaded_nor_stored(trouble: str) -> None:
+    rig = rig_of(num_workers=2)
+    request = using(1, prompt(9))
+    assert rig.look_up(request) == (None, False)
+    if trouble == "no answer":
+        rig.clock.now += 1.1
+    else:
+        answer(rig, b"digest" if trouble.startswith("one") else UNREADABLE, UNREADABLE)
+    assert not rig.start(request).stores
+    rig.half.request_finished(request)
+    assert not rig.step().stores
+    if trouble != "no answer":
+        # The next request asks again.
+        assert found(rig, 1, b"", prompt(9), "next") is None
+        assert rig.look_up(using(1, prompt(9), "last")) == (None, False)
+        answer(rig, b"digest", b"digest")
+    else:
+        question = rig.half.adapters
+        assert question.digests(Adapter(1, "")) is None
+
+
+def test_an_adapter_that_was_dropped_is_asked_for_again() -> None:
+    """Its files may be others when it is loaded again."""
+    rig = rig_of()
+    store(rig, 1, b"old", prompt(8))
+    say(rig, 1, b"old")
+    assert found(rig, 1, b"", prompt(9)) == 8
+    say(rig, 1, DROPPED)
+    assert found(rig, 1, b"new", prompt(9)) == 0
+    say(rig, 1, DROPPED)
+    assert found(rig, 1, b"old", prompt(9)) == 8
+
+
+def test_an_adapter_that_is_read_for_each_request_is_asked_for_each_time() -> None:
+    rig = rig_of()
+    store(rig, 1, b"old", prompt(8))
+    request = using(1, prompt(9), is_reread=True)
+    assert rig.look_up(request) == (None, False)
+    answer(rig, b"new")
+    assert rig.look_up(request) == (0, False)
+
+
+def test_a_load_says_which_bytes_it_needs() -> None:
+    rig = rig_of()
+    store(rig, 1, b"old", prompt(8))
+    request = using(1, prompt(9))
+    meta = rig.load(request)
+    job, _ = only(meta.loads)
+    assert {job: (1, frozenset([b"old"]))} == meta.needs
+
+
+@pytest.mark.parametrize("when", ["running", "finished", "waiting"])
+def test_what_follows_a_change_under_the_same_number_is_not_stored(when: str) -> None:
+    rig = rig_of()
+    request = using(1, prompt(8))
+    assert rig.look_up(request) == (None, False)
+    answer(rig, b"old")
+    if when == "waiting":
+        assert rig.look_up(request) == (0, False)
+        say(rig, 1, b"new")
+        assert not rig.start(request).stores
+    else:
+        meta = rig.start(request)
+        if when == "finished":
+            rig.half.request_finished(request)
+        say(rig, 1, b"new")
+        rig.report(*meta.stores)
+        request.tokens += prompt(8, 50)
+        assert not rig.step({request: 8}, more={"r": rig.new_blocks(2)}).stores
+    assert found(rig, 2, b"old", prompt(9), "a") == 0
+    assert found(rig, 3, b"new", prompt(9), "b") == 0
+
+
+def test_device_blocks_of_other_bytes_under_the_same_name_are_not_stored() -> None:
+    """The engine's own cache finds blocks by the name of an adapter."""
+    rig = rig_of()
+    store(rig, 1, b"old", prompt(8))
+    for number, digest, stores in ((2, b"new", False), (3, b"old", True)):
+        request = using(number, prompt(16), f"r{number}")
+        assert rig.look_up(request, 8) == (None, False)
+        answer(rig, digest)
+        assert rig.look_up(request, 8) == (0, False)
+        ids = [1, 2, *rig.new_blocks(2)]
+        rig.allocate(request, ids)
+        request.num_computed_tokens = 8
+        meta = rig.step({request: 8}, new={request.request_id: ids})
+        assert bool(meta.stores) is stores
+        rig.report(*meta.stores)
+        rig.half.request_finished(request)
+        rig.step()
+
+
+def test_what_follows_a_part_of_a_device_block_is_not_stored() -> None:
+    """The engine has copied it from a block of any origin into a new one."""
+    rig = rig_of()
+    for name, computed in (("whole", 0), ("part", 2)):
+        request = using(1, prompt(8), name)
+        request.tokens[-1] = computed
+        if rig.look_up(request, computed) == (None, False):
+            answer(rig, b"digest")
+        assert rig.look_up(request, computed) == (0, False)
+        ids = rig.new_blocks(2)
+        rig.allocate(request, ids)
+        request.num_computed_tokens = computed
+        meta = rig.step({request: 8 - computed}, new={name: ids})
+        assert bool(meta.stores) is (name == "whole")
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_book, "MAX_KNOWN", 3)
+    monkeypatch.setattr(adapter_book, "MAX_ASKED", 2)
+    rig = rig_of()
+    for number in range(5):
+        found(rig, number, b"digest", prompt(9), f"r{number}")
+    assert [number for number in range(5) if rig.half.adapters.digests(Adapter(number, "")) is not None] == [2, 3, 4]
+    assert len(rig.step().questions) == 2
