@@ -320,7 +320,7 @@ def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch:
     tables = rig.tables(41)
     rig.allocate(request, tables)
     request.num_computed_tokens = 40
-    sizes = []
+    sizes: list[int] = []
     for _ in range(7):
         meta = rig.give(request, 1 if not sizes else 0, tables if not sizes else ([], []), new=not sizes)
         sizes.append([spec.device.group_sizes for spec in meta.stores.values()])

@@ -205,7 +205,7 @@ class FirstOnly(LRUPolicy):
         self.left_out: list[OffloadKey] = []
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> np.ndarray:
-        return np.arange(len(keys)) == len(keys) - 1
+        return np.asarray(np.arange(len(keys)) == len(keys) - 1)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
         self.left_out += keys

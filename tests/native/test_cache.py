@@ -69,7 +69,8 @@ def ask_index(rng: random.Random, twins: Twins, num_keys: int) -> None:
 
 
 def drive_index(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
-    twins, held, free = Twins(plain, other), {}, set(range(capacity))
+    twins, free = Twins(plain, other), set(range(capacity))
+    held: dict[Any, Any] = {}
     for _ in range(STEPS):
         action = rng.randrange(4)
         if action == 0:
@@ -171,7 +172,8 @@ def test_free_slots(seed: int, capacity: int) -> None:
 
 
 def drive_table(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
-    twins, held, free = Twins(plain, other), {}, set(range(capacity))
+    twins, free = Twins(plain, other), set(range(capacity))
+    held: dict[Any, Any] = {}
     pinned: list[int] = []
     writing: set[int] = set()
 

@@ -166,7 +166,8 @@ class TestDiskTierInASimulation(TierConformance):
 class TestDiskTierInADirectory(TierConformance):
     @pytest.fixture(autouse=True)
     def in_directory(self, tmp_path: Path) -> Iterator[None]:
-        self.path, self.tiers = tmp_path, []
+        self.path = tmp_path
+        self.tiers: list[DiskTier] = []
         yield
         for tier in self.tiers:
             tier.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -41,7 +42,7 @@ def gates() -> Iterator[Callable[[], Gate]]:
 def test_every_job_is_run() -> None:
     executor, done = IOThreads(4), []
     for i in range(100):
-        assert (executor.submit_read if i % 2 else executor.submit_write)(lambda i=i: done.append(i))
+        assert (executor.submit_read if i % 2 else executor.submit_write)(partial(done.append, i))
     assert executor.close(LONG_S)
     assert sorted(done) == list(range(100))
 
@@ -51,8 +52,8 @@ def test_maintenance_runs_before_reads_and_reads_before_writes_each_kind_in_orde
     executor.submit_read(gate)
     assert gate.begun.wait(LONG_S)
     for i in range(3):
-        executor.submit_write(lambda i=i: done.append(f"write {i}"))
-        executor.submit_read(lambda i=i: done.append(f"read {i}"))
+        executor.submit_write(partial(done.append, f"write {i}"))
+        executor.submit_read(partial(done.append, f"read {i}"))
     executor.submit_maintenance(lambda: done.append("maintenance"))
     gate.may_end.set()
     assert executor.close(LONG_S)
@@ -112,7 +113,7 @@ def test_a_closed_executor_takes_no_jobs_and_leaves_no_thread() -> None:
 
 def test_a_job_that_raises_does_not_affect_others() -> None:
     executor, done = IOThreads(1), []
-    executor.submit_read(lambda: 1 // 0)
+    executor.submit_read(lambda: print(1 // 0))
     executor.submit_read(lambda: done.append(1))
     assert executor.close(LONG_S)
     assert done == [1]
@@ -124,7 +125,12 @@ def test_wait_returns_when_a_job_has_ended(gates: Callable[[], Gate]) -> None:
     executor.submit_read(gate)
     assert gate.begun.wait(LONG_S)
     executor.wait(0.0)
-    waiter = threading.Thread(target=lambda: (executor.wait(LONG_S), waited.set()), daemon=True)
+
+    def wait() -> None:
+        executor.wait(LONG_S)
+        waited.set()
+
+    waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
     assert not waited.is_set()
     gate.may_end.set()

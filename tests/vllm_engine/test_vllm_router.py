@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def fleet(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         router = EXAMPLE.Router(endpoints)
         opened.callback(router.close)
         for server in servers:
-            assert eventually(lambda server=server: seen(router, server)), "no events arrive"
+            assert eventually(partial(seen, router, server)), "no events arrive"
         yield router, servers
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 
 from kvoffload.abc import TierError
 from kvoffload.demo.errors import DemoError
-from kvoffload.demo.shared import mooncake, redis, run
+from kvoffload.demo.shared import mooncake, run
 from kvoffload.demo.shared.mooncake import MooncakeStore
 from kvoffload.demo.shared.processes import free_ports
 from kvoffload.demo.shared.redis import RedisStore, program
@@ -126,7 +128,7 @@ def test_free_ports_are_distinct() -> None:
 
 
 def test_a_missing_client_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StoreMissingError, match=r"^the client of .* run pip install"):
         MooncakeStore(tmp_path)
 
@@ -142,7 +144,7 @@ def test_a_wheel_without_the_master_names_the_line_to_run(tmp_path: Path, monkey
 
 
 def test_a_missing_server_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(StoreMissingError, match="run apt-get install redis-server"):
         RedisStore(tmp_path)
 

@@ -108,7 +108,8 @@ class Server:
     def states(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Returns the states of ``keys`` once they are known."""
         self.until(lambda: 3 not in self.tier.contains(keys).tolist(), "lookups were never answered")
-        return self.tier.contains(keys).tolist()
+        states: list[int] = self.tier.contains(keys).tolist()
+        return states
 
     def fill(self, keys: Sequence[OffloadKey]) -> None:
         """Puts bytes that depend on the key into slots 0, 1 and so on."""

@@ -180,7 +180,8 @@ def planted(right: str, wrong: str, folder: Path) -> Callable[..., Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.copy_pieces
+    kernel: Callable[..., Any] = module.copy_pieces
+    return kernel
 
 
 @needs_triton
@@ -397,7 +398,7 @@ class DeviceMemory:
     def allocate(self, nbytes: int) -> int:
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         self.tensors[tensor.data_ptr()] = tensor
-        return tensor.data_ptr()
+        return int(tensor.data_ptr())
 
     def at(self, address: int, nbytes: int) -> torch.Tensor:
         return self.tensors[address][:nbytes]

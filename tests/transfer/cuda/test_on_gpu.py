@@ -106,7 +106,7 @@ def test_triton_is_used_where_it_is_installed() -> None:
     def allocate(nbytes: int) -> int:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=GPU)
         memory[tensor.data_ptr()] = tensor
-        return tensor.data_ptr()
+        return int(tensor.data_ptr())
 
     (copier,) = kernels.copiers([PageGroup(on_gpu(CACHES["bytes"]()))], allocate, lambda at, nbytes: memory[at])
     assert isinstance(copier, kernels.TritonCopier)
