@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ def pattern(nbytes: int, seed: int = 0) -> ByteArray:
 def read(file: StoredFile, nbytes: int, offset: int = 0) -> ByteArray:
     buffer = np.zeros(nbytes, np.uint8)
     return buffer[: file.read([buffer], offset)]
+
+
+def write(file: StoredFile, nbytes: int) -> None:
+    file.write([pattern(nbytes)], 0)
 
 
 def new_file(storage: Storage, size: int = 0, direct: bool = False) -> StoredFile:
@@ -224,7 +229,7 @@ def torn_by_a_kill(seed: int) -> ByteArray:
     executor = SteppedExecutor(seed, chance=1.0, pause_chance=0.5)
     storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
     file = new_file(storage, 4 * PAGE)
-    executor.submit_write(partial(file.write, [pattern(4 * PAGE)], 0))
+    executor.submit_write(partial(write, file, 4 * PAGE))
     executor.turn()
     executor.kill()
     return read(storage.restart().open("f", "x"), 4 * PAGE)
@@ -244,15 +249,18 @@ def test_a_kill_tears_a_write_under_way() -> None:
 
 
 def test_a_reader_may_see_half_of_a_write() -> None:
+    def keep(file: StoredFile, results: list[ByteArray]) -> None:
+        results.append(read(file, 4 * PAGE))
+
     seen = set()
     for seed in range(40):
         executor = SteppedExecutor(seed, pause_chance=0.7)
         storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
         file = new_file(storage, 4 * PAGE)
         results: list[ByteArray] = []
-        executor.submit_write(partial(file.write, [pattern(4 * PAGE)], 0))
+        executor.submit_write(partial(write, file, 4 * PAGE))
         executor.turn()
-        executor.submit_read(partial(read_to, file, results))
+        executor.submit_read(partial(keep, file, results))
         executor.drain()
         seen.add((results[0] == pattern(4 * PAGE)).mean().item())
     assert {0.0, 1.0} <= seen
@@ -394,7 +402,8 @@ def test_a_kill_at_an_operation_leaves_it_half_done_and_ends_all_later_ones() ->
 
 def run(seed: int) -> tuple[dict[str, int], bytes]:
     faults = ("flip_on_read", "flip_on_write", "torn_write", "short_read", "io_error", "no_space")
-    storage, file = faulty(seed, **dict.fromkeys(faults, 0.1))
+    chances: dict[str, Any] = dict.fromkeys(faults, 0.1)
+    storage, file = faulty(seed, **chances)
     seen = b""
     for i in range(100):
         try:

@@ -15,7 +15,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,11 +25,14 @@ from hypothesis import strategies as st
 from kvoffload.abc import PageGroup
 from tests.transfer.cuda.layouts import CACHES, GUARD, Cache, aligned, separate
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import kernels  # noqa: E402
-from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, as_words, cut, gather, scatter  # noqa: E402
-from kvoffload.transfer.cuda.pages import PageTable, Run, page_table  # noqa: E402
+from kvoffload.transfer.cuda import kernels
+from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, as_words, cut, gather, scatter
+from kvoffload.transfer.cuda.pages import PageTable, Run, page_table
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
 KEPT: list[np.ndarray] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from kvoffload.abc import PageGroup
 from kvoffload.host.pool import HostPool
 from tests.transfer.cuda.layouts import CACHES, Cache
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import kernels  # noqa: E402
-from kvoffload.transfer.cuda.driver import Driver, DriverError  # noqa: E402
-from kvoffload.transfer.cuda.torch_device import TorchDevice  # noqa: E402
+from kvoffload.transfer.cuda import kernels
+from kvoffload.transfer.cuda.driver import Driver, DriverError
+from kvoffload.transfer.cuda.torch_device import TorchDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,13 +18,16 @@ from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Trans
 from tests.transfer.cuda.conftest import StubDriver
 from tests.transfer.cuda.layouts import CACHES, Cache, aligned
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import kernels, torch_device  # noqa: E402
-from kvoffload.transfer.cuda.driver import Driver  # noqa: E402
-from kvoffload.transfer.cuda.pages import page_table  # noqa: E402
-from kvoffload.transfer.cuda.torch_device import TorchDevice  # noqa: E402
-from kvoffload.transfer.cuda.transfer import CudaTransfer  # noqa: E402
+from kvoffload.transfer.cuda import kernels, torch_device
+from kvoffload.transfer.cuda.driver import Driver
+from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.cuda.torch_device import TorchDevice
+from kvoffload.transfer.cuda.transfer import CudaTransfer
 
 
 def host_tensor_of(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
