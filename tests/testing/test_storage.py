@@ -371,7 +371,12 @@ def test_a_stall_ends_when_faults_are_switched_off() -> None:
     storage = FaultyStorage(SimulatedStorage(1 << 20), rates=FaultRates(stall=1.0), stall_s=60.0)
     file = new_file(storage, PAGE)
     done = threading.Event()
-    thread = threading.Thread(target=lambda: (read(file, 10), done.set()))
+
+    def read_and_tell() -> None:
+        read(file, 10)
+        done.set()
+
+    thread = threading.Thread(target=read_and_tell)
     thread.start()
     assert not done.wait(0.05)
     storage.active = False

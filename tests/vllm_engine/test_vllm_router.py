@@ -138,7 +138,7 @@ def fleet(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
             disk.mkdir()
             config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
             tiers = [{"kind": "disk", "dir": str(disk)}, {"kind": "shared_dir", "dir": str(shared)}]
-            options = {"host_bytes": "16MiB", "tiers": [tier | {"bytes": "64MiB"} for tier in tiers]}
+            options: dict[str, Any] = {"host_bytes": "16MiB", "tiers": [tier | {"bytes": "64MiB"} for tier in tiers]}
             server = Server(
                 model,
                 directory / f"{i}.log",
@@ -177,7 +177,7 @@ def test_a_prompt_goes_to_the_server_that_has_seen_it(fleet: tuple[Any, list[Ser
     for server in servers:
         prompt = fresh_prompt()
         server.complete(prompt)
-        assert eventually(lambda server=server, prompt=prompt: router.choose(prompt)[1][server.url] > 0)
+        assert eventually(partial(is_chosen, router, prompt, server))
         follow_up = [*prompt[: 4 * BLOCK_SIZE], *fresh_prompt(1)]
         assert ask(router, server, follow_up) == server.url
         device_hits = server.metrics()["device_hit_tokens"]

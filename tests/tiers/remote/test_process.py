@@ -367,7 +367,7 @@ class TestConformanceOfTheProcess(TierConformance):
         self.hosts += self.hosts_of_tier
         return [host.data for host in self.hosts_of_tier]
 
-    def make_tier(self, pools, num_blocks):  # type: ignore[no-untyped-def]
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         handles = [host.handle() for host in self.hosts_of_tier]
         context = TierContext(pools, FINGERPRINT, handles)
         tier = open_remote_tier(CLIENT, self.store.settings(), context, name="folder", prefix="kv")
@@ -377,7 +377,7 @@ class TestConformanceOfTheProcess(TierConformance):
             tier.poll()
         return tier
 
-    def reopen(self, tier, pools, num_blocks):  # type: ignore[no-untyped-def]
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         return self.make_tier(pools, num_blocks)
 
     def lose(self, tier: Tier, names: str) -> bool:

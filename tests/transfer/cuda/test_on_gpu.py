@@ -103,7 +103,7 @@ def test_blocks_go_to_the_host_and_back(make: Callable[[], Cache]) -> None:
     assert all(torch.equal(view, old) for view, old in zip(views, before, strict=True))
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
+@pytest.mark.skipif(kernels.kernel is None, reason="needs Triton")
 def test_triton_is_used_where_it_is_installed() -> None:
     memory: dict[int, torch.Tensor] = {}
 
@@ -116,7 +116,7 @@ def test_triton_is_used_where_it_is_installed() -> None:
     assert isinstance(copier, kernels.TritonCopier)
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
+@pytest.mark.skipif(kernels.kernel is None, reason="needs Triton")
 def test_a_cache_of_40_gib_is_addressed_in_64_bits() -> None:
     num_blocks, page = 20 * GIB // (1 << 20), 1 << 20
     if torch.cuda.mem_get_info(GPU)[0] < 45 * GIB:

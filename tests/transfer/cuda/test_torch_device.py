@@ -163,9 +163,12 @@ def test_work_is_issued_on_the_given_stream(
     stream, staging, index = device.new_stream(), device.allocate(4 * cache.row_bytes), index_at(device, [1])
     used: list[InstantStream] = []
     select = torch.index_select
-    monkeypatch.setattr(
-        torch, "index_select", lambda *args, **out: (used.append(cuda.current[-1]), select(*args, **out))
-    )
+
+    def note_and_select(*args: Any, **out: Any) -> torch.Tensor:
+        used.append(cuda.current[-1])
+        return select(*args, **out)
+
+    monkeypatch.setattr(torch, "index_select", note_and_select)
     device.gather(stream, 0, index, 1, staging)
     assert set(used) == {stream}
     assert device.engine_stream() is cuda.engine, "the current stream is as before"

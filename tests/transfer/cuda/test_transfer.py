@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def packed() -> list[ByteArray]:
 
 
 class Rig:
-    def __init__(self, *groups: PageGroup, registration: object = None, with_thread: bool = False) -> None:
+    def __init__(self, *groups: PageGroup, registration: Any = None, with_thread: bool = False) -> None:
         self.groups = groups
         block_bytes = max(group.block_bytes for group in groups)
         self.pool = np.zeros((SLOTS, block_bytes), np.uint8)
