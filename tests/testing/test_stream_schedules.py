@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -376,7 +376,10 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     assert any(finds(seed, make) for seed in (BUGS[bug], *range(PLANTED_SCHEDULES)))
 
 
-PATCHES = {indices_overwritten_too_early: 8, one_bounce_buffer_for_all: 3}
+PATCHES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    indices_overwritten_too_early: 8,
+    one_bounce_buffer_for_all: 3,
+}
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)

@@ -40,7 +40,8 @@ def gates() -> Iterator[Callable[[], Gate]]:
 
 
 def test_every_job_is_run() -> None:
-    executor, done = IOThreads(4), []
+    executor = IOThreads(4)
+    done: list[int] = []
     for i in range(100):
         assert (executor.submit_read if i % 2 else executor.submit_write)(partial(done.append, i))
     assert executor.close(LONG_S)
@@ -48,7 +49,8 @@ def test_every_job_is_run() -> None:
 
 
 def test_maintenance_runs_before_reads_and_reads_before_writes_each_kind_in_order(gates: Callable[[], Gate]) -> None:
-    executor, gate, done = IOThreads(1), gates(), []
+    executor, gate = IOThreads(1), gates()
+    done: list[object] = []
     executor.submit_read(gate)
     assert gate.begun.wait(LONG_S)
     for i in range(3):
@@ -87,7 +89,8 @@ def test_queues_are_bounded(gates: Callable[[], Gate], monkeypatch: pytest.Monke
 
 
 def test_close_ends_in_time_if_a_job_hangs(gates: Callable[[], Gate]) -> None:
-    executor, gate, done = IOThreads(1), gates(), []
+    executor, gate = IOThreads(1), gates()
+    done: list[object] = []
     executor.submit_read(gate)
     executor.submit_read(lambda: done.append("late"))
     assert gate.begun.wait(LONG_S)
@@ -112,7 +115,8 @@ def test_a_closed_executor_takes_no_jobs_and_leaves_no_thread() -> None:
 
 
 def test_a_job_that_raises_does_not_affect_others() -> None:
-    executor, done = IOThreads(1), []
+    executor = IOThreads(1)
+    done: list[object] = []
     executor.submit_read(lambda: print(1 // 0))
     executor.submit_read(lambda: done.append(1))
     assert executor.close(LONG_S)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def transfer(path: Path, pool: np.ndarray, is_read: bool) -> list[TierError | No
     try:
         taken = tier.read(KEYS, SLOTS) if is_read else tier.write(KEYS, SLOTS)
         assert taken == KEYS
-        results = {}
+        results: dict[Any, Any] = {}
         deadline = time.monotonic() + DEADLINE_S
         while len(results) < len(KEYS) and time.monotonic() < deadline:
             tier.wait(0.1)

@@ -153,7 +153,7 @@ class StoreServer:
     def states(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Returns the states of ``keys`` once they are known."""
         deadline = time.monotonic() + STORE_DEADLINE_S
-        while RETRY in (states := self.tier.contains(keys).tolist()):
+        while RETRY in (states := list(self.tier.contains(keys).tolist())):
             assert time.monotonic() < deadline, "lookups were never answered"
             self.poll()
         return states

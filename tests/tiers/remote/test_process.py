@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pyt
         # A process that is killed before it exists ends as soon as it does.
         server.channel.kill()
         assert server.tier.poll() == []
-        assert server.channel.state is ChannelState.ENDING
+        assert server.channel.state is ChannelState.ENDING  # type: ignore[comparison-overlap]
         may_start.set()
         server.until(lambda: server.channel.state is ChannelState.DOWN, "the process was never ended")
         restart(server)
@@ -233,9 +233,18 @@ def test_bad_values_are_misses_and_are_written_again(server: Server, damage: str
     data = bytearray(one.read_bytes())
     if damage == "bit":
         data[len(data) // 2] ^= 1
-    one.write_bytes(
-        {"bit": bytes(data), "short": data[:99], "other": other.read_bytes(), "noise": os.urandom(len(data))}[damage]
-    )
+    damaged: dict[str, bytes] = {
+        "bit": bytes(data),
+        "short": bytes(data[:99]),
+        "other": other.read_bytes(),
+        "noise": os.urandom(len(data)),
+    }
+        "bit": bytes(data),
+        "short": bytes(data[:99]),
+        "other": other.read_bytes(),
+        "noise": os.urandom(len(data)),
+    }
+    one.write_bytes(damaged[damage])
     results = server.read(KEYS[:2])
     assert sorted(str(result.error) for result in results.values()) == ["None", "corrupt"]
     server.until(lambda: not one.exists(), "the bad value was never removed")
