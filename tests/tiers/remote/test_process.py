@@ -239,11 +239,6 @@ def test_bad_values_are_misses_and_are_written_again(server: Server, damage: str
         "other": other.read_bytes(),
         "noise": os.urandom(len(data)),
     }
-        "bit": bytes(data),
-        "short": bytes(data[:99]),
-        "other": other.read_bytes(),
-        "noise": os.urandom(len(data)),
-    }
     one.write_bytes(damaged[damage])
     results = server.read(KEYS[:2])
     assert sorted(str(result.error) for result in results.values()) == ["None", "corrupt"]
