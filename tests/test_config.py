@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import threading
@@ -394,7 +395,7 @@ def test_a_trace_needs_a_writable_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_directory_without_write_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests may run as root, who may write everywhere.
-    monkeypatch.setattr(config_module.os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert f"this user may not write to {tmp_path}; name a file elsewhere" in refused(record_trace=str(tmp_path / "t"))
 
 

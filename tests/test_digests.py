@@ -188,9 +188,9 @@ def test_a_file_with_coarse_timestamps_is_not_remembered() -> None:
     """Whole seconds: some file systems have no finer times, or give every file the same time."""
     fields = {"st_mtime_ns": 0, "st_ctime_ns": 10**9}
     state = type("State", (), fields)()
-    assert not digests.is_settled(state, in_an_hour())  # type: ignore[arg-type]
+    assert not digests.is_settled(state, in_an_hour())
     state.st_ctime_ns += 1
-    assert digests.is_settled(state, in_an_hour())  # type: ignore[arg-type]
+    assert digests.is_settled(state, in_an_hour())
 
 
 def test_only_its_owner_can_read_it(weights: Path, folder: Path) -> None:

@@ -86,6 +86,11 @@ def test_any_change_of_the_weights_changes_it(model: Path, change: str) -> None:
     assert files_fingerprint(model) != before
 
 
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+
+
 HARMLESS: dict[str, Callable[[Path], object]] = {
     "nothing": lambda model: None,
     "times": lambda model: (model / "one.safetensors").touch(),
@@ -95,15 +100,9 @@ HARMLESS: dict[str, Callable[[Path], object]] = {
     "a chat template": lambda model: (model / "chat_template.jinja").write_text("{{ x }}"),
     "what people read": lambda model: (model / "README.md").write_text("x"),
     "what training goes on from": lambda model: (model / "optimizer.pt").write_bytes(b"x"),
-    "what a download leaves": lambda model: (
-        (model / ".cache").mkdir(),
-        (model / ".cache" / "x.json").write_text("x"),
-        (model / ".gitattributes").write_text("x"),
-    ),
-    "checkpoints below it": lambda model: (
-        (model / "checkpoint-500").mkdir(),
-        (model / "checkpoint-500" / "model.safetensors").write_bytes(b"x"),
-    ),
+    "what a download leaves": lambda model: write(model / ".cache" / "x.json", b"x"),
+    "attributes of files": lambda model: (model / ".gitattributes").write_text("x"),
+    "checkpoints below it": lambda model: write(model / "checkpoint-500" / "model.safetensors", b"x"),
 }
 
 

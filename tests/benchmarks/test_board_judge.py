@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from benchmarks.peers.board_judge import TOLERANCE, Answer, Asked, Outcome, is_right, judge
@@ -42,7 +43,7 @@ def test_a_few_cached_tokens_are_not_an_answer_from_the_cache() -> None:
         {"logprobs": [-0.5, -1.0, float("-inf")]},
     ],
 )
-def test_one_wrong_answer_makes_the_cell_wrong(change: dict[str, list[int]]) -> None:
+def test_one_wrong_answer_makes_the_cell_wrong(change: dict[str, Any]) -> None:
     # Another token with another logprob is no tie.
     if change.get("tokens") == [2, 3, 99]:
         change = {**change, "logprobs": [-0.5, -1.0, -1.2]}

@@ -149,7 +149,12 @@ class ReferenceAutoManager(ReferenceManager):
         self.stamp[key] = self.clock
         self.clock += 1
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
         names = [int(h) for h in key_hashes(unique(keys))]
         decay = 0.5 ** (len(names) / (tournament.HALF_LIFE * self.capacity))
         if names:

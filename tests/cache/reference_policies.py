@@ -354,7 +354,12 @@ class ReferenceLIRSManager(ReferenceManager):
     def order_insert(self, key: OffloadKey) -> None:
         self.order_insert_all([key])
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
         """Uses the blocks of a chain at the same time: what counts is whether they were in the stack before."""
         last_first = list(reversed(unique(keys)))
         for key in last_first:

@@ -232,7 +232,7 @@ def test_a_refused_block_is_not_written_and_the_record_says_why() -> None:
         serve(manager, [100 * i, 100 * i + 1])
     new = list(range(5000, 5008))
     serve(manager, new)
-    assert manager.lookup([key(name) for name in new]) < 8
+    assert (manager.lookup([key(name) for name in new]) or 0) < 8
     assert manager.explain_miss(key(5007)).reason is MissReason.NOT_ADMITTED
     serve(manager, new)
     assert manager.lookup([key(name) for name in new]) == 8, "at second sight it is stored"

@@ -29,7 +29,8 @@ def make_key(i: int, collide: bool) -> bytes:
 @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 300), collide=st.booleans())
 def test_agrees_with_a_dict(seed: int, capacity: int, collide: bool) -> None:
     rng = random.Random(seed)
-    index, plain = KeyIndex(capacity), {}
+    index = KeyIndex(capacity)
+    plain: dict[bytes, int] = {}
     free = list(range(capacity))
     universe = [make_key(i, collide) for i in range(2 * capacity)]
     fixed = tuple(rng.choices(universe, k=20))

@@ -497,7 +497,7 @@ class Misbehaving(LRUPolicy):
 )
 def test_a_policy_that_misbehaves_is_an_error_and_nothing_is_evicted(answer: Callable[[Eviction, Slots], Any]) -> None:
     policy = Misbehaving(2)
-    policy.answer = answer  # type: ignore[method-assign]
+    policy.answer = answer
     manager = PolicyOffloadingManager(HostBackend(1, 2), policy)
     manager.prepare_store([b"a", b"b"])
     manager.complete_store([b"a", b"b"])
@@ -509,7 +509,7 @@ def test_a_policy_that_misbehaves_is_an_error_and_nothing_is_evicted(answer: Cal
 
 def test_victims_may_be_any_sequence_of_slots() -> None:
     policy = Misbehaving(1)
-    policy.answer = lambda eviction, victims: victims.tolist()  # type: ignore[method-assign]
+    policy.answer = lambda eviction, victims: victims.tolist()
     manager = PolicyOffloadingManager(HostBackend(1, 1), policy)
     manager.prepare_store([b"a"])
     manager.complete_store([b"a"])

@@ -73,7 +73,8 @@ def test_hashes_of_python_are_the_same(seed: int) -> None:
         found = native.hash_keys(asked)
         assert found.dtype == np.int64
         assert found.tolist() == plain_hash_keys(keys).tolist()
-    same_answer(lambda: plain_hash_keys([*keys, []]), lambda: native.hash_keys([*keys, []]), "a list as a key")
+    wrong: list[Any] = [*keys, []]
+    same_answer(lambda: plain_hash_keys(wrong), lambda: native.hash_keys(wrong), "a list as a key")
 
 
 def test_only_keys_of_bytes_have_a_hash() -> None:
@@ -327,7 +328,7 @@ class Serving:
         self.stores: list[list[Any]] = []
 
     def serve(self, rng: random.Random, chain: list[bytes]) -> None:
-        answers = []
+        answers: list[Any] = []
         cut, ends, chosen = rng.choice([len(chain), rng.randint(0, len(chain))]), rng.random() < 0.8, rng.random()
         leases = []
         for manager in self.managers:
@@ -436,9 +437,9 @@ def test_the_native_policy_refuses_what_it_cannot_take() -> None:
     with pytest.raises(IndexError):
         policy.evict(Eviction(1, busy[:3], np.full(4, None, dtype=object), keys))
     with pytest.raises(TypeError):
-        policy.insert(np.array([0]), [7])
+        policy.insert(np.array([0]), [7])  # type: ignore[list-item]
     with pytest.raises(TypeError):
-        policy.insert(np.array([0]), 7)
+        policy.insert(np.array([0]), 7)  # type: ignore[arg-type]
     policy.insert(np.array([0]), keys)
     policy.check_integrity(np.array([0]))
     assert policy.evict(Eviction(5, busy, np.full(4, None, dtype=object), keys)).tolist() == [0]

@@ -155,8 +155,14 @@ def test_native_code_refuses_what_it_cannot_take() -> None:
 def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = PlainListPair(400)
     pair.insert(np.arange(400), np.arange(400) % 2 == 0)
-    steps, pop = [], PlainRecencyList.pop_with_positions
-    monkeypatch.setattr(PlainRecencyList, "pop_with_positions", lambda *args: steps.append(1) or pop(*args))
+    steps: list[int] = []
+    pop = PlainRecencyList.pop_with_positions
+
+    def note_and_pop(*args: Any) -> Any:
+        steps.append(1)
+        return pop(*args)
+
+    monkeypatch.setattr(PlainRecencyList, "pop_with_positions", note_and_pop)
     slots, _ = pair.pop_oldest(200, np.zeros(400, dtype=np.bool_))
     assert slots.tolist() == list(range(200))
     assert len(steps) < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_a_dropped_block_keeps_its_slot_until_its_transfer_ends(table: BlockTabl
     assert table.is_dropped(slots(2, 1)).tolist() == [True, True]
     assert [part.tolist() for part in table.unpin(slots(2))] == [[], [2]]
     assert [part.tolist() for part in table.set_ready(slots(1))] == [[], [1]]
-    assert (table.num_held, table.num_evictable, table.is_dropped(slots(2, 1)).any()) == (0, 0, False)
+    assert (table.num_held, table.num_evictable, bool(table.is_dropped(slots(2, 1)).any())) == (0, 0, False)
     table.check_integrity()
 
 
@@ -124,7 +125,7 @@ def test_removal_from_any_state(table: BlockTable) -> None:
         lambda table: table.drop_all() is None or table.ref_cnt.__setitem__(1, 0),
     ],
 )
-def test_check_integrity_notices(table: BlockTable, harm) -> None:
+def test_check_integrity_notices(table: BlockTable, harm: Callable[[BlockTable], object]) -> None:
     table.check_integrity()
     harm(table)
     with pytest.raises(IntegrityError):

@@ -72,9 +72,10 @@ class SpyManager(LRUOffloadingManager):
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
+        found: Slots | None = None,
     ) -> None:
         self.reorders.append((list(keys), list(stored)))
-        super().reorder_chain(keys, stored, req_context)
+        super().reorder_chain(keys, stored, req_context, found)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None

@@ -264,6 +264,7 @@ def test_the_policy_may_refuse_blocks_unless_a_disk_is_below(
             output = manager.prepare_store([key])
             assert output is not None
             manager.complete_store(output.store_spec)
+        assert output is not None
         return len(output.keys_to_store) == 1
 
     policy = f"{__name__}:{RefusingPolicy.__name__}"

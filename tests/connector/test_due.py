@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -155,13 +156,14 @@ def quiet() -> object:
 def look_at_all(engine: ModelEngine) -> None:
     """After each step, every request that was not looked at is asked for blocks that are due."""
     scheduler, stores = engine.scheduler, engine.scheduler.stores
-    store_running, due_of, looked_at = stores.store_running, stores.due_of, set()
+    store_running, due_of = stores.store_running, stores.due_of
+    looked_at: set[str] = set()
 
-    def note(state, num_computed, num_before):
+    def note(state: Any, num_computed: int, num_before: int) -> Any:
         looked_at.add(state.context.req_id)
         return due_of(state, num_computed, num_before)
 
-    def compare(scheduled, requests, epoch):
+    def compare(scheduled: Any, requests: Any, epoch: int) -> Any:
         looked_at.clear()
         specs = store_running(scheduled, requests, epoch)
         for req_id, tokens in scheduled.items():
@@ -172,7 +174,8 @@ def look_at_all(engine: ModelEngine) -> None:
         assert not scheduler.off
         return specs
 
-    stores.due_of, stores.store_running = note, compare
+    stores.due_of = note  # type: ignore[method-assign]
+    stores.store_running = compare  # type: ignore[method-assign]
 
 
 def missed(engine: ModelEngine) -> bool:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def no_hit_is_lost(engine: ModelEngine) -> None:
     """What the host holds for a request is offered: up to the last position where every group has what it needs."""
     scheduler, look_up = engine.scheduler, engine.scheduler.get_num_new_matched_tokens
 
-    def look_up_and_compare(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+    def look_up_and_compare(request: Any, computed: int) -> tuple[int | None, bool]:
         answer = look_up(request, computed)
         state = scheduler.requests.get(request.request_id)
         if answer[0] is not None and state is not None and state.may_load and not scheduler.off:
@@ -104,7 +105,7 @@ def no_hit_is_lost(engine: ModelEngine) -> None:
                 raise LostHit(f"{request.request_id} is offered {computed} + {answer[0]} tokens, not {best}")
         return answer
 
-    scheduler.get_num_new_matched_tokens = look_up_and_compare  # type: ignore[method-assign]
+    scheduler.get_num_new_matched_tokens = look_up_and_compare  # type: ignore[method-assign, assignment]
 
 
 def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> int:
@@ -132,11 +133,11 @@ def test_lost_hit_is_noticed() -> None:
     def offers_less(engine: ModelEngine) -> None:
         look_up, align = engine.scheduler.get_num_new_matched_tokens, engine.scheduler.layout.align
 
-        def less(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        def less(request: Any, computed: int) -> tuple[int | None, bool]:
             tokens, _ = look_up(request, computed)
             return (tokens, False) if not tokens else (tokens - align, tokens > align)
 
-        engine.scheduler.get_num_new_matched_tokens = less  # type: ignore[method-assign]
+        engine.scheduler.get_num_new_matched_tokens = less  # type: ignore[method-assign, assignment]
         no_hit_is_lost(engine)
 
     assert caught(offers_less, hybrid, by=LostHit, seeds=PLANTED_SEEDS)
@@ -185,13 +186,13 @@ def turns_of(engine: ModelEngine, turns: int) -> Iterator[list[int]]:
     found: dict[str, int] = {}
     scheduler, look_up = engine.scheduler, engine.scheduler.get_num_new_matched_tokens
 
-    def look_up_and_note(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+    def look_up_and_note(request: Any, computed: int) -> tuple[int | None, bool]:
         answer = look_up(request, computed)
         if answer[0] is not None:
             found.setdefault(request.request_id, computed + answer[0])
         return answer
 
-    scheduler.get_num_new_matched_tokens = look_up_and_note  # type: ignore[method-assign]
+    scheduler.get_num_new_matched_tokens = look_up_and_note  # type: ignore[method-assign, assignment]
     engine.run()
     before, rng = dict(engine.outputs), Random(engine.scenario.seed)
     for turn in range(turns):
@@ -353,14 +354,14 @@ def hit_without_its_state(engine: ModelEngine) -> None:
     scheduler = engine.scheduler
     layout, look_up = scheduler.layout, scheduler.get_num_new_matched_tokens
 
-    def look_up_kv(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+    def look_up_kv(request: Any, computed: int) -> tuple[int | None, bool]:
         states, layout.states = layout.states, ()
         try:
             return look_up(request, computed)
         finally:
             layout.states = states
 
-    scheduler.get_num_new_matched_tokens = look_up_kv  # type: ignore[method-assign]
+    scheduler.get_num_new_matched_tokens = look_up_kv  # type: ignore[method-assign, assignment]
 
 
 def states_offered_a_step_later(engine: ModelEngine) -> None:

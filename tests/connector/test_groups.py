@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_tokens_that_a_token_does_not_attend_to(group: KVGroup, num_computed: in
 @pytest.mark.parametrize("sizes", [{"sliding_window": 0}, {"block_size_factor": 0}, {"attention_chunk": -1}])
 def test_an_invalid_group_is_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
-        KVGroup(4, **sizes)
+        KVGroup(4, **sizes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not several"):
         KVGroup(4, sliding_window=8, attention_chunk=8)
 
@@ -320,7 +321,7 @@ def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch:
     tables = rig.tables(41)
     rig.allocate(request, tables)
     request.num_computed_tokens = 40
-    sizes = []
+    sizes: list[Any] = []
     for _ in range(7):
         meta = rig.give(request, 1 if not sizes else 0, tables if not sizes else ([], []), new=not sizes)
         sizes.append([spec.device.group_sizes for spec in meta.stores.values()])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvoffload.abc import (
@@ -85,7 +87,7 @@ def test_a_block_handed_to_a_new_request_fences_the_store_that_reads_it() -> Non
     rig.look_up(new)
     rig.allocate(new, [2])
     meta = rig.step({new: 4}, new={"n": [2]})
-    assert (meta.fences, meta.fenced_blocks) == ([job], {2})
+    assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2}))
 
 
 def test_a_fence_names_the_blocks_that_were_handed_out_and_no_others() -> None:
@@ -94,7 +96,9 @@ def test_a_fence_names_the_blocks_that_were_handed_out_and_no_others() -> None:
     rig.look_up(new)
     rig.allocate(new, [2, 30])
     meta = rig.step({new: 8}, new={"n": [2, 30]})
-    assert (meta.fences, meta.fenced_blocks) == ([job], {2}), "30 is read by no store, and 1 was not handed out"
+    assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2})), (
+        "30 is read by no store, and 1 was not handed out"
+    )
 
 
 def test_a_block_handed_to_a_load_fences_the_store_that_reads_it() -> None:
@@ -263,9 +267,10 @@ def test_a_block_that_is_overwritten_before_a_fence_can_hold_is_not_stored(when:
         rig.allocate(request, blocks)
     meta = rig.step({running: 8, finished: 4}, new={"r": [1, 2], "f": [3, 4]})
     rig.half.request_finished(finished)
-    step = ScheduledStep({}, {"other": ([4],)}, frozenset({"other"}), **{when: {2, 4}})
+    blocks_of: dict[str, Any] = {when: {2, 4}}
+    step = ScheduledStep({}, {"other": ([4],)}, frozenset({"other"}), **blocks_of)
     last = rig.half.build_connector_meta(step)
-    assert last.fenced_blocks == ({2} if when == "written" else set())
+    assert last.fenced_blocks == frozenset({2} if when == "written" else ())
     for job in [*meta.stores, *last.stores]:
         rig.report(job)
     is_stored = when == "written"

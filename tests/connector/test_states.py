@@ -298,7 +298,7 @@ def test_device_blocks_of_states_are_fenced() -> None:
     (job,) = [job for job, spec in stores.items() if offered[0].device_block in spec.device.block_ids]
     meta = rig.half.build_connector_meta(ScheduledStep({}, {"other": ([], [offered[0].device_block], [])}))
     assert meta.fences == [job]
-    assert meta.fenced_blocks == {offered[0].device_block}
+    assert meta.fenced_blocks == frozenset({offered[0].device_block})
 
 
 def test_a_state_that_was_loaded_costs_nothing_when_it_is_offered() -> None:

@@ -205,7 +205,7 @@ class FirstOnly(LRUPolicy):
         self.left_out: list[OffloadKey] = []
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> np.ndarray:
-        return np.arange(len(keys)) == len(keys) - 1
+        return np.asarray(np.arange(len(keys)) == len(keys) - 1)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
         self.left_out += keys
@@ -346,6 +346,7 @@ def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
             "rotated": output.keys_to_store[1:] + output.keys_to_store[:1],
             "a key that was not offered": [*output.keys_to_store[1:], b"another"],
         }
+        assert isinstance(output, PrepareStoreOutput)
         return replace(output, keys_to_store=answers[change])
 
     monkeypatch.setattr(rig.manager, "prepare_store", wrong)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import KVGroup, OffloadKey, ReqContext, ScheduledStep
+from kvoffload.abc import KVGroup, OffloadKey, ReqContext, ScheduledStep, Slots
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import LRUOffloadingManager
@@ -41,17 +41,27 @@ class StrictManager(LRUOffloadingManager):
             if key_group_idx(key) in (STATE, OTHER) and self.block_status(key) is None:
                 raise Phantom(key.hex())
 
-    def touch(self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, **more: Any) -> None:
+    def touch(
+        self,
+        keys: Keys,
+        req_context: ReqContext | None = None,
+        chain: Keys | None = None,
+        found: Slots | None = None,
+    ) -> None:
         self.check(keys)
         self.touches.append((list(keys), None if chain is None else list(chain)))
-        super().touch(keys, req_context, chain, **more)
+        super().touch(keys, req_context, chain, found)
 
     def reorder_chain(
-        self, keys: Keys, stored: Collection[OffloadKey], req_context: ReqContext | None = None, **more: Any
+        self,
+        keys: Keys,
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+        found: Slots | None = None,
     ) -> None:
         self.check(keys)
         self.reorders.append(list(keys))
-        super().reorder_chain(keys, stored, req_context, **more)
+        super().reorder_chain(keys, stored, req_context, found)
 
     def offer_chain(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         self.offers.append(list(keys))
@@ -150,9 +160,15 @@ def test_a_whole_chain_would_be_noticed() -> None:
 class Whole(LRUOffloadingManager):
     """Touches and reorders a chain with the states of all of its boundaries."""
 
-    def touch(self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, **more: Any) -> None:
+    def touch(
+        self,
+        keys: Keys,
+        req_context: ReqContext | None = None,
+        chain: Keys | None = None,
+        found: Slots | None = None,
+    ) -> None:
         self.chain = list(chain or ())
-        super().touch(self.chain, req_context, **more)
+        super().touch(self.chain, req_context, found=found)
 
     def reorder_chain(self, keys: Keys, *args: Any, **more: Any) -> None:
         super().reorder_chain(self.chain, *args, **more)
@@ -250,8 +266,14 @@ def test_keys_come_by_the_end_of_their_blocks(seed: int) -> None:
 class Deaf(LRUOffloadingManager):
     """Its admission hears of the states only that a request uses."""
 
-    def touch(self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None, **more: Any) -> None:
-        super().touch(keys, req_context, None, **more)
+    def touch(
+        self,
+        keys: Keys,
+        req_context: ReqContext | None = None,
+        chain: Keys | None = None,
+        found: Slots | None = None,
+    ) -> None:
+        super().touch(keys, req_context, None, found)
 
 
 def states_after_two_requests(manager: LRUOffloadingManager, num_requests: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_where_policies_are_forbidden_the_processors_of_the_node_allocate(
 
     one = min(before)
     monkeypatch.setattr(os, "posix_fallocate", note)
-    monkeypatch.setattr(numa.platform, "machine", lambda: "none")
+    monkeypatch.setattr(platform, "machine", lambda: "none")
     monkeypatch.setattr(numa, "_processors", lambda node: frozenset({one, 10_000}))
     with caplog.at_level(logging.INFO):
         HostPool(NUM_BLOCKS, SLOT, node).close()

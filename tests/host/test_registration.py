@@ -125,12 +125,13 @@ def test_slots_are_registered_whole_and_in_order_whatever_the_driver_refuses(
     seen: list[int] = []
 
     def check(address: int, nbytes: int) -> None:
+        started.wait()
         seen.append(registration.num_ready_slots)
         problems.extend(faults(pool, driver, registration))
 
     problems: list[str] = []
     started = threading.Event()
-    driver.during = lambda address, nbytes: (started.wait(), check(address, nbytes))[1]
+    driver.during = check
     registration = register(pool, driver)
     started.set()
     registration.wait_until_ended()
@@ -178,7 +179,12 @@ def test_a_planted_count_that_is_raised_before_the_call_returns_is_noticed(make_
     found: list[str] = []
     made = threading.Event()
     driver = Driver()
-    driver.during = lambda *_: (made.wait(), found.extend(faults(pool, driver, registration)))[1]
+
+    def look(address: int, nbytes: int) -> None:
+        made.wait()
+        found.extend(faults(pool, driver, registration))
+
+    driver.during = look
     registration = register(pool, driver, Early)
     made.set()
     registration.wait_until_ended()

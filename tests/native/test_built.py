@@ -35,7 +35,9 @@ def test_the_version_says_what_runs() -> None:
     assert native.describe() in describe()
 
 
-def test_a_module_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_module_that_cannot_be_loaded_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(name: str) -> None:
         raise ImportError("numpy is too old")
 
@@ -70,7 +72,9 @@ def test_native_code_of_other_sources_is_not_used(tmp_path: Path, change: str) -
         assert "(native code)" in said
 
 
-def test_a_missing_module_means_that_there_was_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_missing_module_means_that_there_was_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv(native.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(native, "MODULES", ("_no_such_module",))
     assert native.load("_no_such_module") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,8 @@ def ask_index(rng: random.Random, twins: Twins, num_keys: int) -> None:
 
 
 def drive_index(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
-    twins, held, free = Twins(plain, other), {}, set(range(capacity))
+    twins, free = Twins(plain, other), set(range(capacity))
+    held: dict[Any, Any] = {}
     for _ in range(STEPS):
         action = rng.randrange(4)
         if action == 0:
@@ -108,7 +110,7 @@ def test_large_batches_of_bytes() -> None:
         asked = rng.choices(keys, k=2500)
         twins.call("find", asked)
         plain, other = (twin.split(asked)[:2] for twin in (twins.plain, twins.native))
-        assert same_answer(lambda plain=plain: plain, lambda other=other: other, "split")
+        assert same_answer(partial(tuple, plain), partial(tuple, other), "split")
         gone = np.array(rng.sample(range(capacity), 700))
         removed = twins.call("remove", gone)
         twins.check()
@@ -171,7 +173,8 @@ def test_free_slots(seed: int, capacity: int) -> None:
 
 
 def drive_table(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
-    twins, held, free = Twins(plain, other), {}, set(range(capacity))
+    twins, free = Twins(plain, other), set(range(capacity))
+    held: dict[Any, Any] = {}
     pinned: list[int] = []
     writing: set[int] = set()
 

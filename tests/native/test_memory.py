@@ -104,7 +104,7 @@ def rounds(n: int, keys: list[Any]) -> None:
                     each.insert(wrong, slots)
             each.insert(keys, slots)
             if each is one:
-                one.clear()
+                one.clear()  # type: ignore[union-attr]
             else:
                 table.remove(slots)
         hash_keys(keys)

@@ -61,7 +61,8 @@ class Collected:
         self._exporter = exporter
 
     def all(self) -> tuple[ReadableSpan, ...]:
-        return self._exporter.get_finished_spans()
+        spans: tuple[ReadableSpan, ...] = self._exporter.get_finished_spans()
+        return spans
 
     def names(self) -> list[str]:
         return [span.name for span in self.all()]

@@ -200,7 +200,7 @@ def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.Monke
         refused(path, "others may write to it; remove it")
     path.chmod(0o600)
     owner = path.stat().st_uid
-    monkeypatch.setattr(recorder_module.os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     refused(path, f"belongs to user {owner}; name a new file in a folder you own")
 
 
@@ -332,7 +332,7 @@ def test_a_bug_ends_the_recording_and_nothing_else(path: Path, caplog: pytest.Lo
     recording = Recording(path)
     recording.serve(prompt(12))
     add_as_it_is = recording.recorder.add
-    recording.recorder.add = lambda *args, **names: add_as_it_is(None, *args[1:], **names)  # type: ignore[assignment, arg-type]
+    recording.recorder.add = lambda *args, **names: add_as_it_is(None, *args[1:], **names)  # type: ignore[method-assign, arg-type]
     recording.serve(prompt(12))
     recording.serve(prompt(12))
     assert len(warnings(caplog)) == 1

@@ -963,7 +963,7 @@ class SpecNamesAnotherMedium(PlainBackend):
 
 class SmallIntegers(PlainBackend):
     def allocate_blocks(self, keys: Keys) -> Slots:
-        return super().allocate_blocks(keys).astype(np.int32)  # type: ignore[return-value]
+        return super().allocate_blocks(keys).astype(np.int32)
 
 
 BACKEND_BUGS = [bug for bug in PlainBackend.__subclasses__() if bug.__module__ == __name__]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ def pattern(nbytes: int, seed: int = 0) -> ByteArray:
 def read(file: StoredFile, nbytes: int, offset: int = 0) -> ByteArray:
     buffer = np.zeros(nbytes, np.uint8)
     return buffer[: file.read([buffer], offset)]
+
+
+def write(file: StoredFile, nbytes: int) -> None:
+    file.write([pattern(nbytes)], 0)
 
 
 def new_file(storage: Storage, size: int = 0, direct: bool = False) -> StoredFile:
@@ -200,7 +205,8 @@ def test_a_clone_is_independent() -> None:
 
 
 def test_power_loss_undoes_some_unsynced_pages() -> None:
-    kept, lost = set(), set()
+    kept: set[int] = set()
+    lost: set[int] = set()
     for seed in range(20):
         storage = SimulatedStorage(100 * PAGE, seed)
         file = new_file(storage, 4 * PAGE)
@@ -223,7 +229,7 @@ def torn_by_a_kill(seed: int) -> ByteArray:
     executor = SteppedExecutor(seed, chance=1.0, pause_chance=0.5)
     storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
     file = new_file(storage, 4 * PAGE)
-    executor.submit_write(partial(file.write, [pattern(4 * PAGE)], 0))
+    executor.submit_write(partial(write, file, 4 * PAGE))
     executor.turn()
     executor.kill()
     return read(storage.restart().open("f", "x"), 4 * PAGE)
@@ -243,15 +249,18 @@ def test_a_kill_tears_a_write_under_way() -> None:
 
 
 def test_a_reader_may_see_half_of_a_write() -> None:
+    def keep(file: StoredFile, results: list[ByteArray]) -> None:
+        results.append(read(file, 4 * PAGE))
+
     seen = set()
     for seed in range(40):
         executor = SteppedExecutor(seed, pause_chance=0.7)
         storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
         file = new_file(storage, 4 * PAGE)
         results: list[ByteArray] = []
-        executor.submit_write(partial(file.write, [pattern(4 * PAGE)], 0))
+        executor.submit_write(partial(write, file, 4 * PAGE))
         executor.turn()
-        executor.submit_read(lambda file=file, results=results: results.append(read(file, 4 * PAGE)))
+        executor.submit_read(partial(keep, file, results))
         executor.drain()
         seen.add((results[0] == pattern(4 * PAGE)).mean().item())
     assert {0.0, 1.0} <= seen
@@ -362,7 +371,12 @@ def test_a_stall_ends_when_faults_are_switched_off() -> None:
     storage = FaultyStorage(SimulatedStorage(1 << 20), rates=FaultRates(stall=1.0), stall_s=60.0)
     file = new_file(storage, PAGE)
     done = threading.Event()
-    thread = threading.Thread(target=lambda: (read(file, 10), done.set()))
+
+    def read_and_tell() -> None:
+        read(file, 10)
+        done.set()
+
+    thread = threading.Thread(target=read_and_tell)
     thread.start()
     assert not done.wait(0.05)
     storage.active = False
@@ -393,7 +407,8 @@ def test_a_kill_at_an_operation_leaves_it_half_done_and_ends_all_later_ones() ->
 
 def run(seed: int) -> tuple[dict[str, int], bytes]:
     faults = ("flip_on_read", "flip_on_write", "torn_write", "short_read", "io_error", "no_space")
-    storage, file = faulty(seed, **dict.fromkeys(faults, 0.1))
+    chances: dict[str, Any] = dict.fromkeys(faults, 0.1)
+    storage, file = faulty(seed, **chances)
     seen = b""
     for i in range(100):
         try:
@@ -532,7 +547,7 @@ def test_no_job_runs_while_the_executor_is_held() -> None:
 
 def test_the_exception_of_a_job_is_raised_by_drain() -> None:
     executor = SteppedExecutor()
-    executor.submit_read(lambda: int("x"))
+    executor.submit_read(lambda: print(int("x")))
     with pytest.raises(ValueError, match="invalid literal"):
         executor.drain()
     assert executor.idle

@@ -211,7 +211,7 @@ def test_a_killed_process_touches_host_slots_until_it_is_down() -> None:
     touched = not np.array_equal(rig.pools[0][5], before)
     rig.clock.now += 50.0
     assert rig.channel.poll() == []
-    assert rig.channel.state is ChannelState.DOWN
+    assert rig.channel.state is ChannelState.DOWN  # type: ignore[comparison-overlap]
     after = rig.pools[0][5].copy()
     rig.clock.now += 100.0
     rig.channel.drain()

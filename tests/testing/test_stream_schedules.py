@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -301,8 +301,9 @@ def indices_overwritten_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The place of block numbers in the ring is released at once."""
     put = staging.IndexRing.put
 
-    def put_and_release(self, arrays):
+    def put_and_release(self: staging.IndexRing, arrays: Any) -> tuple[list[int], int] | None:
         placed = put(self, arrays)
+        assert placed is not None
         self.release(placed[1])
         return placed
 
@@ -318,11 +319,12 @@ Bug: TypeAlias = type[WatchedDevice | WrappedTransfer | EarlyRegistration]
 
 
 def with_bug(bug: Bug) -> MakeTransfer:
-    def make(groups, host, registration, device, plan):
+    def make(groups: Any, host: Any, registration: Any, device: Any, plan: Any) -> Any:
         if issubclass(bug, WatchedDevice):
             return make_cuda_transfer(groups, host, registration, bug(device), plan)
         if issubclass(bug, EarlyRegistration):
-            return make_cuda_transfer(groups, host, bug(registration), device, plan)
+            wrapped: Any = bug(registration)
+            return make_cuda_transfer(groups, host, wrapped, device, plan)
         transfer, advance = make_cuda_transfer(groups, host, registration, device, plan)
         return bug(transfer), advance
 
@@ -374,11 +376,16 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     assert any(finds(seed, make) for seed in (BUGS[bug], *range(PLANTED_SCHEDULES)))
 
 
-PATCHES = {indices_overwritten_too_early: 8, one_bounce_buffer_for_all: 3}
+PATCHES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    indices_overwritten_too_early: 8,
+    one_bounce_buffer_for_all: 3,
+}
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
-def test_a_bug_planted_in_a_part_is_found(patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_planted_in_a_part_is_found(
+    patch: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     patch(monkeypatch)
     assert any(finds(seed) for seed in (PATCHES[patch], *range(PLANTED_SCHEDULES)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,10 @@ from kvoffload.testing.streams import SimulatedDevice, Timing
 
 BLOCKS, PAGE, LAYERS = 6, 12, 2
 ROW = LAYERS * PAGE
+
+
+def copy(device: SimulatedDevice, stream: Any, to: list[int], of: list[int], sizes: list[int]) -> None:
+    device.copy(stream, *(np.array(each, dtype=np.int64) for each in (to, of, sizes)))
 
 
 class Bench:
@@ -31,12 +36,12 @@ class Bench:
 
     def send_numbers(self, blocks: list[int]) -> None:
         self.numbers.view(np.int64)[: len(blocks)] = blocks
-        self.device.copy(self.stream, [self.index], [int(self.numbers.ctypes.data)], [8 * len(blocks)])
+        copy(self.device, self.stream, [self.index], [int(self.numbers.ctypes.data)], [8 * len(blocks)])
 
     def store(self, blocks: list[int]) -> None:
         self.send_numbers(blocks)
         self.device.gather(self.stream, 0, self.index, len(blocks), self.staging)
-        self.device.copy(self.stream, [self.pool_at], [self.staging], [len(blocks) * ROW])
+        copy(self.device, self.stream, [self.pool_at], [self.staging], [len(blocks) * ROW])
         self.device.record(self.event, self.stream)
 
     def compute(self, value: int) -> None:
@@ -91,7 +96,7 @@ def numbers_overwritten(bench: Bench) -> None:
 def staging_shared_between_streams(bench: Bench) -> None:
     bench.store([1])
     device, other = bench.device, bench.device.new_stream()
-    device.copy(other, [bench.staging], [bench.pool_at], [ROW])
+    copy(device, other, [bench.staging], [bench.pool_at], [ROW])
 
 
 def event_recorded_too_early(bench: Bench) -> None:
@@ -173,24 +178,24 @@ def test_copies_are_torn() -> None:
 
 
 def unregistered(bench: Bench) -> None:
-    bench.device.copy(bench.stream, [bench.staging], [bench.pool_at + 8 * ROW - 1], [2])
+    copy(bench.device, bench.stream, [bench.staging], [bench.pool_at + 8 * ROW - 1], [2])
 
 
 def nowhere(bench: Bench) -> None:
-    bench.device.copy(bench.stream, [bench.staging], [64], [8])
+    copy(bench.device, bench.stream, [bench.staging], [64], [8])
 
 
 def within_the_device(bench: Bench) -> None:
-    bench.device.copy(bench.stream, [bench.staging], [bench.index], [8])
+    copy(bench.device, bench.stream, [bench.staging], [bench.index], [8])
 
 
 def twice(bench: Bench) -> None:
     bench.send_numbers([3])
-    bench.device.copy(bench.stream, [bench.pool_at, bench.pool_at + 4], [bench.index, bench.index], [8, 8])
+    copy(bench.device, bench.stream, [bench.pool_at, bench.pool_at + 4], [bench.index, bench.index], [8, 8])
 
 
 def never_written(bench: Bench) -> None:
-    bench.device.copy(bench.stream, [bench.pool_at], [bench.staging], [8])
+    copy(bench.device, bench.stream, [bench.pool_at], [bench.staging], [8])
 
 
 def no_such_block(bench: Bench) -> None:
@@ -199,7 +204,7 @@ def no_such_block(bench: Bench) -> None:
 
 def scatter_twice_to_a_block(bench: Bench) -> None:
     bench.send_numbers([2, 2])
-    bench.device.copy(bench.stream, [bench.staging], [bench.pool_at], [2 * ROW])
+    copy(bench.device, bench.stream, [bench.staging], [bench.pool_at], [2 * ROW])
     bench.device.scatter(bench.stream, 0, bench.index, 2, bench.staging)
 
 

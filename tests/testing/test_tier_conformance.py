@@ -166,7 +166,8 @@ class TestDiskTierInASimulation(TierConformance):
 class TestDiskTierInADirectory(TierConformance):
     @pytest.fixture(autouse=True)
     def in_directory(self, tmp_path: Path) -> Iterator[None]:
-        self.path, self.tiers = tmp_path, []
+        self.path = tmp_path
+        self.tiers: list[DiskTier] = []
         yield
         for tier in self.tiers:
             tier.close()
@@ -196,13 +197,13 @@ class SwapsSlots(MemoryTier):
 
 
 class ForgetsARank(MemoryTier):
-    def read_block(self, key, slot, block) -> None:
+    def read_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         super().read_block(key, slot, block)
         self.pools[-1][slot, 100] ^= 1
 
 
 class KeepsAView(MemoryTier):
-    def write_block(self, key, slot, block) -> None:
+    def write_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         super().write_block(key, slot, block)
         block.raw = [pool[slot] for pool in self.pools]
 
@@ -214,7 +215,7 @@ class ReadsTheSlotsLater(MemoryTier):
         self._at = getattr(self, "_at", {}) | {key: (slots, i) for i, key in enumerate(keys)}
         return super().read(keys, slots)
 
-    def read_block(self, key, slot, block) -> None:
+    def read_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         slots, i = self._at[key]
         super().read_block(key, int(slots[i]), block)
 
@@ -361,7 +362,7 @@ class ReadsIntoAFreedSlot(MemoryTier):
 
 
 class DoesNotVerify(MemoryTier):
-    def read_block(self, key, slot, block) -> None:
+    def read_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         block.checksum = checksum_of(block.raw)
         super().read_block(key, slot, block)
 
@@ -422,7 +423,7 @@ class GoesOnWhenClosed(MemoryTier):
 
 
 class TakesOnEverything(MemoryTier):
-    def __init__(self, pools, num_blocks, executor) -> None:
+    def __init__(self, pools: Sequence[ByteArray], num_blocks: int, executor: Executor) -> None:
         super().__init__(pools, num_blocks, SteppedExecutor())
 
 
@@ -530,7 +531,7 @@ class SeesOnlyItsOwn(SharedMemoryTier):
 class OverwritesOthers(SharedMemoryTier):
     """Writes again what is there, and says that it has moved bytes."""
 
-    def write_block(self, key, slot) -> None:
+    def write_block(self, key: OffloadKey, slot: int) -> None:
         self.medium.values.pop(self.name_of(key), None)
         super().write_block(key, slot)
 
@@ -572,7 +573,7 @@ class StillClaimsWhatIsLost(SharedMemoryTier):
 
 
 class SharesWithoutVerifying(SharedMemoryTier):
-    def read_block(self, key, slot) -> None:
+    def read_block(self, key: OffloadKey, slot: int) -> None:
         value = self.medium.values.get(self.name_of(key))
         if value is not None:
             value.checksum = checksum_of(value.raw)
@@ -587,7 +588,7 @@ class ReadsTheValueOfAnotherKey(SharedMemoryTier):
 
 
 class StoresAView(SharedMemoryTier):
-    def write_block(self, key, slot) -> None:
+    def write_block(self, key: OffloadKey, slot: int) -> None:
         super().write_block(key, slot)
         value = self.medium.values.get(self.name_of(key))
         if isinstance(value, SharedValue) and value.writer is self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -39,20 +40,22 @@ def gates() -> Iterator[Callable[[], Gate]]:
 
 
 def test_every_job_is_run() -> None:
-    executor, done = IOThreads(4), []
+    executor = IOThreads(4)
+    done: list[int] = []
     for i in range(100):
-        assert (executor.submit_read if i % 2 else executor.submit_write)(lambda i=i: done.append(i))
+        assert (executor.submit_read if i % 2 else executor.submit_write)(partial(done.append, i))
     assert executor.close(LONG_S)
     assert sorted(done) == list(range(100))
 
 
 def test_maintenance_runs_before_reads_and_reads_before_writes_each_kind_in_order(gates: Callable[[], Gate]) -> None:
-    executor, gate, done = IOThreads(1), gates(), []
+    executor, gate = IOThreads(1), gates()
+    done: list[object] = []
     executor.submit_read(gate)
     assert gate.begun.wait(LONG_S)
     for i in range(3):
-        executor.submit_write(lambda i=i: done.append(f"write {i}"))
-        executor.submit_read(lambda i=i: done.append(f"read {i}"))
+        executor.submit_write(partial(done.append, f"write {i}"))
+        executor.submit_read(partial(done.append, f"read {i}"))
     executor.submit_maintenance(lambda: done.append("maintenance"))
     gate.may_end.set()
     assert executor.close(LONG_S)
@@ -86,7 +89,8 @@ def test_queues_are_bounded(gates: Callable[[], Gate], monkeypatch: pytest.Monke
 
 
 def test_close_ends_in_time_if_a_job_hangs(gates: Callable[[], Gate]) -> None:
-    executor, gate, done = IOThreads(1), gates(), []
+    executor, gate = IOThreads(1), gates()
+    done: list[object] = []
     executor.submit_read(gate)
     executor.submit_read(lambda: done.append("late"))
     assert gate.begun.wait(LONG_S)
@@ -111,8 +115,9 @@ def test_a_closed_executor_takes_no_jobs_and_leaves_no_thread() -> None:
 
 
 def test_a_job_that_raises_does_not_affect_others() -> None:
-    executor, done = IOThreads(1), []
-    executor.submit_read(lambda: 1 // 0)
+    executor = IOThreads(1)
+    done: list[object] = []
+    executor.submit_read(lambda: print(1 // 0))
     executor.submit_read(lambda: done.append(1))
     assert executor.close(LONG_S)
     assert done == [1]
@@ -124,7 +129,12 @@ def test_wait_returns_when_a_job_has_ended(gates: Callable[[], Gate]) -> None:
     executor.submit_read(gate)
     assert gate.begun.wait(LONG_S)
     executor.wait(0.0)
-    waiter = threading.Thread(target=lambda: (executor.wait(LONG_S), waited.set()), daemon=True)
+
+    def wait() -> None:
+        executor.wait(LONG_S)
+        waited.set()
+
+    waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
     assert not waited.is_set()
     gate.may_end.set()

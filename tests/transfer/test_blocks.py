@@ -218,7 +218,7 @@ def test_a_place_that_does_not_exist_is_refused_before_anything_is_copied(
     memory = SMALL.memory()
     before = memory.contents()
     with pytest.raises(IndexError):
-        make(merge_views(memory.views), memory.host).copy(*map(numbers, job), is_store)
+        make(merge_views(memory.views), memory.host).copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), is_store)
     assert memory.contents() == before
 
 
@@ -228,7 +228,7 @@ def test_arrays_of_different_lengths_are_refused(make: type[PlainBlockCopier]) -
     copier = make(merge_views(memory.views), memory.host)
     for job in (([1, 2], [0], [0, 0]), ([1], [0], [0, 0]), ([], [0], [0])):
         with pytest.raises(ValueError):
-            copier.copy(*map(numbers, job), True)
+            copier.copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), True)
 
 
 @needs_native

@@ -19,11 +19,15 @@ SPEC = TransferSpec("r", LoadStoreSpec("CPU", np.array([0])), DeviceSpec(np.arra
 def test_the_first_step_switches_offloading_off_and_says_why(meta: StepMeta, caplog: pytest.LogCaptureFixture) -> None:
     worker = OffloadingConnectorWorker(FailedTransfer(RuntimeError("no driver")))
     total = WorkerReport()
-    with worker.step(meta, total.add):
+
+    def add(report: WorkerReport) -> None:
+        total.add(report)
+
+    with worker.step(meta, add):
         pass
     assert total.broken
     assert "no driver" in caplog.text
-    with worker.step(StepMeta(loads={2: SPEC}), total.add) as finished:
+    with worker.step(StepMeta(loads={2: SPEC}), add) as finished:
         pass
     assert finished.loaded == {"r"}
     assert finished.failed == {"r": [7]}

@@ -12,7 +12,7 @@ import numpy as np
 from kvoffload.abc import ByteArray, Transfer, TransferSpec
 from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
 from kvoffload.tiers.disk import blockio
-from kvoffload.vllm import connector
+from kvoffload.vllm import connector, versions
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
 
@@ -104,7 +104,7 @@ class ForgetfulOfFollowingKVOffloadConnector(KVOffloadConnector):
     must be accepted less often."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        connector.following = lambda request, position, n: b""
+        vars(connector)["following"] = lambda request, position, n: b""
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 
@@ -113,7 +113,7 @@ class UnfencedKVOffloadConnector(KVOffloadConnector):
     and outputs stay right."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        connector.versions.fences_first = lambda config: False
+        vars(versions)["fences_first"] = lambda config: False
         super().__init__(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class FolderTier(Tier):
         submit = self.threads.submit_read if is_read else self.threads.submit_write
         taken = []
         for key, slot in blocks:
-            if key not in self.moving and submit(lambda key=key, slot=slot: self._move(key, slot, is_read)):
+            if key not in self.moving and submit(partial(self._move, key, slot, is_read)):
                 self.moving.add(key)
                 taken.append(key)
         return taken
@@ -76,7 +77,7 @@ class FolderTier(Tier):
             if is_read:
                 raw = file.read_bytes()
                 whole = np.frombuffer(raw[4:], dtype=np.uint8)
-                if len(whole) != self.block_bytes or zlib.crc32(whole) != int.from_bytes(raw[:4], "big"):
+                if len(whole) != self.block_bytes or zlib.crc32(raw[4:]) != int.from_bytes(raw[:4], "big"):
                     raise ValueError
                 for pool in self.pools:
                     pool[slot], whole = whole[: pool.shape[1]], whole[pool.shape[1] :]

@@ -192,7 +192,7 @@ def test_hashes_with_an_unexpected_root_switch_the_disk_tier_off(
 def num_records(directory: Path) -> int:
     """Returns the number of blocks in the index in ``directory``, 0 if there is none."""
     records = [np.fromfile(path, RECORD, offset=HEADER_BYTES) for path in directory.rglob("index")]
-    return sum(np.count_nonzero(each["magic"]) for each in records)
+    return sum(int(np.count_nonzero(each["magic"])) for each in records)
 
 
 def test_a_directory_serves_one_server_at_a_time(run: Runner, expected: list[Any], tmp_path: Path) -> None:

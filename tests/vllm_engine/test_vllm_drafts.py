@@ -177,5 +177,5 @@ def literals(kind: Any) -> set[str]:
 
 def reads_hidden_states(method: str) -> bool:
     config = object.__new__(SpeculativeConfig)
-    config.method = method  # type: ignore[assignment]
+    config.method = method
     return bool(config.use_eagle())

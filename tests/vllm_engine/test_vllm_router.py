@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def fleet(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
             disk.mkdir()
             config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
             tiers = [{"kind": "disk", "dir": str(disk)}, {"kind": "shared_dir", "dir": str(shared)}]
-            options = {"host_bytes": "16MiB", "tiers": [tier | {"bytes": "64MiB"} for tier in tiers]}
+            options: dict[str, Any] = {"host_bytes": "16MiB", "tiers": [tier | {"bytes": "64MiB"} for tier in tiers]}
             server = Server(
                 model,
                 directory / f"{i}.log",
@@ -153,7 +154,7 @@ def fleet(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         router = EXAMPLE.Router(endpoints)
         opened.callback(router.close)
         for server in servers:
-            assert eventually(lambda server=server: seen(router, server)), "no events arrive"
+            assert eventually(partial(seen, router, server)), "no events arrive"
         yield router, servers
 
 
@@ -171,12 +172,16 @@ def ask(router: Any, server: Server, tokens: list[int]) -> str:
     return str(chosen)
 
 
+def is_known(router: Any, prompt: list[int], server: Server) -> bool:
+    return bool(router.choose(prompt)[1][server.url] > 0)
+
+
 def test_a_prompt_goes_to_the_server_that_has_seen_it(fleet: tuple[Any, list[Server]]) -> None:
     router, servers = fleet
     for server in servers:
         prompt = fresh_prompt()
         server.complete(prompt)
-        assert eventually(lambda server=server, prompt=prompt: router.choose(prompt)[1][server.url] > 0)
+        assert eventually(partial(is_known, router, prompt, server))
         follow_up = [*prompt[: 4 * BLOCK_SIZE], *fresh_prompt(1)]
         assert ask(router, server, follow_up) == server.url
         device_hits = server.metrics()["device_hit_tokens"]

@@ -132,7 +132,7 @@ def test_spans_of_a_request_are_in_its_trace(
 ) -> None:
     """Stores, a load from host memory, and one from disk."""
     tiers = [{"kind": "disk", "dir": str(tmp_path / "disk"), "bytes": "64MiB"}]
-    options = {"policy": "lru", "load_only_if_faster": False, "load_deadline_ms": 60_000}
+    options: dict[str, Any] = {"policy": "lru", "load_only_if_faster": False, "load_deadline_ms": 60_000}
     config = flag(host_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers, **options)
     first, *others = prompts(1 + 2 * POOL_BLOCKS // PROMPT_BLOCKS)
     size = {

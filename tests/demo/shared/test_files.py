@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_a_slow_call_sleeps_nine_times_as_long(
     broken: BrokenFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(files.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     broken.set_mode(FileMode.SLOW)
     read(tmp_path / "in" / "file")
     read(tmp_path / "out" / "file")

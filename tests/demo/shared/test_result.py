@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,11 @@ from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore
 from .conftest import FOUND, answers, make_fault, make_store, wrong
 
 
-def with_store(report: SharedReport, **changes: object) -> SharedReport:
+def with_store(report: SharedReport, **changes: Any) -> SharedReport:
     return replace(report, stores=[replace(make_store(), **changes)], faults=[])
 
 
-def with_fault(report: SharedReport, **changes: object) -> SharedReport:
+def with_fault(report: SharedReport, **changes: Any) -> SharedReport:
     return replace(report, faults=[replace(make_fault(), **changes)])
 
 

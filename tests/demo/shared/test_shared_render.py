@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 rich_console = pytest.importorskip("rich.console")
 
+from kvoffload.demo.protocol import RequestResult  # noqa: E402
 from kvoffload.demo.shared.page import render_page  # noqa: E402
 from kvoffload.demo.shared.plots import faults_plot  # noqa: E402
 from kvoffload.demo.shared.result import SharedReport, SkippedStore  # noqa: E402
@@ -54,7 +55,7 @@ def test_each_bar_is_above_the_name_of_its_fault(report: SharedReport) -> None:
     assert faults_plot(replace(report, faults=[*faults, *swapped])) != plots[0]
 
 
-def answers_of(report: SharedReport) -> list[object]:
+def answers_of(report: SharedReport) -> list[RequestResult]:
     (store,) = report.results[:1]
     return list(store.shared)
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import TierError
 from kvoffload.demo.errors import DemoError
-from kvoffload.demo.shared import mooncake, redis, run
+from kvoffload.demo.shared import mooncake, run
 from kvoffload.demo.shared.mooncake import MooncakeStore
 from kvoffload.demo.shared.processes import free_ports
 from kvoffload.demo.shared.redis import RedisStore, program
@@ -39,7 +41,7 @@ def transfer(path: Path, pool: np.ndarray, is_read: bool) -> list[TierError | No
     try:
         taken = tier.read(KEYS, SLOTS) if is_read else tier.write(KEYS, SLOTS)
         assert taken == KEYS
-        results = {}
+        results: dict[Any, Any] = {}
         deadline = time.monotonic() + DEADLINE_S
         while len(results) < len(KEYS) and time.monotonic() < deadline:
             tier.wait(0.1)
@@ -126,7 +128,7 @@ def test_free_ports_are_distinct() -> None:
 
 
 def test_a_missing_client_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StoreMissingError, match=r"^the client of .* run pip install"):
         MooncakeStore(tmp_path)
 
@@ -142,7 +144,7 @@ def test_a_wheel_without_the_master_names_the_line_to_run(tmp_path: Path, monkey
 
 
 def test_a_missing_server_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(StoreMissingError, match="run apt-get install redis-server"):
         RedisStore(tmp_path)
 

@@ -26,7 +26,7 @@ DOCUMENTS_SEED = 7
 class RealClock(Clock):
     """A clock that shows real time."""
 
-    @property  # type: ignore[override]
+    @property
     def now(self) -> float:
         return time.monotonic()
 

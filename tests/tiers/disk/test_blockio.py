@@ -107,7 +107,12 @@ def test_a_block_is_recorded_when_its_payload_is_written_and_not_before(rig: Rig
     seen: list[list[int]] = []
     write = rig.files.write
     rig.write(1)
-    rig.files.write = lambda slot, buffers: (seen.append(rig.recorded()), write(slot, buffers))[1]  # type: ignore[method-assign]
+
+    def note_and_write(slot: int, buffers: Sequence[ByteArray]) -> None:
+        seen.append(rig.recorded())
+        write(slot, buffers)
+
+    rig.files.write = note_and_write  # type: ignore[method-assign]
     rig.write(1, 2)
     assert seen == [[]], "the old record of slot 1 must be empty"
     assert rig.recorded() == [1, 2]

@@ -181,7 +181,7 @@ def test_a_damaged_or_old_entry_is_not_taken(byte: int) -> None:
     rig.write()
     at = JOURNAL_HEADER_BYTES + byte
     page = rig.read(at, 1)
-    rig.file.write([page ^ 1], at)
+    rig.file.write([page ^ np.uint8(1)], at)
     assert rig.follow() is None
 
 

@@ -108,7 +108,8 @@ class Server:
     def states(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Returns the states of ``keys`` once they are known."""
         self.until(lambda: 3 not in self.tier.contains(keys).tolist(), "lookups were never answered")
-        return self.tier.contains(keys).tolist()
+        states: list[int] = self.tier.contains(keys).tolist()
+        return states
 
     def fill(self, keys: Sequence[OffloadKey]) -> None:
         """Puts bytes that depend on the key into slots 0, 1 and so on."""
@@ -152,7 +153,7 @@ class StoreServer:
     def states(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Returns the states of ``keys`` once they are known."""
         deadline = time.monotonic() + STORE_DEADLINE_S
-        while RETRY in (states := self.tier.contains(keys).tolist()):
+        while RETRY in (states := list(self.tier.contains(keys).tolist())):
             assert time.monotonic() < deadline, "lookups were never answered"
             self.poll()
         return states

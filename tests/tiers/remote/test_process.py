@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pyt
         # A process that is killed before it exists ends as soon as it does.
         server.channel.kill()
         assert server.tier.poll() == []
-        assert server.channel.state is ChannelState.ENDING
+        assert server.channel.state is ChannelState.ENDING  # type: ignore[comparison-overlap]
         may_start.set()
         server.until(lambda: server.channel.state is ChannelState.DOWN, "the process was never ended")
         restart(server)
@@ -235,9 +235,13 @@ def test_bad_values_are_misses_and_are_written_again(server: Server, damage: str
     data = bytearray(one.read_bytes())
     if damage == "bit":
         data[len(data) // 2] ^= 1
-    one.write_bytes(
-        {"bit": bytes(data), "short": data[:99], "other": other.read_bytes(), "noise": os.urandom(len(data))}[damage]
-    )
+    damaged: dict[str, bytes] = {
+        "bit": bytes(data),
+        "short": bytes(data[:99]),
+        "other": other.read_bytes(),
+        "noise": os.urandom(len(data)),
+    }
+    one.write_bytes(damaged[damage])
     results = server.read(KEYS[:2])
     assert sorted(str(result.error) for result in results.values()) == ["None", "corrupt"]
     server.until(lambda: not one.exists(), "the bad value was never removed")
@@ -385,7 +389,7 @@ class TestConformanceOfTheProcess(TierConformance):
         self.hosts += self.hosts_of_tier
         return [host.data for host in self.hosts_of_tier]
 
-    def make_tier(self, pools, num_blocks):  # type: ignore[no-untyped-def]
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         handles = [host.handle() for host in self.hosts_of_tier]
         context = TierContext(pools, FINGERPRINT, handles)
         tier = open_remote_tier(CLIENT, self.store.settings(), context, name="folder", prefix="kv")
@@ -395,7 +399,7 @@ class TestConformanceOfTheProcess(TierConformance):
             tier.poll()
         return tier
 
-    def reopen(self, tier, pools, num_blocks):  # type: ignore[no-untyped-def]
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         return self.make_tier(pools, num_blocks)
 
     def lose(self, tier: Tier, names: str) -> bool:

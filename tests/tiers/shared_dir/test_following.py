@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hypothesis import given, settings
@@ -129,16 +130,20 @@ class World:
             step = queue.pop(0)
             if step[0] == "follow":
                 inside, queue = queue[: step[1]], queue[step[1] :]
-                self.follow(lambda inside=inside: inside and self.do(inside.pop(0)))  # type: ignore[misc]
+                self.follow(partial(self.do_next, inside))
                 queue = inside + queue
             else:
                 self.do(step)
 
-    def follow(self, between: Callable[[], object] = lambda: None) -> None:
+    def do_next(self, steps: list[Any]) -> None:
+        if steps:
+            self.do(steps.pop(0))
+
+    def follow(self, between: Callable[[], None] = lambda: None) -> None:
         if self.is_following:
             return
         self.is_following = True
-        self.client.on_pause(lambda: between() and None)
+        self.client.on_pause(between)
         self.follower.follow()
         self.client.on_pause(lambda: None)
         self.is_following = False

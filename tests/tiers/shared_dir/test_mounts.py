@@ -98,7 +98,8 @@ def servers() -> Iterator[tuple[Server, Server]]:
 
 
 def block(server: Server, number: int) -> ByteArray:
-    return server.pools[0][number]
+    bytes_of: ByteArray = server.pools[0][number]
+    return bytes_of
 
 
 def test_real_servers_have_seats_of_their_own_and_read_each_others_blocks(servers: tuple[Server, Server]) -> None:

@@ -23,7 +23,7 @@ class StubDriver:
 
     @property
     def calls(self) -> list[str]:
-        return self._library.stub_log().decode().splitlines()
+        return str(self._library.stub_log().decode()).splitlines()
 
     @property
     def num_allocated(self) -> int:

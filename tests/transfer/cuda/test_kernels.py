@@ -15,7 +15,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,13 +25,16 @@ from hypothesis import strategies as st
 from kvoffload.abc import PageGroup
 from tests.transfer.cuda.layouts import CACHES, GUARD, Cache, aligned, separate
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import kernels  # noqa: E402
-from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, as_words, cut, gather, scatter  # noqa: E402
-from kvoffload.transfer.cuda.pages import PageTable, Run, page_table  # noqa: E402
+from kvoffload.transfer.cuda import kernels
+from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, as_words, cut, gather, scatter
+from kvoffload.transfer.cuda.pages import PageTable, Run, page_table
 
-needs_triton = pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
+needs_triton = pytest.mark.skipif(kernels.kernel is None, reason="needs Triton")
 KEPT: list[np.ndarray] = []
 """Memory that copiers use by address."""
 
@@ -180,7 +183,8 @@ def planted(right: str, wrong: str, folder: Path) -> Callable[..., Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.copy_pieces
+    kernel: Callable[..., Any] = module.copy_pieces
+    return kernel
 
 
 @needs_triton
@@ -303,7 +307,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
         gpu = NoGpu(architecture)
         # A launcher of its own, because Triton keeps what it has compiled per function.
-        launcher = kernels.triton.jit(source, do_not_specialize=kernels.RUNTIME_ARGUMENTS)
+        import triton
+
+        launcher = triton.jit(source, do_not_specialize=kernels.RUNTIME_ARGUMENTS)
         found: list[Any] = []
 
         class Launch:
@@ -324,7 +330,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     """Returns the registers and the bytes of memory that a program of the kernel takes."""
-    tool = Path(kernels.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         pytest.skip(f"needs cuobjdump, which this Triton does not bring at {tool}")
     path = folder / "kernel.cubin"
@@ -397,7 +405,7 @@ class DeviceMemory:
     def allocate(self, nbytes: int) -> int:
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         self.tensors[tensor.data_ptr()] = tensor
-        return tensor.data_ptr()
+        return int(tensor.data_ptr())
 
     def at(self, address: int, nbytes: int) -> torch.Tensor:
         return self.tensors[address][:nbytes]

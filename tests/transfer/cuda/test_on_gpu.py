@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from kvoffload.abc import PageGroup
 from kvoffload.host.pool import HostPool
 from tests.transfer.cuda.layouts import CACHES, Cache
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import kernels  # noqa: E402
-from kvoffload.transfer.cuda.driver import Driver, DriverError  # noqa: E402
-from kvoffload.transfer.cuda.torch_device import TorchDevice  # noqa: E402
+from kvoffload.transfer.cuda import kernels
+from kvoffload.transfer.cuda.driver import Driver, DriverError
+from kvoffload.transfer.cuda.torch_device import TorchDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -99,20 +103,20 @@ def test_blocks_go_to_the_host_and_back(make: Callable[[], Cache]) -> None:
     assert all(torch.equal(view, old) for view, old in zip(views, before, strict=True))
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
+@pytest.mark.skipif(kernels.kernel is None, reason="needs Triton")
 def test_triton_is_used_where_it_is_installed() -> None:
     memory: dict[int, torch.Tensor] = {}
 
     def allocate(nbytes: int) -> int:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=GPU)
         memory[tensor.data_ptr()] = tensor
-        return tensor.data_ptr()
+        return int(tensor.data_ptr())
 
     (copier,) = kernels.copiers([PageGroup(on_gpu(CACHES["bytes"]()))], allocate, lambda at, nbytes: memory[at])
     assert isinstance(copier, kernels.TritonCopier)
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
+@pytest.mark.skipif(kernels.kernel is None, reason="needs Triton")
 def test_a_cache_of_40_gib_is_addressed_in_64_bits() -> None:
     num_blocks, page = 20 * GIB // (1 << 20), 1 << 20
     if torch.cuda.mem_get_info(GPU)[0] < 45 * GIB:

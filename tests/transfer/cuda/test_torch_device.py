@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,13 +18,16 @@ from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Trans
 from tests.transfer.cuda.conftest import StubDriver
 from tests.transfer.cuda.layouts import CACHES, Cache, aligned
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import kernels, torch_device  # noqa: E402
-from kvoffload.transfer.cuda.driver import Driver  # noqa: E402
-from kvoffload.transfer.cuda.pages import page_table  # noqa: E402
-from kvoffload.transfer.cuda.torch_device import TorchDevice  # noqa: E402
-from kvoffload.transfer.cuda.transfer import CudaTransfer  # noqa: E402
+from kvoffload.transfer.cuda import kernels, torch_device
+from kvoffload.transfer.cuda.driver import Driver
+from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.cuda.torch_device import TorchDevice
+from kvoffload.transfer.cuda.transfer import CudaTransfer
 
 
 def host_tensor_of(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -160,9 +163,12 @@ def test_work_is_issued_on_the_given_stream(
     stream, staging, index = device.new_stream(), device.allocate(4 * cache.row_bytes), index_at(device, [1])
     used: list[InstantStream] = []
     select = torch.index_select
-    monkeypatch.setattr(
-        torch, "index_select", lambda *args, **out: (used.append(cuda.current[-1]), select(*args, **out))
-    )
+
+    def note_and_select(*args: Any, **out: Any) -> torch.Tensor:
+        used.append(cuda.current[-1])
+        return select(*args, **out)
+
+    monkeypatch.setattr(torch, "index_select", note_and_select)
     device.gather(stream, 0, index, 1, staging)
     assert set(used) == {stream}
     assert device.engine_stream() is cuda.engine, "the current stream is as before"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def packed() -> list[ByteArray]:
 
 
 class Rig:
-    def __init__(self, *groups: PageGroup, registration: object = None, with_thread: bool = False) -> None:
+    def __init__(self, *groups: PageGroup, registration: Any = None, with_thread: bool = False) -> None:
         self.groups = groups
         block_bytes = max(group.block_bytes for group in groups)
         self.pool = np.zeros((SLOTS, block_bytes), np.uint8)
@@ -273,7 +274,7 @@ def test_a_fence_goes_beyond_the_limit_of_chunks_in_flight(small_chunks: None) -
 def engine_waits(rig: Rig) -> int:
     n = sum(stream == rig.device.engine_stream() for stream, _ in rig.device.waits)
     rig.device.waits.clear()
-    return n
+    return int(n)
 
 
 def test_the_engine_waits_only_for_what_a_fence_names(rig: Rig) -> None:
@@ -459,7 +460,7 @@ def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str
                     pass
             except RuntimeError:
                 pass
-        with worker.step(next(metas, StepMeta(has_tokens=False)), total.add):
+        with worker.step(next(metas, StepMeta(has_tokens=False)), lambda report: print(total.add(report))):
             pass
     assert total.broken
     assert total.done == {1: 1, 2: 1}
