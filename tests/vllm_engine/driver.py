@@ -925,7 +925,7 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
     nap("reset, after waking", awake=engine.scheduler.connector.reset_cache)
     # The control: no weights are compared.
     get_kv_transfer_group().connector_worker.weights = SimpleNamespace(
-        accept=int, begin=int, note_new=int, poll=lambda: False, are_same=lambda: True
+        accept=int, begin=int, poll=lambda: False, are_same=lambda: True
     )
     nap("not compared", asleep=lambda: update(1))
     update(0)

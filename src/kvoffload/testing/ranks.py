@@ -150,9 +150,6 @@ class ModelWatch:
     def poll(self) -> bool | None:
         return self._compared != self._accepted if self._random.random() < 0.5 else None
 
-    def note_new(self) -> None:
-        pass
-
     def are_same(self) -> bool:
         return self._accepted == self._version()
 

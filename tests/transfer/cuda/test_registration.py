@@ -82,13 +82,10 @@ class BrokenWatch:
         pass
 
     def begin(self) -> None:
-        pass
+        raise OSError("the weights cannot be read")
 
     def poll(self) -> bool | None:
         return False
-
-    def note_new(self) -> None:
-        raise OSError("the weights cannot be read")
 
     def are_same(self) -> bool:
         return True
@@ -109,7 +106,7 @@ def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: Host
                 pass
     assert pool.data[6:10].all(), "copied into slots of both chunks"
     worker.weights = BrokenWatch()
-    with worker.step(StepMeta(), reports.append):
+    with worker.step(StepMeta(stores={2: spec}), reports.append):
         pass
     assert reports[-1].broken
     assert "unregister" not in calls(stub)
