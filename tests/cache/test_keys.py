@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,7 +84,7 @@ def test_a_chain_can_be_gone_on_with(token_ids: list[int], block_size: int, done
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16, ">i4"])
-def test_arrays_hash_like_lists(dtype: object) -> None:
+def test_arrays_hash_like_lists(dtype: npt.DTypeLike) -> None:
     token_ids = [5, 6, 7, 8]
     assert hash_blocks(np.array(token_ids, dtype=dtype), 2) == hash_blocks(token_ids, 2)
     strided = np.array([5, 0, 6, 0, 7, 0, 8, 0], dtype=np.int32)[::2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -13,11 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.abc import KVGroup, PrepareStoreOutput, ScheduledStep, TransferResult, TransferSpec
+from kvoffload.abc import (
+    KVGroup,
+    LoadStoreSpec,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    ScheduledStep,
+    Slots,
+    Transfer,
+    TransferResult,
+    TransferSpec,
+)
 from kvoffload.connector import request
+from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.request import Phase, Storing
-from kvoffload.connector.worker import Finished
+from kvoffload.connector.request import Phase, RequestState, Storing
+from kvoffload.connector.stores import Due
+from kvoffload.connector.weights import WeightWatch
+from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.testing.engine import (
     BrokenPromise,
     Leak,
@@ -30,6 +44,7 @@ from kvoffload.testing.engine import (
     run_seed,
 )
 from kvoffload.testing.scale import scaled
+from kvoffload.transfer.follower import FollowerTransfer
 
 SEEDS = scaled(500)
 CHUNKS = 5
@@ -37,7 +52,7 @@ PLANTED_SEEDS = 2_000
 
 
 @pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -156,14 +171,15 @@ def weights_accepted_before_they_are_compared(engine: ModelEngine) -> None:
         accept_first(rank.worker.weights)
 
 
-def accept_first(watch) -> None:
+def accept_first(watch: WeightWatch | None) -> None:
+    assert watch is not None
     are_same = watch.are_same
 
     def accept_and_compare() -> bool:
         watch.accept()
         return are_same()
 
-    watch.are_same = accept_and_compare
+    watch.are_same = accept_and_compare  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +209,7 @@ def test_new_weights_without_a_reset(chunk: int) -> None:
         engine = ModelEngine(silent_updates(seed))
         engine.run()
         seen["loaded tokens"] += engine.hits
-        seen["changes"] += engine.scheduler.metrics.snapshot().get("weight_changes", 0)
+        seen["changes"] += int(engine.scheduler.metrics.snapshot().get("weight_changes", 0))
     assert seen["loaded tokens"] > 0
     assert seen["changes"] > 0
 
@@ -338,7 +354,7 @@ def ready_too_early(engine: ModelEngine) -> None:
     manager = engine.scheduler.manager
     prepare = manager.prepare_store
 
-    def ready_at_once(keys, req_context=None) -> PrepareStoreOutput | None:
+    def ready_at_once(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
         output = prepare(keys, req_context)
         if output is not None:
             manager.complete_store(output.keys_to_store, req_context)
@@ -353,7 +369,7 @@ def loaded_too_early(engine: ModelEngine) -> None:
         report_loads_at_once(rank.worker)
 
 
-def report_loads_at_once(worker) -> None:
+def report_loads_at_once(worker: OffloadingConnectorWorker) -> None:
     """Loads are reported in the step that starts them, and not when they have ended."""
     start_loads, get_finished, take_report = worker.start_loads, worker.get_finished, worker.take_report
     new: dict[int, str] = {}
@@ -382,27 +398,29 @@ def report_loads_at_once(worker) -> None:
         new.clear()
         return dataclasses.replace(real, done=done, failed=real.failed & done.keys())
 
-    worker.start_loads, worker.get_finished, worker.take_report = start, finish, report
+    worker.start_loads = start  # type: ignore[method-assign]
+    worker.get_finished = finish  # type: ignore[method-assign]
+    worker.take_report = report  # type: ignore[method-assign]
 
 
 def unpinned_while_loading(engine: ModelEngine) -> None:
     manager = engine.scheduler.manager
     prepare, complete = manager.prepare_load, manager.complete_load
 
-    def unpin(keys, req_context=None):
+    def unpin(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         spec = prepare(keys, req_context)
         complete(keys, req_context)
         return spec
 
     manager.prepare_load = unpin  # type: ignore[method-assign]
-    manager.complete_load = lambda keys, req_context=None: None  # type: ignore[method-assign]
+    manager.complete_load = lambda blocks, req_context=None: None  # type: ignore[method-assign]
 
 
 def stores_what_is_not_computed(engine: ModelEngine) -> None:
     due = engine.scheduler.stores.due_of
     ahead = max(group.device_block_size for group in engine.groups)
 
-    def too_much(state, num_computed, num_before):
+    def too_much(state: RequestState, num_computed: int, num_before: int) -> Due | None:
         return due(state, num_computed + ahead, num_before)
 
     engine.scheduler.stores.due_of = too_much  # type: ignore[method-assign]
@@ -418,8 +436,8 @@ def one_block_off(engine: ModelEngine) -> None:
 def reset_keeps_stores_going(engine: ModelEngine) -> None:
     scheduler, reset = engine.scheduler, engine.scheduler.reset
 
-    def forgetful() -> None:
-        reset()
+    def forgetful(is_pause: bool = False) -> None:
+        reset(is_pause)
         for state in scheduler.requests.values():
             state.storing = Storing.ALLOWED
 
@@ -444,7 +462,7 @@ def store_retried_after_its_fence(engine: ModelEngine) -> None:
         retry_after_fences(rank.worker)
 
 
-def retry_after_fences(worker) -> None:
+def retry_after_fences(worker: OffloadingConnectorWorker) -> None:
     """A store that has failed is tried again although its device blocks belong to others now."""
     begin_step, transfer = worker.begin_step, worker.transfer
     submit, poll = transfer.submit, transfer.poll
@@ -467,7 +485,9 @@ def retry_after_fences(worker) -> None:
             submit(result.job_id, specs[result.job_id], True)
         return [result for result in results if result not in again]
 
-    worker.begin_step, transfer.submit, transfer.poll = begin, note, poll_and_retry
+    worker.begin_step = begin  # type: ignore[method-assign]
+    transfer.submit = note  # type: ignore[method-assign]
+    transfer.poll = poll_and_retry  # type: ignore[method-assign]
 
 
 def failed_load_called_good(engine: ModelEngine) -> None:
@@ -475,7 +495,7 @@ def failed_load_called_good(engine: ModelEngine) -> None:
         never_report_failed_loads(rank.worker)
 
 
-def never_report_failed_loads(worker) -> None:
+def never_report_failed_loads(worker: OffloadingConnectorWorker) -> None:
     finished = worker.get_finished
 
     def never_failed(meta: StepMeta) -> Finished:
@@ -483,7 +503,7 @@ def never_report_failed_loads(worker) -> None:
         result.failed.clear()
         return result
 
-    worker.get_finished = never_failed
+    worker.get_finished = never_failed  # type: ignore[method-assign]
 
 
 def weights_unwatched(engine: ModelEngine) -> None:
@@ -496,10 +516,11 @@ def reports_before_weights_are_compared(engine: ModelEngine) -> None:
         answer_at_once(rank.worker.weights)
 
 
-def answer_at_once(watch) -> None:
+def answer_at_once(watch: WeightWatch | None) -> None:
     """A comparison that has not ended counts as one that has found no change."""
+    assert watch is not None
     poll = watch.poll
-    watch.poll = lambda: bool(poll())
+    watch.poll = lambda: bool(poll())  # type: ignore[method-assign]
 
 
 def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
@@ -508,8 +529,10 @@ def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
         accept_late(rank.worker.weights)
 
 
-def accept_late(watch) -> None:
-    accept, begin, due = watch.accept, watch.begin, []
+def accept_late(watch: WeightWatch | None) -> None:
+    assert watch is not None
+    accept, begin = watch.accept, watch.begin
+    due: list[bool] = []
 
     def begin_and_accept() -> None:
         if due:
@@ -517,8 +540,8 @@ def accept_late(watch) -> None:
             accept()
         begin()
 
-    watch.accept = lambda: due.append(True)
-    watch.begin = begin_and_accept
+    watch.accept = lambda: due.append(True)  # type: ignore[method-assign]
+    watch.begin = begin_and_accept  # type: ignore[method-assign]
 
 
 def engines_old_blocks_taken_for_new(engine: ModelEngine) -> None:
@@ -530,12 +553,14 @@ def change_loads(engine: ModelEngine, change: Callable[[TransferSpec], TransferS
         change_submitted_loads(rank.transfer, change)
 
 
-def change_submitted_loads(transfer, change: Callable[[TransferSpec], TransferSpec]) -> None:
+def change_submitted_loads(transfer: Transfer, change: Callable[[TransferSpec], TransferSpec]) -> None:
     submit = transfer.submit
-    transfer.submit = lambda job_id, spec, is_store: submit(job_id, spec if is_store else change(spec), is_store)
+    transfer.submit = lambda job_id, spec, is_store: submit(  # type: ignore[method-assign]
+        job_id, spec if is_store else change(spec), is_store
+    )
 
 
-def with_slots(spec: TransferSpec, slots) -> TransferSpec:
+def with_slots(spec: TransferSpec, slots: Slots) -> TransferSpec:
     return dataclasses.replace(spec, host=dataclasses.replace(spec.host, slots=slots))
 
 
@@ -543,7 +568,8 @@ def with_slots(spec: TransferSpec, slots) -> TransferSpec:
 
 
 def done_when_the_first_rank_is(engine: ModelEngine) -> None:
-    scheduler, update, done = engine.scheduler, engine.scheduler.update_connector_output, set()
+    scheduler, update = engine.scheduler, engine.scheduler.update_connector_output
+    done: set[int] = set()
 
     def first_counts_for_all(report: WorkerReport) -> None:
         new = report.done.keys() - done
@@ -558,8 +584,9 @@ def one_rank_reports_stores_early(engine: ModelEngine) -> None:
         report_stores_at_once(engine.ranks[-1].worker)
 
 
-def report_stores_at_once(worker) -> None:
-    end, take, early = worker.end_step, worker.take_report, {}
+def report_stores_at_once(worker: OffloadingConnectorWorker) -> None:
+    end, take = worker.end_step, worker.take_report
+    early: dict[int, int] = {}
 
     def end_step(meta: StepMeta) -> None:
         end(meta)
@@ -575,7 +602,8 @@ def report_stores_at_once(worker) -> None:
         return report
 
     reported: set[int] = set()
-    worker.end_step, worker.take_report = end_step, take_report
+    worker.end_step = end_step  # type: ignore[method-assign]
+    worker.take_report = take_report  # type: ignore[method-assign]
 
 
 def one_rank_loads_early(engine: ModelEngine) -> None:
@@ -593,8 +621,9 @@ def one_ranks_failed_store_ignored(engine: ModelEngine) -> None:
         never_report_failed_stores(engine.ranks[0].worker)
 
 
-def never_report_failed_stores(worker) -> None:
-    take, end, stores = worker.take_report, worker.end_step, set()
+def never_report_failed_stores(worker: OffloadingConnectorWorker) -> None:
+    take, end = worker.take_report, worker.end_step
+    stores: set[int] = set()
 
     def end_step(meta: StepMeta) -> None:
         end(meta)
@@ -606,7 +635,8 @@ def never_report_failed_stores(worker) -> None:
             report.failed -= stores
         return report
 
-    worker.end_step, worker.take_report = end_step, take_report
+    worker.end_step = end_step  # type: ignore[method-assign]
+    worker.take_report = take_report  # type: ignore[method-assign]
 
 
 def one_rank_skips_fences(engine: ModelEngine) -> None:
@@ -614,9 +644,9 @@ def one_rank_skips_fences(engine: ModelEngine) -> None:
         skip_fences(engine.ranks[-1].worker)
 
 
-def skip_fences(worker) -> None:
+def skip_fences(worker: OffloadingConnectorWorker) -> None:
     begin = worker.begin_step
-    worker.begin_step = lambda meta: begin(dataclasses.replace(meta, fences=[]))
+    worker.begin_step = lambda meta: begin(dataclasses.replace(meta, fences=[]))  # type: ignore[method-assign]
 
 
 # Bugs of ranks with the same KV.
@@ -629,15 +659,16 @@ def followers_store_too(engine: ModelEngine) -> None:
             store_what_is_reported(rank.worker.transfer)
 
 
-def store_what_is_reported(transfer) -> None:
-    submit = transfer.submit
+def store_what_is_reported(transfer: Transfer) -> None:
+    assert isinstance(transfer, FollowerTransfer)
+    inner, submit = transfer.inner, transfer.submit
 
     def submit_and_copy(job_id: int, spec: TransferSpec, is_store: bool) -> None:
         submit(job_id, spec, is_store)
         if is_store:
-            transfer.inner.submit(job_id, spec, is_store)
+            inner.submit(job_id, spec, is_store)
 
-    transfer.submit = submit_and_copy
+    transfer.submit = submit_and_copy  # type: ignore[method-assign]
 
 
 def followers_report_for_their_leader(engine: ModelEngine) -> None:
@@ -761,7 +792,7 @@ def stores_what_slid_out(engine: ModelEngine) -> None:
 def stores_nulls(engine: ModelEngine) -> None:
     """As if the null block held what slid out."""
     stores_what_slid_out(engine)
-    request.NULL_BLOCK = -1
+    request.NULL_BLOCK = -1  # type: ignore[attr-defined]
 
 
 class TornBlocks(KVGroup):
@@ -781,7 +812,7 @@ def change_due(engine: ModelEngine, change: Callable[[KVGroup], KVGroup]) -> Non
     groups = scheduler.layout.groups
     changed = tuple(map(change, groups))
 
-    def due_of_changed(state, num_computed, num_before):
+    def due_of_changed(state: RequestState, num_computed: int, num_before: int) -> Due | None:
         scheduler.layout.groups = changed
         try:
             return due(state, num_computed, num_before)
@@ -855,7 +886,7 @@ def caught(
     ids=lambda bug: bug.__name__,
 )
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "NULL_BLOCK", request.NULL_BLOCK)
+    monkeypatch.setattr(request, "NULL_BLOCK", NULL_BLOCK)
     assert caught(bug, Scenario.random), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"
 
 
@@ -902,7 +933,7 @@ def test_planted_bug_of_updates_is_caught(bug: Bug) -> None:
 
 def test_leaked_pin_is_caught() -> None:
     def never_unpins(engine: ModelEngine) -> None:
-        engine.scheduler.manager.complete_load = lambda keys, ctx=None: None  # type: ignore[method-assign]
+        engine.scheduler.manager.complete_load = lambda blocks, req_context=None: None  # type: ignore[method-assign]
 
     def first_leak() -> None:
         for seed in range(200):

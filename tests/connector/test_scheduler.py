@@ -17,10 +17,16 @@ from tests.connector.rig import (
     prompt,
 )
 
+
+def look_up_and_allocate(rig: Rig, request: FakeRequest, device_blocks: list[int], external: int) -> None:
+    rig.look_up(request)
+    rig.allocate(request, device_blocks, external)
+
+
 BREAKABLE: dict[str, Callable[[Rig, FakeRequest], object]] = {
     "lookup": lambda rig, request: rig.look_up(request),
     "touch": lambda rig, request: rig.look_up(request),
-    "prepare_load": lambda rig, request: (rig.look_up(request), rig.allocate(request, [50, 51], 8)),
+    "prepare_load": lambda rig, request: look_up_and_allocate(rig, request, [50, 51], 8),
     "explain_miss": lambda rig, request: rig.load(FakeRequest("r", prompt(13))),
     "prepare_store": lambda rig, request: (rig.look_up(request), rig.start(FakeRequest("s", prompt(4, 70)))),
     "complete_store": lambda rig, request: rig.store(prompt(4, 70), "s"),
@@ -97,7 +103,7 @@ def test_what_answers_instead_does_not_raise_either(monkeypatch: pytest.MonkeyPa
 
 POINTS: dict[str, Callable[[Rig, FakeRequest], StepMeta | None]] = {
     "is looked up": lambda rig, request: rig.look_up(request) and None,
-    "is offered blocks and gets none": lambda rig, request: rig.look_up(request) and rig.allocate(request, [50], 0),
+    "is offered blocks and gets none": lambda rig, request: look_up_and_allocate(rig, request, [50], 0),
     "loads": lambda rig, request: rig.load(request),
     "has loaded": lambda rig, request: rig.report(*rig.load(request).loads),
     "has failed to load": lambda rig, request: rig.report(*rig.load(request).loads, failed=True),

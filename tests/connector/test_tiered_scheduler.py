@@ -188,7 +188,12 @@ def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
     rig.half.build_connector_meta(busy_step())
     asked: list[object] = []
     lookup = rig.manager.lookup
-    rig.manager.lookup = lambda keys, context=None: asked.append(keys) or lookup(keys, context)
+
+    def note(keys: Any, context: Any = None) -> Any:
+        asked.append(keys)
+        return lookup(keys, context)
+
+    rig.manager.lookup = note
     rig.look_up(request)
     assert len(asked) == 1, "its blocks were begun"
     for _ in range(5):

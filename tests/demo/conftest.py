@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def make_restart(baseline: ActResult, disk: int = 1920) -> ActResult:
     return ActResult(INFO, requests, ActSummary(3.0, {}, direct_io=True), control)
 
 
-def changed(act: ActResult, index: int, **fields: object) -> ActResult:
+def changed(act: ActResult, index: int, **fields: Any) -> ActResult:
     """Returns the act with one request changed."""
     requests = list(act.requests)
     requests[index] = replace(requests[index], **fields)

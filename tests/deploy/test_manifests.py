@@ -80,8 +80,9 @@ def containers(objects: Objects) -> Iterator[dict[str, Any]]:
 
 def volume(objects: Objects, name: str) -> dict[str, Any]:
     templates = named(objects, "StatefulSet", "vllm")["spec"]["volumeClaimTemplates"]
-    volumes = {each["metadata"]["name"]: each for each in templates}
-    return dict({each["name"]: each for each in server(objects)["spec"]["volumes"]} | volumes)[name]
+    volumes: dict[str, dict[str, Any]] = {each["name"]: each for each in server(objects)["spec"]["volumes"]}
+    volumes |= {each["metadata"]["name"]: each for each in templates}
+    return volumes[name]
 
 
 def options_of(objects: Objects) -> dict[str, Any]:

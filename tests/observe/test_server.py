@@ -358,9 +358,9 @@ def test_connecting_to_a_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) 
             if len(pauses) == 3:
                 busy.accept()[0].close()
 
-        monkeypatch.setattr(records.time, "sleep", sleep)
+        monkeypatch.setattr(time, "sleep", sleep)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            records.connect(sock, f"\0kvoffload/{os.getpid()}/busy", records.time.monotonic() + TIMEOUT_S)
+            records.connect(sock, f"\0kvoffload/{os.getpid()}/busy", time.monotonic() + TIMEOUT_S)
         assert len(pauses) == 3
 
 

@@ -68,20 +68,20 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def add(recorder: TraceRecorder, blocks: int = 4, **names: str | None) -> None:
+def add(recorder: TraceRecorder, blocks: int = 4, session: str | None = None, tenant: str | None = None) -> None:
     """Records a request that found nothing."""
     tokens = prompt(blocks * TOKENS)
     record = RequestRecord(time.time(), "r", len(tokens), 0, 0)
-    recorder.add(time.time(), record, hash_blocks(tokens, TOKENS), len(tokens), len(tokens), **names)
+    recorder.add(time.time(), record, hash_blocks(tokens, TOKENS), len(tokens), len(tokens), session, tenant)
 
 
 def test_the_speed_of_long_prompts_is_recorded(path: Path) -> None:
     recording = Recording(path, device_blocks=9, pool_blocks=64)
     report = recording.rig.report
 
-    def report_later(*jobs: int) -> None:
+    def report_later(*jobs: int, failed: bool = False, times: int = 1) -> None:
         recording.rig.clock.now += 0.5
-        report(*jobs)
+        report(*jobs, failed=failed, times=times)
 
     recording.rig.report = report_later  # type: ignore[method-assign]
     recording.serve(prompt(80), output=3)

@@ -112,7 +112,7 @@ def verification_skipped(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
 
 def half_of_a_value_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """The record is verified, the payload is not."""
-    verify = worker.verify
+    verify = record.verify
 
     def verify_the_record(
         fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
@@ -126,7 +126,7 @@ def half_of_a_value_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedi
 
 def value_of_another_key_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """Whatever is a whole block is taken for the block that was asked for."""
-    verify = worker.verify
+    verify = record.verify
 
     def verify_itself(
         fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
@@ -135,7 +135,7 @@ def value_of_another_key_accepted(monkeypatch: pytest.MonkeyPatch) -> type[Share
         return max(verdicts, key=[*Verdict][::-1].index)
 
     written: set[OffloadKey] = set()
-    pack = worker.pack_record
+    pack = record.pack_record
 
     def pack_and_note(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray], hmac_key: bytes) -> ByteArray:
         written.add(key)

@@ -154,8 +154,9 @@ class TierJobs:
             self.pending -= Counter((tier.name, result.key, result.is_read) for result in results)
             return results
 
-        GuardedTier.read, GuardedTier.write = counting(GuardedTier.read, True), counting(GuardedTier.write, False)
-        GuardedTier.poll = counted_poll
+        GuardedTier.read = counting(GuardedTier.read, True)  # type: ignore[method-assign]
+        GuardedTier.write = counting(GuardedTier.write, False)  # type: ignore[method-assign]
+        GuardedTier.poll = counted_poll  # type: ignore[method-assign, assignment]
 
 
 def connector_module(name: str) -> str:
@@ -477,7 +478,9 @@ def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
     emptied after each, unless ``keeps_device_cache``. ``drafts`` has for each what the model sampled in its steps, and
     what was drafted."""
     engine = Engine(config)
-    log, outputs, drafts = engine.log_drafts(), [], []
+    log = engine.log_drafts()
+    outputs: list[Any] = []
+    drafts: list[Any] = []
     prompts = list(config["asked"])
     for i in range(len(prompts) * 2 if config.get("more") else len(prompts)):
         if i == len(prompts):
@@ -797,7 +800,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.observe import server as records
     from kvoffload.vllm import versions
 
-    versions.keeps_over_pauses = lambda _: not config.get("forgetful")
+    versions.keeps_over_pauses = lambda vllm_config: not config.get("forgetful")
     if config.get("forgetful"):
         config["connector_class"] = "ForgetfulKVOffloadConnector"
     engine = Engine(config)
@@ -1193,11 +1196,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             path, _, key = name_.rpartition(".")
             part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
             before.append((part, key, getattr(part, key)))
-            made = {
+            makers: dict[str, Callable[[Any], Any]] = {
                 "multimodal_config": lambda v: MultiModalConfig(**v),
                 "speculative_config": _Speculative,
-            }.get(key)
-            setattr(part, key, made(value) if made else value)
+            }
+            setattr(part, key, makers[key](value) if key in makers else value)
         try:
             # vLLM makes them in this order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):

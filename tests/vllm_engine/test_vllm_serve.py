@@ -272,7 +272,7 @@ class TestReadmeFlag:
             def complete(**hints: Any) -> list[Any]:
                 server.forget_device_blocks()
                 options = hints if of_engine else {"session": session, **hints}
-                more = {"session_id": session} if of_engine else {}
+                more: dict[str, Any] = {"session_id": session} if of_engine else {}
                 return server.complete(CONTROL[i], kv_transfer_params={"kvoffload": options}, **more)
 
             answer = complete(drop=drop)
@@ -327,7 +327,7 @@ def test_a_pause_keeps_blocks_and_a_reset_the_store_while_weights_stay(
     other, patient = tmp_path / "other", 1000 * DEADLINE_S
     run.write_model(other, seed=1)
     tiers = [{"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "64MiB"}]
-    deadlines = {"load_deadline_ms": patient, "lookup_deadline_ms": patient}
+    deadlines: dict[str, Any] = {"load_deadline_ms": patient, "lookup_deadline_ms": patient}
     with start(flag(host_bytes=POOL_BYTES, load_only_if_faster=False, tiers=tiers, **deadlines)) as server:
 
         def ask() -> tuple[list[Any], dict[str, float]]:
@@ -565,7 +565,8 @@ class TestEvents:
         """Events of the first block contain it, as in vLLM: the same tokens are another block for each tenant."""
         (prompt,) = fresh_prompts(2, 1)
         for salt in (None, "tenant a", "tenant b"):
-            server_with_events.complete(prompt, **({} if salt is None else {"cache_salt": salt}))
+            salted: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+            server_with_events.complete(prompt, **salted)
         router.catch_up(server_with_events)
         for medium in ("CPU", "GPU"):
             chains = [router.index.chain(medium, prompt, salt) for salt in (None, "tenant a", "tenant b")]

@@ -35,7 +35,9 @@ FIRST_WITH_DISK = "vLLM 0.31"
 RUNNERS = {"0.33": ("0", "1")}
 """Versions of which both of vLLM's model runners are run: the second is the usual one on a GPU from 0.33 on. It runs in
 Triton's interpreter."""
-CASES = [(version, runner) for version in OVERLAYS for runner in RUNNERS.get(version.rpartition(".")[0], ("0",))]
+CASES: list[object] = [
+    (version, runner) for version in OVERLAYS for runner in RUNNERS.get(version.rpartition(".")[0], ("0",))
+]
 
 
 @pytest.fixture(
@@ -113,9 +115,9 @@ def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answ
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
     connector["load_deadline_ms"] = 1000 * DEADLINE_S
     if version.startswith(CANNOT_WAIT):
-        child, result = run.start("rounds", connector=connector, **overlaid)
+        child, path = run.start("rounds", connector=connector, **overlaid)
         assert child.wait(DEADLINE_S) != 0
-        said = result.with_suffix(".log").read_text()
+        said = path.with_suffix(".log").read_text()
         assert (
             f"cannot let a request wait for blocks from a tier below host memory; use {FIRST_WITH_DISK} or later"
             in said
@@ -145,9 +147,9 @@ def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> N
 def test_several_groups(run: Runner, version: str, overlaid: dict[str, Any]) -> None:
     """Served if failed loads of several groups can be reported, otherwise refused with the reason and the fix."""
     if version.startswith(ONE_GROUP_ONLY):
-        child, result = run.start("rounds", **GEMMA3, connector=POOL, **overlaid)
+        child, path = run.start("rounds", **GEMMA3, connector=POOL, **overlaid)
         assert child.wait(DEADLINE_S) != 0
-        said = result.with_suffix(".log").read_text()
+        said = path.with_suffix(".log").read_text()
         assert "ConfigError: this model has 2 KV cache groups" in said
         assert "--disable-hybrid-kv-cache-manager" in said
         return

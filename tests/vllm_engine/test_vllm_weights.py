@@ -48,12 +48,13 @@ def changed(watch: ModelWeights) -> bool | None:
     return watch.poll()
 
 
-def refill(tensor: torch.Tensor) -> None:
-    tensor.data.copy_(torch.randint(1, 99, tensor.shape))
+def refill(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.data.copy_(torch.randint(1, 99, tensor.shape))
 
 
 CHANGES: dict[str, Any] = {
-    "every tensor in place": lambda m: [refill(tensor) for tensor in m.parameters()],
+    "every tensor in place": lambda m: refill(*m.parameters()),
     "one matrix": lambda m: refill(m.layer7.weight),
     "one bias": lambda m: refill(m.layer8.bias),
     "a transposed one": lambda m: refill(m.transposed),
@@ -132,10 +133,11 @@ def test_experts_that_are_balanced_are_left_out() -> None:
 # All bytes, as after a sleep.
 
 
-def flip(tensor: torch.Tensor, bit: int) -> None:
-    """Flips one bit of a dense ``tensor``, counted in memory order."""
+def flip(tensor: torch.Tensor, *bits: int) -> None:
+    """Flips bits of a dense ``tensor``, counted in memory order."""
     raw = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    raw[bit // 8] ^= 1 << bit % 8
+    for bit in bits:
+        raw[bit // 8] ^= 1 << bit % 8
 
 
 def swap_rows(tensor: torch.Tensor) -> None:
@@ -145,7 +147,7 @@ def swap_rows(tensor: torch.Tensor) -> None:
 UNSEEN_BY_SAMPLES: dict[str, Any] = {
     "two rows change places": lambda m: swap_rows(m.layer2.weight),
     "a matrix is negated": lambda m: m.layer2.weight.data.neg_(),
-    "two signs change": lambda m: (flip(m.layer2.weight, 31), flip(m.layer2.weight, 63)),
+    "two signs change": lambda m: flip(m.layer2.weight, 31, 63),
     "columns are permuted": lambda m: m.layer2.weight.data.copy_(m.layer2.weight.data.flip(1)),
     "two matrices change places": lambda m: swap_rows(m.stacked),
     "a transposed one is turned about": lambda m: m.transposed.data.copy_(m.transposed.data.flip(0)),

@@ -277,7 +277,7 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
     return True
 
 
-def kill_session(child: Child | subprocess.Popen[bytes]) -> None:
+def kill_session(child: Child | subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Sends SIGKILL to every process in the session of a child."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

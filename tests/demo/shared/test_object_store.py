@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvoffload.demo.shared import object_store
 from kvoffload.demo.shared.object_store import CREDENTIALS, ObjectStore, missing
 from kvoffload.demo.shared.stores import Servers, StoreMissingError
 from kvoffload.tiers.object_store.client import connect
@@ -67,10 +67,8 @@ def test_what_the_demo_does_to_moto_is_what_it_says(tmp_path: Path, monkeypatch:
 def test_a_store_that_cannot_run_names_the_line_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str, line: str
 ) -> None:
-    find: Callable[[str], Any] = object_store.importlib.util.find_spec
-    monkeypatch.setattr(
-        object_store.importlib.util, "find_spec", lambda name: None if name == lacking else find(name) or object()
-    )
+    find: Callable[[str], Any] = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacking else find(name) or object())
     with pytest.raises(StoreMissingError) as raised:
         ObjectStore(tmp_path)
     assert line in str(raised.value)

@@ -41,7 +41,7 @@ def left_by_a_server(rig: Rig, storage: SimulatedStorage, names: Sequence[int] =
     rig.write(*names)
     assert len(rig.present()) == len(names)
     rig.tier.close()
-    rig.tier = None
+    rig.opened = None
     return storage.restart()
 
 
@@ -140,7 +140,8 @@ def test_a_short_write_is_continued(tmp_path: Path) -> None:
                 return True
             return super().injects(fault)
 
-    storage = Interrupted(SimulatedStorage(1 << 20), seed=3)
+    medium = SimulatedStorage(1 << 20)
+    storage = Interrupted(medium, seed=3)
     rig = Rig(tmp_path / "none", 4 * PAGE, PAGE)
     rig.open(storage)
     for name in range(6):
@@ -148,7 +149,7 @@ def test_a_short_write_is_continued(tmp_path: Path) -> None:
         assert [result.ok for result in rig.write(name)] == [True]
         assert not storage.times
     rig.check_reads(*range(6))
-    rig.open(storage.inner.restart())  # type: ignore[attr-defined]
+    rig.open(medium.restart())
     rig.check_reads(*range(6))
 
 
@@ -177,7 +178,7 @@ def test_a_read_only_disk_serves_its_blocks_with_one_warning(simulated: Rig, cap
     assert faulty.operations > before
     assert faulty.injected["read_only"] == 0, "no write may be tried"
     assert [("read-only" in warning) for warning in warnings(caplog)] == [True, True]
-    simulated.tier = None
+    simulated.opened = None
     simulated.open(storage.restart().restart())
     assert simulated.present() == list(range(8))
 
@@ -202,7 +203,7 @@ def test_blocks_of_changed_weights_are_not_read_from_a_read_only_disk(simulated:
     simulated.tier.reset()
     simulated.write(2)
     simulated.tier.close()
-    simulated.tier = None
+    simulated.opened = None
     with pytest.raises(OSError, match="read-only"):
         simulated.open(ro(storage.restart()))
 
@@ -266,7 +267,7 @@ def test_files_of_others_count_against_the_budget(tmp_path: Path) -> None:
     assert (rig.path / "deep" / "er" / "file").read_bytes() == bytes(2 * PAGE)
     (rig.path / "file").write_bytes(bytes(BUDGET))
     rig.tier.close()
-    rig.tier = None
+    rig.opened = None
     with pytest.raises(OSError, match="files in the directory that are not kvoffload's take"):
         rig.open()
 
@@ -322,7 +323,8 @@ def test_files_of_another_user_are_not_trusted(tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_a_refused_start_closes_every_file(tmp_path: Path, engines: int, wrong: dict[str, Any]) -> None:
-    settings = {"capacity_bytes": 4 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT, "engines": engines}
+    settings: dict[str, Any] = {"capacity_bytes": 4 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT}
+    settings["engines"] = engines
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ConfigError):
         open_disk_tier(tmp_path / "disk", **(settings | wrong))
@@ -369,7 +371,7 @@ def test_uses_are_written_down_every_few_seconds(tmp_path: Path) -> None:
     assert 1 <= faulty.operations - before <= 4, "one call per 512 slots, however often they are used"
     tier.touch([key(1500)])
     rig.drain()
-    rig.tier = None
+    rig.opened = None
     rig.open(storage.restart())
     hot = {0, 1, *(name for start in range(10, 900, 100) for name in range(start, start + 50))}
     for start in range(3000, 3000 + 2000 - len(hot), 250):
@@ -388,13 +390,13 @@ def test_uses_before_a_reset_do_not_make_later_blocks_look_newer(tmp_path: Path)
     tier.reset()
     rig.drain()
     tier.close()
-    rig.tier = None
+    rig.opened = None
     storage = storage.restart()
     rig.open(storage)
     # The first of these reuse slots. The process is killed before their recency is written.
     rig.write(*range(20, 28))
     rig.write(*range(28, 36))
-    rig.tier = None
+    rig.opened = None
     rig.open(storage.restart())
     rig.write(*range(50, 58))
     assert rig.present() == [*range(28, 36), *range(50, 58)]
@@ -517,7 +519,7 @@ def on(path: Path) -> Rig:
     rig.check_reads(*range(100))
     assert len(list(rig.folder.glob("slab-*"))) == 2
     rig.tier.close()
-    rig.tier = None
+    rig.opened = None
     return rig
 
 
@@ -560,7 +562,7 @@ def test_a_mounted_disk_that_is_read_only(
     rig.check_reads(*range(100))
     assert rig.write(200) == []
     rig.tier.close()
-    rig.tier = None
+    rig.opened = None
     found = [each for each in warnings(caplog) if "O_DIRECT" not in each]
     assert len(found) == 2, "one per start"
     assert all("is read-only" in each for each in found)

@@ -72,33 +72,39 @@ class Rig:
         self.path = path
         self.slot_bytes = slot_bytes or (PAGE,)
         self.pools = make_pools(NUM_HOST_SLOTS, *self.slot_bytes)
-        self.settings = {"fingerprint": FINGERPRINT, "capacity_bytes": capacity(num_slots, *self.slot_bytes)} | settings
-        self.tier: DiskTier | None = None
+        self.settings: dict[str, Any] = {
+            "fingerprint": FINGERPRINT,
+            "capacity_bytes": capacity(num_slots, *self.slot_bytes),
+        } | settings
+        self.opened: DiskTier | None = None
+
+    @property
+    def tier(self) -> DiskTier:
+        assert self.opened is not None
+        return self.opened
 
     @property
     def folder(self) -> Path:
-        return self.path / self.settings["fingerprint"]
+        return self.path / str(self.settings["fingerprint"])
 
     def storage(self) -> Storage:
         return DirectoryStorage(self.path)
 
     def open(self, storage: Storage | None = None, **settings: Any) -> DiskTier:
-        if self.tier is not None:
-            self.tier.close()
+        if self.opened is not None:
+            self.opened.close()
         self.settings |= settings
         self.executor = SteppedExecutor()
-        self.tier = DiskTier(storage or self.storage(), self.pools, executor=self.executor, **self.settings)
+        self.opened = DiskTier(storage or self.storage(), self.pools, executor=self.executor, **self.settings)
         self.check()
         return self.tier
 
     def check(self) -> None:
-        assert self.tier is not None
         self.tier.check_integrity()
         if self.path.exists():
             assert du(self.path) <= self.tier.used_bytes <= self.tier.capacity_bytes
 
     def drain(self) -> list[TierResult]:
-        assert self.tier is not None
         self.executor.drain()
         results = self.tier.poll()
         self.executor.drain()
@@ -107,7 +113,6 @@ class Rig:
         return results
 
     def write(self, *names: int, version: int = 0) -> list[TierResult]:
-        assert self.tier is not None
         for i, name in enumerate(names):
             for rank, pool in enumerate(self.pools):
                 pool[i] = content(name, rank, pool.shape[1], version)
@@ -124,7 +129,6 @@ class Rig:
 
     def read(self, *names: int) -> dict[int, TierError | None]:
         """Reads blocks and asserts that their bytes are right. Returns the error of each that was taken on."""
-        assert self.tier is not None
         self.tier.read([key(name) for name in names], READ_SLOT + np.arange(len(names)))
         results = {result.key: result for result in self.drain()}
         for i, name in enumerate(names):
@@ -134,7 +138,6 @@ class Rig:
         return {name: results[key(name)].error for name in names if key(name) in results}
 
     def present(self, most: int = 64) -> list[int]:
-        assert self.tier is not None
         states = self.tier.contains([key(name) for name in range(most)])
         return np.flatnonzero(states == LookupState.HIT).tolist()
 
@@ -204,7 +207,6 @@ def test_a_chain_that_was_read_loses_its_tail_first_after_a_restart(rig: Rig) ->
 def leaving(rig: Rig) -> list[list[int]]:
     """Writes other blocks, which are used more. Returns what is left of blocks 1 to 6, each time that it changes."""
     left = [rig.present(7)]
-    assert rig.tier is not None
     for other in range(20, 50):
         rig.tier.touch([key(other)])
         rig.write(other)
@@ -312,8 +314,8 @@ def test_any_byte_of_a_payload_changed_is_a_miss(tmp_path: Path) -> None:
     for start in range(0, PAGE, 128):
         names = range(start, start + 128)
         rig.write(*names)
-        slab = np.memmap(rig.folder / "slab-00000", dtype=np.uint8, mode="r+").reshape(-1, PAGE)
-        slab[np.arange(128), np.arange(start, start + 128)] ^= 1
+        slab = np.memmap(rig.folder / "slab-00000", dtype=np.uint8, mode="r+")
+        slab.reshape(-1, PAGE)[np.arange(128), np.arange(start, start + 128)] ^= 1
         slab.flush()
         del slab
         assert rig.read(*names) == dict.fromkeys(names, TierError.CORRUPT)
@@ -539,7 +541,7 @@ def test_the_tier_stays_within_its_budget(tmp_path: Path) -> None:
             rig.write(*range(start, start + 5))
         assert PAGE <= storage.peak_bytes <= budget
         storage = storage.restart()
-        rig.tier = None
+        rig.opened = None
 
 
 def test_a_directory_stays_within_its_budget(tmp_path: Path) -> None:
@@ -596,14 +598,15 @@ def test_a_kill_while_blocks_are_moved_loses_none_that_fits(tmp_path: Path) -> N
         rig.storage = lambda storage=storage: storage  # type: ignore[method-assign, misc]
         used = fill(rig)
         before = storage.used_bytes
-        faulty = FaultyStorage(storage.restart())
+        restarted = storage.restart()
+        faulty = FaultyStorage(restarted)
         faulty.kill_at = num_operations
-        rig.tier, is_done = None, True
+        rig.opened, is_done = None, True
         try:
             rig.open(faulty, capacity_bytes=less)
         except Killed:
             is_done = False
-        rig.tier, again = None, faulty.inner.restart()  # type: ignore[attr-defined]
+        rig.opened, again = None, restarted.restart()
         rig.open(again, capacity_bytes=less)
         assert storage.peak_bytes <= before, "nothing grows meanwhile"
         assert again.used_bytes <= less
@@ -638,12 +641,13 @@ def test_blocks_that_cannot_be_moved_are_lost_alone(tmp_path: Path, seed: int) -
     rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
     rig.storage = lambda: storage  # type: ignore[method-assign]
     used = fill(rig)
-    faulty, rig.tier = FaultyStorage(storage.restart(), seed=seed), None
+    restarted = storage.restart()
+    faulty, rig.opened = FaultyStorage(restarted, seed=seed), None
     faulty.rates = FaultRates(short_read=0.3, short_write=0.3)
     with suppress(OSError):
         rig.open(faulty, capacity_bytes=capacity(6, num_slabs=2))
-    faulty.active, rig.tier = False, None
-    rig.open(faulty.inner.restart(), capacity_bytes=capacity(6, num_slabs=2))
+    faulty.active, rig.opened = False, None
+    rig.open(restarted.restart(), capacity_bytes=capacity(6, num_slabs=2))
     assert set(rig.present()) <= set(used)
     rig.check_reads(*rig.present())
 
@@ -886,7 +890,7 @@ def test_a_block_deleted_while_it_is_written_does_not_come_back_after_a_kill(tmp
     # The record is emptied first, and written by the write that is under way after that.
     rig.tier.delete([key(2)])
     assert [result.error for result in rig.drain()] == [TierError.GONE]
-    rig.tier = None
+    rig.opened = None
     rig.open(storage.restart())
     assert rig.present() == [1]
 
@@ -931,7 +935,7 @@ def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) 
             done = True
         except Killed:
             done = False
-        rig.tier = None
+        rig.opened = None
         rig.open(storage.restart())
         there = rig.present()
         rig.check_reads(*there)
@@ -970,7 +974,7 @@ def test_two_tiers_cannot_share_a_directory(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_leaves_the_directory_free(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    right = {"capacity_bytes": 1 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT}
+    right: dict[str, Any] = {"capacity_bytes": 1 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT}
     with pytest.raises(ConfigError, match=message):
         open_disk_tier(tmp_path / "disk", **(right | settings))
     open_disk_tier(tmp_path / "disk", **right).close()
@@ -1073,7 +1077,7 @@ def test_a_write_that_goes_on_after_the_tier_was_closed_leaves_no_block(tmp_path
     rig.tier.close()
     assert rig.executor.turn(now=120.0)
     assert rig.executor.idle
-    rig.tier = None
+    rig.opened = None
     rig.open(storage.restart())
     assert rig.present() == [1]
 
@@ -1181,8 +1185,13 @@ def test_close_does_not_wait_for_a_medium_that_hangs_in_its_last_write(
     tier = rig.open()
     may_continue, closed = threading.Event(), threading.Event()
     close = tier.files.close
+
+    def note_close() -> None:
+        close()
+        closed.set()
+
     monkeypatch.setattr(tier.files, "write_journal", lambda: may_continue.wait(60.0))
-    monkeypatch.setattr(tier.files, "close", lambda: (close(), closed.set()))
+    monkeypatch.setattr(tier.files, "close", note_close)
     tier.close()
     assert not closed.is_set()
     may_continue.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,13 @@ def test_pools_must_be_reachable() -> None:
 
 
 def test_a_missing_client_is_named_with_the_line_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install mooncake-transfer-engine-non-cuda"):
         load_tiers([{"kind": "mooncake", "master": MASTER}])
 
 
 def test_missing_libraries_are_named_with_the_line_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(module, "LIBRARIES", {"libc.so.6": "libc6", "libmissing.so.1": "libmissing1"})
     with pytest.raises(ConfigError, match="apt-get install libmissing1,"):
         check_installed()

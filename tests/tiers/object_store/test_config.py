@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_credentials_in_the_entry_are_refused_and_not_repeated(entry: dict[str, 
 
 
 def test_a_missing_client_is_named_with_the_line_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"run pip install obstore"):
         load_tiers([{"kind": "object_store", "url": URL}])
 

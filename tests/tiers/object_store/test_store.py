@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import socket
@@ -397,7 +398,7 @@ def test_credentials_come_from_the_environment_or_a_profile(
     monkeypatch.setenv("AWS_PROFILE", "llm")
     open_bucket(settings).close()
     assert fake.signers == {KEY_ID, "OFPROFILE"}
-    monkeypatch.setattr(obstore_bucket.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StoreError, match="profiles need boto3; run pip install boto3"):
         open_bucket(settings)
 

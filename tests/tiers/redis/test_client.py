@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -298,11 +298,12 @@ def test_a_server_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     known, buffers = names(2), values(2, 128, 1 << 20)
     assert patient.put(known, buffers) == [OK, OK]
     server.pause()
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: client.exists(known),
         lambda: client.get(known, emptied(buffers)),
         lambda: client.put(names(64, first=5), values(64, 1 << 20)),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(StoreError, match=r"(it does not answer in time|it takes no more data in time)$"):
             call()
     server.resume()

@@ -67,7 +67,7 @@ class Rig:
         assert all(result.ok for result in self.step())
 
     def states(self, keys: Sequence[OffloadKey]) -> list[int]:
-        return self.tier.contains(keys).tolist()
+        return list(self.tier.contains(keys).tolist())
 
     def pass_time(self, seconds: float) -> list[TierResult]:
         self.now += seconds

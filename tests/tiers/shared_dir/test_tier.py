@@ -16,7 +16,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, TierError
 from kvoffload.testing.storage import os_error
-from kvoffload.tiers.disk import journal, slabs
+from kvoffload.tiers.disk import blockio, journal, slabs
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, Header
 from kvoffload.tiers.disk.slabs import SlabFiles
@@ -168,7 +168,7 @@ def test_reads_that_raise_are_reported(serve: Serve, clock: Clock, monkeypatch: 
     one.write(1, 2, 3)
     two.tier.follow()
     with monkeypatch.context() as patched:
-        patched.setattr(reads.Batch, "spans", broken)
+        patched.setattr(blockio.Batch, "spans", broken)
         assert two.read(1, 2, 3) == dict.fromkeys((1, 2, 3), TierError.IO)
     clock.now += GONE_S
     assert two.read(1, 2, 3) == dict.fromkeys((1, 2, 3))
@@ -210,10 +210,10 @@ def test_a_seat_whose_files_raise_hides_no_other(serve: Serve, monkeypatch: pyte
     unpack = journal.JournalHeader.unpack
 
     def fail_first(data: ByteArray) -> journal.JournalHeader:
-        monkeypatch.setattr(followers.JournalHeader, "unpack", unpack)
+        monkeypatch.setattr(journal.JournalHeader, "unpack", unpack)
         raise OverflowError
 
-    monkeypatch.setattr(followers.JournalHeader, "unpack", fail_first)
+    monkeypatch.setattr(journal.JournalHeader, "unpack", fail_first)
     three.tier.follow()
     assert three.finds(1, 2) == [2]
     three.tier.follow()
@@ -264,7 +264,12 @@ def test_the_record_is_emptied_for_all_before_the_block_is_overwritten(
 
         monkeypatch.setattr(SlabFiles, name, noted)
     sync = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda fd: (order.append("sync"), sync(fd)))
+
+    def noted_sync(fd: int) -> None:
+        order.append("sync")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", noted_sync)
     one.write(1)
     del order[:]
     one.pools[0][0] = content(2)
