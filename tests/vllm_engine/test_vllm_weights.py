@@ -183,7 +183,7 @@ def readable(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.n
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("chunk_bytes", [128, weights.DIGEST_CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [256, weights.DIGEST_CHUNK_BYTES])
 @pytest.mark.parametrize("change", UNSEEN_BY_SAMPLES)
 def test_any_change_is_seen_if_all_bytes_are_read(
     change: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
