@@ -12,10 +12,12 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
+import numpy as np
 import torch
 from driver import SHORT
 from test_vllm_disk import found, with_disk
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences
 
 from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
@@ -109,6 +111,29 @@ def test_another_model_is_a_change() -> None:
     assert changed(watch) is False
 
 
+def pack(layer: torch.nn.Module, weight: torch.Tensor) -> None:
+    """Packs ``weight`` as vLLM does for a CPU: the parameter is empty afterwards."""
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_packed_weights_that_were_loaded_again_have_changed(reads_all: bool) -> None:
+    """Nothing can read what they hold."""
+    made = model()
+    pack(made.layer3, torch.randn(64, 64))
+    watch = ModelWeights(lambda: [made], reads_all=reads_all)
+    assert changed(watch) is False
+    assert watch.are_same() is reads_all
+    pack(made.layer3, torch.randn(64, 64))
+    assert made.layer3.weight.numel() == 0, "this CPU packs no weights: the test shows nothing"
+    assert changed(watch) is True
+    assert watch.are_same() is False
+    watch.accept()
+    assert changed(watch) is False
+    assert watch.are_same() is reads_all
+
+
 def test_every_tensor_of_a_large_model_is_looked_at() -> None:
     made = torch.nn.Module()
     for i in range(2 * weights.SAMPLED_WORDS["cpu"]):
@@ -133,11 +158,15 @@ def test_experts_that_are_balanced_are_left_out() -> None:
 # All bytes, as after a sleep.
 
 
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
 def flip(tensor: torch.Tensor, *bits: int) -> None:
-    """Flips bits of a dense ``tensor``, counted in memory order."""
-    raw = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    for bit in bits:
-        raw[bit // 8] ^= 1 << bit % 8
+    """Flips bits of ``tensor``, counted in the order of its indices."""
+    words = tensor.data.view(UNSIGNED[tensor.element_size()]).numpy()
+    for each in bits:
+        place, bit = divmod(each, 8 * tensor.element_size())
+        words[np.unravel_index(place, tensor.shape)] ^= words.dtype.type(1 << bit)
 
 
 def swap_rows(tensor: torch.Tensor) -> None:
@@ -153,6 +182,7 @@ UNSEEN_BY_SAMPLES: dict[str, Any] = {
     "a transposed one is turned about": lambda m: m.transposed.data.copy_(m.transposed.data.flip(0)),
     "one element of one with gaps": lambda m: m.every_other.data[5, 2].add_(1),
     "the last byte of an odd number": lambda m: m.integers.data[-1].bitwise_xor_(1),
+    "a square one is turned about, in its memory": lambda m: setattr(m.square, "data", m.square.data.t()),
     "a scalar": lambda m: m.scalar.data.add_(1),
     "a buffer": lambda m: m.scale.add_(1),
     "a type": lambda m: setattr(m.layer2, "bias", torch.nn.Parameter(m.layer2.bias.data.view(torch.int32), False)),
@@ -161,16 +191,25 @@ UNSEEN_BY_SAMPLES: dict[str, Any] = {
 }
 
 
+@pytest.fixture(params=["hashed", "summed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How bytes are read: as in host memory, and as on a GPU."""
+    if request.param == "summed":
+        monkeypatch.setattr(weights, "HASHED", frozenset())
+
+
 def readable(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Module, ModelWeights]:
     monkeypatch.setattr(weights, "DIGEST_CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(weights, "DIGEST_SUMS", 8)
     made = model()
     made.stacked = torch.nn.Parameter(torch.randn(2, 8, 8))
+    made.square = torch.nn.Parameter(torch.randn(8, 8))
     made.register_buffer("scale", torch.ones(3), persistent=False)
     return made, ModelWeights(lambda: [made], reads_all=True)
 
 
-@pytest.mark.parametrize("chunk_bytes", [128, weights.DIGEST_CHUNK_BYTES])
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("chunk_bytes", [256, weights.DIGEST_CHUNK_BYTES])
 @pytest.mark.parametrize("change", UNSEEN_BY_SAMPLES)
 def test_any_change_is_seen_if_all_bytes_are_read(
     change: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -184,18 +223,43 @@ def test_any_change_is_seen_if_all_bytes_are_read(
         assert watch.are_same()
 
 
+@pytest.mark.usefixtures("way")
 def test_every_single_bit_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "DIGEST_CHUNK_BYTES", 64)
     digests = weights.Digests(7)
-    tensors = [torch.randn(5, 7), torch.randn(4, 6).t(), torch.arange(23, dtype=torch.uint8)[2:], torch.ones(())]
-    seen = {right := digests.of((str(i), tensor) for i, tensor in enumerate(tensors))}
+    tensors = [
+        torch.randn(5, 7),
+        torch.randn(4, 6).t(),
+        torch.randn(6, 6).bfloat16()[::2, ::3],
+        torch.randn(9, 4, dtype=torch.float64)[1:, ::3],
+        torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(9).to(torch.float8_e4m3fn)[1:],
+        torch.arange(23, dtype=torch.uint8)[2:],
+        torch.ones(()),
+    ]
     for tensor in tensors:
-        for bit in range(8 * tensor.numel() * tensor.element_size()):
+        num_bits = 8 * tensor.numel() * tensor.element_size()
+        seen = {right := digests.of([("", tensor)])}
+        for bit in range(num_bits):
             flip(tensor, bit)
-            seen.add(digests.of((str(i), tensor) for i, tensor in enumerate(tensors)))
+            seen.add(digests.of([("", tensor)]))
             flip(tensor, bit)
-    assert len(seen) == 1 + 8 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert digests.of((str(i), tensor) for i, tensor in enumerate(tensors)) == right
+        assert len(seen) == 1 + num_bits
+        assert digests.of([("", tensor)]) == right
+
+
+def test_every_chunk_of_a_large_tensor_is_read() -> None:
+    digests = weights.Digests(7)
+    raw = torch.zeros(2 * weights.DIGEST_CHUNK_BYTES + 5, dtype=torch.uint8)
+    for tensor in (raw, raw[1:], raw[::2], raw[:-1].view(4, -1).t(), raw[4:-1].view(torch.bfloat16)):
+        last = tensor.numel() * tensor.element_size() - 1
+        places = [0, 1, last // 2, min(last, weights.DIGEST_CHUNK_BYTES), last]
+        seen = {digests.of([("", tensor)])}
+        for place in places:
+            flip(tensor, 8 * place)
+            seen.add(digests.of([("", tensor)]))
+            flip(tensor, 8 * place)
+        assert len(seen) == 1 + len(set(places))
 
 
 def test_weights_that_moved_are_the_same_and_are_watched_where_they_are() -> None:
@@ -216,15 +280,17 @@ def test_what_is_watched_after_a_sleep_is_not_accepted_anew() -> None:
     assert changed(watch) is True
 
 
-@pytest.mark.parametrize("case", ["not asked for", "experts that are balanced", "no memory"])
+@pytest.mark.parametrize("case", ["not asked for", "experts that are balanced", "no memory", "sparse"])
 def test_weights_that_are_not_all_read_are_never_the_same(case: str, caplog: pytest.LogCaptureFixture) -> None:
     made = model()
     if case == "no memory":
         made.far = torch.nn.Parameter(torch.empty(9, device="meta"))
+    if case == "sparse":
+        made.register_buffer("few", torch.eye(3).to_sparse())
     skipped = ".experts" if case == "experts that are balanced" else None
     watch = ModelWeights(lambda: [made], skipped, reads_all=case != "not asked for")
     assert not watch.are_same()
-    assert ("some weights of this worker cannot be read" in caplog.text) is (case == "no memory")
+    assert ("some weights of this worker cannot be read" in caplog.text) is (case in ("no memory", "sparse"))
 
 
 def test_memory_that_a_digest_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +302,8 @@ def test_memory_that_a_digest_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         torch.randn(5000),
     ):
         chunks = list(weights.chunks(tensor))
-        assert max(chunk.numel() for chunk in chunks) * weights.WORD_BYTES <= 1 << 10
-        assert sum(chunk.numel() for chunk in chunks) == tensor.numel()
+        assert max(chunk.nbytes for chunk in chunks) <= 1 << 10
+        assert sum(chunk.nbytes for chunk in chunks) == tensor.nbytes
 
 
 def test_without_a_worker_one_warning_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:

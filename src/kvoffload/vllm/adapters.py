@@ -16,11 +16,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import xxhash
 
 from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterOf, Need
 from kvoffload.digests import content_name, is_settled
+from kvoffload.vllm.weights import hash_bytes
 from kvoffload.vllm.worker import calling_worker
 
 if TYPE_CHECKING:
@@ -223,6 +223,5 @@ def digest_of(model: Any) -> bytes:
                 described = f"{name}.{which}.{i} {tensor.dtype} {tuple(tensor.shape)} {layer.scaling}\n"
                 digest.update(described.encode())
                 if tensor.numel():
-                    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                    digest.update(raw.numpy())
+                    hash_bytes(digest, tensor.detach().cpu().contiguous())
     return digest.digest()

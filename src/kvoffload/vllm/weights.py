@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import operator
 import secrets
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from kvoffload.connector.weights import WeightWatch
 from kvoffload.vllm import versions
@@ -27,10 +27,15 @@ SAMPLED_WORDS = {"cpu": 1024, "cuda": 16384}
 """Words of 32 bits that are compared per device type, at least one per tensor. A training step with a small learning
 rate changes few bfloat16 weights. With 16384 words, a step that changes one weight in a thousand is missed once in
 10^14 steps. A CPU needs about as long to read one word as a GPU needs for a thousand."""
+PACKED = "cpu_linear"
+"""The attribute of a linear layer with the function that has its weights, where vLLM packs them for a CPU. The layer's
+parameter is empty then. vLLM makes another function whenever it loads weights."""
 WORD_BYTES = 4
+HASHED = frozenset({"cpu"})
+"""Device types whose memory is hashed. Other devices sum words of their own memory, which takes a CPU much longer."""
 DIGEST_CHUNK_BYTES = 8 << 20
-"""Bytes that a digest reads at once. Its keys and products take six times as much device memory, and the copy of a
-tensor with gaps takes as much again."""
+"""Bytes that a digest reads at once. The copy of a tensor with gaps takes as much memory. The keys and products of sums
+take six times as much device memory."""
 DIGEST_SUMS = 1024
 """Number of sums that a digest keeps on the device before it reads them."""
 
@@ -92,7 +97,7 @@ class ModelWeights(WeightWatch):
         self._digest = self._read_all()
 
     def are_same(self) -> bool:
-        if self._digest is None or self._read_all() != self._digest:
+        if self._digest is None or self._is_packed_anew() or self._read_all() != self._digest:
             return False
         if self._pointers != self._read_pointers():
             self._scan()
@@ -131,19 +136,28 @@ class ModelWeights(WeightWatch):
         return None if None in answers else False
 
     def _read_pointers(self) -> list[int] | None:
-        """Returns the addresses of the parameters, or None if a parameter or model is gone."""
+        """Returns the addresses of the parameters and of packed weights, or None if a parameter or model is gone."""
         if self._find_models() != self._models:
             return None
         try:
             # The subclasses of vLLM run a Python function at every call.
             with torch._C.DisableTorchFunctionSubclass():
-                return list(map(torch.Tensor.data_ptr, map(operator.getitem, self._homes, self._names)))
+                pointers = list(map(torch.Tensor.data_ptr, map(operator.getitem, self._homes, self._names)))
+            return pointers + [id(home.get(PACKED)) for home, _ in self._packed]
         except (KeyError, TypeError, RuntimeError):
             return None
+
+    def _is_packed_anew(self) -> bool:
+        """Whether packed weights were replaced since the parameters were found: nothing can read what they hold."""
+        if self._find_models() != self._models:
+            return bool(self._packed)
+        return any(home.get(PACKED) is not packed for home, packed in self._packed)
 
     def _scan(self) -> None:
         """Finds all parameters and draws the places that are compared."""
         self._models = self._find_models()
+        homes = (vars(module) for model in self._models for module in model.modules())
+        self._packed = [(home, home[PACKED]) for home in homes if home.get(PACKED) is not None]
         self._homes: list[dict[str, Any]] = []
         self._names: list[str] = []
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -262,31 +276,37 @@ def _memory(device: torch.device, address: int, size: int) -> torch.Tensor:
 
 
 class Digests:
-    """Digests of all bytes of tensors, computed on the devices that hold them.
+    """Digests of all bytes of tensors, computed by the devices that hold them.
 
-    Words of 32 bits are multiplied by odd random numbers of 64 bits, one per place in a chunk, and summed modulo 2^64.
-    This is done twice, with different numbers. A change within one word is always detected. Any other change is missed
-    with a probability of at most 2^-64, if it does not depend on the numbers. These follow from ``seed``.
+    Host memory is hashed with XXH3-128, as files are (see ``kvoffload.digests``). On other devices words of 32 bits are
+    multiplied by odd random numbers of 64 bits, one per place in a chunk, and summed modulo 2^64. This is done twice,
+    with different numbers. A change within one word is always detected. Any other change is missed with a probability
+    of at most 2^-64, if it does not depend on the numbers. These follow from ``seed``.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-        """Returns the digest of ``tensors`` with their names, types, shapes and devices. Raises RuntimeError if one has
-        no memory."""
-        digest = hashlib.blake2b()
+        """Returns the digest of ``tensors`` with their names, types, shapes, strides and devices. Raises RuntimeError
+        if one has no memory."""
+        digest = xxhash.xxh3_128()
         sums: dict[torch.device, _Sums] = {}
         tensors = list(tensors)
         longest = max((tensor.numel() * tensor.element_size() for _, tensor in tensors), default=0)
         num_words = -(-min(longest, DIGEST_CHUNK_BYTES) // WORD_BYTES)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for name, tensor in tensors:
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.device}\n".encode())
+                # Values are read in the order of memory, so the strides say which value has which place.
+                layout = f"{tuple(tensor.shape)} {tensor.stride()}"
+                digest.update(f"{name} {tensor.dtype} {layout} {tensor.device}\n".encode())
                 if not tensor.numel():
                     continue
                 if not _pointer(tensor):
                     raise RuntimeError(f"{name} has no memory of its own")
+                if tensor.device.type in HASHED:
+                    hash_bytes(digest, tensor.detach())
+                    continue
                 if tensor.device not in sums:
                     sums[tensor.device] = _Sums(self._seed, num_words, tensor.device)
                 for chunk in chunks(tensor.detach()):
@@ -300,7 +320,7 @@ class _Sums:
     """Sums of the words of chunks on one device. A chunk has at most ``num_words`` words."""
 
     def __init__(self, seed: int, num_words: int, device: torch.device) -> None:
-        self._digest = hashlib.blake2b()
+        self._digest = xxhash.xxh3_128()
         draw = np.random.default_rng(seed)
         keys = draw.integers(0, 1 << 64, (2, num_words), dtype=np.uint64) | np.uint64(1)
         self._keys = torch.from_numpy(keys.view(np.int64)).to(device)
@@ -308,7 +328,8 @@ class _Sums:
         self._sums = torch.zeros((DIGEST_SUMS, 2), dtype=torch.int64, device=device)
         self._count = 0
 
-    def add(self, words: torch.Tensor) -> None:
+    def add(self, raw: torch.Tensor) -> None:
+        words = _words(raw)
         n = len(words)
         for keys, total in zip(self._keys, self._sums[self._count], strict=True):
             torch.mul(words, keys[:n], out=self._products[:n])
@@ -326,17 +347,30 @@ class _Sums:
         return self._digest.digest()
 
 
+def _words(raw: torch.Tensor) -> torch.Tensor:
+    """Returns bytes as int32, padded with zeros to whole words."""
+    if len(raw) % WORD_BYTES or raw.data_ptr() % WORD_BYTES or raw.storage_offset() % WORD_BYTES:
+        padded = raw.new_zeros(-(-len(raw) // WORD_BYTES) * WORD_BYTES)
+        padded[: len(raw)] = raw
+        raw = padded
+    return raw.view(torch.int32)
+
+
+def hash_bytes(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+    """Adds the bytes of ``tensor``, which must be in host memory and not be empty, in the order of ``chunks``."""
+    for chunk in chunks(tensor):
+        digest.update(chunk.numpy())
+
+
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the bytes of ``tensor``, which must not be empty, as int32, at most DIGEST_CHUNK_BYTES at once."""
+    """Yields the bytes of ``tensor``, which must not be empty, as uint8, at most DIGEST_CHUNK_BYTES at once.
+
+    They are in the order of memory if it has no gaps, else in that of the indices.
+    """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
     if dense.is_contiguous():
-        for raw in dense.reshape(-1).view(torch.uint8).split(DIGEST_CHUNK_BYTES):
-            if len(raw) % WORD_BYTES or raw.data_ptr() % WORD_BYTES or raw.storage_offset() % WORD_BYTES:
-                padded = raw.new_zeros(-(-len(raw) // WORD_BYTES) * WORD_BYTES)
-                padded[: len(raw)] = raw
-                raw = padded
-            yield raw.view(torch.int32)
+        yield from dense.reshape(-1).view(torch.uint8).split(DIGEST_CHUNK_BYTES)
     elif tensor.numel() * tensor.element_size() <= DIGEST_CHUNK_BYTES:
         yield from chunks(tensor.contiguous())
     else:
