@@ -216,7 +216,7 @@ def test_a_missing_field_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, "32", 1.5, True, 10**12, 10**400])
 def test_an_invalid_number_is_named(value: object) -> None:
-    with pytest.raises(ConfigError, match=f"num_hidden_layers={repr(value)[:40]}: must be a whole number"):
+    with pytest.raises(ConfigError, match=f"num_hidden_layers={repr(value)[:40]}.*: must be a whole number"):
         ModelShape.from_config({**LLAMA, "num_hidden_layers": value})
 
 

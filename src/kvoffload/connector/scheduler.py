@@ -452,8 +452,9 @@ class OffloadingConnectorScheduler:
         self.sound.reset()
         for state in self.requests.values():
             state.forget_stores()
-            # A pause is no wait for blocks.
-            state.end_wait()
+            if is_pause:
+                # The time of a pause does not count as a wait for blocks.
+                state.end_wait()
             self.manager.release_request(state.context)
         self.observer.planned_last_stores([state for state, _ in self._next.finished])
         self._next.finished.clear()

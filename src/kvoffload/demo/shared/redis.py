@@ -22,6 +22,8 @@ MEMORY_BYTES = 1 << 30
 POLICY = "allkeys-lru"
 START_DEADLINE_S = 60.0
 REPLY_DEADLINE_S = 30.0
+MAX_REPLY_BYTES = 64 << 20
+"""More than a value has, or all of their names."""
 
 
 def program() -> str | None:
@@ -88,7 +90,7 @@ class RedisStore(ServerStore):
                 replies = []
                 for words in commands:
                     stream.send([command(*words)])
-                    replies.append(stream.reply())
+                    replies.append(stream.reply(MAX_REPLY_BYTES))
                     if isinstance(replies[-1], ErrorReply):
                         raise DemoError(f"redis-server answers {replies[-1].text}")
                 return replies
