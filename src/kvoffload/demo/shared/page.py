@@ -25,7 +25,7 @@ def render_page(report: SharedReport) -> str:
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for result in report.faults:
         rows.setdefault(result.store, []).append(report.fault_row(result))
-    served = [requests for store in report.results for requests in (store.first, store.shared, store.back)]
+    served = [requests for store in report.results for requests in (store.first, store.shared, store.computed, store.back)]
     return (
         environment()
         .get_template("shared.html.j2")
