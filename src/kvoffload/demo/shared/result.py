@@ -26,10 +26,10 @@ factor is large because other programs use the machine too."""
 class StoreResult:
     """What two servers on one store have answered, in the order of the requests.
 
-    ``first`` saw the prompts first, ``shared`` are the same prompts at the second server, and ``computed`` each of these
+    ``first`` saw the prompts first, ``shared`` are the same prompts at the second server, and ``computed`` each of them
     once more, right after it and without loading. ``back`` are prompts that the second server saw first, at the first.
-    ``control``: loads were corrupted after they were verified. ``corrupted``:
-    the stored values were changed. ``bad_blocks``: how many of those were found by their checksums.
+    ``control``: loads were corrupted after they were verified. ``corrupted``: the stored values were changed.
+    ``bad_blocks``: how many of those were found by their checksums.
     """
 
     name: str
