@@ -37,13 +37,14 @@ ONE_AT_A_TIME := flock setup.py
 # Native code is compiled once, beside its sources, for all environments. They have kvoffload without compiling it again.
 INSTALL := KVOFFLOAD_NATIVE=0 $(ONE_AT_A_TIME)
 NATIVE  := build/native$(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))' 2>/dev/null)
-# One core compiles native code while pip installs vLLM on the other.
-ifeq ($(MAKELEVEL),0)
+# One core compiles native code while pip installs vLLM on the other. Several goals are made one after another.
+ifeq ($(MAKELEVEL)-$(words $(MAKECMDGOALS)),0-1)
 MAKEFLAGS += --jobs=2
 endif
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-# Tests that also run on the plain versions.
+# Tests that also run on the plain versions, with half as many random examples: tests/native compares the versions.
+PLAIN := KVOFFLOAD_NATIVE=0 KVOFFLOAD_TEST_SCALE=0.5
 PLAIN_TESTS := tests/cache/test_auto.py tests/cache/test_index.py tests/cache/test_manager_lru.py tests/cache/test_manager_policies.py \
 	tests/cache/test_table.py tests/cache/test_manager_arc.py tests/cache/test_misses.py \
 	tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
@@ -89,11 +90,11 @@ lint: $(VENV)/.stamp
 
 unit: $(VENV)/.tests $(NATIVE)
 	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
-	$(if $(ARGS),,KVOFFLOAD_NATIVE=0 $(DEV) $(PYTEST) $(PLAIN_TESTS))
+	$(if $(ARGS),,$(PLAIN) $(DEV) $(PYTEST) $(PLAIN_TESTS))
 
 test: install
 	$(WITH) $(PYTEST) $(ARGS)
-	$(if $(ARGS),,KVOFFLOAD_NATIVE=0 $(WITH) $(PYTEST) $(PLAIN_TESTS))
+	$(if $(ARGS),,$(PLAIN) $(WITH) $(PYTEST) $(PLAIN_TESTS))
 
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
@@ -198,7 +199,7 @@ $(NATIVE): setup.py $(wildcard src/kvoffload/native/*.pyx src/kvoffload/native/*
 	@echo "Compiling native code."
 	@rm -rf build/venv src/kvoffload/native/*$(NATIVE:build/native%=%)
 	@$(PYTHON) -m venv build/venv
-	@$(ONE_AT_A_TIME) build/venv/bin/python -m pip install --quiet --no-deps --editable .
+	@env -u KVOFFLOAD_NATIVE $(ONE_AT_A_TIME) build/venv/bin/python -m pip install --quiet --no-deps --editable .
 	@rm -rf build/venv
 	@touch $@
 

@@ -8,13 +8,14 @@ from benchmarks.peers.measure import Result
 from benchmarks.peers.plots import memory_plot, mixed_plot, ttft_plot
 from benchmarks.peers.report import problems, tables
 from benchmarks.peers.summary import shortfalls
-from kvoffload.demo.page import environment
+from kvoffload.lab.page import environment
 
 LEGEND = (
     "Again and first sight: median time to the first token, by that of a device hit and by that of recompute. Mixed "
     "load and CPU time: by recompute's. Disk: bytes on disk per byte of blocks."
 )
-TEMPLATE = """{% macro section(title, heads, rows) %}
+TEMPLATE = """{% extends "frame.html.j2" %}
+{% macro section(title, heads, rows) %}
 <section>
 <h2>{{ title }}</h2>
 <div class="scroll"><table>
@@ -26,20 +27,12 @@ TEMPLATE = """{% macro section(title, heads, rows) %}
 </table></div>
 </section>
 {% endmacro %}
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>kvoffload beside other systems</title>
-<style>
-{% include "style.css" %}
+{% block title %}beside other systems{% endblock %}
+{% block style %}
 main { max-width: 1080px; }
 th, td { padding-left: 12px; white-space: normal; }
-</style>
-</head>
-<body>
-<main>
+{% endblock %}
+{% block main %}
 <h1>kvoffload beside other systems</h1>
 <p class="lead">{% for name, value in facts.items() %}{{ name }}: {{ value }}{{ "; " if not loop.last }}{% endfor %}</p>
 {% for title, heads, rows in tables[:1] %}
@@ -59,9 +52,7 @@ th, td { padding-left: 12px; white-space: normal; }
 {% for problem in problems %}
 <p class="note">{{ problem }}</p>
 {% endfor %}
-</main>
-</body>
-</html>
+{% endblock %}
 """
 
 
@@ -70,7 +61,7 @@ def render_page(results: Sequence[Result], facts: Mapping[str, str]) -> str:
     measured = [result for result in results if result.times]
     plots = [ttft_plot(measured), mixed_plot(measured), memory_plot(measured)] if measured else []
     return (
-        environment()
+        environment("kvoffload.lab")
         .from_string(TEMPLATE)
         .render(
             facts=facts,

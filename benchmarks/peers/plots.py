@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.peers.measure import Result, median, percentile
 from benchmarks.peers.summary import MIB, OURS, REFERENCE, pool_bytes
-from kvoffload.lab.figures import INK, MUTED, STYLE, WIDTH, svg
+from kvoffload.lab.figures import BLUE, GREEN, INK, MUTED, SOFT, STYLE, WIDTH, svg
 
-FIRST, AGAIN, OURS_AGAIN, OTHER = "#b9c2cb", "#2f6fb5", "#1f9e77", "#8fb3da"
+FIRST, AGAIN, OURS_AGAIN, OTHER = SOFT, BLUE, GREEN, "#8fb3da"
 BAR = 0.38
 
 

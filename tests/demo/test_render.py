@@ -17,6 +17,7 @@ from kvoffload.demo.page import render_page  # noqa: E402
 from kvoffload.demo.replay import Agreement  # noqa: E402
 from kvoffload.demo.report import Report, make_report  # noqa: E402
 from kvoffload.demo.terminal import summary, verdict  # noqa: E402
+from kvoffload.lab import figures, plots  # noqa: E402
 
 from .conftest import make_act, make_restart  # noqa: E402
 
@@ -27,6 +28,47 @@ def test_page_is_self_contained(report: Report) -> None:
     assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
     assert "Outputs are identical, and the corruption was detected." in page
     assert "the first missing block" not in page or "never stored (16)" in page
+
+
+def test_a_page_is_readable_when_light_and_dark_and_narrow(report: Report) -> None:
+    page = render_page(report)
+    for preference, palette in (("light", figures.LIGHT), ("dark", figures.DARK)):
+        (colours,) = re.findall(rf"prefers-color-scheme: {preference}\) {{\s*:root {{(.*?)}}", page)
+        assert dict(re.findall(r"--(\w+): (\S+);", colours)) == palette
+    assert set(re.findall(r"var\(--(\w+)\)", page)) <= set(figures.DARK)
+    assert figures.LIGHT.keys() == figures.DARK.keys()
+    # A plot has no ink of its own, and it and every table scroll where there is no room.
+    for plot in re.findall(r"<svg.*?</svg>", page, re.S):
+        assert not [colour for colour in figures.LIGHT.values() if colour in plot]
+        assert "fill: var(--ink)" in plot or "fill: var(--muted)" in plot
+    assert len(re.findall(r'class="scroll">\s*<(?:svg|table)', page)) == len(re.findall("<(?:svg|table)", page))
+
+
+@pytest.mark.parametrize("palette", [figures.LIGHT, figures.DARK], ids=["light", "dark"])
+def test_text_and_marks_have_contrast(palette: dict[str, str]) -> None:
+    """As WCAG 2 asks: 4.5 for text, 3 for marks."""
+    for name in ("ink", "muted", "good", "bad", "warning"):
+        assert min(contrast(palette[name], palette[below]) for below in ("paper", "back")) >= 4.5, name
+    # A number in a bar, of the page's colour or of the plot's own.
+    assert min(contrast(palette["ink"], palette[name]) for name in ("line", "soft")) >= 4.5
+    shared = (figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE, figures.GREY)
+    assert min(contrast(colour, palette["paper"]) for colour in shared) >= 3
+    assert min(contrast(colour, figures.DARK["paper"]) for colour in plots.COLOURS) >= 3
+    # Negative control: the ink of the other palette.
+    other = figures.DARK if palette is figures.LIGHT else figures.LIGHT
+    assert contrast(other["ink"], palette["paper"]) < 3
+
+
+def contrast(first: str, second: str) -> float:
+    """Returns the contrast ratio of WCAG 2 of two colours, 1 to 21."""
+    low, high = sorted(map(luminance, (first, second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 @pytest.mark.parametrize("replayed", [20_000, 10_000])

@@ -4,6 +4,7 @@ server."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ yaml = pytest.importorskip("yaml", reason="needs the package pyyaml")
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+RUNBOOKS = ROOT / "docs" / "monitoring.md"
 RULES: dict[str, Any] = {
     rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
 }
@@ -30,6 +32,7 @@ HEALTHY = {
     'up{job="vllm",instance="a:8000"}': "1x96",
     "kvoffload:off": "0x96",
     "kvoffload:pool_blocks": "1000x96",
+    "kvoffload:pool_used_blocks": "500x96",
     "kvoffload:asked_tokens_total": "0+300000x96",
     "kvoffload:host_hit_tokens_total": "0+100000x96",
     "kvoffload:misses_total:never_stored": "0+150x96",
@@ -98,6 +101,14 @@ def series(values: dict[str, str]) -> list[dict[str, str]]:
     return found
 
 
+QUERIES: dict[str, str] = {
+    comment: query
+    for fenced in re.findall(r"```promql\n(.*?)```", RUNBOOKS.read_text(), re.S)
+    for comment, _, query in (each.partition("\n") for each in fenced.strip().split("\n\n"))
+}
+"""Those of the page, by the comment above each."""
+
+
 def case(values: dict[str, str], firing: list[str]) -> dict[str, Any]:
     """Returns a test of promtool: exactly the alerts ``firing`` fire at the end, each once."""
     samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing]
@@ -148,6 +159,37 @@ def test_a_wrong_expectation_is_noticed(tmp_path: Path) -> None:
         assert code != 0, output
 
 
+def answered(values: dict[str, str], query: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a test of promtool: ``query`` has these answers at the end."""
+    test = {"expr": query, "eval_time": END, "exp_samples": samples}
+    return {"interval": STEP, "input_series": series(values), "promql_expr_test": [test]}
+
+
+@needs_promtool
+@pytest.mark.parametrize("values", [HEALTHY, HOSTS_ONLY], ids=["tiers", "hosts only"])
+def test_each_query_of_the_page_can_be_pasted(tmp_path: Path, values: dict[str, str]) -> None:
+    loaded = 0.5 if values is HEALTHY else 1 / 3
+    labels = f"{{{ENGINE}}}"
+    expected = [
+        [{"labels": "{}", "value": loaded}],
+        [{"labels": '{reason="never_stored"}', "value": 1800}, {"labels": '{reason="evicted"}', "value": 600}],
+        [{"labels": labels, "value": 0.5}],
+        [],
+    ]
+    assert all(comment.startswith("# ") for comment in QUERIES)
+    cases = [answered(values, query, each) for query, each in zip(QUERIES.values(), expected, strict=True)]
+    code, output = promtool(tmp_path / "rules.yml", *cases)
+    assert code == 0, output
+
+
+@needs_promtool
+def test_a_query_that_cannot_be_pasted_is_noticed(tmp_path: Path) -> None:
+    share = "(host_hit_tokens + sum without (tier) (tier_hit_tokens)) / asked_tokens"
+    for query in (share, "sum(rate(kvoffload:asked_tokens_total[...]))", "sum(kvoffload:pool_blocks"):
+        code, output = promtool(tmp_path / "rules.yml", answered(HEALTHY, query, [{"labels": "{}", "value": 0.5}]))
+        assert code != 0, output
+
+
 def anchors(text: str) -> set[str]:
     return {line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#")}
 
@@ -160,6 +202,20 @@ def test_every_alert_has_a_runbook() -> None:
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
+def test_one_line_gives_each_runbook_an_address(tmp_path: Path) -> None:
+    """The line of the page, on a copy of the rules."""
+    (line,) = re.findall(r"^sed -i .* alerts\.yml$", RUNBOOKS.read_text(), re.M)
+    copy = Path(shutil.copy(ALERTS, tmp_path))
+    subprocess.run(["sh", "-c", line], cwd=tmp_path, check=True)
+    rules = [rule for group in yaml.safe_load(copy.read_text())["groups"] for rule in group["rules"]]
+    assert [rule["alert"] for rule in rules] == list(RULES)
+    for rule in rules:
+        page, _, section = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "https://wiki.example.com/kvoffload/monitoring.html"
+        assert section in anchors(RUNBOOKS.read_text())
+    assert copy.read_text().count("docs/monitoring.md") == 1  # The comment.
 
 
 @needs_promtool

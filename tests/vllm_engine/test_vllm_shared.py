@@ -105,6 +105,9 @@ def test_the_second_server_answers_from_what_the_first_has_computed(
     for request, asked in zip(result.shared, documents, strict=True):
         assert request.document == asked
         assert request.disk_tokens > request.prompt_tokens // 2
+    assert [request.document for request in result.computed] == list(documents)
+    for request in result.computed:
+        assert request.device_tokens + request.host_tokens + request.disk_tokens == 0
     assert len(report.compare(result.control).different) > len(documents) // 2
     assert hit_tokens(result.corrupted) == 0
     assert report.to_dict()["stores"][name]["control_detected"] is True

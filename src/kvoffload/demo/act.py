@@ -116,9 +116,10 @@ class EngineProcess:
         """Asks the last question about a document once more."""
         return RequestResult(**self.call("repeat", index=index))
 
-    def ask(self, index: int, document: int) -> RequestResult:
-        """Asks the first question about a document, as if it had not been asked before."""
-        return RequestResult(**self.call("ask", index=index, document=document))
+    def ask(self, index: int, document: int, load: bool = True) -> RequestResult:
+        """Asks the first question about a document, as if it had not been asked before. Without ``load`` the whole
+        prompt is computed, whatever any cache has of it."""
+        return RequestResult(**self.call("ask", index=index, document=document, load=load))
 
     def end(self) -> ActSummary:
         """Shuts the engine down as a server does, and returns the summary."""

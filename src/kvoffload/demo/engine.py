@@ -111,6 +111,9 @@ class Act:
         self.params = vllm.SamplingParams(
             temperature=0.0, max_tokens=config.answer_tokens, ignore_eos=True, logprobs=1, detokenize=False
         )
+        self.recomputing = self.params.clone()
+        # kvoffload loads nothing either for such a request.
+        self.recomputing.skip_reading_prefix_cache = True
         self.probe = Probe(self.llm)
         self.encode = self._encoder()
         self.prompts = [self.encode(text)[:tokens] for text, tokens in config.documents]
@@ -126,11 +129,12 @@ class Act:
         offset = self.config.token_offset
         return lambda text: [offset + byte for byte in text.encode()]
 
-    def generate(self, request_id: str, prompt: list[int]) -> tuple[Any, float, float]:
-        """Runs one request. Returns vLLM's output, and the milliseconds to the first token and to the last."""
+    def generate(self, request_id: str, prompt: list[int], load: bool = True) -> tuple[Any, float, float]:
+        """Runs one request. Returns vLLM's output, and the milliseconds to the first token and to the last. Without
+        ``load`` the whole prompt is computed, whatever any cache has of it."""
         engine = self.llm.llm_engine
         start = time.perf_counter()
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params)
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params if load else self.recomputing)
         first = 0.0
         while True:
             for output in engine.step():
@@ -169,13 +173,15 @@ class Act:
         document, _ = self.config.visits[index]
         return self._request(index, document, self.prompts[document], follow_up=False)
 
-    def ask(self, index: int, document: int) -> RequestResult:
+    def ask(self, index: int, document: int, load: bool) -> RequestResult:
         """Asks the first question about a document, as if it had not been asked before."""
-        return self._request(index, document, self.prompts[document] + self.questions[0], follow_up=False)
+        return self._request(index, document, self.prompts[document] + self.questions[0], follow_up=False, load=load)
 
-    def _request(self, index: int, document: int, prompt: list[int], follow_up: bool) -> RequestResult:
+    def _request(
+        self, index: int, document: int, prompt: list[int], follow_up: bool, load: bool = True
+    ) -> RequestResult:
         request_id = f"demo{index}"
-        output, ttft_ms, total_ms = self.generate(request_id, prompt)
+        output, ttft_ms, total_ms = self.generate(request_id, prompt, load)
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         record = self.probe.record(request_id)
@@ -269,8 +275,8 @@ class Engine:
     def repeat(self, index: int) -> RequestResult:
         return self._act.repeat(index)
 
-    def ask(self, index: int, document: int) -> RequestResult:
-        return self._act.ask(index, document)
+    def ask(self, index: int, document: int, load: bool) -> RequestResult:
+        return self._act.ask(index, document, load)
 
     def settle(self) -> None:
         self._act.settle()

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import jinja2
 
 from kvoffload import units
 from kvoffload.demo.plots import COLOURS, LABELS, hits_plot, pool_plot, ttft_plot
 from kvoffload.demo.protocol import Source
 from kvoffload.demo.report import LOGPROB_TOLERANCE, Report, gbps, miss_reasons
+from kvoffload.lab.page import environment
 
 
-def environment() -> jinja2.Environment:
-    """Returns what renders the templates of pages."""
-    made = jinja2.Environment(
-        loader=jinja2.PackageLoader("kvoffload.demo", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+def demo_environment() -> jinja2.Environment:
+    """Returns what renders the demos' pages."""
+    made = environment("kvoffload.demo")
     made.filters |= {
         "ms": units.milliseconds,
         "multiple": units.multiple,
@@ -34,12 +27,11 @@ def render_page(report: Report) -> str:
     """Returns the report as one HTML page that includes its plots."""
     requests = report.offload.requests
     return (
-        environment()
+        demo_environment()
         .get_template("report.html.j2")
         .render(
             report=report,
             info=report.offload.info,
-            version=metadata.version("kvoffload"),
             sources=list(Source),
             colours=COLOURS,
             labels=LABELS,

@@ -10,10 +10,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvoffload.demo.protocol import RequestResult, Source
 from kvoffload.demo.report import Report
-from kvoffload.lab.figures import MUTED, STYLE, make_figure, svg
+from kvoffload.lab.figures import BLUE, GREEN, MUTED, ORANGE, PURPLE, STYLE, make_figure, svg
 
-COLOURS = {Source.RECOMPUTE: "#d9622b", Source.DEVICE: "#2f6fb5", Source.HOST: "#1f9e77", Source.DISK: "#7a4fa3"}
-"""Distinguishable with every kind of colour vision; the marks differ too."""
+COLOURS = {Source.RECOMPUTE: ORANGE, Source.DEVICE: BLUE, Source.HOST: GREEN, Source.DISK: PURPLE}
 MARKS = {Source.RECOMPUTE: "o", Source.DEVICE: "s", Source.HOST: "D", Source.DISK: "^"}
 LABELS = {
     Source.RECOMPUTE: "recomputed",

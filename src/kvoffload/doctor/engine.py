@@ -66,7 +66,7 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
     text = f"vLLM {version}"
     if release is not None and plan.tiers and release < _release(supported.FIRST_TO_DRAIN_HOLDERS_FIRST):
         wrong = f"{text}: tiers below host memory need {supported.FIRST_TO_DRAIN_HOLDERS_FIRST} or later"
-        fix = f"pip install vllm=={last}.*, or remove the tiers"
+        fix = f"pip install 'vllm=={last}.*', or remove the tiers"
         yield Finding("engine.too_old", Level.PROBLEM, Area.ENGINE, wrong, fix, figures=figures)
     elif release in [_release(each) for each in supported.TESTED]:
         yield Finding(
@@ -74,7 +74,7 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
         )
     else:
         wrong = f"{text}: kvoffload is tested with {first} to {last}, and tries to serve others"
-        fix = f"pip install vllm=={last}.*"
+        fix = f"pip install 'vllm=={last}.*'"
         yield Finding("engine.untested", Level.WARNING, Area.ENGINE, wrong, fix, figures=figures)
 
 

@@ -121,7 +121,7 @@ def support_findings(content: Mapping[str, Any], vllm: str | None) -> Iterator[F
     names = ", ".join(map(str, content.get("architectures") or [])) or str(content.get("model_type", "the model"))
     text = f"{names}: " + ", ".join(f"{counted(number, 'layer')} with {words[kind]}" for kind, number in kinds.items())
     release = supported.release_of(vllm) if vllm else None
-    fix = f"pip install vllm=={supported.TESTED[-1]}.*"
+    fix = f"pip install 'vllm=={supported.TESTED[-1]}.*'"
     if LayerKind.STATE in kinds:
         if _is_before(release, supported.FIRST_TO_NAME_STATES):
             text = f"{text}: states need vLLM {supported.FIRST_TO_NAME_STATES} or later, and {vllm} is installed"

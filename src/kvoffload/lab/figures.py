@@ -9,7 +9,37 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-INK, MUTED, GRID = "#1d2733", "#64707d", "#e4e8ec"
+LIGHT = {
+    "ink": "#1d2733",
+    "muted": "#64707d",
+    "line": "#e4e8ec",
+    "soft": "#b9c2cb",
+    "paper": "#ffffff",
+    "back": "#f5f7f9",
+    "shade": "#1d27334d",
+    "good": "#17795b",
+    "bad": "#b3261e",
+    "warning": "#9a4a12",
+}
+DARK = {
+    "ink": "#e3e8ed",
+    "muted": "#9aa6b2",
+    "line": "#2f3842",
+    "soft": "#55616d",
+    "paper": "#181e25",
+    "back": "#10151a",
+    "shade": "#e3e8ed4d",
+    "good": "#4cc19a",
+    "bad": "#f28b82",
+    "warning": "#e0a06a",
+}
+"""Colours of a page, by name: the page chooses by the reader's preference."""
+PLOTTED = ("ink", "muted", "line", "soft")
+"""Plots use these too, and change with the page."""
+INK, MUTED, GRID, SOFT = (LIGHT[name] for name in PLOTTED)
+
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#2f6fb5", "#d9622b", "#1f9e77", "#8a5fb5", "#6b7a89"
+"""The same on light and dark pages, and distinguishable with every kind of colour vision."""
 
 STYLE = {
     "font.size": 10,
@@ -53,10 +83,12 @@ def make_figure(height: float, rows: int) -> tuple[Figure, Sequence[Any]]:
 
 
 def svg(figure: Figure, description: str) -> str:
-    """Returns the figure's ``<svg>`` element, which scales to the page's width."""
+    """Returns the figure's ``<svg>`` element, which scales to the page's width and has the page's colours."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', text, count=1)
+    for name in PLOTTED:
+        text = text.replace(LIGHT[name], f"var(--{name})")
     return text.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from kvoffload.lab.figures import DARK, LIGHT
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, name_of, tiers_plot
@@ -16,27 +17,37 @@ from kvoffload.lab.trace import Trace
 from kvoffload.units import age, counted, format_bytes
 
 
-def render(template: str, trace: Trace, model: ModelShape, footprint_bytes: int, **more: Any) -> str:
-    """Returns the page that ``template`` makes about ``trace``, which must have requests. ``more``: other variables of
-    the template."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("kvoffload.lab", "templates"),
+def environment(package: str) -> jinja2.Environment:
+    """Returns what renders the templates of ``package``, in the frame and style that all pages have."""
+    packages = dict.fromkeys((package, "kvoffload.lab"))
+    made = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name, "templates") for name in packages]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template(template).render(
-        trace=trace,
-        model=model,
-        version=metadata.version("kvoffload"),
-        prompt_tokens=int(trace.input_tokens.sum()),
-        span=age(float(trace.times[-1] - trace.times[0])),
-        footprint=format_bytes(footprint_bytes),
-        token_size=format_bytes(round(model.bytes_per_token)),
-        format_bytes=format_bytes,
-        counted=counted,
-        **more,
+    made.globals |= {"version": metadata.version("kvoffload"), "palettes": {"light": LIGHT, "dark": DARK}}
+    return made
+
+
+def render(template: str, trace: Trace, model: ModelShape, footprint_bytes: int, **more: Any) -> str:
+    """Returns the page that ``template`` makes about ``trace``, which must have requests. ``more``: other variables of
+    the template."""
+    return (
+        environment("kvoffload.lab")
+        .get_template(template)
+        .render(
+            trace=trace,
+            model=model,
+            prompt_tokens=int(trace.input_tokens.sum()),
+            span=age(float(trace.times[-1] - trace.times[0])),
+            footprint=format_bytes(footprint_bytes),
+            token_size=format_bytes(round(model.bytes_per_token)),
+            format_bytes=format_bytes,
+            counted=counted,
+            **more,
+        )
     )
 
 

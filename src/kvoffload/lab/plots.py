@@ -8,20 +8,33 @@ import matplotlib
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvoffload.abc import MissReason
-from kvoffload.lab.figures import GRID, INK, MUTED, STYLE, make_figure, svg
+from kvoffload.lab.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    GRID,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    SOFT,
+    STYLE,
+    make_figure,
+    svg,
+)
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
 
-COLOURS = ("#2f6fb5", "#d9622b", "#1f9e77", "#7a4fa3", "#b58a00", "#c2457f", "#4f5d6b", "#6fb3e0", "#8c5a3c", "#9aa51f")
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#b58a00", "#c2457f", GREY, "#6fb3e0", "#9a6545", "#9aa51f")
 MARKS = "osD^vPX*<>"
 """Marks make the lines distinguishable without colour."""
-TIERS = {"device": "#2f6fb5", "host": "#1f9e77", "disk": "#7a4fa3", "computed": GRID}
+TIERS = {"device": BLUE, "host": GREEN, "disk": PURPLE, "computed": GRID}
 REASONS = {
-    MissReason.NEVER_STORED: "#b9c2cb",
-    MissReason.EVICTED: "#d9622b",
+    MissReason.NEVER_STORED: SOFT,
+    MissReason.EVICTED: ORANGE,
     MissReason.NOT_ADMITTED: "#b58a00",
-    MissReason.NOT_IN_TIME: "#7a4fa3",
+    MissReason.NOT_IN_TIME: PURPLE,
 }
-OTHER_REASON, NO_MISS = "#4f5d6b", "#1f9e77"
+OTHER_REASON, NO_MISS = GREY, GREEN
 MAX_TICKS = 10
 MAX_BARS = 48
 """Bar charts with more bars would be unreadable and are left out."""
@@ -129,7 +142,7 @@ def _bars(
             ax.barh(places, pieces, left=starts, height=0.72, color=colour, label=name)
             for place, start, piece in zip(places, starts, pieces, strict=True):
                 if piece >= LEAST_LABELLED:
-                    dark = colour not in (GRID, REASONS[MissReason.NEVER_STORED])
+                    dark = colour not in (GRID, SOFT)
                     ax.text(
                         start + piece / 2,
                         place,

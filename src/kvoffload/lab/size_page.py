@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvoffload.lab.figures import INK, MUTED, STYLE, make_figure, svg
+from kvoffload.lab.figures import BLUE, GREEN, INK, MUTED, PURPLE, STYLE, make_figure, svg
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.page import render
@@ -15,7 +15,7 @@ from kvoffload.lab.sizing import Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes
 
-CURVE, RAM, DISK = "#2f6fb5", "#1f9e77", "#7a4fa3"
+CURVE, RAM, DISK = BLUE, GREEN, PURPLE
 CURVE_POINTS = 400
 MAX_TICKS = 12
 

@@ -52,6 +52,7 @@ def make_store(name: str = "shared_dir") -> StoreResult:
         title="a store",
         first=answers(),
         shared=answers(FOUND),
+        computed=answers(),
         back=answers(FOUND),
         control=wrong(answers(FOUND)),
         corrupted=answers(),

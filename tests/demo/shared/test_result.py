@@ -46,6 +46,18 @@ def test_a_good_run(report: SharedReport) -> None:
     }
 
 
+def test_how_much_faster_is_measured_at_the_second_server(report: SharedReport) -> None:
+    """The run without kvoffload came minutes earlier, when the machine may have been busier. Prompts that the store did
+    not have count on neither side."""
+    busy = {document: replace(each, ttft_ms=10 * each.ttft_ms) for document, each in report.baseline.items()}
+    shared = [replace(each, ttft_ms=50.0 + each.document) for each in answers(FOUND)]
+    shared[5] = replace(answers()[5], ttft_ms=9000.0)
+    computed = [replace(each, ttft_ms=500.0 + each.document) for each in answers()]
+    measured = replace(with_store(report, shared=shared, computed=computed), baseline=busy)
+    (store,) = measured.results
+    assert measured.ttft_ms(store) == {"recompute": 502.0, "shared": 52.0}
+
+
 def test_a_skipped_store_says_why(report: SharedReport) -> None:
     skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", "Mooncake Store", "run: apt-get")])
     assert skipped.failures == []
@@ -57,6 +69,7 @@ def test_a_skipped_store_says_why(report: SharedReport) -> None:
     [
         ({"shared": wrong(answers(FOUND))}, "the second server differ from those without kvoffload in 1 of 6"),
         ({"first": wrong(answers())}, "the first server differ"),
+        ({"computed": wrong(answers())}, "the second server, without loading, differ"),
         ({"corrupted": wrong(answers())}, "after the stored values were changed"),
         ({"shared": answers()}, "the second server found nothing"),
         ({"back": answers()}, "the first server found nothing"),
@@ -82,7 +95,7 @@ def test_a_logprob_that_is_not_finite_leaves_the_file_readable(report: SharedRep
 
 
 def test_different_outputs_are_not_identical(report: SharedReport) -> None:
-    for name in ("first", "shared", "back", "corrupted"):
+    for name in ("first", "shared", "computed", "back", "corrupted"):
         broken = with_store(report, **{name: wrong(answers(FOUND))})
         assert broken.to_dict()["stores"]["shared_dir"]["identical"] is False
 

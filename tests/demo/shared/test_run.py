@@ -31,24 +31,26 @@ connector = config["connector"]
 folder = None
 if connector is not None:
     folder = Path(connector["kv_connector_extra_config"]["tiers"][0]["dir"])
-bad, wrong = 0, False
+bad, wrong, loaded = 0, False, False
 
-def ask(index, document):
-    global bad
+def ask(index, document, load):
+    global bad, loaded
     prompt, found = config["documents"][document][1] + 121, 0
     if folder is not None:
         value = folder / f"slab-{document}"
         content = bytes([document]) * 2048
         if value.exists():
             if value.read_bytes() == content:
-                found = prompt - 121
+                found = prompt - 121 if load else 0
             else:
                 bad += 1
         value.write_bytes(content)
     tokens = [1, 2] if wrong and found else [document, 7]
+    loaded = loaded or bool(found)  # From then on the machine is less busy.
     return dict(index=index, document=document, follow_up=False, prompt_tokens=prompt, device_tokens=0, host_tokens=0,
-        disk_tokens=found, source="disk" if found else "recompute", reason=None, ttft_ms=5.0 if found else 50.0,
-        total_ms=60.0, output_tokens=tokens, logprobs=[-1.0, -2.0], pool_used=0, pool_blocks=0)
+        disk_tokens=found, source="disk" if found else "recompute", reason=None,
+        ttft_ms=5.0 if found else 40.0 if loaded else 50.0, total_ms=60.0, output_tokens=tokens,
+        logprobs=[-1.0, -2.0], pool_used=0, pool_blocks=0)
 
 def corrupt_loads():
     global wrong
@@ -125,9 +127,14 @@ def test_a_run_with_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert report["failures"] == []
     shared = report["stores"]["shared_dir"]
     assert (shared["identical"], shared["control_detected"]) == (True, True)
-    assert shared["ttft_ms"] == {"recompute": 50.0, "shared": 5.0}
+    assert shared["ttft_ms"] == {"recompute": 40.0, "shared": 5.0}
     assert shared["hit_tokens"] == shared["tokens_asked"] - 3 * 121
     assert shared["hit_tokens_back"] > 0
+    # Each prompt was loaded and computed by one server, in turn.
+    asked = [(each["document"], each["index"]) for name in ("shared", "computed") for each in shared["requests"][name]]
+    first = asked[0][1]
+    assert sorted(asked) == [(number // 2, first + number) for number in range(6)]
+    assert [each["source"] for each in shared["requests"]["computed"]] == ["recompute"] * 3
     assert shared["corrupted"] == {"bad_blocks": 3, "hit_tokens": 0}
     assert report["stores"]["mooncake"] == {"skipped": "run this line"}
     assert [(row["fault"], row["hit_tokens"]["during"] > 0, row["bad_blocks"]) for row in report["faults"]] == [

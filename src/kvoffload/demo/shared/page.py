@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 from kvoffload import units
-from kvoffload.demo.page import environment
+from kvoffload.demo.page import demo_environment
 from kvoffload.demo.report import LOGPROB_TOLERANCE
 from kvoffload.demo.shared.plots import faults_plot, ttft_plot
 from kvoffload.demo.shared.result import (
@@ -25,13 +24,14 @@ def render_page(report: SharedReport) -> str:
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for result in report.faults:
         rows.setdefault(result.store, []).append(report.fault_row(result))
-    served = [requests for store in report.results for requests in (store.first, store.shared, store.back)]
+    served = [
+        requests for store in report.results for requests in (store.first, store.shared, store.computed, store.back)
+    ]
     return (
-        environment()
+        demo_environment()
         .get_template("shared.html.j2")
         .render(
             report=report,
-            version=metadata.version("kvoffload"),
             worst=max((report.compare(requests).max_logprob_diff for requests in served), default=0.0),
             tolerance=LOGPROB_TOLERANCE,
             percentage=units.percentage,

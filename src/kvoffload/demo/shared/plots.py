@@ -20,15 +20,14 @@ BAR_WIDTH = 0.26
 
 
 def ttft_plot(report: SharedReport) -> str:
-    """Plots the TTFT of every prompt of the second servers, and of the same prompts without kvoffload."""
+    """Plots the TTFT of every prompt at the second servers: with what the store has, and computed."""
     results = report.results
     with matplotlib.rc_context(STYLE):
         figure, axes = make_figure(height=1.0 + 2.2 * len(results), rows=len(results))
         times = []
         for ax, store in zip(axes, results, strict=True):
             ax.set_title(store.name)
-            without = [report.baseline[request.document] for request in store.shared]
-            for requests in (without, store.shared):
+            for requests in (store.computed, store.shared):
                 times += [request.ttft_ms for request in requests]
                 for source in Source:
                     chosen = [(i, r) for i, r in enumerate(requests) if r.source is source]
@@ -41,7 +40,7 @@ def ttft_plot(report: SharedReport) -> str:
                         linewidths=0,
                         label=LABELS[source] if chosen else None,
                     )
-            for i, (slow, fast) in enumerate(zip(without, store.shared, strict=True)):
+            for i, (slow, fast) in enumerate(zip(store.computed, store.shared, strict=True)):
                 ax.plot([i, i], [slow.ttft_ms, fast.ttft_ms], color=MUTED, linewidth=0.8, alpha=0.5, zorder=0)
             ax.set_yscale("log")
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
@@ -50,7 +49,7 @@ def ttft_plot(report: SharedReport) -> str:
         axes[-1].set_ylim(min(times) / 1.6, max(times) * 1.6)
         axes[-1].set_xlabel("prompt")
         axes[0].legend(ncols=len(Source), loc="lower right", bbox_to_anchor=(1.0, 0.97), handletextpad=0.2)
-        return svg(figure, "Time to first token of each prompt: without kvoffload, and from the store")
+        return svg(figure, "Time to first token of each prompt at the second server: computed, and from the store")
 
 
 def faults_plot(report: SharedReport) -> str:

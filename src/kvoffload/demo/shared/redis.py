@@ -14,7 +14,7 @@ from kvoffload.demo.shared.processes import HOST, free_ports
 from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 from kvoffload.tiers.redis.location import Address
 from kvoffload.tiers.redis.login import Login
-from kvoffload.tiers.redis.stream import ErrorReply, Reply, command
+from kvoffload.tiers.redis.stream import MAX_VALUE_BYTES, ErrorReply, Reply, command
 from kvoffload.tiers.remote.client import StoreError
 
 PROGRAMS = ("redis-server", "valkey-server")
@@ -22,8 +22,6 @@ MEMORY_BYTES = 1 << 30
 POLICY = "allkeys-lru"
 START_DEADLINE_S = 60.0
 REPLY_DEADLINE_S = 30.0
-MAX_REPLY_BYTES = 64 << 20
-"""More than a value has, or all of their names."""
 
 
 def program() -> str | None:
@@ -90,7 +88,7 @@ class RedisStore(ServerStore):
                 replies = []
                 for words in commands:
                     stream.send([command(*words)])
-                    replies.append(stream.reply(MAX_REPLY_BYTES))
+                    replies.append(stream.reply(MAX_VALUE_BYTES))
                     if isinstance(replies[-1], ErrorReply):
                         raise DemoError(f"redis-server answers {replies[-1].text}")
                 return replies

@@ -26,15 +26,17 @@ factor is large because other programs use the machine too."""
 class StoreResult:
     """What two servers on one store have answered, in the order of the requests.
 
-    ``first`` saw the prompts first, ``shared`` are the same prompts at the second server. ``back`` are prompts that the
-    second server saw first, at the first. ``control``: loads were corrupted after they were verified. ``corrupted``:
-    the stored values were changed. ``bad_blocks``: how many of those were found by their checksums.
+    ``first`` saw the prompts first, ``shared`` are the same prompts at the second server, and ``computed`` each of them
+    once more, right after it and without loading. ``back`` are prompts that the second server saw first, at the first.
+    ``control``: loads were corrupted after they were verified. ``corrupted``: the stored values were changed.
+    ``bad_blocks``: how many of those were found by their checksums.
     """
 
     name: str
     title: str
     first: list[RequestResult]
     shared: list[RequestResult]
+    computed: list[RequestResult]
     back: list[RequestResult]
     control: list[RequestResult]
     corrupted: list[RequestResult]
@@ -98,18 +100,21 @@ class SharedReport:
         return compare([self.baseline[request.document] for request in requests], requests)
 
     def identical(self, store: StoreResult) -> bool:
-        served = (store.first, store.shared, store.back, store.corrupted)
+        served = (store.first, store.shared, store.computed, store.back, store.corrupted)
         return not any(self.compare(requests).different for requests in served)
 
     def control_detected(self, store: StoreResult) -> bool:
         return bool(hit_tokens(store.control)) and bool(self.compare(store.control).different)
 
     def ttft_ms(self, store: StoreResult) -> dict[str, float | None]:
-        """The median time to the first token, of the same prompts: without kvoffload, and where the second server took
-        most of a prompt from the store."""
-        loaded = [request for request in store.shared if request.source is Source.DISK]
-        computed = [self.baseline[request.document] for request in loaded]
-        return {"recompute": _median(computed), "shared": _median(loaded)}
+        """The median time to the first token at the second server: where it took most of a prompt from the store, and
+        where it computed the same prompts, in turn."""
+        pairs = zip(store.shared, store.computed, strict=True)
+        measured = [(loaded, computed) for loaded, computed in pairs if loaded.source is Source.DISK]
+        return {
+            "recompute": _median([computed for _, computed in measured]),
+            "shared": _median([loaded for loaded, _ in measured]),
+        }
 
     @property
     def stuck_s(self) -> float:
@@ -147,6 +152,7 @@ class SharedReport:
             for who, requests in (
                 ("the first server", store.first),
                 ("the second server", store.shared),
+                ("the second server, without loading,", store.computed),
                 ("the first server, for prompts of the second,", store.back),
                 ("the first server, after the stored values were changed,", store.corrupted),
             ):
@@ -201,7 +207,7 @@ class SharedReport:
                 "corrupted": {"bad_blocks": store.bad_blocks, "hit_tokens": hit_tokens(store.corrupted)},
                 "requests": {
                     name: [asdict(request) for request in getattr(store, name)]
-                    for name in ("first", "shared", "back", "control", "corrupted")
+                    for name in ("first", "shared", "computed", "back", "control", "corrupted")
                 },
             }
         return {
