@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.doctor import stores
+from kvoffload.doctor import configuration, stores
 from kvoffload.doctor.configuration import PlannedTier, Store
 from kvoffload.doctor.findings import Level
+from kvoffload.doctor.process import Report
+from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.remote.client import Outcome, StoreClient
 from tests.doctor.rig import LLAMA, QUICK, Diagnosis, diagnose, findings_of, model_file, private, silent_server
@@ -118,6 +120,24 @@ def test_a_bucket(tmp_path: Path) -> None:
     assert set(found) == {"store.connects", "store.round_trip", "store.speed"}
     assert {each.level for each in found.values()} == {Level.OK}
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+
+
+def test_a_client_may_take_what_its_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[int] = []
+
+    class Watch(stores.GrowthWatch):
+        def __init__(self, own_bytes: int) -> None:
+            watched.append(own_bytes)
+            super().__init__(own_bytes)
+
+    monkeypatch.setattr(stores, "GrowthWatch", Watch)
+    config = MooncakeConfig(master="127.0.0.1:1")
+    plan = configuration._planned("mooncake", "tiers[0].", config, 100.0, Report(-1))
+    assert plan.store is not None
+    tier = replace(plan, store=replace(plan.store, client=f"{HERE}:connect", settings={"swaps": False}))
+    findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0})
+    assert watched == [stores.OWN_BYTES + config.memory_bytes + config.client_bytes]
+    assert config.client_bytes > 0
 
 
 def test_a_store_that_is_far_away_and_one_that_mixes_values_up() -> None:
