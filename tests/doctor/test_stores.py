@@ -24,6 +24,7 @@ from kvoffload.doctor.process import Report
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.growth import GrowthWatch
 from tests.doctor.rig import LLAMA, QUICK, Diagnosis, diagnose, findings_of, model_file, private, silent_server
 from tests.tiers.mooncake.rig import needs_mooncake
 from tests.tiers.object_store.rig import needs_obstore
@@ -129,7 +130,7 @@ class LargeClient(RedisConfig):
 def test_a_client_may_take_what_its_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[int] = []
 
-    class Watch(stores.GrowthWatch):
+    class Watch(GrowthWatch):
         def __init__(self, own_bytes: int) -> None:
             watched.append(own_bytes)
             super().__init__(own_bytes)

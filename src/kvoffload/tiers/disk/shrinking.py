@@ -58,7 +58,7 @@ def shrink(
         error = error or problem
         slots[these[arrived]] = into[arrived]
         done += len(these)
-        num_moved += np.count_nonzero(arrived)
+        num_moved += int(np.count_nonzero(arrived))
     files.cut()
     stays = slots < files.num_slots
     stays[:num_lost] &= ~np.isin(slots[:num_lost], targets[:done])
