@@ -18,7 +18,7 @@ from kvoffload.cli import group
 from kvoffload.doctor import configuration
 from kvoffload.doctor.examine import Examination
 from kvoffload.doctor.findings import Area, Finding, Level, Secrets, split_fix
-from kvoffload.doctor.process import CheckProcess, Ending, Report
+from kvoffload.doctor.process import CheckProcess, Ending, Outcome, Report, _Clock
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
 from tests.doctor.rig import LLAMA, diagnose, findings_of, model_file, needs_root
@@ -297,6 +297,29 @@ def test_a_busy_machine_is_not_taken_for_a_medium_that_hangs() -> None:
     assert (starved.ending, starved.stage) == (Ending.STARVED, "computes")
     assert starved.waited_s > 0.5
     assert (hung.ending, hung.stage) == (Ending.HUNG, "waits for ever")
+
+
+def test_threads_that_wait_side_by_side_do_not_hide_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three threads wait for a processor for 60% of the time."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+        for name, share in (("1", 0.0), ("2", 0.6), ("3", 0.6)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "schedstat").write_text(f"0 {int((now[0] - 100.0) * share * 1e9)} 1\n")
+            (tmp_path / name / "stat").write_text(f"{name} (python) S 1")
+
+    clock, outcome = _Clock(os.getpid(), 1.0), Outcome()
+    clock._tasks, clock._threads = tmp_path, {}
+    wait(2.0)
+    assert clock.ending(outcome) is None
+    wait(1.0)
+    assert clock.ending(outcome) is Ending.HUNG
+    assert outcome.waited_s == pytest.approx(1.8)
 
 
 def test_every_id_is_documented() -> None:

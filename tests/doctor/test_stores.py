@@ -17,11 +17,14 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.doctor import stores
+from kvoffload.doctor import configuration, stores
 from kvoffload.doctor.configuration import PlannedTier, Store
 from kvoffload.doctor.findings import Level
+from kvoffload.doctor.process import Report
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
+from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.growth import GrowthWatch
 from tests.doctor.rig import LLAMA, QUICK, Diagnosis, diagnose, findings_of, model_file, private, silent_server
 from tests.tiers.mooncake.rig import needs_mooncake
 from tests.tiers.object_store.rig import needs_obstore
@@ -118,6 +121,27 @@ def test_a_bucket(tmp_path: Path) -> None:
     assert set(found) == {"store.connects", "store.round_trip", "store.speed"}
     assert {each.level for each in found.values()} == {Level.OK}
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+
+
+class LargeClient(RedisConfig):
+    client_bytes = 1 << 20
+
+
+def test_a_client_may_take_what_its_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[int] = []
+
+    class Watch(GrowthWatch):
+        def __init__(self, own_bytes: int) -> None:
+            watched.append(own_bytes)
+            super().__init__(own_bytes)
+
+    monkeypatch.setattr(stores, "GrowthWatch", Watch)
+    config = LargeClient(url="redis://127.0.0.1:1")
+    plan = configuration._planned("large", "tiers[0].", config, 100.0, Report(-1))
+    assert plan.store is not None
+    tier = replace(plan, store=replace(plan.store, client=f"{HERE}:connect", settings={"swaps": False}))
+    findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0})
+    assert watched == [stores.OWN_BYTES + config.client_bytes]
 
 
 def test_a_store_that_is_far_away_and_one_that_mixes_values_up() -> None:

@@ -81,7 +81,8 @@ ADVICE = {
         True,
     ),
     MissReason.RESET: Advice(
-        "the cache had been reset", "Reset less often: new weights and /reset_prefix_cache reset the cache."
+        "the cache had been reset",
+        "Reset less often: new weights and /reset_prefix_cache?reset_external=true reset the cache.",
     ),
     MissReason.COPY_FAILED: Advice("the copy of the block had failed", "See the warnings in the server's log."),
     MissReason.CORRUPT: Advice(

@@ -43,12 +43,14 @@ _STAND_IN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """How to reach a remote store: ``client`` is the import path of the function that connects, with ``settings``."""
+    """How to reach a remote store: ``client`` is the import path of the function that connects, with ``settings``.
+    ``client_bytes``: see ``RemoteTierConfig``."""
 
     client: str
     settings: Mapping[str, Any]
     prefix: str
     address: str
+    client_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
         if settings.get("segment_bytes"):
             # Little, since what others put there is lost when the doctor leaves.
             settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
-        store = Store(config.connect, settings, config.prefix, config.address)
+        store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes)
     return PlannedTier(
         name,
         config.kind,

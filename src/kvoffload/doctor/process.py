@@ -33,8 +33,8 @@ POLL_S = 0.1
 START_DEADLINE_S = 30.0
 """For the start of the process, which does not count against a check's deadline."""
 MAX_STRETCH = 4
-"""A check's deadline does not count the time for which its threads wait for a processor, because other processes use
-them all. A check takes at most this many times its deadline."""
+"""A check's deadline does not count the time for which a thread, the one that waits longest, waits for a processor
+because other processes use them all. A check takes at most this many times its deadline."""
 MAX_TAIL_BYTES = 600
 READ_BYTES = 1 << 16
 
@@ -94,7 +94,8 @@ class Ending(enum.Enum):
     HUNG = enum.auto()
     """Its process was killed at the deadline."""
     STARVED = enum.auto()
-    """Its process was killed after MAX_STRETCH times the deadline, and had waited for a processor for most of it."""
+    """Its process was killed after MAX_STRETCH times the deadline, and a thread had waited for a processor for most of
+    it."""
     FAILED = enum.auto()
     """It raised an exception, or its process ended."""
 
@@ -125,7 +126,8 @@ class _Thread:
 
 
 class _Clock:
-    """Measures how long a process has had, without the time for which its threads waited for a processor."""
+    """Measures how long a process has had, without the time for which the thread that waited longest waited for a
+    processor."""
 
     def __init__(self, pid: int, deadline_s: float) -> None:
         self._tasks = Path(f"/proc/{pid}/task")
@@ -157,7 +159,8 @@ class _Clock:
         now = time.monotonic()
         elapsed_s = now - self._began
         self._look(now)
-        waited_s = sum(thread.waited_s - thread.before_s for thread in self._threads.values())
+        # Not the sum: threads that wait side by side would hide one that hangs.
+        waited_s = max((thread.waited_s - thread.before_s for thread in self._threads.values()), default=0.0)
         outcome.waited_s = min(waited_s, elapsed_s)
         if elapsed_s - outcome.waited_s >= self._deadline_s:
             return Ending.HUNG

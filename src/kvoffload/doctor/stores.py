@@ -54,7 +54,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     assert tier.store is not None
     check = _StoreCheck(tier, tier.store, report, arguments["seconds"])
     try:
-        with GrowthWatch(OWN_BYTES + tier.memory_bytes) as watch, watch.asking():
+        with GrowthWatch(OWN_BYTES + tier.memory_bytes + tier.store.client_bytes) as watch, watch.asking():
             check.run()
     except StoreError as error:
         check.failed(str(error))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,6 +180,23 @@ def test_held_bytes_count_all_files_except_the_locks(storage: DirectoryStorage) 
     assert storage.held_bytes(lambda folder, name: (folder, name) == ("a", "f")) == 10 * PAGE
     assert storage.held_bytes(lambda folder, name: (folder, name) == ("x/y", "stray")) == 3 * PAGE
     file.close()
+
+
+def test_held_bytes_leave_out_only_what_cannot_be_read(
+    storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, name in (("x", "a"), ("x", "bad"), ("x", "c"), ("x/y", "d"), ("", "bad"), ("", "e")):
+        (storage.path / folder).mkdir(parents=True, exist_ok=True)
+        (storage.path / folder / name).write_bytes(bytes(PAGE))
+    found = os.stat
+
+    def fail(name: str, **options: Any) -> os.stat_result:
+        if name == "bad":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return found(name, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    assert storage.held_bytes() == 4 * PAGE
 
 
 # Names.

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -617,12 +618,13 @@ def test_a_kill_while_blocks_are_moved_loses_none_that_fits(tmp_path: Path) -> N
     assert num_operations > 20
 
 
+@pytest.mark.parametrize(("limit", "value"), [("MOVED_AT_ONCE", 1), ("MOVED_BYTES", 2 * PAGE - 1)])
 def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
     assert fill(rig) == [5, 6, 1, 0, 11, 10, 9, 8, 7, 4, 3, 2]
-    monkeypatch.setattr(shrinking, "MOVED_AT_ONCE", 1)
+    monkeypatch.setattr(shrinking, limit, value)
 
     def clock() -> float:
         """Returns the deadline once a block was moved."""
@@ -633,6 +635,24 @@ def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(
     rig.open(capacity_bytes=capacity(6, num_slabs=2), clock=clock)
     assert rig.present() == [0, 1, 4, 5, 6, 11]
     rig.check_reads(*rig.present())
+
+
+def test_the_log_says_which_blocks_could_not_be_moved_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
+    used = fill(rig)
+    write = slabs.SlabFiles.write
+
+    def fail(files: slabs.SlabFiles, slot: int, buffers: Sequence[ByteArray]) -> None:
+        if slot == 3:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(files, slot, buffers)
+
+    monkeypatch.setattr(slabs.SlabFiles, "write", fail)
+    rig.open(capacity_bytes=capacity(6, num_slabs=2))
+    assert len(set(rig.present()) & set(used[:6])) == 5
+    assert "5 of 12 blocks stay; 2 of them were moved; 1 more could not be moved (Input/output error)" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -65,12 +65,13 @@ class Server:
     identity: dict[str, str] = field(default_factory=dict)
     clock: ShiftedClock = field(default_factory=ShiftedClock)
     hmac_key_file: str | None = None
+    client: str = CLIENT
 
     def __post_init__(self) -> None:
         self.hosts = [HostPool(self.num_slots, nbytes) for nbytes in self.slot_bytes]
         handles = tuple(host.handle() for host in self.hosts)
         settings, identity, key_file = self.store.settings(), self.identity, self.hmac_key_file
-        setup = Setup(CLIENT, settings, handles, self.num_slots, self.fingerprint, "kv", identity, key_file)
+        setup = Setup(self.client, settings, handles, self.num_slots, self.fingerprint, "kv", identity, key_file)
         self.channel = ShiftedChannel(setup, "folder", self.clock)
         self.tier = RemoteTier(self.channel, sum(self.slot_bytes), name="folder", clock=self.clock, random=lambda: 0.5)
 

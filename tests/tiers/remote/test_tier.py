@@ -10,12 +10,15 @@ import pytest
 
 from kvoffload.abc import OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.tiers import breaker
 from kvoffload.tiers.remote import tier as tier_module
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import (
     FIRST_PAUSE_S,
     LOOKUP_DEADLINE_S,
+    MAX_FAILURE_GAP_S,
     MAX_PAUSE_S,
+    MIN_FAILURES,
     RENEW_AFTER_S,
     START_DEADLINE_S,
     TRANSFER_DEADLINE_S,
@@ -403,7 +406,11 @@ def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
 
     for second in range(100):
         ask(second, succeeds=second % 20 == 19)
-    for second in range(100, 100 + int(RENEW_AFTER_S)):
+    for second in range(100, 100 + MIN_FAILURES):
+        # No run of failures: hardly anything is asked.
+        ask(second, succeeds=False)
+        rig.pass_time(MAX_FAILURE_GAP_S)
+    for second in range(120, 120 + int(RENEW_AFTER_S)):
         ask(second, succeeds=False)
     assert rig.channel.num_starts == 1
     ask(200, succeeds=False)
@@ -412,6 +419,11 @@ def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
     rig.client.num_errors = 0
     rig.pass_time(0)
     rig.stored(KEYS[:2])
+    for second in range(201, 201 + MIN_FAILURES):
+        # The tier is hardly used, because its circuit breaker is open.
+        ask(second, succeeds=False)
+        rig.pass_time(breaker.MAX_PAUSE_S)
+    assert rig.channel.num_starts == 3
 
 
 def test_an_orderly_end_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -366,6 +366,20 @@ def test_a_seat_that_cannot_be_claimed_stops_no_start(
     assert (tmp_path / "target").read_bytes() == b"not ours"
 
 
+@pytest.mark.parametrize("what", ["gate", "gate/clock"])
+def test_a_silent_seat_is_adopted_even_if_the_gate_cannot_be_used(
+    serve: Serve, path: Path, tmp_path: Path, what: str
+) -> None:
+    one = serve(boot="a")
+    one.kill()
+    (shutil.rmtree if what == "gate" else os.unlink)(path / what)
+    put("link", path / what, tmp_path / "target")
+    assert name_of(serve(boot="b")) == "writer-1"
+    age(path, "writer-0", SILENT_S)
+    assert name_of(serve(boot="c")) == "writer-0"
+    assert not (path / "clock").exists()
+
+
 @pytest.mark.parametrize("why", ["it beats", "it has its lock", "not for long", "only the medium's clock says so"])
 def test_a_seat_that_is_not_gone_is_not_emptied(serve: Serve, clock: Clock, path: Path, why: str) -> None:
     one, two = serve(boot="a"), serve(boot="b")

@@ -372,15 +372,15 @@ def _allocate(fd: int, begin: int, end: int) -> None:
 
 def _held_bytes(fd: int, path: str, is_left_out: Callable[[str, str], bool]) -> int:
     total, folders = 0, []
-    with os.scandir(fd) as entries:
+    # What cannot be read is left out, and nothing else; this directory itself must be readable.
+    with suppress(*[OSError] if path else []), os.scandir(fd) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(entry.name)
-            elif (path or entry.name not in LOCK_NAMES) and not is_left_out(path, entry.name):
-                with suppress(FileNotFoundError):
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                elif (path or entry.name not in LOCK_NAMES) and not is_left_out(path, entry.name):
                     total += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
     for name in folders if path.count("/") < MAX_DEPTH else []:
-        # One that cannot be opened is left out.
         with suppress(OSError):
             inner = os.open(name, _FOLDER_FLAGS, dir_fd=fd)
             try:

@@ -12,6 +12,7 @@ from kvoffload.abc import OffloadKey, Slots
 from kvoffload.tiers.disk.blockio import Facts
 from kvoffload.tiers.disk.format import pack_records
 from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.storage import reason
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,8 @@ MOVE_DEADLINE_S = 20.0
 """Time for moving blocks. In a shared directory, others take a server for gone that is silent for three times as
 long."""
 MOVED_AT_ONCE = 64
-"""Blocks."""
+MOVED_BYTES = 16 << 20
+"""So many blocks are moved between two looks at the clock, or blocks of so many bytes, or one."""
 
 
 def shrink(
@@ -38,9 +40,10 @@ def shrink(
     is_free = np.ones(files.num_slots, dtype=np.bool_)
     is_free[slots[~is_beyond]] = False
     targets = np.concatenate((np.flatnonzero(is_free), slots[:num_lost][~is_beyond[:num_lost]]))
-    slots, done = slots.copy(), 0
+    at_once = max(1, min(MOVED_AT_ONCE, MOVED_BYTES // files.header.block_bytes))
+    slots, done, num_moved, error = slots.copy(), 0, 0, None
     while done < len(wanted) and clock() < deadline:
-        these = wanted[done : done + MOVED_AT_ONCE]
+        these = wanted[done : done + at_once]
         into = targets[done : done + len(these)]
         facts[into] = facts[slots[these]]
         records = pack_records(
@@ -51,20 +54,27 @@ def shrink(
             hits=facts["hits"][into],
             payload_checksum=facts["payload_checksum"][into],
         )
-        arrived = files.move(slots[these], into, records)
+        arrived, problem = files.move(slots[these], into, records)
+        error = error or problem
         slots[these[arrived]] = into[arrived]
         done += len(these)
+        num_moved += int(np.count_nonzero(arrived))
     files.cut()
     stays = slots < files.num_slots
     stays[:num_lost] &= ~np.isin(slots[:num_lost], targets[:done])
     if not done and stays.all():
         return keys, slots
-    late = f"; {len(wanted) - done:,} more were not moved within {MOVE_DEADLINE_S:.0f} s and are lost"
+    failed = late = ""
+    if error and num_moved < done:
+        failed = f"; {done - num_moved:,} more could not be moved ({reason(error)}) and are lost: check the medium"
+    if done < len(wanted):
+        late = f"; {len(wanted) - done:,} more were not moved within {MOVE_DEADLINE_S:.0f} s and are lost"
     logger.warning(
-        "kvoffload: disk tier: its budget is smaller than before, and %s of %s blocks stay; %s of them were moved%s",
+        "kvoffload: disk tier: its budget is smaller than before, and %s of %s blocks stay; %s of them were moved%s%s",
         f"{np.count_nonzero(stays):,}",
         f"{len(keys):,}",
-        f"{done:,}",
-        late if done < len(wanted) else "",
+        f"{num_moved:,}",
+        failed,
+        late,
     )
     return list(compress(keys, stays.tolist())), slots[stays]

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -370,24 +369,31 @@ class SlabFiles:
         found = data.view("<u8")
         return np.where(found <= MAX_SEQUENCE, found, 0).astype(np.int64)
 
-    def move(self, sources: Slots, targets: Slots, records: ByteArray) -> npt.NDArray[np.bool_]:
+    def move(self, sources: Slots, targets: Slots, records: ByteArray) -> tuple[npt.NDArray[np.bool_], OSError | None]:
         """Copies the blocks in ``sources``, beyond the budget, to ``targets``, slots within it, whose ``records`` are
-        written after them. Returns which blocks have arrived. The others are lost, and so is what was in ``targets``.
-        """
+        written after them. Returns which blocks have arrived, and the first error. The others are lost, and so is what
+        was in ``targets``."""
         arrived = np.zeros(len(sources), dtype=np.bool_)
         buffer = np.frombuffer(mmap.mmap(-1, self.header.block_bytes), dtype=np.uint8)
-        emptied = [i for i, slot in enumerate(targets.tolist()) if self._try(partial(self._empty_record, slot))]
-        if self._publisher and not self._try(partial(self._publisher.withdraw, self._index, targets)):
-            return arrived
-        by_slab = itertools.groupby(
-            sorted(emptied, key=lambda i: int(sources[i])), lambda i: int(sources[i]) // self.header.slots_per_slab
-        )
-        for number, places in by_slab:
-            with suppress(OSError), self._excess_slab(number) as slab:
-                for i in places:
-                    source, target = int(sources[i]), int(targets[i])
-                    arrived[i] = self._try(partial(self._move, slab, source, target, records[i], buffer))
-        return arrived
+        errors: list[OSError] = []
+        emptied = []
+        for i, slot in enumerate(targets.tolist()):
+            with _into(errors):
+                self._empty_record(slot)
+                emptied.append(i)
+        with _into(errors):
+            if self._publisher:
+                self._publisher.withdraw(self._index, targets)
+            by_slab = itertools.groupby(
+                sorted(emptied, key=lambda i: int(sources[i])), lambda i: int(sources[i]) // self.header.slots_per_slab
+            )
+            for number, places in by_slab:
+                with _into(errors), self._excess_slab(number) as slab:
+                    for i in places:
+                        with _into(errors):
+                            self._move(slab, int(sources[i]), int(targets[i]), records[i], buffer)
+                            arrived[i] = True
+        return arrived, errors[0] if errors else None
 
     @contextmanager
     def _excess_slab(self, number: int) -> Iterator[StoredFile]:
@@ -409,14 +415,6 @@ class SlabFiles:
 
     def _empty_record(self, slot: int) -> None:
         _write_all(self._index, [EMPTY_RECORD], record_offset(slot))
-
-    def _try(self, do: Callable[[], None]) -> bool:
-        try:
-            do()
-        except OSError as error:
-            logger.debug("kvoffload: disk tier: a block cannot be moved (%s)", error)
-            return False
-        return True
 
     def cut(self) -> None:
         """Removes the slots beyond the budget. Raises OSError."""
@@ -595,6 +593,15 @@ def _check_slots(slot_bytes: Sequence[int]) -> None:
             f"blocks of {format_bytes(sum(slot_bytes))}: the disk tier takes at most {format_bytes(MAX_BLOCK_BYTES)}; "
             "set a smaller block size"
         )
+
+
+@contextmanager
+def _into(errors: list[OSError]) -> Iterator[None]:
+    """Returns a context that is left at an OSError, which is added to ``errors``."""
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)
 
 
 def _write_all(file: StoredFile, buffers: Sequence[ByteArray], offset: int) -> None:

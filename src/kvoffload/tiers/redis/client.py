@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.printable import printable
-from kvoffload.tiers.redis.location import Address, parse_address, parse_url
+from kvoffload.tiers.redis.location import NOWHERE, Address, parse_address, parse_url
 from kvoffload.tiers.redis.login import Login, explain
-from kvoffload.tiers.redis.nodes import Nodes, share_of
+from kvoffload.tiers.redis.nodes import NO_ADDRESS, Nodes, share_of
 from kvoffload.tiers.redis.stream import MAX_LINE_CHARS, Buffer, ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.units import format_bytes
@@ -155,6 +155,10 @@ class RedisClient(StoreClient):
     ) -> None:
         """Sends the commands about the names at ``indexes`` to a node, the first of ``num_nodes`` that share the time
         that is left, and takes its replies."""
+        if address == NOWHERE:
+            call.note(NO_ADDRESS)
+            self._nodes.note_lost()
+            return
         if self._nodes.rests(address):
             call.note(f"{address}: it did not answer in time, and is not asked for a while")
             self._nodes.note_lost()

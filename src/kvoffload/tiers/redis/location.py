@@ -31,6 +31,10 @@ class Address(NamedTuple):
         return f"{host}:{self.port}" if self.port else self.host
 
 
+NOWHERE = Address("", 0)
+"""Stands for a node that has parts of a Cluster's names, but no address by which it can be reached."""
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """``seeds``: a server, or some nodes of a Cluster, which know the others."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvoffload.tiers.redis.location import Address, node_address
+from kvoffload.tiers.redis.location import NOWHERE, Address, node_address
 from kvoffload.tiers.redis.login import Login, explain
 from kvoffload.tiers.redis.stream import ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import StoreError
@@ -40,6 +40,10 @@ REST_S = 5.0
 SERVER_REST_S = 1.0
 """The same for a server that is no Cluster: calls that waited behind the one that has failed would outlast their
 deadlines."""
+NO_ADDRESS = (
+    "the Cluster names nodes without an address that can be used; set cluster-announce-hostname on each node, or "
+    "cluster-preferred-endpoint-type ip"
+)
 
 
 class Node:
@@ -116,7 +120,7 @@ class Nodes:
     @property
     def first(self) -> Node:
         """The server that is not part of a Cluster, or any node."""
-        return self.node(self._map[1][0])
+        return self.node(next(owner for owner in self._map[1] if owner != NOWHERE))
 
     def node(self, address: Address) -> Node:
         found = self._nodes.get(address)
@@ -128,7 +132,7 @@ class Nodes:
         return self._nodes.setdefault(address, Node(address, self._login, max_idle))
 
     def split(self, names: Sequence[str]) -> dict[Address, list[int]]:
-        """Returns the indexes of the names that each node has."""
+        """Returns the indexes of the names that each node has; NOWHERE has those of nodes without an address."""
         if self._is_stale:
             self._refresh()
         ends, owners = self._map
@@ -205,17 +209,20 @@ class Nodes:
         parts = sorted(_parts(reply, asked))
         if not parts:
             raise StoreError(f"{asked}: its Cluster has no nodes with slots yet")
+        if all(nodes[0] == NOWHERE for _, nodes in parts):
+            raise StoreError(f"{asked}: {NO_ADDRESS}")
         self._learn([end for end, _ in parts], [nodes[0] for _, nodes in parts], *(nodes for _, nodes in parts))
 
     def _learn(self, ends: list[int], owners: list[Address], *nodes: list[Address]) -> None:
-        known = frozenset(self._seeds).union(*nodes)
+        known = frozenset(self._seeds).union(*nodes) - {NOWHERE}
         if len(known) > MAX_NODES + len(self._seeds):
             raise StoreError(f"{owners[0]}: its Cluster has {len(known)} nodes, and {MAX_NODES} is the most")
         self._known, self._map = known, (ends, owners)
         for address in list(self._nodes):
             if address not in known:
                 self._nodes.pop(address).close()
-        self._rests = {address: until for address, until in self._rests.items() if address in known}
+        # Other threads may add to it meanwhile.
+        self._rests = {address: until for address, until in self._rests.copy().items() if address in known}
 
     def close(self) -> None:
         for node in list(self._nodes.values()):
@@ -230,19 +237,19 @@ def share_of(deadline: float, num_nodes: int) -> float:
 
 
 def _parts(reply: Reply, asked: Address) -> Iterator[tuple[int, list[Address]]]:
-    """Yields the last slot of each range, and the nodes that have it, its owner first. Raises StoreError."""
+    """Yields the last slot of each range, and the nodes that have it, its owner first: NOWHERE if that is named by no
+    address. Raises StoreError."""
     for part in reply if isinstance(reply, list) else []:
-        nodes: list[Address | None] = []
         match part:
-            case [int(), int(end), *described]:
-                nodes = [_described(each, asked) for each in described]
-        if not nodes or nodes[0] is None:
-            raise StoreError(f"{asked}: its answer about the Cluster's slots cannot be read")
-        yield end, [node for node in nodes if node is not None]
+            case [int(), int(end), owner, *replicas]:
+                others = (_described(each, asked) for each in replicas)
+                yield end, [_described(owner, asked), *(node for node in others if node != NOWHERE)]
+            case _:
+                raise StoreError(f"{asked}: its answer about the Cluster's slots cannot be read")
 
 
-def _described(node: Reply, asked: Address) -> Address | None:
+def _described(node: Reply, asked: Address) -> Address:
     match node:
         case [bytes() | None as host, int(port), *_]:
-            return node_address((host or b"").decode("ascii", "replace"), port, asked)
-    return None
+            return node_address((host or b"").decode("ascii", "replace"), port, asked) or NOWHERE
+    return NOWHERE

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 
 from kvoffload.abc import KVOffloadError
@@ -55,10 +56,14 @@ def main(descriptor: int) -> None:
     if kind is not Kind.SETUP:
         return
     setup = Setup.unpack(body)
-    with GrowthWatch(setup.client_bytes) as watch:
+    with ExitStack() as stack:
         try:
+            module, _, name = setup.client.partition(":")
+            connect = getattr(importlib.import_module(module), name)
+            # What the module and its libraries take is not counted.
+            watch = stack.enter_context(GrowthWatch(setup.client_bytes))
             with watch.asking():
-                server = _Server(setup, connection, watch)
+                server = _Server(setup, connect, connection, watch)
         except (KVOffloadError, ImportError) as error:
             connection.send(Kind.NOTE, str(error).encode(errors="replace"))
             return
@@ -107,9 +112,9 @@ class _Server:
     """Runs requests with the client of ``setup``. Lookups and removals have a thread of their own, so that they do not
     queue behind reads and writes, and neither do reads behind writes."""
 
-    def __init__(self, setup: Setup, connection: _Connection, watch: GrowthWatch) -> None:
-        module, _, name = setup.client.partition(":")
-        connect: Callable[..., StoreClient] = getattr(importlib.import_module(module), name)
+    def __init__(
+        self, setup: Setup, connect: Callable[..., StoreClient], connection: _Connection, watch: GrowthWatch
+    ) -> None:
         self._setup = setup
         self._connection = connection
         self._watch = watch

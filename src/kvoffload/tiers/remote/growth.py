@@ -21,6 +21,7 @@ MAX_GROWTH_BYTES = 48 << 20
 INTERVAL_S = 0.01
 """Time between two looks while a request is under way: a peer sends a few megabytes meanwhile."""
 IDLE_INTERVAL_S = 0.5
+STATM_BYTES = 256
 
 
 class GrowthWatch:
@@ -28,13 +29,16 @@ class GrowthWatch:
     has grown by more than MAX_GROWTH_BYTES, the ``own_bytes`` of its client and the bytes that are asked for."""
 
     def __init__(self, own_bytes: int = 0) -> None:
-        self._most = _private_bytes() + own_bytes + MAX_GROWTH_BYTES
+        self._most = own_bytes + MAX_GROWTH_BYTES
         self._asked = self._num_calls = 0
         self._lock = threading.Lock()
         self._busy = threading.Event()
         self._ended = threading.Event()
 
     def __enter__(self) -> GrowthWatch:
+        # It stays open: the process may run out of descriptors.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._before = self._private_bytes()
         threading.Thread(target=self._run, name="memory", daemon=True).start()
         return self
 
@@ -63,25 +67,30 @@ class GrowthWatch:
     def _run(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             self._busy.wait(IDLE_INTERVAL_S)
-            if self._is_beyond() and self._is_beyond(after_trim=True):
-                most = format_bytes(self._most + self._asked)
-                print(
-                    f"the store sends more than it was asked for: this process has more than {most} of memory, and is "
-                    "ended; see what answers at the store's address",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os._exit(1)
+            with suppress(OSError):
+                if self._is_beyond() and self._is_beyond(after_trim=True):
+                    self._end()
+        os.close(self._statm)
 
     def _is_beyond(self, after_trim: bool = False) -> bool:
         if after_trim:
             # What was freed may still count.
             with suppress(AttributeError, OSError):
                 ctypes.CDLL(None).malloc_trim(0)
-        return _private_bytes() > self._most + self._asked
+        return self._private_bytes() > self._before + self._most + self._asked
 
+    def _private_bytes(self) -> int:
+        resident, shared = os.pread(self._statm, STATM_BYTES, 0).split()[1:3]
+        return (int(resident) - int(shared)) * mmap.PAGESIZE
 
-def _private_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        resident, shared = file.read().split()[1:3]
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
+    def _end(self) -> None:
+        most = format_bytes(self._most + self._asked)
+        with suppress(OSError):
+            print(
+                f"this process has taken more than {most} of memory beside its libraries, and is ended. Either the "
+                "store sends more than it was asked for: see what answers at the store's address. Or the client needs "
+                "more for itself: set client_bytes in the class of the tier's configuration",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(1)

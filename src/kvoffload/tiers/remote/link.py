@@ -23,6 +23,9 @@ START_DEADLINE_S = 30.0
 RENEW_AFTER_S = 30.0
 """A process that has answered nothing but failures for so long is replaced: a new one reads files with secrets and
 certificates again, and learns anew what it knows about the store."""
+MIN_FAILURES = 4
+MAX_FAILURE_GAP_S = 150.0
+"""Failures with a longer time between them say nothing about that time. The circuit breaker pauses for up to 60 s."""
 FIRST_PAUSE_S = 1.0
 """The pause before the first restart; doubled with every further one that follows without an answer of the store."""
 MAX_PAUSE_S = 60.0
@@ -61,8 +64,9 @@ class StoreLink:
         self._start_at = clock()
         """When to start the process next."""
         self._start_deadline = float("inf")
-        self._failing_since: float | None = None
-        """Since when all answers of the process are failures."""
+        self._num_failures = 0
+        """Answers in a row that are failures, and when the first and the last of them came."""
+        self._failing_since = self._failed_at = float("-inf")
         self._was_ready = False
         self._is_closed = False
         self._log = LimitedLog(logger, clock)
@@ -115,13 +119,14 @@ class StoreLink:
         return answers
 
     def _watch_failures(self, response: Response) -> None:
-        now = self._clock()
         if any(status is not Status.FAILED for status in response.statuses):
-            self._failing_since = None
-        elif self._failing_since is None:
-            self._failing_since = now
-        elif now - self._failing_since >= RENEW_AFTER_S:
-            self._kill(f"has answered nothing but failures for {RENEW_AFTER_S:g} s")
+            self._num_failures = 0
+            return
+        now = self._clock()
+        if not self._num_failures or now - self._failed_at > MAX_FAILURE_GAP_S:
+            self._num_failures, self._failing_since = 0, now
+        self._num_failures += 1
+        self._failed_at = now
 
     def _ready(self) -> None:
         if not self._was_ready:
@@ -131,6 +136,8 @@ class StoreLink:
         # Requests of one kind are in the order of their deadlines, and there are only a few.
         if self._under_way and min(deadline for _, deadline in self._under_way.values()) <= self._clock():
             self._kill("did not answer a request in time")
+        elif self._num_failures >= MIN_FAILURES and self._failed_at - self._failing_since >= RENEW_AFTER_S:
+            self._kill(f"has answered nothing but failures for {RENEW_AFTER_S:g} s")
 
     def _down(self) -> list[Answer]:
         now = self._clock()
@@ -139,7 +146,7 @@ class StoreLink:
         self.num_in_flight = 0
         if self._was_ready or self._start_deadline != float("inf"):
             # It has ended since it was started.
-            self._was_ready, self._start_deadline, self._failing_since = False, float("inf"), None
+            self._was_ready, self._start_deadline, self._num_failures = False, float("inf"), 0
             self._start_at = now + self._pause * (0.5 + self._random() / 2)
             self._log.warning(
                 "%s: the process of its client has ended; its blocks are misses. It is started again in %.1f s",

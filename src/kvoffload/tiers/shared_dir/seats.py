@@ -48,7 +48,7 @@ HEARTBEAT_VERSION = 1
 GATE_NAME = "gate"
 """The folder whose lock a process holds while it chooses a seat."""
 CLOCK_NAME = "clock"
-"""A file in GATE_NAME, whose time is the medium's."""
+"""A file in GATE_NAME, or for a moment beside it, whose time is the medium's."""
 BEAT_S = 3.0
 SILENT_S = 60.0
 GONE_AFTER_S = 3600
@@ -291,6 +291,10 @@ def _alone(root: Storage, sleep: Callable[[float], None]) -> Iterator[float]:
             if isinstance(error, OSError) and error.errno in NO_LOCK_ERRORS:
                 raise
             _log_unusable(GATE_NAME, error)
+            # Without the medium's time, no silent seat would ever be adopted.
+            with suppress(OSError):
+                now = _write(root, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
+                root.remove("", CLOCK_NAME)
         yield now
     finally:
         if gate is not None:
