@@ -100,6 +100,8 @@ class RequestState:
     """When it has ended: where it has continued from a state, and where states of it are kept."""
     computed_at_load: int = 0
     """Tokens that the device held when blocks were last allocated to it."""
+    loaded_end: int = 0
+    """The token with which its last load ended, if that has not failed; 0 if it has loaded nothing since."""
     num_jobs: int = 0
     """Jobs in progress."""
 
