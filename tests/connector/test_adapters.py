@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvoffload.abc import OffloadKey, Request
+from kvoffload.abc import MissReason, OffloadKey, Request
 from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES
 from kvoffload.connector import adapter_book
 from kvoffload.connector.adapters import DROPPED, NO_ADAPTER, UNREADABLE, Adapter, Need
@@ -141,6 +141,7 @@ def test_an_unknown_adapter_is_neither_loaded_nor_stored(trouble: str) -> None:
     assert not rig.start(request).stores
     rig.half.request_finished(request)
     assert not rig.step().stores
+    assert [record.reason for record in rig.half.records] == [MissReason.ADAPTER_UNKNOWN]
     if trouble != "no answer":
         # The next request asks again.
         assert found(rig, 1, b"", prompt(9), "next") is None

@@ -3,8 +3,8 @@
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
 requests may complete a block, ``states`` which states are kept, ``jobs`` has the copies in progress, ``shelf`` keeps
-contents over a pause, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes
-them on.
+contents over a pause, ``adapter_book`` knows the bytes of adapters, ``observer`` makes records and metrics. The
+scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
