@@ -114,8 +114,8 @@ class LoadedAdapters:
     def __init__(self) -> None:
         self.loaded: dict[int, bytes] = {}
         self.delay = 0
-        self.is_slow = False
-        """Whether a check never ends."""
+        self.slow_checks: list[Future[bool]] | None = None
+        """Checks, if they do not end by themselves."""
         self._seen: dict[int, bytes] = {}
         self._asked: dict[int, bytes] = {}
 
@@ -140,8 +140,10 @@ class LoadedAdapters:
 
     def check(self, need: Need) -> Future[bool]:
         result: Future[bool] = Future()
-        if not self.is_slow:
+        if self.slow_checks is None:
             result.set_result(self.loaded.get(need.adapter) in need.digests)
+        else:
+            self.slow_checks.append(result)
         return result
 
 

@@ -786,13 +786,26 @@ def test_a_load_for_other_bytes_of_an_adapter_fails(device: Device, now: bytes |
 
 def test_a_load_does_not_wait_for_a_check_that_never_ends(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = LoadedAdapters()
-    adapters.is_slow = True
+    adapters.slow_checks = []
     worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
     step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"right"]))}))
     assert step(worker) == (set(), set(), set())
     later = time.monotonic() + CHECK_DEADLINE_S
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert step(worker) == ({"r"}, {4}, set())
+
+
+@pytest.mark.parametrize("is_reread", [False, True])
+def test_an_adapter_that_is_loaded_during_the_check_of_its_files_counts(device: Device, is_reread: bool) -> None:
+    """Except for a request for which the files are read again."""
+    adapters = LoadedAdapters()
+    checks = adapters.slow_checks = []
+    worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
+    step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"files"]), is_reread)}))
+    adapters.loaded = {3: b"other"}
+    assert step(worker) == (set(), set(), set())
+    checks[0].set_result(True)
+    assert step(worker) == ({"r"}, set() if is_reread else {4}, set())
 
 
 def test_a_step_that_has_computed_with_other_bytes_says_so(device: Device) -> None:
