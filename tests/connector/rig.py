@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvoffload.abc import (
 from kvoffload.cache.keys import hash_blocks, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.adapters import DROPPED, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 
@@ -103,6 +105,46 @@ class FakeRequest:
         if self._hashed[0] != self.tokens:
             self._hashed = list(self.tokens), hash_blocks(self.tokens, self.hash_tokens)
         return self._hashed[1]
+
+
+class LoadedAdapters:
+    """A watch over adapters that are a number each. Digests of those that are not loaded take as many calls of
+    ``answers`` as ``delay`` says."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, bytes] = {}
+        self.delay = 0
+        self.slow_checks: list[Future[bool]] | None = None
+        """Checks, if they do not end by themselves."""
+        self._seen: dict[int, bytes] = {}
+        self._asked: dict[int, bytes] = {}
+
+    def changes(self) -> Mapping[int, bytes]:
+        dropped = dict.fromkeys(self._seen.keys() - self.loaded.keys(), DROPPED)
+        new = dict(self.loaded.items() - self._seen.items())
+        self._seen = dict(self.loaded)
+        return dropped | new
+
+    def ask(self, question: int, adapter: Adapter) -> None:
+        self._asked[question] = self.loaded.get(adapter.number, adapter.handle)
+
+    def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
+        if self.delay:
+            self.delay -= 1
+            return {}
+        asked, self._asked = self._asked, {}
+        return asked
+
+    def digest(self, number: int) -> bytes:
+        return self._seen.get(number, DROPPED)
+
+    def check(self, need: Need) -> Future[bool]:
+        result: Future[bool] = Future()
+        if self.slow_checks is None:
+            result.set_result(self.loaded.get(need.adapter) in need.digests)
+        else:
+            self.slow_checks.append(result)
+        return result
 
 
 @dataclass

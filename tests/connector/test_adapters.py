@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from kvoffload.abc import OffloadKey, Request
+from kvoffload.abc import MissReason, OffloadKey, Request
 from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES
 from kvoffload.connector import adapter_book
-from kvoffload.connector.adapters import DROPPED, NO_ADAPTER, UNREADABLE, Adapter
+from kvoffload.connector.adapters import DROPPED, NO_ADAPTER, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from tests.connector.rig import FakeRequest, Rig, only, prompt
+from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.transfer.inline import InlineTransfer
+from tests.connector.rig import FakeRequest, LoadedAdapters, Rig, only, prompt
 
 TENANT = b"t" * NAMESPACE_BYTES
 
@@ -30,8 +34,8 @@ def rig_of(num_workers: int = 1) -> Rig:
     return Rig(num_workers=num_workers, options={"adapter_of": adapter_of, "namespace": TENANT})
 
 
-def using(number: int, tokens: list[int], name: str = "r", is_reread: bool = False) -> AdapterRequest:
-    return AdapterRequest(name, tokens, adapter=Adapter(number, f"adapter {number}", is_reread))
+def using(number: int, tokens: list[int], name: str = "r", is_reread: bool = False, source: str = "") -> AdapterRequest:
+    return AdapterRequest(name, tokens, adapter=Adapter(number, f"adapter {number}", is_reread, source=source))
 
 
 def answer(rig: Rig, *digests: bytes, meta: StepMeta | None = None) -> None:
@@ -44,6 +48,25 @@ def answer(rig: Rig, *digests: bytes, meta: StepMeta | None = None) -> None:
 def say(rig: Rig, number: int, digest: bytes) -> None:
     """A worker has loaded, or dropped, an adapter."""
     rig.half.update_connector_output(WorkerReport(adapters={number: {digest}}))
+
+
+def compute(rig: Rig, meta: StepMeta, loaded: dict[int, bytes]) -> None:
+    """A worker computes a step with the adapters that are loaded, and reports the stores of the step."""
+    adapters = LoadedAdapters()
+    worker = OffloadingConnectorWorker(InlineTransfer([], np.zeros((1, 4096), np.uint8)), adapters=adapters)
+    adapters.loaded = loaded
+    # These were reported before.
+    adapters.changes()
+    worker.end_step(StepMeta(computes_with=meta.computes_with))
+    report = worker.take_report()
+    if report is not None:
+        rig.half.update_connector_output(report)
+    rig.report(*meta.stores)
+
+
+def end(rig: Rig, request: FakeRequest) -> None:
+    rig.half.request_finished(request)
+    rig.step()
 
 
 def store(rig: Rig, number: int, digest: bytes, tokens: list[int]) -> None:
@@ -118,14 +141,12 @@ def test_an_unknown_adapter_is_neither_loaded_nor_stored(trouble: str) -> None:
     assert not rig.start(request).stores
     rig.half.request_finished(request)
     assert not rig.step().stores
+    assert [record.reason for record in rig.half.records] == [MissReason.ADAPTER_UNKNOWN]
     if trouble != "no answer":
         # The next request asks again.
         assert found(rig, 1, b"", prompt(9), "next") is None
         assert rig.look_up(using(1, prompt(9), "last")) == (None, False)
         answer(rig, b"digest", b"digest")
-    else:
-        question = rig.half.adapters
-        assert question.digests(Adapter(1, "")) is None
 
 
 def test_an_adapter_that_was_dropped_is_asked_for_again() -> None:
@@ -155,7 +176,7 @@ def test_a_load_says_which_bytes_it_needs() -> None:
     request = using(1, prompt(9))
     meta = rig.load(request)
     job, _ = only(meta.loads)
-    assert {job: (1, frozenset([b"old"]))} == meta.needs
+    assert {job: Need(1, frozenset([b"old"]))} == meta.needs
 
 
 @pytest.mark.parametrize("when", ["running", "finished", "waiting"])
@@ -223,3 +244,144 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         found(rig, number, b"digest", prompt(9), f"r{number}")
     assert [number for number in range(5) if rig.half.adapters.digests(Adapter(number, "")) is not None] == [2, 3, 4]
     assert len(rig.step().questions) == 2
+
+
+@pytest.mark.parametrize("loaded", [b"A", b"B"])
+def test_what_a_batch_has_computed_with_other_bytes_than_planned_is_not_stored(loaded: bytes) -> None:
+    """Of requests that name an adapter with and without reading it again, the engine heeds one."""
+    rig = rig_of()
+    store(rig, 1, b"A", prompt(4, 90))
+    inplace, plain = using(1, prompt(8), "in place", is_reread=True), using(1, prompt(8, 200), "plain")
+    assert rig.look_up(inplace) == (None, False)
+    assert rig.look_up(plain) == (0, False), "it uses what is loaded"
+    answer(rig, b"B")
+    ids = {request: rig.new_blocks(2) for request in (inplace, plain)}
+    for request, blocks in ids.items():
+        assert rig.look_up(request) == (0, False)
+        rig.allocate(request, blocks)
+    meta = rig.step({inplace: 8, plain: 8}, new={request.request_id: blocks for request, blocks in ids.items()})
+    assert meta.stores
+    if loaded == b"B":
+        say(rig, 1, b"B")
+    compute(rig, meta, {1: loaded})
+    for request in ids:
+        end(rig, request)
+    found_of = {
+        (request.request_id, digest): found(rig, number, digest, [*request.tokens, 1])
+        for number, (request, digest) in enumerate(itertools.product(ids, (b"A", b"B")), start=2)
+    }
+    right = {("plain", b"A"): 8 if loaded == b"A" else 0, ("in place", b"B"): 8 if loaded == b"B" else 0}
+    assert found_of == dict.fromkeys(found_of, 0) | right
+
+
+def test_a_request_that_uses_what_is_loaded_is_not_offered_what_another_will_read_again() -> None:
+    rig = rig_of()
+    store(rig, 3, b"B", prompt(8))
+    store(rig, 1, b"A", prompt(4, 90))
+    inplace = using(1, prompt(9), "in place", is_reread=True)
+    assert rig.look_up(inplace) == (None, False)
+    answer(rig, b"B")
+    assert rig.look_up(inplace) == (8, True)
+    assert rig.look_up(using(1, prompt(9), "plain")) == (0, False)
+
+
+def test_an_open_question_is_not_for_a_request_that_reads_again() -> None:
+    rig = rig_of()
+    assert rig.look_up(using(1, prompt(9, 50), "plain")) == (None, False)
+    assert rig.look_up(using(1, prompt(9), "in place", is_reread=True)) == (None, False)
+    assert [asked.is_reread for asked in rig.step().questions.values()] == [False, True]
+
+
+def test_digests_of_two_ranks_that_read_different_bytes_are_those_of_neither() -> None:
+    rig = rig_of(num_workers=2)
+    request = using(1, prompt(8))
+    assert rig.look_up(request) == (None, False)
+    answer(rig, b"A0", b"B1")
+    meta = rig.start(request)
+    rig.half.update_connector_output(WorkerReport(adapters={1: {b"B0", b"B1"}}))
+    rig.report(*meta.stores, times=2)
+    end(rig, request)
+    for number, name in ((2, b"A"), (3, b"B")):
+        reader = using(number, prompt(9), f"reader {number}")
+        assert rig.look_up(reader) == (None, False)
+        answer(rig, name + b"0", name + b"1")
+        assert rig.look_up(reader) == (0, False)
+
+
+def test_an_answer_that_comes_after_other_bytes_were_loaded_does_not_count() -> None:
+    rig = rig_of(num_workers=2)
+    request = using(1, prompt(8))
+    assert rig.look_up(request) == (None, False)
+    meta = rig.step()
+    answer(rig, b"A0", meta=meta)
+    rig.half.update_connector_output(WorkerReport(adapters={1: {b"B0", b"B1"}}))
+    answer(rig, b"A1", meta=meta)
+    assert rig.look_up(request) == (None, False)
+    again = rig.step()
+    assert len(again.questions) == 1
+    answer(rig, b"B0", b"B1", meta=again)
+    assert rig.look_up(request) == (0, False)
+
+
+def test_another_source_under_the_same_number_is_asked_for() -> None:
+    rig = rig_of()
+    for source in ("one path", "other path"):
+        request = using(1, prompt(9), source, source=source)
+        assert rig.look_up(request) == (None, False)
+        answer(rig, b"digest")
+        assert rig.look_up(request) == (0, False)
+        end(rig, request)
+
+
+def test_a_prompt_that_is_loaded_whole_stores_what_follows() -> None:
+    """The engine computes its last token again, in a block that the request has loaded itself."""
+    rig = rig_of()
+    writer = AdapterRequest("writer", prompt(8))
+    rig.report(*rig.start(writer).stores)
+    end(rig, writer)
+    request = AdapterRequest("r", prompt(8))
+    meta = rig.load(request)
+    rig.report(*meta.loads)
+    assert request.num_computed_tokens == 7
+    request.tokens += prompt(8, 70)
+    ids = [*only(meta.loads)[1].device.block_ids.tolist(), *rig.new_blocks(2)]
+    meta = rig.step({request: 9}, new={"r": ids})
+    assert meta.stores
+    rig.report(*meta.stores)
+    end(rig, request)
+    turn = AdapterRequest("turn", request.tokens + prompt(8, 170))
+    rig.look_up(turn, 16)
+    ids += rig.new_blocks(2)
+    rig.allocate(turn, ids)
+    turn.num_computed_tokens = 16
+    assert rig.step({turn: 8}, new={"turn": ids}).stores
+
+
+def test_a_question_that_is_never_answered_costs_one_wait() -> None:
+    rig = rig_of()
+    waits = []
+    for i in range(4):
+        request = using(1, prompt(9), f"r{i}")
+        waits.append(rig.look_up(request) == (None, False))
+        rig.step()
+        rig.clock.now += 1.1
+        assert rig.look_up(request) == (0, False)
+        rig.half.request_finished(request)
+    assert waits == [True, False, False, False]
+    # A worker has loaded it, and can answer without reading files.
+    say(rig, 1, b"loaded")
+    assert found(rig, 1, b"loaded", prompt(9)) == 0
+    rig.clock.now += adapter_book.ASK_AGAIN_S
+    assert rig.look_up(using(1, prompt(9), "last")) == (0, False), "the answer is remembered"
+
+
+def test_a_lost_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_book, "MAX_ASKED", 1)
+    rig = rig_of()
+    assert rig.look_up(using(1, prompt(9), "one")) == (None, False)
+    assert len(rig.step().questions) == 1
+    rig.clock.now += 1.1
+    assert rig.look_up(using(2, prompt(9), "two")) == (0, False), "nobody can be asked about another one"
+    rig.clock.now += adapter_book.ASK_AGAIN_S
+    assert rig.look_up(using(1, prompt(9), "three")) == (None, False)
+    assert len(rig.step().questions) == 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Transfer, TransferResult, TransferSpec
 from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
+from kvoffload.connector.worker import CHECK_DEADLINE_S, IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.testing.faults import WrappedTransfer
 from kvoffload.transfer.inline import InlineTransfer
+from tests.connector.rig import LoadedAdapters
 
 LAYERS, BLOCKS, PAGE = 2, 8, 16
 NOTHING = StepMeta()
@@ -745,36 +747,6 @@ def test_a_check_of_weights_that_raises_switches_offloading_off(
 # Adapters.
 
 
-class LoadedAdapters:
-    """A watch over adapters that are a number each. Digests of those that are not loaded take as many calls of
-    ``answers`` as ``delay`` says."""
-
-    def __init__(self) -> None:
-        self.loaded: dict[int, bytes] = {}
-        self.delay = 0
-        self._seen: dict[int, bytes] = {}
-        self._asked: dict[int, bytes] = {}
-
-    def changes(self) -> Mapping[int, bytes]:
-        dropped = dict.fromkeys(self._seen.keys() - self.loaded.keys(), DROPPED)
-        new = dict(self.loaded.items() - self._seen.items())
-        self._seen = dict(self.loaded)
-        return dropped | new
-
-    def ask(self, question: int, adapter: Adapter) -> None:
-        self._asked[question] = self.loaded.get(adapter.number, adapter.handle)
-
-    def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
-        if self.delay:
-            self.delay -= 1
-            return {}
-        asked, self._asked = self._asked, {}
-        return asked
-
-    def has(self, need: Need) -> bool:
-        return self.loaded.get(need.adapter) in need.digests
-
-
 def test_adapters_that_a_step_has_loaded_and_answers_are_reported(device: Device) -> None:
     adapters = LoadedAdapters()
     worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
@@ -812,7 +784,46 @@ def test_a_load_for_other_bytes_of_an_adapter_fails(device: Device, now: bytes |
     assert step(worker, IDLE) == ({"r"}, failed, set())
 
 
-@pytest.mark.parametrize("call", ["changes", "ask", "answers", "has"])
+def test_a_load_does_not_wait_for_a_check_that_never_ends(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = LoadedAdapters()
+    adapters.slow_checks = []
+    worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
+    step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"right"]))}))
+    assert step(worker) == (set(), set(), set())
+    later = time.monotonic() + CHECK_DEADLINE_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert step(worker) == ({"r"}, {4}, set())
+
+
+@pytest.mark.parametrize("is_reread", [False, True])
+def test_an_adapter_that_is_loaded_during_the_check_of_its_files_counts(device: Device, is_reread: bool) -> None:
+    """Except for a request for which the files are read again."""
+    adapters = LoadedAdapters()
+    checks = adapters.slow_checks = []
+    worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
+    step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"files"]), is_reread)}))
+    adapters.loaded = {3: b"other"}
+    assert step(worker) == (set(), set(), set())
+    checks[0].set_result(True)
+    assert step(worker) == ({"r"}, set() if is_reread else {4}, set())
+
+
+def test_a_step_that_has_computed_with_other_bytes_says_so(device: Device) -> None:
+    adapters = LoadedAdapters()
+    worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
+    adapters.loaded = {3: b"loaded"}
+    step(worker)
+    assert worker.take_report() == WorkerReport(adapters={3: {b"loaded"}})
+    one, both, other = frozenset([b"loaded"]), frozenset([b"loaded", b"of another rank"]), frozenset([b"other"])
+    step(worker, StepMeta(computes_with={3: {one, both}}))
+    assert worker.take_report() is None
+    step(worker, StepMeta(computes_with={3: {one, other}}))
+    assert worker.take_report() == WorkerReport(adapters={3: {b"loaded"}})
+    step(worker, StepMeta(computes_with={4: {one}}))
+    assert worker.take_report() == WorkerReport(adapters={4: {UNREADABLE}})
+
+
+@pytest.mark.parametrize("call", ["changes", "ask", "answers", "check"])
 def test_a_watch_over_adapters_that_raises_costs_no_step(
     device: Device, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:

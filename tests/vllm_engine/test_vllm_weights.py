@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -373,6 +375,10 @@ def need(*seeds: int) -> Need:
     return Need(1, frozenset(digest_of(Lora(seed)) for seed in seeds))
 
 
+def fits(watch: WorkerAdapters, wanted: Need) -> bool:
+    return watch.check(wanted).result(timeout=DEADLINE_S)
+
+
 def test_every_value_of_an_adapter_counts() -> None:
     adapter, seen = Lora(1), {right := digest_of(Lora(1)), digest_of(Lora(2))}
     for layer in adapter.loras.values():
@@ -399,9 +405,9 @@ def test_adapters_are_those_that_are_loaded() -> None:
     assert watch.changes() == {}
     manager.loaded = {1: Lora(3)}
     assert watch.changes() == {1: digest_of(Lora(3)), 2: DROPPED}
-    assert watch.has(need(3))
-    assert watch.has(need(1, 3))
-    assert not watch.has(need(1))
+    assert fits(watch, need(3))
+    assert fits(watch, need(1, 3))
+    assert not fits(watch, need(1))
 
 
 def test_an_adapter_that_is_not_loaded_is_read_while_its_files_stay_the_same(
@@ -417,16 +423,18 @@ def test_an_adapter_that_is_not_loaded_is_read_while_its_files_stay_the_same(
     for _ in range(3):
         assert ask(watch, adapter) == digest_of(Lora(1))
     assert manager.num_read == 3
-    assert watch.has(need(1))
+    assert fits(watch, need(1))
     lora_file(tmp_path / "a", 2)
-    assert not watch.has(need(1)), "the file is another"
+    assert not fits(watch, need(1)), "the file is another"
     assert ask(watch, adapter) == digest_of(Lora(2))
-    assert watch.has(need(2))
+    assert fits(watch, need(2))
     manager.loaded = {1: Lora(3)}
     watch.changes()
     assert ask(watch, adapter) == digest_of(Lora(3)), "vLLM does not read it again"
     assert ask(watch, lora_file(tmp_path / "a", 4, load_inplace=True)) == digest_of(Lora(4)), "vLLM reads it again"
-    assert watch.has(need(4))
+    assert fits(watch, need(4)._replace(is_reread=True))
+    assert not fits(watch, need(4)), "a request that does not read it again uses what is loaded"
+    assert fits(watch, need(3))
 
 
 def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -434,10 +442,64 @@ def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, caplog: py
     adapter = lora_file(tmp_path / "a", 1)
     tmp_path.joinpath("a", "adapter_model.bin").unlink()
     assert ask(watch, adapter) == UNREADABLE
-    assert not watch.has(need(1))
+    assert not fits(watch, need(1))
     assert "adapter a cannot be read" in caplog.text
     lora_file(tmp_path / "a", 1)
     assert ask(watch, adapter) == digest_of(Lora(1)), "the thread goes on"
+
+
+def test_digests_of_two_ranks_differ() -> None:
+    assert digest_of(Lora(1), 0) == digest_of(Lora(1)) != digest_of(Lora(1), 1)
+
+
+def test_an_answer_is_what_was_loaded_since_the_question(tmp_path: Path) -> None:
+    manager = Manager()
+    watch = WorkerAdapters(manager)
+    adapter = lora_file(tmp_path / "a", 1)
+    watch.ask(5, adapter)
+    manager.loaded = {1: Lora(2)}
+    watch.changes()
+    assert watch.digest(1) == digest_of(Lora(2))
+    assert watch.answers(wait_s=DEADLINE_S) == {5: digest_of(Lora(2))}
+
+
+def test_files_are_read_by_the_thread_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = WorkerAdapters(Manager())
+    threads = []
+    stats_of = adapters_module._stats_of
+
+    def seen(handle: Any) -> list[os.stat_result | None] | None:
+        threads.append(threading.current_thread())
+        return stats_of(handle)
+
+    monkeypatch.setattr(adapters_module, "_stats_of", seen)
+    ask(watch, lora_file(tmp_path / "a", 1))
+    assert fits(watch, need(1))
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+def test_an_adapter_outside_of_directories_is_known_while_it_is_loaded(tmp_path: Path) -> None:
+    """Nothing would show that its files have changed between two reads."""
+    manager = Manager()
+    watch = WorkerAdapters(manager)
+    adapter = Adapter(1, LoRARequest("a", 1, str(tmp_path / "none")))
+    assert ask(watch, adapter) == UNREADABLE
+    assert manager.num_read == 0
+    manager.loaded = {1: Lora(2)}
+    watch.changes()
+    assert ask(watch, adapter) == digest_of(Lora(2))
+
+
+def test_a_loaded_adapter_that_cannot_be_read_concerns_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    manager = Manager()
+    watch = WorkerAdapters(manager)
+    manager.loaded = {1: Lora(1), 2: Lora(2)}
+    manager.loaded[1].loras["plain"].lora_b = object()
+    assert watch.changes() == {1: UNREADABLE, 2: digest_of(Lora(2))}
+    assert watch.changes() == {}
+    assert ask(watch, Adapter(1, None)) == UNREADABLE
+    assert caplog.text.count("cannot be read") == 1
 
 
 def test_adapters_remembered_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,8 @@ class MissReason(enum.StrEnum):
     """The blocks before it are stored, but recurrent layers have no state at their end: none was kept there."""
     NOT_LOOKED_UP = "not_looked_up"
     """The request may not load: its client or its engine said so."""
+    ADAPTER_UNKNOWN = "adapter_unknown"
+    """The bytes of the request's adapter were not known in time, or have changed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def key_group_idx(key: OffloadKey) -> int:
 def root_hash(*extras: str | bytes) -> BlockHash:
     """Returns the parent hash of a request's first block: a digest of everything but the tokens that shapes the KV.
 
-    ``extras`` are, for example, the model fingerprint, a digest of a LoRA adapter's files or a cache salt. Each is
+    ``extras`` are, for example, the model fingerprint, the digests of a LoRA adapter's values or a cache salt. Each is
     framed by its type and length, so that two different lists never give the same bytes.
     """
     h = hashlib.sha256(b"kvoffload.root.1")

@@ -116,6 +116,12 @@ ADVICE = {
         "Nothing to do: its client asked for that (load: false), or the answer needs the whole prompt computed, as "
         "prompt_logprobs, echo with logprobs and embeddings per token do.",
     ),
+    MissReason.ADAPTER_UNKNOWN: Advice(
+        "the bytes of the request's LoRA adapter were not known in time, or had changed",
+        "See the warnings in the server's log. If there are none, raise load_deadline_ms, or load adapters before "
+        "their first requests. Adapters outside of local directories are known once vLLM has loaded them.",
+        True,
+    ),
 }
 
 

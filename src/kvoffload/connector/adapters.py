@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvoffload.abc import Request
 from kvoffload.cache.keys import ADAPTER_BYTES, root_hash
 
 Digests: TypeAlias = frozenset[bytes]
-"""The digests of one adapter on all ranks, which may hold different parts of it. Empty: it could not be read."""
+"""The digests of one adapter on all ranks. No two ranks have the same one, so a mixture of two adapters is a subset of
+neither. Empty: it could not be read."""
 DROPPED = b""
 """Stands for the digest of an adapter that is not loaded any more."""
-UNREADABLE = b""
+UNREADABLE = b"unreadable"
 """Stands for the digest of an adapter that cannot be read."""
 NO_ADAPTER = bytes(ADAPTER_BYTES)
 """Stands in keys for the model alone, where there are adapters."""
@@ -29,6 +31,8 @@ class Adapter(NamedTuple):
     """Whether the engine reads its files again for this request."""
     shapes_all: bool = True
     """Whether its bytes, with the block hashes, determine the KV of this request."""
+    source: str = ""
+    """Where and how the engine reads it. Other bytes may be there later."""
 
 
 AdapterOf: TypeAlias = Callable[[Request], Adapter | None]
@@ -40,6 +44,8 @@ class Need(NamedTuple):
 
     adapter: int
     digests: Digests
+    is_reread: bool = False
+    """See Adapter."""
 
 
 class AdapterWatch(Protocol):
@@ -56,8 +62,12 @@ class AdapterWatch(Protocol):
         """Returns the digests that were found since the last call, by question; UNREADABLE if there is none.
         Waits at most ``wait_s`` for one if there are questions."""
 
-    def has(self, need: Need) -> bool:
-        """Whether the next step with an adapter will use bytes that have one of these digests, as far as is known."""
+    def digest(self, number: int) -> bytes:
+        """Returns the digest of a loaded adapter as of the last call of ``changes``; DROPPED if it is not loaded."""
+
+    def check(self, need: Need) -> Future[bool]:
+        """Finds out whether the next step with an adapter will use bytes that have one of these digests, as far as is
+        known. Does not wait for files."""
 
 
 def variant(digests: Digests) -> bytes:

@@ -19,8 +19,8 @@ wait again. It waits at most this often until it is given device blocks, each ti
 class Lookups:
     """Answers how much of a request can be loaded, using ``hits``, and remembers the answer in the request.
 
-    A request waits for blocks that are being loaded for another request, for a lower tier, and, after a reset, for the
-    comparison of the weights: each time at most ``deadline_s``.
+    A request waits for blocks that are being loaded for another request, for a lower tier, for the digest of its
+    adapter, and, after a reset, for the comparison of the weights: each time at most ``deadline_s``.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvoffload.abc import TransferSpec
-from kvoffload.connector.adapters import Adapter, Need
+from kvoffload.connector.adapters import Adapter, Digests, Need
 
 
 @dataclass(slots=True)
@@ -32,6 +32,8 @@ class StepMeta:
     """Adapters whose digests the scheduler half asks for, by the number of the question."""
     needs: dict[int, Need] = field(default_factory=dict)
     """By job id, the adapter that the request of a load computes with. With other bytes the load fails."""
+    computes_with: dict[int, set[Digests]] = field(default_factory=dict)
+    """By the number of an adapter, the digests for which the keys of the requests stand that this step computes."""
     check_weights: int | None = None
     """The id of a job that compares all weights with those accepted before this epoch, and fails if they differ."""
 
@@ -53,7 +55,8 @@ class WorkerReport:
     answers: dict[int, list[bytes]] = field(default_factory=dict)
     """By question, the digest that each worker has found."""
     adapters: dict[int, set[bytes]] = field(default_factory=dict)
-    """Digests of adapters that workers have loaded, by their number; DROPPED if one is not loaded any more."""
+    """Digests of adapters that workers have loaded, or have computed with although ``computes_with`` says otherwise, by
+    their number; DROPPED if one is not loaded any more."""
     changed_at: int = -1
     """The epoch in which a worker found that its weights have changed; -1 if none did."""
 

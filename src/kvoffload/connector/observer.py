@@ -237,6 +237,9 @@ class RequestObserver:
             else:
                 miss = Miss(MissReason.NOT_LOOKED_UP)
             reason, age_s, missed_in = miss.reason, miss.age_s, miss.tier
+        elif state.has_given_up:
+            reason = MissReason.ADAPTER_UNKNOWN
+        if reason is not None:
             self.metrics.add("misses", label=reason)
         if state.tenant is not None:
             self.metrics.add("tenant_asked_tokens", state.request.num_tokens, label=state.tenant)

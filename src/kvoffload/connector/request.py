@@ -82,6 +82,8 @@ class RequestState:
     adapter: Adapter | None = None
     digests: Digests | None = None
     """The digests of its adapter for which its keys stand; None as long as they are not known."""
+    has_given_up: bool = False
+    """Whether nothing is loaded or stored for it, because its adapter is not known or has changed."""
     tenant: str | None = None
     """Its tenant in metrics; None without configured tenants."""
     phase: Phase = Phase.WAITING
@@ -100,6 +102,8 @@ class RequestState:
     """When it has ended: where it has continued from a state, and where states of it are kept."""
     computed_at_load: int = 0
     """Tokens that the device held when blocks were last allocated to it."""
+    loaded_end: int = 0
+    """The token with which its last load ended, if that has not failed; 0 if it has loaded nothing since."""
     num_jobs: int = 0
     """Jobs in progress."""
 
@@ -149,6 +153,7 @@ class RequestState:
         """Loads and stores nothing more for it: its adapter is not known, or has changed."""
         self.options = replace(self.options, load=False, store=False)
         self.may_load, self.digests, self.match = False, None, None
+        self.has_given_up = True
 
     def extend_keys(self) -> None:
         """Makes the keys of blocks that became whole."""

@@ -3,8 +3,8 @@
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
 requests may complete a block, ``states`` which states are kept, ``jobs`` has the copies in progress, ``shelf`` keeps
-contents over a pause, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes
-them on.
+contents over a pause, ``adapter_book`` knows the bytes of adapters, ``observer`` makes records and metrics. The
+scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -171,10 +171,10 @@ class OffloadingConnectorScheduler:
         self.loads = LoadPlanner(manager, self.layout, self.jobs)
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer)
         self.shelf = Shelf(manager, self.changes, num_workers)
-        self.adapters = AdapterBook(adapter_of, num_workers, self.changes)
+        deadline_s = load_deadline_ms / 1000
+        self.adapters = AdapterBook(adapter_of, num_workers, self.changes, deadline_s, clock)
         self.sound = SoundBlocks(has_adapters=self.adapters.is_used)
         hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})
-        deadline_s = load_deadline_ms / 1000
         self.lookups = Lookups(manager, self.layout, hits, self.shelf, self.adapters, self.changes, deadline_s, clock)
         self._engine_options = engine_options
         self._clock = clock
@@ -218,6 +218,7 @@ class OffloadingConnectorScheduler:
         match, state.match = state.match, None
         state.phase = Phase.RUNNING
         state.computed_at_load = 0 if match is None else match.computed
+        state.loaded_end = 0
         self._next.allocated.add(request.request_id)
         self.observer.allocated(state, match, num_external_tokens)
         state.end_wait()
@@ -239,8 +240,9 @@ class OffloadingConnectorScheduler:
             self._break_load(state.request, blocks, num_tokens)
             return
         self._next.meta.loads[job_id] = spec
+        state.loaded_end = state.computed_at_load + num_tokens
         if state.adapter is not None and state.digests is not None:
-            self._next.meta.needs[job_id] = Need(state.adapter.number, state.digests)
+            self._next.meta.needs[job_id] = Need(state.adapter.number, state.digests, state.adapter.is_reread)
         self.manager.release_request(state.context)
         device_blocks = spec.device.block_ids.tolist()
         self._next.handed_out.update(device_blocks)
@@ -275,6 +277,7 @@ class OffloadingConnectorScheduler:
         meta = upcoming.meta
         meta.check_weights = self.shelf.begin_step(has_tokens)
         meta.questions = self.adapters.take_questions()
+        meta.computes_with = self.adapters.computes_with(step.num_scheduled_tokens, self.requests)
         self._poll()
         if not has_tokens:
             self.manager.wait(IDLE_WAIT_S)
@@ -288,7 +291,8 @@ class OffloadingConnectorScheduler:
             found: Sequence[Sequence[int]] = ()
             if state is not None and req_id in replaced:
                 # Computed blocks were shared with it or loaded; loads have entered theirs.
-                if is_tracking and not state.blocks.are_computed_whole():
+                is_own = state.loaded_end == state.request.num_computed_tokens
+                if is_tracking and not is_own and not state.blocks.are_computed_whole():
                     # The engine has copied a part of a block, which may be of any origin.
                     state.storing = Storing.STALE
                 found, new = state.blocks.replace_tables(new)
@@ -390,7 +394,7 @@ class OffloadingConnectorScheduler:
         state.phase = Phase.RUNNING
         if job.failed:
             state.may_load = False
-            state.blocks.loaded = None
+            state.blocks.loaded, state.loaded_end = None, 0
             self.metrics.add("load_failures")
             if job.epoch == self.shelf.num_resets:
                 self.observer.warn(LOAD_FAILED)

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapters import UNREADABLE, AdapterWatch, Need
+from kvoffload.connector.adapters import DROPPED, UNREADABLE, AdapterWatch, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
@@ -21,6 +22,8 @@ MAX_TRIES = 2
 """How often a job is tried."""
 SUSPEND_DEADLINE_S = 5.0
 """How long ``suspend`` waits for copies in progress."""
+CHECK_DEADLINE_S = 1.0
+"""How long a load that has ended waits for the check of its adapter. After that it counts as failed."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,9 @@ class _Job:
     """Number of the comparison of weights that must have ended before this job is reported as successful."""
     need: Need | None = None
     tries_left: int = MAX_TRIES - 1
+    check: Future[bool] | None = None
+    """Whether ``need`` is fulfilled, asked when the load had ended."""
+    check_until: float = 0.0
 
 
 class OffloadingConnectorWorker:
@@ -157,6 +163,7 @@ class OffloadingConnectorWorker:
         self._finished.released.update(meta.releases)
         if meta.has_tokens:
             self._note_adapters()
+            self._compare_adapters(meta)
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. A step without tokens waits
@@ -248,7 +255,21 @@ class OffloadingConnectorWorker:
                 for number, digest in self.adapters.changes().items():
                     self._report.adapters.setdefault(number, set()).add(digest)
             except Exception:
-                self._give_up()
+                self._lose_adapters()
+
+    def _compare_adapters(self, meta: StepMeta) -> None:
+        """Reports with which bytes the step has computed, where these are not those that it was planned with: vLLM
+        loads one of the adapters that the requests of a batch name under one number, and not at every occasion."""
+        for number, expected in meta.computes_with.items():
+            digest = DROPPED if self.adapters is None else self.adapters.digest(number)
+            if any(digest not in digests for digests in expected):
+                self._report.adapters.setdefault(number, set()).add(digest if digest != DROPPED else UNREADABLE)
+
+    def _lose_adapters(self) -> None:
+        logger.exception(
+            "kvoffload: the adapters of this worker cannot be read any more. Requests with an adapter are not offloaded"
+        )
+        self.adapters = None
 
     def _ask_adapters(self, meta: StepMeta) -> None:
         for question, adapter in meta.questions.items():
@@ -258,7 +279,7 @@ class OffloadingConnectorWorker:
             try:
                 self.adapters.ask(question, adapter)
             except Exception:
-                self._give_up()
+                self._lose_adapters()
                 self._report.answers[question] = [UNREADABLE]
 
     def _take_answers(self, wait_s: float) -> None:
@@ -267,14 +288,29 @@ class OffloadingConnectorWorker:
                 for question, digest in self.adapters.answers(wait_s).items():
                     self._report.answers[question] = [digest]
             except Exception:
-                self._give_up()
+                self._lose_adapters()
 
-    def _has(self, need: Need | None) -> bool:
-        try:
-            return need is None or (self.adapters is not None and self.adapters.has(need))
-        except Exception:
-            logger.exception("kvoffload: the adapter of a load cannot be checked; its request computes instead")
+    def _is_checking(self, job: _Job) -> bool:
+        """Whether the check of the adapter of a load that has ended is in progress. Begins it."""
+        if job.need is None or self.adapters is None:
             return False
+        if job.check is None:
+            try:
+                job.check, job.check_until = self.adapters.check(job.need), time.monotonic() + CHECK_DEADLINE_S
+            except Exception:
+                self._lose_adapters()
+                return False
+        return not job.check.done() and time.monotonic() < job.check_until
+
+    def _has_right_adapter(self, job: _Job) -> bool:
+        """Whether the request of a load will compute with the bytes with which its blocks were computed."""
+        need, check = job.need, job.check
+        if need is None:
+            return True
+        if self.adapters is None or check is None or not (check.done() and check.result()):
+            return False
+        # It may have been loaded during the check.
+        return need.is_reread or self.adapters.digest(need.adapter) in {DROPPED, *need.digests}
 
     def _note_change(self, has_changed: bool) -> None:
         if has_changed:
@@ -337,14 +373,18 @@ class OffloadingConnectorWorker:
             elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
-            elif result.ok and not self._weights.has_answered(job.comparison) and not self._is_outdated(job):
+            elif (
+                result.ok
+                and not self._is_outdated(job)
+                and (not self._weights.has_answered(job.comparison) or self._is_checking(job))
+            ):
                 self._unconfirmed.append(result)
             else:
                 self._end(result, self._jobs.pop(result.job_id))
 
     def _end(self, result: TransferResult, job: _Job) -> None:
         report = self._report
-        ok = result.ok and not self._is_outdated(job) and self._has(job.need)
+        ok = result.ok and not self._is_outdated(job) and self._has_right_adapter(job)
         report.done[result.job_id] = 1
         if not ok:
             report.failed.add(result.job_id)

@@ -13,7 +13,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
@@ -48,21 +50,21 @@ def adapters_of(vllm_config: VllmConfig) -> AdapterOf | None:
             return None
         # vLLM keeps what such an adapter makes of an image under the adapter's name, whatever its bytes.
         has_images = config.enable_tower_connector_lora and bool(request.mm_features)
-        return Adapter(lora.lora_int_id, lora, bool(lora.load_inplace), shapes_all=not has_images)
+        return Adapter(lora.lora_int_id, lora, bool(lora.load_inplace), not has_images, str(_settings(lora)))
 
     return adapter_of
 
 
-def watch_adapters(vllm_config: VllmConfig) -> WorkerAdapters | None:
-    """Returns an AdapterWatch for the worker that calls this. Returns None if it serves no adapters, and also, with a
-    warning, if they cannot be watched: then no request with an adapter loads or stores."""
+def watch_adapters(vllm_config: VllmConfig, rank: int) -> WorkerAdapters | None:
+    """Returns an AdapterWatch for the worker that calls this, number ``rank`` of its engine. Returns None if it serves
+    no adapters, and also, with a warning, if they cannot be watched: then no request with one loads or stores."""
     if vllm_config.lora_config is None:
         return None
     try:
         worker: Any = calling_worker()
         if worker is None:
             raise RuntimeError("no vLLM worker is among the callers")
-        return WorkerAdapters(worker.model_runner.lora_manager)
+        return WorkerAdapters(worker.model_runner.lora_manager, rank)
     except Exception as error:
         logger.warning(
             "kvoffload: the adapters of this worker cannot be read: %s. Requests with an adapter are not offloaded",
@@ -82,8 +84,8 @@ class _Files(NamedTuple):
     """What was read of an adapter that vLLM has not loaded."""
 
     handle: Any
-    state: str | None
-    """Identifies the content of its files; None if they cannot be identified."""
+    state: str
+    """Identifies the content of its files."""
     digest: bytes
 
 
@@ -93,18 +95,21 @@ class WorkerAdapters:
     The digest of an adapter covers every byte that vLLM has made of its files: both matrices of each layer with their
     scale, on this rank. vLLM loads an adapter in the first step that uses it, which is too late for a lookup. So one
     that is not loaded is read by a thread, as vLLM would read it. That is not done again while its files stay as they
-    are.
+    are. One whose files are not in a directory of this machine is known while it is loaded only: nothing would show
+    that they change between this thread's reading and vLLM's.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, rank: int = 0) -> None:
         self._manager = manager
+        self._rank = rank
         self._loaded: dict[int, _Loaded] = {}
         self._files: OrderedDict[int, _Files] = OrderedDict()
-        """Adapters that were read and that vLLM has not loaded since, by their numbers."""
+        """What was read last of the adapters, by their numbers."""
         self._read: OrderedDict[str, bytes] = OrderedDict()
         """Digests by the state of files. Only the thread uses it."""
-        self._questions: queue.SimpleQueue[tuple[int, Adapter]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, int, _Files]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What reads files, for the thread."""
+        self._answers: queue.SimpleQueue[tuple[int, Adapter, _Files | None]] = queue.SimpleQueue()
         self._num_open = 0
         self._thread: threading.Thread | None = None
 
@@ -117,70 +122,97 @@ class WorkerAdapters:
         for number, model in present.items():
             known = self._loaded.get(number)
             if known is None or known.model() is not model:
-                digest = digest_of(model)
+                try:
+                    digest = digest_of(model, self._rank)
+                except Exception:
+                    logger.exception(
+                        "kvoffload: loaded adapter %d cannot be read. Its requests are not offloaded", number
+                    )
+                    digest = UNREADABLE
                 self._loaded[number] = _Loaded(weakref.ref(model), digest)
-                self._files.pop(number, None)
                 changes[number] = digest
         return changes
 
+    def digest(self, number: int) -> bytes:
+        loaded = self._loaded.get(number)
+        return DROPPED if loaded is None else loaded.digest
+
     def ask(self, question: int, adapter: Adapter) -> None:
         self._num_open += 1
-        loaded = None if adapter.is_reread else self._loaded.get(adapter.number)
-        if loaded is not None:
-            self._answers.put((question, adapter.number, _Files(adapter.handle, None, loaded.digest)))
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvoffload-adapters", daemon=True)
-            self._thread.start()
-        self._questions.put((question, adapter))
+        if adapter.is_reread or adapter.number not in self._loaded:
+            self._begin(partial(self._answer, question, adapter))
+        else:
+            self._answers.put((question, adapter, None))
 
     def answers(self, wait_s: float = 0.0) -> Mapping[int, bytes]:
         found: dict[int, bytes] = {}
         while self._num_open:
             try:
-                question, number, files = self._answers.get(block=wait_s > 0, timeout=wait_s or None)
+                question, adapter, files = self._answers.get(block=wait_s > 0, timeout=wait_s or None)
             except queue.Empty:
                 break
             self._num_open, wait_s = self._num_open - 1, 0.0
-            if files.digest != UNREADABLE and (number not in self._loaded or files.handle.load_inplace):
-                self._files[number] = files
+            if files is not None:
+                self._files[adapter.number] = files
                 if len(self._files) > MAX_READ:
                     self._files.popitem(last=False)
-            found[question] = files.digest
+            # It may have been loaded, or dropped, since the question.
+            if not adapter.is_reread and adapter.number in self._loaded:
+                found[question] = self._loaded[adapter.number].digest
+            else:
+                found[question] = UNREADABLE if files is None else files.digest
         return found
 
-    def has(self, need: Need) -> bool:
-        files, loaded = self._files.get(need.adapter), self._loaded.get(need.adapter)
-        if files is not None:
-            return files.digest in need.digests and files.state == state_of(files.handle)
-        return loaded is not None and loaded.digest in need.digests
+    def check(self, need: Need) -> Future[bool]:
+        result: Future[bool] = Future()
+        files = self._files.get(need.adapter)
+        if not need.is_reread and need.adapter in self._loaded:
+            result.set_result(self._loaded[need.adapter].digest in need.digests)
+        elif files is None or files.digest not in need.digests:
+            result.set_result(False)
+        else:
+            self._begin(lambda: result.set_result(state_of(files.handle) == files.state))
+        return result
+
+    def _begin(self, task: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvoffload-adapters", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
 
     def _run(self) -> None:
         while True:
-            question, adapter = self._questions.get()
             try:
-                files = self._read_files(adapter.handle)
-            except Exception as error:
-                logger.warning(
-                    "kvoffload: adapter %s cannot be read from %s: %s. Its requests are computed",
-                    adapter.handle.lora_name,
-                    adapter.handle.lora_path,
-                    error,
-                )
-                files = _Files(adapter.handle, None, UNREADABLE)
-            self._answers.put((question, adapter.number, files))
+                self._tasks.get()()
+            except Exception:
+                logger.exception("kvoffload: the files of an adapter cannot be checked; its request computes instead")
 
-    def _read_files(self, handle: Any) -> _Files:
-        """Returns what vLLM would load for ``handle`` now."""
+    def _answer(self, question: int, adapter: Adapter) -> None:
+        files = None
+        try:
+            files = self._read_files(adapter.handle)
+        except Exception as error:
+            logger.warning(
+                "kvoffload: adapter %s cannot be read from %s: %s. Its requests are computed",
+                adapter.handle.lora_name,
+                adapter.handle.lora_path,
+                error,
+            )
+        self._answers.put((question, adapter, files))
+
+    def _read_files(self, handle: Any) -> _Files | None:
+        """Returns what vLLM would load for ``handle`` now; None if that may change unnoticed."""
         began, before = time.time_ns(), state_of(handle)
-        digest = None if before is None else self._read.pop(before, None)
+        if before is None:
+            return None
+        digest = self._read.pop(before, None)
         if digest is None:
             model = self._manager._load_adapter(handle)
             self._manager._adapter_manager._create_merged_loras_inplace(model)
-            digest = digest_of(model)
+            digest = digest_of(model, self._rank)
             if state_of(handle) != before:
                 raise OSError("its files change")
-        if before is not None and all(state is None or is_settled(state, began) for state in _stats_of(handle) or ()):
+        if all(state is None or is_settled(state, began) for state in _stats_of(handle) or ()):
             self._read[before] = digest
             if len(self._read) > MAX_READ:
                 self._read.popitem(last=False)
@@ -193,8 +225,12 @@ def state_of(handle: Any) -> str | None:
     stats = _stats_of(handle)
     if stats is None:
         return None
-    settings = {name: getattr(handle, name) for name in handle.__struct_fields__ if name not in NAMES}
-    return f"{settings} {[state and content_name(state) for state in stats]}"
+    return f"{_settings(handle)} {[state and content_name(state) for state in stats]}"
+
+
+def _settings(handle: Any) -> dict[str, Any]:
+    """Returns what, besides the files, determines what vLLM makes of them."""
+    return {name: getattr(handle, name) for name in handle.__struct_fields__ if name not in NAMES}
 
 
 def _stats_of(handle: Any) -> list[os.stat_result | None] | None:
@@ -211,10 +247,10 @@ def _stat(path: str) -> os.stat_result | None:
         return None
 
 
-def digest_of(model: Any) -> bytes:
+def digest_of(model: Any, rank: int = 0) -> bytes:
     """Returns the digest of an adapter as vLLM keeps it in host memory: of each layer its matrices, which contain the
-    scale, with their names, types and shapes."""
-    digest = xxhash.xxh3_128()
+    scale, with their names, types and shapes. It differs between ranks also where their values are the same."""
+    digest = xxhash.xxh3_128(f"rank {rank}\n".encode())
     for name, layer in sorted(model.loras.items()):
         for which, values in (("a", layer.lora_a), ("b", layer.lora_b)):
             for i, tensor in enumerate(values if isinstance(values, (list, tuple)) else [values]):

@@ -101,6 +101,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed: dict[str, list[int]] = {}
         """Loads that failed on this rank and are not reported yet, with their device blocks."""
         self._pool: RankPool | None = None
+        self._rank = 0
+        """The index of this rank in its engine."""
         self._layers: tuple[tuple[str, int, str], ...] = ()
         """See ``RankInfo.layers``."""
         self._worker: OffloadingConnectorWorker | None = None
@@ -210,6 +212,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ranks = engine_ranks(self.layout)
+        self._rank = ranks.index
         groups: list[PageGroup] = []
 
         def describe() -> KVShare:
@@ -250,7 +253,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights = watch_weights(self._vllm_config)
-            self.connector_worker.adapters = watch_adapters(self._vllm_config)
+            self.connector_worker.adapters = watch_adapters(self._vllm_config, self._rank)
         return RankInfo(self._pool.handle, self._layers, self.layout.parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
