@@ -133,7 +133,7 @@ def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answ
 @pytest.mark.usefixtures("not_interpreted")
 def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
     """Preemptions, aborts, resets and failing copies, all at once in a small pool."""
-    result = run("storm", seed=1, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.3, **overlaid)
+    result = run("storm", seed=2, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.3, **overlaid)
     assert result["left"] == 0
     for index, (tokens, logprobs) in result["answers"]:
         right = [part[: len(tokens)] for part in answers[index]]

@@ -82,7 +82,7 @@ ADVICE = {
     ),
     MissReason.RESET: Advice(
         "the cache had been reset",
-        "Reset less often: new weights and /reset_prefix_cache?reset_external=true reset the cache.",
+        "Reset less often: new weights, and resets with reset_external=true, empty the cache.",
     ),
     MissReason.COPY_FAILED: Advice("the copy of the block had failed", "See the warnings in the server's log."),
     MissReason.CORRUPT: Advice(
