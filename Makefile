@@ -25,8 +25,8 @@ unexport PYTHONDONTWRITEBYTECODE
 MOONCAKE_LIBRARIES := libcurl4 libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1
 # Programs that tests start, and the Debian packages that have them.
 SERVERS   := redis-server prometheus
-# Number of processes that run the tests.
-JOBS      ?= 2
+# Number of processes that run the tests: one more than cores, because they wait for servers and disks too.
+JOBS      ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 # Options for the program that a target runs, such as ARGS="--seed 3".
 ARGS      ?=
 
