@@ -275,7 +275,7 @@ class TierBridge:
         self._jobs.close()
         self._wake.set()
         if self._thread is None:
-            self._run()
+            self._end()
             return
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
@@ -293,7 +293,7 @@ class TierBridge:
     def take_counts(self) -> Mapping[str, float]:
         """Returns counts since the last call, and gauges, by names of ``kvoffload.observe.metrics.METRICS``: "NAME" or
         "NAME:TIER"."""
-        return self._ask(self._manager.take_counts, {})
+        return self._ask(lambda: self._manager.take_counts(), {})
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the events of the tiers since the last call, with the keys of the engine."""
