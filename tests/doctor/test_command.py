@@ -85,7 +85,7 @@ def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:
 
 def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    wrong = {"options": {}, "transfer": {"kv_connector": "OffloadingConnector"}}
+    wrong = {"options": {}, "transfer": {"kv_connector": "NixlConnector"}}
     found = findings_of(configuration.check, wrong)
     assert set(found) == {"config.connector", "config.role", "config.plugin", "config.refused"}
     assert all(each.level is Level.PROBLEM and each.fix for each in found.values())
