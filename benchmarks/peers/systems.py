@@ -409,7 +409,7 @@ class KVOffload(System):
 
 
 class VLLM(System):
-    """vLLM's OffloadingConnector with its own managers and tiers; the worker that copies is ours (kvoffload.vllm.host_spec)."""
+    """vLLM's OffloadingConnector with its own managers and tiers, and with a worker of kvoffload that copies."""
 
     name = "vllm"
     title = "vLLM's OffloadingConnector, host spec of this benchmark"
