@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvoffload.abc import ConfigError
-from kvoffload.config import OffloadConfig
+from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.doctor.doors import Door, Given, Part, door_of, read_sglang, read_vllm
 from kvoffload.doctor.findings import Area, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.settings import shown
+from kvoffload.tiers.bridge import STAGING_BYTES
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
@@ -40,7 +41,6 @@ _OTHERS = 0o077
 _GROUP = 0o070
 _STAND_IN_BYTES = 1 << 20
 """In place of a wrong ``host_bytes``, so that the other settings can be checked."""
-STAGING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +173,16 @@ def _paths(options: object) -> Iterator[str]:
             yield from _paths(inner)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadConfig:
-    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
-    None if there are more than MAX_ERRORS. ``indexes``: the places that the entries left in ``tiers`` had."""
+Config = TypeVar("Config", OffloadConfig, DoorConfig)
 
-    config: OffloadConfig | None
+
+@dataclass(frozen=True, slots=True)
+class ReadConfig(Generic[Config]):
+    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
+    None if there are more than MAX_ERRORS, or if a DoorConfig has no tier left. ``indexes``: the places that entries
+    left in ``tiers`` had."""
+
+    config: Config | None
     errors: list[str]
     indexes: list[int]
 
@@ -191,14 +195,14 @@ def _renumbered(message: str, indexes: Sequence[int]) -> str:
     return _INDEX.sub(lambda found: f"tiers[{indexes[int(found[1])]}]", message)
 
 
-def read_config(options: Mapping[str, Any]) -> ReadConfig:
+def read_config(kind: type[Config], options: Mapping[str, Any]) -> ReadConfig[Config]:
     """Returns what a server would read from ``options``, and everything for which it would refuse them."""
     left, errors = dict(options), list[str]()
     tiers = left.get("tiers")
     indexes = list(range(len(tiers))) if isinstance(tiers, list) else []
     while len(errors) < MAX_ERRORS:
         try:
-            return ReadConfig(OffloadConfig.from_mapping(left), errors, indexes)
+            return ReadConfig(kind.from_mapping(left), errors, indexes)
         except ConfigError as error:
             message = str(error)
         errors.append(_renumbered(message, indexes))
@@ -207,6 +211,8 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
             index = int(entry[1])
             left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
             del indexes[index]
+            if not indexes and kind is DoorConfig:
+                break
         elif setting == "tenants":
             if any(re.match("host_bytes|disk_|tiers", each) for each in errors) and _IS_OF_BUDGET.search(message):
                 # It follows from what was left out.
@@ -262,7 +268,7 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) 
     is_connector = door is Door.CONNECTOR
     planned, tiers, errors, config = list[TierEntry](), list[PlannedTier](), list[str](), None
     for part in given.parts:
-        read = read_config(part.options if is_connector else {**part.options, "host_bytes": _STAND_IN_BYTES})
+        read: ReadConfig[Any] = read_config(OffloadConfig if is_connector else DoorConfig, part.options)
         errors += map(part.named, read.errors)
         config = read.config
         if config is None:
@@ -294,7 +300,7 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) 
             has_fingerprint=any("model_fingerprint" in part.options for part in given.parts),
             tiers=tiers,
         ), errors
-    if config is None:
+    if not isinstance(config, OffloadConfig):
         return Plan(), errors
     is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
     plan = Plan(

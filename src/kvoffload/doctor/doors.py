@@ -6,13 +6,13 @@ from __future__ import annotations
 import difflib
 import enum
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvoffload.doctor.findings import Level
 from kvoffload.host.limits import total_memory
-from kvoffload.settings import shown, shown_unknown
+from kvoffload.settings import shown
 from kvoffload.units import format_bytes, parse_bytes
 
 CONNECTOR = "OffloadingConnector"
@@ -27,8 +27,6 @@ SPECS = {TIERING_SPEC: False, DEFAULT_SPEC: False, TIERING_SPEC_ON_CPUS: True, S
 STORAGE_MODULE, STORAGE = "kvoffload.sglang", "KVOffloadStorage"
 BUILTIN_POLICIES = ("lru", "arc")
 """Names that vLLM takes for its own policies, whatever module is named beside them."""
-TIER_KEYS = ("tier", "tiers", "model_fingerprint", "lookup_deadline_ms", "load_deadline_ms", "policy")
-"""Keys of an entry that are kvoffload's own."""
 _ENTRY_KEYS = ("type", "module_path", "locality", "backpressure")
 """Keys of an entry of ``secondary_tiers`` that are vLLM's."""
 _STORAGE_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -139,31 +137,16 @@ def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
     if module != TIER_MODULE:
         wrong = f"module_path={shown(module)}: {TIER} is not there" if module else "module_path is not set"
         say("class", f"{setting}.{wrong}", f'write "module_path": "{TIER_MODULE}"')
-    yield from _part(entry, f"{setting}.", (*_ENTRY_KEYS, *TIER_KEYS), _ENTRY_EXAMPLE, say)
+    yield _part(entry, f"{setting}.", _ENTRY_KEYS)
 
 
-def _part(entry: Mapping[str, Any], prefix: str, known: tuple[str, ...], example: str, say: Say) -> Iterator[Part]:
-    """Yields kvoffload's settings in ``entry``, whose keys may be ``known``."""
-    for name in entry:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
-            known_here = ", ".join(TIER_KEYS)
-            say(
-                "refused",
-                f"{prefix}{name}={shown_unknown(name, entry[name])}: unknown key",
-                f"{hint} Known: {known_here}",
-            )
-    single, several = entry.get("tier"), entry.get("tiers")
-    if single is not None and several is not None:
-        say("refused", f"{prefix}tier and {prefix}tiers are both set", "write one of them")
-    elif single is None and several is None:
-        say("refused", f"{prefix}tier is not set: there is nothing to store to", f"write {example}")
-    elif isinstance(single, list):
-        say("refused", f"{prefix}tier={shown(single)}: a list", f"name it {prefix}tiers")
-    else:
-        options = {name: entry[name] for name in TIER_KEYS if name in entry and name not in ("tier", "tiers")}
-        yield Part({**options, "tiers": several if single is None else [single]}, prefix, single is not None)
+def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> Part:
+    """Returns kvoffload's settings in ``entry``, which holds those of the engine too."""
+    options = {name: value for name, value in entry.items() if name not in engines}
+    is_single = options.get("tier") is not None and options.get("tiers") is None
+    if is_single:
+        options["tiers"] = [options.pop("tier")]
+    return Part(options, prefix, is_single)
 
 
 def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:
@@ -247,7 +230,6 @@ def _cpu_bytes(extra: Mapping[str, Any], say: Say) -> int | None:
 
 def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
     """Returns what SGLang's ``--hicache-storage-backend-extra-config`` holds, and reports what is wrong with it."""
-    example = f'{{"backend_name": "kvoffload", "module_path": "{STORAGE_MODULE}", "class_name": "{STORAGE}", '
     if not extra.get("backend_name"):
         say("class", "backend_name is not set, and SGLang refuses that", 'add "backend_name": "kvoffload"')
     for name, right in (("module_path", STORAGE_MODULE), ("class_name", STORAGE)):
@@ -259,5 +241,4 @@ def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
             "interface_v1 is not 1: SGLang then copies each page into a tensor of its own, and passes them one by one"
         )
         say("interface", text, 'add "interface_v1": 1', level=Level.WARNING)
-    known = (*_SGLANG_KEYS, *TIER_KEYS)
-    return Given(list(_part(extra, "", known, f"{example}{_TIER_EXAMPLE}}}", say)))
+    return Given([_part(extra, "", _SGLANG_KEYS)])
