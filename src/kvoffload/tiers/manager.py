@@ -81,8 +81,8 @@ class TieredOffloadingManager(OffloadingManager):
     the KV cache groups that keys name, by default with full attention and blocks of one size. ``tokens_per_block``: per
     KV cache group, the tokens that one loaded block saves. With ``load_only_if_faster`` a run of blocks that would take
     longer to read than to compute is not loaded. ``write_share``, ``backlog_share``: see WRITE_SHARE and BACKLOG_SHARE.
-    ``admissions``: per tier, what decides which blocks are worth writing to it, or None. ``random`` returns numbers from 0 to 1. If ``host`` has
-    events, so have the tiers.
+    ``admissions``: per tier, what decides which blocks are worth writing to it, or None. ``random`` returns numbers
+    from 0 to 1. If ``host`` has events, so have the tiers.
     """
 
     def __init__(
@@ -263,6 +263,11 @@ class TieredOffloadingManager(OffloadingManager):
     def num_promotions(self) -> int:
         """Requests that wait for lower tiers, or for which promoted blocks may be pinned."""
         return len(self._promoter)
+
+    @property
+    def max_promoted(self) -> int:
+        """Blocks that may be read from lower tiers, or pinned after that, at a time."""
+        return self._promoter.max_blocks
 
     # Loads and stores.
 

@@ -20,9 +20,9 @@ def open_tiers(
     opened: ExitStack,
     shares: Callable[[str], MakeShares] | None = None,
 ) -> list[tuple[Tier, TierConfig | None]]:
-    """Returns the tiers that ``entries`` ask for, with distinct names, each beside its entry. Tiers whose media fail are
-    left out, with a warning. ``opened`` closes what is open if the caller fails later. ``shares``: returns, by the name
-    of a tier, what makes the shares of tenants; None if they share nothing.
+    """Returns the tiers that ``entries`` ask for, with distinct names, each beside its entry. Tiers whose media fail
+    are left out, with a warning. ``opened`` closes what is open if the caller fails later. ``shares``: returns, by the
+    name of a tier, what makes the shares of tenants; None if they share nothing.
 
     Raises ConfigError if a setting is wrong.
     """
