@@ -1,5 +1,5 @@
 """The parts of SGLang that run without its kernels: HiCache's storage interface, its controller with its threads, and
-its host pools over tensors of the CPU. What they import beyond that is replaced by modules in which everything is false."""
+its host pools over tensors of the CPU. What they import beyond that is replaced by modules in which all is false."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Replacements:
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if not any(name == each or name.startswith(f"{each}.") for each in REPLACED):
             return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _Replacement(spec.name)
@@ -107,7 +107,7 @@ if "sglang" not in sys.modules:
     _package = types.ModuleType("sglang")
     _package.__path__ = [str(SOURCE / "sglang")]
     sys.modules["sglang"] = _package
-    sys.meta_path.insert(0, _Replacements())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Replacements())
 
 storage_interface = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
 backend_factory = importlib.import_module("sglang.srt.mem_cache.storage.backend_factory")
@@ -364,3 +364,22 @@ class Rank:
 
     def close(self) -> None:
         self.controller.detach_storage_backend()
+
+
+def storage_config(**fields: Any) -> Any:
+    """Returns the configuration that SGLang gives to a storage backend of one rank."""
+    return storage_interface.HiCacheStorageConfig(
+        **{
+            "tp_rank": 0,
+            "tp_size": 1,
+            "pp_rank": 0,
+            "pp_size": 1,
+            "attn_cp_rank": 0,
+            "attn_cp_size": 1,
+            "is_mla_model": False,
+            "enable_storage_metrics": False,
+            "is_page_first_layout": True,
+            "model_name": None,
+            **fields,
+        }
+    )
