@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from kvoffload.abc import OffloadKey, Slots, States, Tier
-from kvoffload.testing.tiers import MemoryTier
+from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier
+from kvoffload.testing.tiers import MemoryTier, StoredBlock
 from kvoffload.tiers.config import TierConfig, TierContext
 
 BLOCKS = 1000
 
 
 class HangingTier(MemoryTier):
-    """Writes at once, and never ends a read: nobody steps its executor."""
+    """Writes at once, and never ends a read: nobody steps its executor. Its blocks outlive it."""
+
+    kept: ClassVar[OrderedDict[OffloadKey, StoredBlock]] = OrderedDict()
+
+    def __init__(self, pools: Sequence[ByteArray], num_blocks: int) -> None:
+        super().__init__(pools, num_blocks)
+        self.blocks = self.kept
+
+    def reset(self) -> None:
+        pass
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         taken = super().write(keys, slots)

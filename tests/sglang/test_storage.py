@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.sglang import parts
 from tests.sglang.parts import Rank, extra_config, fill, mamba_pool, mha_pool, mla_pool, page
 
 from kvoffload.abc import MissReason  # isort: skip
-from kvoffload.sglang import KVOffloadStorage, storage  # isort: skip
+from kvoffload.sglang import KVOffloadStorage, engine, storage  # isort: skip
+from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
+from kvoffload.tiers.bridge import build_bridge  # isort: skip
 
 torch = parts.torch
 PoolTransfer = parts.storage_interface.PoolTransfer
@@ -26,6 +29,11 @@ TRAILING = parts.storage_interface.PoolHitPolicy.TRAILING_PAGES
 FAULTY = "tests.sglang.faulty_tiers:FaultyConfig"
 
 Start = Callable[..., Rank]
+
+
+@pytest.fixture(autouse=True)
+def small_staging_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "build_bridge", partial(build_bridge, staging_bytes=4 << 20))
 
 
 @pytest.fixture
@@ -94,7 +102,7 @@ def settled(rank: Rank) -> Rank:
     return rank
 
 
-POOLS = {
+POOLS: dict[str, Callable[[], Any]] = {
     "page_first": lambda: mha_pool("page_first"),
     "page_first_direct": lambda: mha_pool("page_first_direct"),
     "page_head": lambda: mha_pool("page_head"),
@@ -173,8 +181,7 @@ def test_ranks_do_not_read_what_others_have_stored(
 ) -> None:
     if not is_in_the_fingerprint:
         # A planted bug: then a rank loads the heads of another.
-        make = storage.fingerprint_parts
-        monkeypatch.setattr(storage, "fingerprint_parts", lambda *given: {**make(*given), "tensor": None})
+        monkeypatch.setattr(storage, "fingerprint_parts", lambda *given: {**fingerprint_parts(*given), "tensor": None})
     entry = {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "16MiB"}
     writer, reader = (start(tier=entry, rank={"tp_rank": i, "tp_size": 2}) for i in range(2))
     chain, _ = stored(writer)
@@ -219,7 +226,8 @@ def test_a_prefix_ends_at_a_state(start: Start) -> None:
     kv, mamba = pools["kv"], pools["mamba"]
     chain = tokens(10)
     hashes = parts.page_hashes(chain, None, 4)
-    fill(kv, 1), fill(mamba, 2)
+    fill(kv, 1)
+    fill(mamba, 2)
     want_kv, want_states = [], {}
     for first, last in ((0, 4), (4, 7), (7, 10)):
         indices = kv.alloc(4 * (last - first))
@@ -257,12 +265,13 @@ def test_ranks_that_share_kv_have_states_of_their_own(
     for i in range(2):
         pools = {"kv": mla_pool(), "mamba": mamba_pool()}
         ranks.append(start(pools, tier=entry, rank=mla_rank(i)))
-        fill(pools["kv"], 1), fill(pools["mamba"], 10 + i)
+        fill(pools["kv"], 1)
+        fill(pools["mamba"], 10 + i)
         state = pools["mamba"].alloc(1)
         want.append(page(pools["mamba"], int(state[0])))
         sidecars = [states(pools["mamba"], hashes[-1:], state)]
         assert ranks[i].store(chain, pools["kv"].alloc(16), (), sidecars) == 16
-        wait_until(lambda: loaded(ranks[-1], chain) != [])  # noqa: B023
+        wait_until(lambda: loaded(ranks[-1], chain) != [])
     found = []
     for rank in ranks:
         operation = rank.load(chain, sidecars=[wanted_state()])
@@ -292,33 +301,39 @@ def test_pages_of_an_indexer_go_with_those_of_the_kv(start: Start) -> None:
     assert {name: pages_at(pool, operation.host_indices) for name, pool in pools.items()} == want
 
 
-def test_kv_is_not_stored_behind_a_page_that_a_pool_lacks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_is_not_kept_behind_a_page_that_another_pool_lacks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = mla_pool()
-    rank = start({"kv": kv, "indexer": parts.indexer_pool(kv)})
-    chain = tokens(10)
+    rank, chain = start({"kv": kv, "indexer": parts.indexer_pool(kv)}), tokens(10)
     put = rank.storage._bridge.put
 
-    def lacking(keys: Any, pages: Any, chain: Any) -> list[bool]:
-        # The second call: the KV. Before it, the fifth page of the indexer is lost.
-        return put(keys[:4], pages[:4], chain[:4]) + [False] * 6 if len(keys) == len(chain) else put(keys, pages, chain)
+    def four_pages(keys: Any, pages: Any, chain: Any) -> list[bool]:
+        monkeypatch.undo()
+        taken: list[bool] = put(keys[:4], pages[:4], chain[:4])
+        return taken + [False] * 6
 
-    monkeypatch.setattr(rank.storage._bridge, "put", lacking)
-    assert rank.store(chain, kv.alloc(40), (), [PoolTransfer(name="indexer", indices_from_pool="kv")]) == 0
-    assert rank.hits(chain).storage_hit_count == 16
+    # The first call is that of the indexer.
+    monkeypatch.setattr(rank.storage._bridge, "put", four_pages)
+    rank.store(chain, kv.alloc(40), (), [PoolTransfer(name="indexer", indices_from_pool="kv")])
+    settled(rank).close()
+    kv = mla_pool()
+    assert start({"kv": kv, "indexer": parts.indexer_pool(kv)}).hits(chain).storage_hit_count == 20
 
 
 # Chains.
 
 
-def test_nothing_is_stored_behind_a_hole(start: Start) -> None:
-    rank = start()
-    chain = tokens(8)
+def test_nothing_is_kept_behind_a_hole(start: Start, tmp_path: Path) -> None:
+    rank, chain = start(), tokens(8)
     hashes = parts.page_hashes(chain, None, 4)
     indices = rank.pools["kv"].alloc(16)
-    assert rank.store(chain[16:], indices, hashes[:4]) == 0
-    assert rank.store(chain[:16], indices) == 16
-    assert rank.store(chain[16:], indices, hashes[:4]) == 16
-    assert rank.hits(chain).storage_hit_count == 32
+    rank.store(chain[16:], indices, hashes[:4])
+    settled(rank).close()
+    again = start()
+    assert again.hits(chain[16:], hashes[:4]).storage_hit_count == 0
+    assert again.store(chain[:16], indices) == 16
+    assert again.store(chain[16:], indices, hashes[:4]) == 16
+    settled(again).close()
+    assert start().hits(chain).storage_hit_count == 32
 
 
 def test_nothing_is_stored_if_sglang_does_not_say_what_comes_before(
@@ -353,7 +368,7 @@ def test_another_version_of_the_weights_forgets_everything(start: Start, monkeyp
     rank = start()
     chain, want = stored(rank)
     assert loaded(rank, chain) == want
-    monkeypatch.setattr(storage.engine, "weight_version", lambda: "2")
+    monkeypatch.setattr(engine, "weight_version", lambda: "2")
     assert rank.hits(chain).storage_hit_count == 0
 
 
@@ -379,14 +394,14 @@ def flip_bytes(folder: Path) -> None:
 
 def test_flipped_bytes_are_a_miss(start: Start, tmp_path: Path) -> None:
     first = start()
-    chain, want = stored(first)
+    chain, _ = stored(first)
     settled(first).close()
     flip_bytes(tmp_path)
     again = start()
     assert loaded(again, chain) == []
     assert again.storage.explain(parts.page_hashes(chain, None, 4)[0]).reason == MissReason.CORRUPT
     # What is computed again is stored again.
-    stored(again)
+    _, want = stored(again)
     assert loaded(again, chain) == want
 
 
@@ -399,26 +414,25 @@ def test_the_control_hicache_file_returns_flipped_bytes(tmp_path: Path) -> None:
     assert not torch.equal(control.get("a" * 64, torch.zeros_like(value)), value)
 
 
-@pytest.mark.parametrize("fault", ["hangs", "raises"])
-def test_a_faulty_tier_costs_a_miss(fault: str, start: Start) -> None:
-    rank = start(tier={"kind": FAULTY, "fault": fault}, load_deadline_ms=50)
-    pool, chain = rank.pools["kv"], tokens(6)
-    rank.store(chain, pool.alloc(24))
-    for _ in range(3):
-        rank.load(chain)
-    assert all(thread.is_alive() for thread in rank.threads)
-
-
-def test_a_hanging_read_ends_at_the_deadline(start: Start) -> None:
-    rank = start(tier={"kind": FAULTY, "fault": "hangs"}, load_deadline_ms=50)
-    chain, _ = stored(rank, 6)
-    bridge = settled(rank).storage._bridge
-    # The staging pool forgets, and only the tier has the pages.
-    with bridge._lock:
-        bridge._manager.host.reset()
+def test_a_read_that_hangs_ends_at_the_deadline(start: Start) -> None:
+    entry = {"kind": FAULTY, "fault": "hangs"}
+    first = start(tier=entry)
+    chain, _ = stored(first)
+    settled(first).close()
+    again = start(tier=entry, load_deadline_ms=50)
     began = time.monotonic()
-    assert loaded(rank, chain) == []
+    assert again.hits(chain).storage_hit_count == 24
+    assert loaded(again, chain) == []
     assert time.monotonic() - began < 20
+    assert all(thread.is_alive() for thread in again.threads)
+
+
+def test_a_tier_that_raises_costs_a_miss(start: Start) -> None:
+    rank = start(tier={"kind": FAULTY, "fault": "raises"})
+    pool, chain = rank.pools["kv"], tokens(6)
+    for _ in range(3):
+        rank.store(chain, pool.alloc(24))
+        rank.load(chain)
     assert all(thread.is_alive() for thread in rank.threads)
 
 
@@ -426,9 +440,9 @@ def test_a_full_disk_costs_the_pages_that_have_no_room(start: Start, monkeypatch
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
     rank = start()
     pool = rank.pools["kv"]
+    monkeypatch.setattr(os, "posix_fallocate", full)
     for seed in range(4):
         indices = pool.alloc(16)
         rank.store(tokens(4, seed), indices)
@@ -541,6 +555,6 @@ def test_a_pool_without_memory_ends_the_start() -> None:
 
 
 def test_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.engine, "arguments", lambda: {"enable_lora": True})
+    monkeypatch.setattr(engine, "arguments", lambda: {"enable_lora": True})
     with pytest.raises(ValueError, match="--enable-lora"):
         KVOffloadStorage(parts.storage_config(extra_config=extra_config(tier=DISK)), {})
