@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,13 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from driver import make_prompts
+from driver import BLOCK_SIZE, make_prompts
 from test_vllm_disk import corrupt
-from vllm_harness import DEADLINE_S, Run, Runner, differences
+from test_vllm_ranks import PARALLEL, TWO_RANKS
+from test_vllm_versions import OVERLAYS
+from vllm_harness import DEADLINE_S, GEMMA3, Run, Runner, differences, with_lfm2
+
+from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
