@@ -84,7 +84,14 @@ FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cac
 """Arguments of vLLM that the adapter refuses, besides those in ``test_vllm_refusals.py``."""
 FIELD_MAKERS = {"_make"}
 """Functions that return an object of the class in their first argument, with fields given by keyword."""
-OWN_OFFLOADING = ("secondary_tier.py", "cache_policy.py", "host_spec.py")
+OWN_OFFLOADING = (
+    "cache_policy.py",
+    "host_spec.py",
+    "replay.py",
+    "secondary_tier.py",
+    "tier_layout.py",
+    "tier_requests.py",
+)
 """The files behind vLLM's own connector, whose interfaces are others in versions before OWN_OFFLOADING_SINCE."""
 ARGUMENTS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler.__init__": (
