@@ -140,7 +140,9 @@ def test_several_groups(run: Runner, tmp_path: Path, model: dict[str, Any]) -> N
 
 def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     """With vLLM's canonical layout. Without it, each finds its own only."""
-    parallel = {"environment": TWO_RANKS, "engine": PARALLEL["tensor"]}
+    # Other variables of vLLM count as other software.
+    binding = "VLLM_CPU_OMP_THREADS_BIND"
+    parallel = {"environment": {binding: TWO_RANKS[binding]}, "engine": PARALLEL["tensor"]}
     canonical = with_tier(tier=disk(tmp_path / "disk")) | {"canonical_layout": True}
     found = {}
     for name, config in {"two": parallel, "one": {}, "two again": parallel}.items():
