@@ -25,12 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "src" / "kvoffload" / "vllm"
 DEMO_ENGINE = ROOT / "src" / "kvoffload" / "demo" / "engine.py"
 """The only module outside the adapter that imports vLLM."""
+SUPPORTED = ROOT / "src" / "kvoffload" / "supported.py"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload" / "wheels"
 MAX_DEPTH = 20
 """How many imports of imports are followed."""
 
-OWN = {"connector_scheduler", "connector_worker", "pool"}
+OWN = {"connector_scheduler", "connector_worker", "pool", "switch_off"}
 """Public names that the adapter adds to classes of vLLM which it extends."""
+SET = {"cache_hit_source", "locality"}
+"""Attributes of vLLM's classes that the adapter's constructors set on purpose."""
 PROTOCOLS = {"Request": "vllm.v1.request:Request", "KVBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks"}
 """Protocols in ``kvoffload/abc/engine.py``, and the classes of vLLM that stand for them."""
 UNTYPED = {
@@ -81,7 +84,46 @@ FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cac
 """Arguments of vLLM that the adapter refuses, besides those in ``test_vllm_refusals.py``."""
 FIELD_MAKERS = {"_make"}
 """Functions that return an object of the class in their first argument, with fields given by keyword."""
+OWN_OFFLOADING = (
+    "cache_policy.py",
+    "host_spec.py",
+    "replay.py",
+    "secondary_tier.py",
+    "tier_layout.py",
+    "tier_requests.py",
+)
+"""The files behind vLLM's own connector, whose interfaces are others in versions before OWN_OFFLOADING_SINCE."""
+ARGUMENTS = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler.__init__": (
+        "spec",
+        "vllm_config",
+        "kv_cache_config",
+    ),
+}
+"""Arguments that ``secondary_tier.py`` reads in the frame of the caller."""
+CALLED_BY_VLLM = {
+    "vllm.v1.kv_offload.tiering.factory:SecondaryTierFactory": ("create_secondary_tier", "get_tier_class"),
+    "vllm.v1.kv_offload.factory:OffloadingSpecFactory": ("get_spec_cls",),
+    "vllm.v1.kv_offload.cpu.policies.factory:CachePolicyFactory": ("get_cache_policy_cls",),
+    "vllm.v1.kv_offload.file_mapper:FileMapper": ("from_offloading_spec",),
+    "vllm.v1.kv_offload.base:ReqContext": ("_offload_key_positions",),
+}
+"""What finds kvoffload's classes, and what they read without importing it."""
+KEYS_IN_CONFIGURATION = {
+    "vllm.v1.kv_offload.tiering.spec": ("secondary_tiers",),
+    "vllm.v1.kv_offload.cpu.spec": ("cpu_bytes_to_use", "eviction_policy", "cache_policy_module_path"),
+    "vllm.v1.kv_offload.factory": ("spec_name", "spec_module_path", "TieringOffloadingSpec"),
+    "vllm.v1.kv_offload.tiering.factory": ("type", "module_path"),
+}
+"""Keys of ``kv_connector_extra_config`` that the documentation and ``kvoffload doctor`` name."""
+HOOKS = {"KVConnectorBase_V1", "SecondaryTierManager", "CachePolicy"}
+"""Classes of which every public method that the adapter does not override is reported, except those in LEFT_ALONE."""
 LEFT_ALONE = {
+    "block_size_bytes",
+    "bp_detector",
+    "config_info",
+    "config_info_keys",
+    "serve_external_requests",
     "bind_connector_metadata",
     "bind_gpu_block_pool",
     "bind_kv_cache_manager",
@@ -105,12 +147,14 @@ LEFT_ALONE = {
     "set_xfer_handshake_metadata",
     "supports_divergent_local_hybrid_hits",
     "supports_sleep_mode",
+    "touch",
 }
-"""Methods of KVConnectorBase_V1 that the adapter does not override on purpose. All others are reported as new."""
+"""Methods of classes in HOOKS that the adapter does not override on purpose. All others are reported as new."""
 REVIEWED = ROOT / "tools" / "reviewed.json"
 """The fields of vLLM's classes whose meaning for the adapter was reviewed, by class, and under SPECS the kinds of KV
 cache. All others are reported as new: names that the adapter knows can get another meaning by them."""
 SPECS = "vllm.v1.kv_cache_interface:KVCacheSpec"
+OFFLOADING_MODULES = "vllm.v1.kv_offload."
 
 
 @dataclass(frozen=True)
@@ -300,6 +344,11 @@ class Class:
                     names |= {n.attr for n in stored if getattr(n.value, "id", "") == "self"}
         return names
 
+    @property
+    def is_dataclass(self) -> bool:
+        decorators = (getattr(d, "func", d) for d in self.node.decorator_list)
+        return any(getattr(d, "id", getattr(d, "attr", "")) == "dataclass" for d in decorators)
+
     def subclasses(self) -> set[str]:
         """Returns the names of the classes of the same module that extend this one."""
         classes = (Class(self.module, n) for n in self.module.names.values() if isinstance(n, ast.ClassDef))
@@ -369,9 +418,17 @@ class Check:
         if not any((r.kind, r.name, r.state) == (kind, name, state) for r in self.rows):
             self.rows.append(row)
 
+    @property
+    def is_too_old(self) -> bool:
+        """Whether this version has no interface that OWN_OFFLOADING can use."""
+        return _numbers(self.version) < _numbers(OWN_OFFLOADING_SINCE)
+
     def run(self) -> list[Row]:
         for path in [*sorted(self.adapter.glob("*.py")), *([DEMO_ENGINE] if self.adapter == ADAPTER else [])]:
-            File(self, path).run()
+            if path.name in OWN_OFFLOADING and self.is_too_old:
+                self.rows.append(Row("file", path.name, path.name, "not yet", f"needs {OWN_OFFLOADING_SINCE}"))
+            else:
+                File(self, path).run()
         self._tables()
         self._new_names()
         return self.rows
@@ -413,6 +470,8 @@ class Check:
         flags = {flag for case in cases.values() for flag in case}
         for flag in sorted({*FLAGS, *flags}):
             self._expect("vllm.engine.arg_utils:EngineArgs", flag, "test_vllm_refusals.py", "flag")
+        if not self.is_too_old:
+            self._own_offloading()
         refusals = ast.parse((self.adapter / "refusals.py").read_text())
         for spec in sorted({*_constant(refusals, "SERVED"), *_constant(refusals, "REFUSED")}):
             there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
@@ -420,11 +479,44 @@ class Check:
         module = _constant(refusals, "MULTI_CONNECTOR")
         self.add("module", module, "refusals.py", None if self.source.module(module) else "no such module", "")
 
-    def _new_names(self) -> None:
-        """Reports fields and kinds of KV cache that nobody has reviewed."""
-        for path, reviewed in self.reviewed.items():
-            found = self.source.find(path)
+    def _own_offloading(self) -> None:
+        """Checks what vLLM's own connector does with the files OWN_OFFLOADING, and nothing in them names."""
+        where = "tools/interface.py"
+        for path, arguments in ARGUMENTS.items():
+            found = self._function(path)
             label = path.rpartition(":")[2]
+            for name in arguments:
+                there = found is not None and name in _parameters(found)
+                self.add("argument", f"{label}: {name}", where, None if there else "no such argument", "")
+        for path, names in CALLED_BY_VLLM.items():
+            for name in names:
+                self._expect(path, name, where)
+        for path, names in KEYS_IN_CONFIGURATION.items():
+            module = self.source.module(path)
+            for name in names:
+                there = module is not None and f'"{name}"' in module.text
+                self.add("key", f"{path}: {name!r}", where, None if there else "not read there", "")
+
+    def _function(self, path: str) -> Any:
+        """Returns the node of "module:Class.method", or None."""
+        owner, _, name = path.rpartition(".")
+        found = self.source.find(owner)
+        member = found.member(name) if isinstance(found, Class) else None
+        return member[1] if member else None
+
+    def _new_names(self) -> None:
+        """Reports fields, arguments and kinds of KV cache that nobody has reviewed."""
+        for path, reviewed in self.reviewed.items():
+            if path.startswith(OFFLOADING_MODULES) and self.is_too_old:
+                continue
+            label = path.rpartition(":")[2]
+            if path.endswith(".__init__"):
+                method = self._function(path)
+                self.add("method", label, REVIEWED.name, None if method else "no such method", "")
+                for name in sorted(set(_parameters(method) if method else ()) - set(reviewed)):
+                    self.rows.append(Row("argument", f"{label}: {name}", REVIEWED.name, "new", "not reviewed yet"))
+                continue
+            found = self.source.find(path)
             self.add("class", label, REVIEWED.name, None if found else f"not in {path.partition(':')[0]}")
             if found is not None:
                 kind, names = ("class", found.subclasses()) if path == SPECS else ("field", found.fields())
@@ -514,7 +606,7 @@ class File:
             for n in ast.walk(m)
             if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and getattr(n.value, "id", "") == "self"
         }
-        for name in sorted(own):
+        for name in sorted(own - SET):
             if any(b.member(name) for b in bases):
                 label = f"{bases[0].node.name}.{name}"
                 self.check.add("own name", label, self.where(node), "the base class has an attribute of this name", "")
@@ -532,7 +624,7 @@ class File:
                 members = [m for b in bases if (m := b.member(n.name))]
                 if "abstractmethod" in decorators and all(member[1] is n for member in members):
                     self.check.add("method", label, self.where(node), "abstract, and not implemented", "")
-                elif base.node.name == "KVConnectorBase_V1" and not n.name.startswith("_") and n.name not in LEFT_ALONE:
+                elif base.node.name in HOOKS and not n.name.startswith("_") and n.name not in LEFT_ALONE:
                     self.check.rows.append(Row("hook", label, self.path.name, "new", "not reviewed yet"))
 
     def _function(self, node: ast.FunctionDef, base: Class | None, cls: ast.ClassDef | None = None) -> None:
@@ -707,6 +799,10 @@ class Walk(ast.NodeVisitor):
             label = function.node.name if called != "__init__" else f"{self.base.node.name}.__init__"  # type: ignore[union-attr]
             check.add("call", label, self.file.where(node), _unfit(function.node, node), "")
             return function.module.type_of(function.node.returns)
+        if isinstance(function, Class) and function.is_dataclass:
+            for keyword in node.keywords:
+                if keyword.arg is not None:
+                    self.read(function, keyword.arg, node)
         if called in ("list", "sorted", "set", "tuple", "reversed") and arguments:
             return arguments[0]
         return function if isinstance(function, Class) else None
@@ -797,6 +893,8 @@ def main() -> int:
         print(f"vLLM {version}: " + ", ".join(f"{n} {state}" for state, n in counts.items()))
     return 1 if bad else 0
 
+
+OWN_OFFLOADING_SINCE = str(_constant(ast.parse(SUPPORTED.read_text()), "FIRST_WITH_SECONDARY_TIERS"))
 
 if __name__ == "__main__":
     sys.exit(main())

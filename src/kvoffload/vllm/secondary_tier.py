@@ -353,7 +353,7 @@ class KVOffloadTier(SecondaryTierManager):
 
 def _setting(spec: OffloadingSpec, tier_type: str, options: Mapping[str, Any]) -> str:
     """Returns what stands before a key of ``options`` in errors."""
-    entries = getattr(spec, "secondary_tier_configs", ())
+    entries = spec.extra_config.get("secondary_tiers", ())
     for i, entry in enumerate(entries):
         if entry.get("type") == tier_type and options.items() <= entry.items():
             return f"secondary_tiers[{i}]."

@@ -116,6 +116,7 @@ class TierRecords:
             found,
             tier_tokens={self._tier: found} if found else {},
             missed_in=None if miss is None else miss.tier,
+            engine="vLLM",
         )
         self.records.append(record)
         self._metrics.add("asked_tokens", record.tokens_asked)
