@@ -48,7 +48,7 @@ ARGUMENTS = ("model_path", "revision", "download_dir", "enable_lora", "dp_size",
 """Arguments of SGLang that the adapter reads, besides those of ``fingerprint.py``."""
 PARALLEL = ("tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank")
 DYNAMIC = {"ParallelContext", "_ConfigBag"}
-"""Classes that look their attributes up when they are read. PARALLEL and ARGUMENTS name those that the adapter reads."""
+"""Classes that look attributes up when they are read. PARALLEL and ARGUMENTS name those that the adapter reads."""
 CONTROLLER = "sglang.srt.managers.cache_controller"
 HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 TREE = "sglang.srt.mem_cache.unified_radix_cache"
