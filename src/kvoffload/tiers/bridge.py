@@ -336,11 +336,10 @@ class TierBridge:
         try:
             delay = IDLE_DELAY_S
             while not self._is_closed and self.fault is None:
-                has_progress = self.step()
-                if not self._is_busy:
-                    delay = IDLE_DELAY_S
-                else:
-                    delay = FIRST_DELAY_S if has_progress else min(2 * delay, MAX_DELAY_S)
+                if self.step():
+                    delay = FIRST_DELAY_S
+                    continue
+                delay = min(2 * delay, MAX_DELAY_S) if self._is_busy else IDLE_DELAY_S
                 self._wake.wait(delay)
                 self._wake.clear()
             until = time.monotonic() + FLUSH_DEADLINE_S
@@ -389,7 +388,7 @@ class TierBridge:
     @property
     def _progress(self) -> tuple[int, ...]:
         transfers = ((len(tier.reads), tier.writes.num_writing) for tier in self._manager.tiers)
-        return (self._jobs.num_settled, *itertools.chain.from_iterable(transfers))
+        return (self._jobs.num_settled, self._manager.num_promotions, *itertools.chain.from_iterable(transfers))
 
     @property
     def _is_busy(self) -> bool:

@@ -115,6 +115,8 @@ class Stores:
     def plan(self, namespace: bytes) -> StoreBatch | None:
         """Returns the next blocks to copy, or None if there are none, or no room for them. ``namespace``: that of keys
         now; what has another one was submitted before a reset."""
+        if self._staged and not any(tier.writes.num_writing or tier.writes.has_backlog for tier in self._manager.tiers):
+            self._release()
         while self._queue:
             entry = self._queue[0]
             is_old = entry.namespace != namespace
