@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
+
+from sglang.srt.runtime_context import get_context, get_parallel, get_server_args, get_serving
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-logger = logging.getLogger(__name__)
-
 
 def arguments() -> dict[str, Any]:
     """Returns the resolved arguments of SGLang, nothing where a backend is used without a server."""
-    from sglang.srt import runtime_context
-
-    if not runtime_context.get_context().is_config_namespace_published("model"):
+    if not get_context().is_config_namespace_published("model"):
         return {}
-    resolved: dict[str, Any] = runtime_context.get_server_args().resolved_dict()
+    resolved: dict[str, Any] = get_server_args().resolved_dict()
     return resolved
 
 
 def weight_version() -> str | None:
-    """Returns the version of the weights that clients have set. It changes with them at the latest when SGLang flushes
-    its caches, but clients may leave the flush out."""
-    from sglang.srt import runtime_context
-
-    if not runtime_context.get_context().is_config_namespace_published("serving"):
+    """Returns the version of the weights that clients have set, None without a server."""
+    if not get_context().is_config_namespace_published("serving"):
         return None
-    return str(runtime_context.get_serving().weight_version)
+    return str(get_serving().weight_version)
 
 
 def place_on_node(config: HiCacheStorageConfig, arguments: dict[str, Any], per_node: int | None) -> tuple[int, int]:
-    """Returns the index of this rank among the ranks on its node that have a backend each, and how many these are.
-
-    ``per_node`` overrides the number that SGLang's arguments say.
-    """
-    from sglang.srt import runtime_context
-
+    """Returns the index of this rank among the ranks on its node, each of which has a backend, and how many these are.
+    ``per_node``: their number, if the user says it."""
     if not arguments:
         index = (config.dp_rank * config.pp_size + config.pp_rank) * config.tp_size + config.tp_rank
-        ranks = config.pp_size * config.tp_size
-        return index % (per_node or ranks), per_node or ranks
-    parallel = runtime_context.get_parallel()
-    replica = parallel.dp_rank or 0
-    replicas = int(arguments["dp_size"]) if parallel.dp_rank is not None else 1
+        count = per_node or config.pp_size * config.tp_size
+        return index % count, count
+    parallel = get_parallel()
+    # A replica has ranks of its own, which SGLang numbers from 0 again.
+    replicas = 1 if parallel.dp_rank is None else int(arguments["dp_size"])
     ranks = parallel.pp_size * parallel.tp_size
-    index = replica * ranks + parallel.pp_rank * parallel.tp_size + parallel.tp_rank
+    index = (parallel.dp_rank or 0) * ranks + parallel.pp_rank * parallel.tp_size + parallel.tp_rank
     count = per_node or max(1, ranks * replicas // int(arguments["nnodes"]))
     return index % count, count

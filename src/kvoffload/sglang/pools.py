@@ -14,6 +14,7 @@ import torch
 
 from kvoffload.abc import ConfigError, OffloadKey
 from kvoffload.cache.keys import make_offload_key
+from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.tiers.bridge import Page
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class HostPages:
     def _flat_bytes(self) -> int:
         try:
             page = self.pool.get_dummy_flat_data_page()
-            nbytes = page.numel() * page.element_size()
+            nbytes: int = page.numel() * page.element_size()
         except (ValueError, NotImplementedError, AttributeError) as error:
             nbytes, reason = 0, str(error)
         else:
@@ -208,14 +209,15 @@ def block_bytes_of(pools: Sequence[HostPages]) -> int:
     (kv,) = (each for each in pools if each.name == KV)
     used = sum(each.nbytes for each in pools)
 
+    def size(parts: int) -> int:
+        return kv.nbytes if parts == 1 else padded_slot_bytes(-(-kv.nbytes // parts))
+
     def waste(parts: int) -> float:
-        size = -(-kv.nbytes // parts)
-        return 1 - used / sum(-(-each.nbytes // size) * size for each in pools)
+        return 1 - used / sum(-(-each.nbytes // size(parts)) * padded_slot_bytes(size(parts)) for each in pools)
 
     wastes = {parts: waste(parts) for parts in range(1, MAX_PARTS + 1)}
     best = next((parts for parts, share in wastes.items() if share < MAX_WASTE), min(wastes, key=wastes.__getitem__))
-    size: int = -(-kv.nbytes // best)
-    return size
+    return size(best)
 
 
 def _buffers(pool: Any) -> list[tuple[int, Bytes]]:
