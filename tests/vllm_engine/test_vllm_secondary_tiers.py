@@ -21,7 +21,9 @@ from vllm.v1.kv_offload.tiering.fs import manager as fs
 
 from kvoffload.testing import secondary_tier_conformance
 from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, spoil_files
+from kvoffload.tiers import bridge
 from kvoffload.tiers.disk import directory
+from kvoffload.tiers.disk import tier as disk
 
 BUDGET = 8 << 20
 
@@ -239,6 +241,13 @@ class TestDisk(SecondaryTierConformance):
     """Ours, over the disk tier."""
 
     budget_bytes = 32 << 20
+
+    @pytest.fixture(autouse=True)
+    def _short_deadlines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are waited for only where the disk stands still."""
+        monkeypatch.setattr(disk, "CLOSE_DEADLINE_S", 0.5)
+        monkeypatch.setattr(disk, "FINISH_DEADLINE_S", 0.2)
+        monkeypatch.setattr(bridge, "FLUSH_DEADLINE_S", 0.2)
 
     def entry(self, folder: Path) -> dict[str, Any]:
         tier = {"kind": "disk", "dir": str(folder), "bytes": self.budget_bytes}
