@@ -470,6 +470,7 @@ def build_bridge(
             engine=engine,
             engines=engines,
             groups=groups,
+            num_tokens=lambda blocks: tokens_in(groups, blocks),
         )
         below = open_tiers(entries, context, opened)
         manager = TieredOffloadingManager(
@@ -508,6 +509,12 @@ def build_bridge(
     )
     bridge.start()
     return bridge
+
+
+def tokens_in(groups: Sequence[KVGroup], num_blocks: int) -> int:
+    """Returns how many tokens have all their KV in ``num_blocks`` blocks. States come on top."""
+    sizes = [group.block_tokens for group in groups if not group.state]
+    return int(num_blocks // sum(1 / size for size in sizes)) if sizes else 0
 
 
 def _admission(entry: TierConfig | None, bytes_per_block: int) -> ReuseFilter | None:
