@@ -155,5 +155,5 @@ def test_a_rank_has_its_place_among_those_of_its_node() -> None:
 
 def test_without_a_server_sglang_has_no_arguments() -> None:
     assert engine.arguments() == {}
-    assert engine.weight_version() is None
+    assert engine.weights() is None
     assert parts.storage_interface.STORAGE_BATCH_SIZE == 128

@@ -364,11 +364,11 @@ def test_a_flush_forgets_everything_until_the_next_start(start: Start) -> None:
     assert loaded(again, tokens(6, 7)) == []
 
 
-def test_another_version_of_the_weights_forgets_everything(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_forget_everything(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = start()
     chain, want = stored(rank)
     assert loaded(rank, chain) == want
-    monkeypatch.setattr(engine, "weight_version", lambda: "2")
+    monkeypatch.setattr(engine, "weights", lambda: ("/model", "2"))
     assert rank.hits(chain).storage_hit_count == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.runtime_context import get_context, get_parallel, get_server_args, get_serving
+from sglang.srt.runtime_context import get_context, get_model, get_parallel, get_server_args, get_serving
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -15,14 +15,16 @@ def arguments() -> dict[str, Any]:
     if not get_context().is_config_namespace_published("model"):
         return {}
     resolved: dict[str, Any] = get_server_args().resolved_dict()
-    return resolved
+    # An update of the weights from another directory changes only this.
+    return {**resolved, "model_path": get_model().model_path}
 
 
-def weight_version() -> str | None:
-    """Returns the version of the weights that clients have set, None without a server."""
+def weights() -> tuple[str, str] | None:
+    """Returns what SGLang says about the weights in use: their directory and the version that clients have set. None
+    without a server."""
     if not get_context().is_config_namespace_published("serving"):
         return None
-    return str(get_serving().weight_version)
+    return str(get_model().model_path), str(get_serving().weight_version)
 
 
 def place_on_node(config: HiCacheStorageConfig, arguments: dict[str, Any], per_node: int | None) -> tuple[int, int]:

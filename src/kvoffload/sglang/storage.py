@@ -108,7 +108,7 @@ class KVOffloadStorage(HiCacheStorage):
         self._chained: list[HostPages] = []
         """The pools without whose pages no page behind them can be used: that of the KV, then others."""
         self._bridge: TierBridge | None = None
-        self._version = engine.weight_version()
+        self._weights = engine.weights()
         self._lock = threading.Lock()
         self._logged: set[str] = set()
         self._samples = {name: deque[tuple[int, float]](maxlen=MAX_SAMPLES) for name in ("prefetch", "backup")}
@@ -331,13 +331,13 @@ class KVOffloadStorage(HiCacheStorage):
 
     def _serving(self) -> TierBridge | None:
         """Returns the bridge, None if there is none any more. Everything stored is forgotten first if the weights may
-        have changed: SGLang then flushes its caches, or clients have set another version."""
+        have changed: SGLang then flushes its caches, or says that it has others."""
         with self._lock:
             bridge = self._bridge
             if bridge is not None:
-                version = engine.weight_version()
-                if self._pools[KV].was_cleared() | (version != self._version):
-                    self._version = version
+                weights = engine.weights()
+                if self._pools[KV].was_cleared() or weights != self._weights:
+                    self._weights = weights
                     bridge.reset()
             return bridge
 
