@@ -386,6 +386,20 @@ def test_after_a_reset_nothing_from_before_is_found() -> None:
     assert rig.held(keys) == [0, 1, 2, 3], "the next process finds those of before"
 
 
+def test_what_a_reset_has_hidden_is_explained() -> None:
+    rig = BridgeRig()
+    keys = chain("x", 2)
+    rig.store_all(keys)
+    for _ in range(2):
+        rig.bridge.reset()
+        rig.settle()
+        rig.clock.now += 3
+    miss = rig.bridge.explain(keys[0])
+    assert (miss.reason, miss.tier) == (MissReason.RESET, "memory")
+    assert miss.age_s == pytest.approx(6, abs=0.1)
+    assert rig.bridge.explain(chain("y", 1)[0]).reason is MissReason.NEVER_STORED
+
+
 def test_jobs_that_come_during_a_reset_do_not_cross_it() -> None:
     rig = BridgeRig()
     keys = chain("x", 2)

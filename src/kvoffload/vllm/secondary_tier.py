@@ -25,7 +25,7 @@ from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import DEPRECATED, METRICS, Metrics
 from kvoffload.observe.server import RecordServer
 from kvoffload.supported import FIRST_WITH_SECONDARY_TIERS, TESTED
-from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge
+from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge, tokens_in
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
@@ -144,10 +144,9 @@ class KVOffloadTier(SecondaryTierManager):
             "kvoffload: tiers below vLLM's host memory of %d chunks (%s each, %s tokens in all): %s",
             chunks,
             format_bytes(layout.block_bytes),
-            f"{layout.tokens(chunks):,}",
+            f"{tokens_in(layout.kv_groups, chunks):,}",
             ", ".join(bridge.names) or "none",
         )
-        logger.info("kvoffload: model fingerprint %s", made)
         return bridge
 
     def switch_off(self, where: str) -> None:
@@ -353,7 +352,7 @@ class KVOffloadTier(SecondaryTierManager):
 
 def _setting(spec: OffloadingSpec, tier_type: str, options: Mapping[str, Any]) -> str:
     """Returns what stands before a key of ``options`` in errors."""
-    entries = getattr(spec, "secondary_tier_configs", ())
+    entries = spec.extra_config.get("secondary_tiers", ())
     for i, entry in enumerate(entries):
         if entry.get("type") == tier_type and options.items() <= entry.items():
             return f"secondary_tiers[{i}]."

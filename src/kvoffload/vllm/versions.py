@@ -45,6 +45,7 @@ SINCE = {
     "isa": "0.29",
     "kv_cache_layout": "0.29",
     "kv_connector_block_state": "0.29",
+    "kv_hints": "0.31",
     "max_tp_shards": "0.31",
     "num_hash_lookahead_tokens": "0.33",
     "num_prefill_lookahead_tokens": "0.31",
