@@ -275,7 +275,7 @@ class TierBridge:
         self._jobs.close()
         self._wake.set()
         if self._thread is None:
-            self._run()
+            self._end()
             return
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
@@ -293,7 +293,7 @@ class TierBridge:
     def take_counts(self) -> Mapping[str, float]:
         """Returns counts since the last call, and gauges, by names of ``kvoffload.observe.metrics.METRICS``: "NAME" or
         "NAME:TIER"."""
-        return self._ask(self._manager.take_counts, {})
+        return self._ask(lambda: self._manager.take_counts(), {})
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the events of the tiers since the last call, with the keys of the engine."""
@@ -336,11 +336,10 @@ class TierBridge:
         try:
             delay = IDLE_DELAY_S
             while not self._is_closed and self.fault is None:
-                has_progress = self.step()
-                if not self._is_busy:
-                    delay = IDLE_DELAY_S
-                else:
-                    delay = FIRST_DELAY_S if has_progress else min(2 * delay, MAX_DELAY_S)
+                if self.step():
+                    delay = FIRST_DELAY_S
+                    continue
+                delay = min(2 * delay, MAX_DELAY_S) if self._is_busy else IDLE_DELAY_S
                 self._wake.wait(delay)
                 self._wake.clear()
             until = time.monotonic() + FLUSH_DEADLINE_S
@@ -389,7 +388,7 @@ class TierBridge:
     @property
     def _progress(self) -> tuple[int, ...]:
         transfers = ((len(tier.reads), tier.writes.num_writing) for tier in self._manager.tiers)
-        return (self._jobs.num_settled, *itertools.chain.from_iterable(transfers))
+        return (self._jobs.num_settled, self._manager.num_promotions, *itertools.chain.from_iterable(transfers))
 
     @property
     def _is_busy(self) -> bool:
