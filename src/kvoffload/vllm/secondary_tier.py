@@ -332,12 +332,15 @@ class KVOffloadTier(SecondaryTierManager):
         if not self.off:
             self.metrics.take_in(self.bridge.take_counts())
 
-    @guarded(lambda self: None)
+    @guarded(lambda self: self._take_stats())
     def get_stats(self) -> OffloadingConnectorStats | None:
         now = time.monotonic()
         if not self._has_news and now < self._read_stats_at:
             return None
         self._has_news, self._read_stats_at = False, now + STATS_PERIOD_S
+        return self._take_stats()
+
+    def _take_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         for labelled, value in self.metrics.take().items():
             name, _, label = labelled.partition(":")
