@@ -227,11 +227,9 @@ class Stores:
         )
 
     def _drop(self, job: Job) -> None:
-        """Gives up what is left of ``job``. The tiers count what they lack of it."""
+        """Gives up what is left of ``job``."""
         indices = range(job.begun, len(job.names))
-        names = job.names[job.begun :]
-        for tier in self._manager.tiers:
-            tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(names))))
+        self._manager.note_dropped(job.names[job.begun :])
         job.begun = len(job.names)
         self._jobs.settle(job, indices, False)
 
