@@ -83,7 +83,7 @@ def _starts_over(method: Callable[..., Result]) -> Callable[..., Result]:
     return wrapper
 
 
-class PolicyAdapter(CachePolicy):  # type: ignore[misc]
+class PolicyAdapter(CachePolicy):
     """A policy of kvoffload behind the interface of vLLM's. The slot of a block is the number of vLLM's chunk.
 
     vLLM calls per key, our policies want batches. So ``get``, ``insert`` and the marks only note the key, and the other
@@ -101,7 +101,7 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         super().__init__(cache_capacity)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         # The scheduler looks up one key at a time: this costs no call of a Python function.
-        self.get = self._chunks.get
+        self.__dict__["get"] = self._chunks.get
         self._policy = make_policy(self.policy, cache_capacity)
         self._reset()
         logger.info(
@@ -190,7 +190,7 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
     def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> _Use:
         """Tells the policy once per request what the request uses. ``keys`` are those that vLLM names."""
         self._settle()
-        use = req_context.get_state(_Use)
+        use: _Use | None = req_context.get_state(_Use)
         if use is not None and use.life is self._life:
             return use
         use = _Use(self._life)
