@@ -1,8 +1,9 @@
-"""Which versions of vLLM are served. Known without vLLM, so that it can be said before one is installed."""
+"""Which versions of engines are served. Known without them, so that it can be said before one is installed."""
 
 from __future__ import annotations
 
 TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
+TESTED_SGLANG = ("0.5",)
 
 FIRST_TO_FAIL_WHOLE_LOADS = "0.30"
 """Models with several KV cache groups need this version: a failed load is then reported by request."""
@@ -10,6 +11,9 @@ FIRST_TO_NAME_STATES = "0.30"
 """Models with recurrent or convolutional layers need it: a step then names the device blocks that hold states."""
 FIRST_TO_DRAIN_HOLDERS_FIRST = "0.31"
 """Tiers need it: requests that hold device blocks are then scheduled first, so that a request may wait for a load."""
+
+FIRST_WITH_SECONDARY_TIERS = "0.31"
+"""KVOffloadTier needs it: vLLM's own offloading gives its tiers the jobs that it knows."""
 
 
 def release_of(version: str) -> tuple[int, int] | None:

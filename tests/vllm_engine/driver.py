@@ -206,6 +206,14 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )
+        if config.get("offloading") is not None:
+            # Its host memory has a name in /dev/shm.
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                engine_id=f"driver-{os.getpid()}",
+                kv_connector_extra_config=config["offloading"],
+            )
         if config.get("draft"):
             # The model is its own draft model, so correct KV gives correct drafts.
             draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
@@ -289,6 +297,11 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
+    def tiers(self) -> list[Any]:
+        """The tiers of vLLM's own offloading."""
+        return list(self.scheduler.connector.connector_scheduler.manager.secondary_tiers)
+
+    @property
     def offload(self) -> Any:
         """The scheduler half of the connector."""
         return self.scheduler.connector.connector_scheduler
@@ -329,17 +342,38 @@ class Engine:
         """Shuts the engine down as a server does."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    def state(self) -> dict[str, Any]:
-        """Returns what is left, and all counters, after the engine has come to rest."""
+    def tier_state(self) -> dict[str, Any]:
+        """Returns what is left, and the counters of KVOffloadTier, after the engine and its tiers have come to rest."""
         self.drain()
+        deadline = time.monotonic() + SETTLE_DEADLINE_S
+        tiers = [tier for tier in self.tiers if hasattr(tier, "bridge")]
+        while not all(tier.off or tier.bridge.is_idle for tier in tiers):
+            assert time.monotonic() < deadline, "the tier does not come to rest"
+            time.sleep(0.001)
+        return self.device_state() | {
+            "off": [tier.off or bool(tier.bridge.fault) for tier in tiers],
+            "jobs": [len(tier._jobs) for tier in tiers],
+            "requests": [len(tier._requests) for tier in tiers],
+            "metrics": [tier.metrics.snapshot() for tier in tiers],
+            "records": [record.to_dict() for tier in tiers for record in tier._records.records],
+            "prometheus": {k: v for k, v in prometheus().items() if k.startswith(("kvoffload:", "vllm:kv_offload"))},
+        }
+
+    def device_state(self) -> dict[str, Any]:
+        """Returns the state of the device's blocks, and what vLLM counts."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        state: dict[str, Any] = {
+        return {
             "free_device_blocks": pool.get_num_free_blocks(),
             "usable_device_blocks": pool.num_gpu_blocks - 1,
             "preemptions": prometheus().get("vllm:num_preemptions_total", 0),
             "drafted": prometheus().get("vllm:spec_decode_num_draft_tokens_total", 0),
             "accepted": prometheus().get("vllm:spec_decode_num_accepted_tokens_total", 0),
         }
+
+    def state(self) -> dict[str, Any]:
+        """Returns what is left, and all counters, after the engine has come to rest."""
+        self.drain()
+        state = self.device_state()
         if self.scheduler.connector is None:
             return state
         offload = self.offload
@@ -454,6 +488,22 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("close"):
         engine.close()
     return result
+
+
+def offloading(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs the same prompts ``rounds`` times with vLLM's own offloading, whose options are ``offloading``. After each
+    round all tiers come to rest. Then shuts the engine down."""
+    import vllm
+
+    engine = Engine(config)
+    outputs = []
+    for i in range(config.get("rounds", 2)):
+        if i and config.get("reset"):
+            assert engine.llm.reset_prefix_cache(reset_connector=True)
+        outputs.append(engine.round())
+        state = engine.tier_state()
+    engine.close()
+    return {"vllm": vllm.__version__, "outputs": outputs, **state}
 
 
 def _count_replicas(worker: Any) -> list[int]:
@@ -1110,14 +1160,21 @@ class _Speculative:
         self.method = method
 
     def use_eagle(self) -> bool:
+        return self.method == "eagle"
+
+    def use_eagle_block_drop(self) -> bool:
+        return self.use_eagle()
+
+    def use_multi_module_mtp(self) -> bool:
         return False
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
     """Makes a connector for each of ``cases`` and returns its error, number of blocks, engines and fingerprint.
 
-    A case has ``options`` of the connector, ``flags`` for vLLM's EngineArgs, and ``changes`` to the resulting
-    configuration by dotted name, for what no flag sets or a CPU cannot have. Names that vLLM does not know raise.
+    A case has ``options`` of the connector (with ``own`` of vLLM's own one), ``flags`` for vLLM's EngineArgs, and
+    ``changes`` to the resulting configuration by dotted name, for what no flag sets or a CPU cannot have. Names that
+    vLLM does not know raise.
     """
     model = Path(config["model"] + "-llama")
     if not model.exists():
@@ -1127,6 +1184,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
@@ -1202,6 +1260,14 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             }
             setattr(part, key, makers[key](value) if key in makers else value)
         try:
+            if case.get("own"):
+                connector = OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, caches)
+                (tier,) = connector.connector_scheduler.manager.secondary_tiers
+                engines[name] = [tier.layout.engine, tier.layout.engines]
+                fingerprints[name] = fingerprint(tier.layout.fingerprint_parts)
+                connector.shutdown()
+                said[name] = None
+                continue
             # vLLM makes them in this order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
@@ -1212,10 +1278,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             fingerprints[name] = fingerprint(fingerprint_parts(vllm_config, layout, []))
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
-        for part, key, value in before:
-            setattr(part, key, value)
-        sys.modules.pop(MULTI_CONNECTOR, None)
-        os.environ.pop("PYTHONHASHSEED", None)
+        finally:
+            for part, key, value in before:
+                setattr(part, key, value)
+            sys.modules.pop(MULTI_CONNECTOR, None)
+            os.environ.pop("PYTHONHASHSEED", None)
     return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 
 
@@ -1237,7 +1304,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.fingerprints import fingerprint
     from kvoffload.host.pool import PoolHandle
     from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
-    from kvoffload.vllm.layout import EngineLayout, RankInfo
+    from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of
 
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
@@ -1284,10 +1351,12 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
         name: fingerprint_parts(
             vllm_config,
             layout,
-            [
-                RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),), layout.parts)
-                for fd in files
-            ],
+            layers_of(
+                [
+                    RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),), layout.parts)
+                    for fd in files
+                ]
+            ),
         )["ranks"]
         for name, files in pools.items()
     }
@@ -1301,6 +1370,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         rounds,
+        offloading,
         one_by_one,
         whole_prompts,
         service,

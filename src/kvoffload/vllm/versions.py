@@ -21,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from kvoffload.abc import ConfigError
-from kvoffload.supported import FIRST_TO_NAME_STATES, TESTED
+from kvoffload.supported import FIRST_TO_NAME_STATES, FIRST_WITH_SECONDARY_TIERS, TESTED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +45,7 @@ SINCE = {
     "isa": "0.29",
     "kv_cache_layout": "0.29",
     "kv_connector_block_state": "0.29",
+    "kv_hints": "0.31",
     "max_tp_shards": "0.31",
     "num_hash_lookahead_tokens": "0.33",
     "num_prefill_lookahead_tokens": "0.31",
@@ -112,6 +113,15 @@ try:
     HIT_SOURCE: Any = CacheHitSource.HOST
 except ImportError:
     HIT_SOURCE = None
+
+
+def has_secondary_tiers() -> bool:
+    """Whether vLLM's own offloading has tiers below host memory, and gives them jobs with the chunks of this memory."""
+    try:
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+    except ImportError:
+        return False
+    return _is_since(FIRST_WITH_SECONDARY_TIERS) and "chunk_ids" in TransferJob.__dataclass_fields__
 
 
 _SAMPLE = re.compile("[0-9]+_")
