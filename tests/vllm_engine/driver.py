@@ -506,6 +506,61 @@ def offloading(config: dict[str, Any]) -> dict[str, Any]:
     return {"vllm": vllm.__version__, "outputs": outputs, **state}
 
 
+def own_policy(config: dict[str, Any]) -> dict[str, Any]:
+    """Does the same as ``offloading`` for host memory alone. Counts the chunks that its policy has loaded and evicted."""
+    engine = Engine(config)
+    manager = engine.scheduler.connector.connector_scheduler.manager
+    counts = Counter[str]()
+    load, evict = manager.prepare_load, manager._policy.evict
+
+    def prepare_load(keys: Any, context: Any) -> Any:
+        counts["loaded"] += len(keys)
+        return load(keys, context)
+
+    def evict_counted(n: int, protected: Any) -> Any:
+        evicted = evict(n, protected)
+        counts["evicted"] += len(evicted or ())
+        return evicted
+
+    manager.prepare_load, manager._policy.evict = prepare_load, evict_counted
+    outputs = [engine.round() for _ in range(config.get("rounds", 2))]
+    manager._policy.check_integrity()
+    engine.close()
+    return {"outputs": outputs, **counts}
+
+
+def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs random and chosen schedules of vLLM's manager with kvoffload's policies, without an engine."""
+    from kvoffload.abc import ConfigError
+
+    try:
+        import policy_schedules
+    except ConfigError as error:
+        return {"refused": str(error)}
+    from kvoffload.lab.readers import read_trace
+    from kvoffload.lab.replay import ReplayConfig, replay
+
+    trace = read_trace("synthetic:chat").between(0, 0.05)
+    found = {}
+    for ours, theirs in (("auto", f"{policy_schedules.MODULE}:AutoCachePolicy"), ("lru", "lru")):
+        results = [replay(trace, ReplayConfig(name, trace.num_distinct // 8)) for name in (ours, f"vllm:{theirs}")]
+        found[theirs] = [result.prefix_hit_tokens_pct for result in results]
+    unknown = ""
+    try:
+        replay(trace, ReplayConfig("vllm:no_such", 8))
+    except ConfigError as error:
+        unknown = str(error)
+    return {
+        "schedules": policy_schedules.random_schedules(config["seeds"], config["steps"]),
+        "control": policy_schedules.is_careless_seen(config["seeds"], config["steps"]),
+        "chains": policy_schedules.chains(),
+        "one_use": policy_schedules.one_use(),
+        "starts_over": policy_schedules.starts_over(),
+        "replays": found,
+        "unknown": unknown,
+    }
+
+
 def _count_replicas(worker: Any) -> list[int]:
     """Returns how many ranks hold the same KV as this one: as it is, if one layer had other heads, and if nothing were
     known of the heads."""
@@ -1371,6 +1426,8 @@ SCENARIOS = {
     for f in (
         rounds,
         offloading,
+        own_policy,
+        cache_policies,
         one_by_one,
         whole_prompts,
         service,

@@ -252,6 +252,9 @@ def run_class(policy: str) -> type[Run]:
     """Returns what replays a policy. Raises ConfigError if that is in vLLM's manager, and vLLM cannot be imported."""
     if not policy.startswith(ENGINE_POLICY):
         return Run
+    # The output of a command is not for vLLM's log.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         # Found at run time, because this room runs without an engine.
         found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
