@@ -507,7 +507,7 @@ def offloading(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_policy(config: dict[str, Any]) -> dict[str, Any]:
-    """Does the same as ``offloading`` for host memory alone. Counts the chunks that its policy has loaded and evicted."""
+    """Does the same as ``offloading`` with host memory alone. Counts the chunks that were loaded and evicted."""
     engine = Engine(config)
     manager = engine.scheduler.connector.connector_scheduler.manager
     counts = Counter[str]()

@@ -43,7 +43,7 @@ def begin(name: str, blocks: list[int], groups: int) -> Request:
 
 
 class Schedule:
-    """One manager, and what must be true of it: ``pins`` has -1 for a chunk that is written, else its number of pins."""
+    """One manager, and what must be true of it. ``pins``: -1 for a chunk that is written, else its number of pins."""
 
     def __init__(self, policy: str, seed: int, module: str = MODULE) -> None:
         self.random = Random(seed)

@@ -94,10 +94,12 @@ class ReplayConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be {least} or more")
         if self.store_threshold is not None and self.store_threshold < 2:
             raise ConfigError(f"store_threshold={self.store_threshold}: must be 2 or more; leave it out to store all")
-        if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
+        if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
+            self.disk_blocks or self.device_blocks
+        ):
             raise ConfigError(
                 f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
-                "policy bounds a host alone; leave device and disk out"
+                "policy is replayed with host memory alone; leave device and disk out"
             )
 
 
