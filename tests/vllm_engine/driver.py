@@ -541,10 +541,17 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.lab.replay import ReplayConfig, replay
 
     trace = read_trace("synthetic:chat").between(0, 0.05)
-    found = {}
-    for ours, theirs in (("auto", f"{policy_schedules.MODULE}:AutoCachePolicy"), ("lru", "lru")):
-        results = [replay(trace, ReplayConfig(name, trace.num_distinct // 8)) for name in (ours, f"vllm:{theirs}")]
-        found[theirs] = [result.prefix_hit_tokens_pct for result in results]
+    pairs = [(trace, "lru", "LRUCachePolicy", trace.num_distinct // 4)]
+    if config.get("traces"):
+        published = read_trace(str(Path(config["traces"]) / "mooncake_conversation.jsonl.gz"))
+        pairs += [(published, "auto", "AutoCachePolicy", blocks) for blocks in (1827, 9139)]
+    found = [
+        [
+            replay(of, ReplayConfig(name, blocks)).prefix_hit_tokens_pct
+            for name in (ours, f"vllm:{policy_schedules.MODULE}:{theirs}")
+        ]
+        for of, ours, theirs, blocks in pairs
+    ]
     unknown = ""
     try:
         replay(trace, ReplayConfig("vllm:no_such", 8))
