@@ -21,6 +21,7 @@ from tests.sglang.parts import Rank, extra_config, fill, mamba_pool, mha_pool, m
 from kvoffload.abc import MissReason  # isort: skip
 from kvoffload.sglang import KVOffloadStorage, engine, storage  # isort: skip
 from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
+from kvoffload.sglang.pools import HostPages  # isort: skip
 from kvoffload.tiers.bridge import build_bridge  # isort: skip
 
 torch = parts.torch
@@ -129,6 +130,19 @@ def test_pages_that_have_no_addresses_are_copied(start: Start, monkeypatch: pyte
     rank = start()
     chain, want = stored(rank)
     assert loaded(rank, chain) == want
+
+
+def test_pages_of_kv_may_be_divided_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "block_bytes_of", lambda pools: 1500)
+    rank = start(mha_pool("layer_first"))
+    chain, want = stored(rank)
+    assert loaded(rank, chain) == want
+
+
+def test_an_address_outside_the_pool_is_refused() -> None:
+    pages = HostPages("kv", mha_pool())
+    with pytest.raises(ValueError, match="outside the buffers of the pool"):
+        pages.views(torch.arange(10**6, 10**6 + 4))
 
 
 def test_a_call_with_many_pages_is_divided(start: Start) -> None:
