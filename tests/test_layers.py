@@ -29,14 +29,17 @@ LAYERS = [
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may
 import anything, and only the top layer may import it."""
 
+VLLM_TESTING = ("kvoffload.testing.secondary_tier_conformance", "kvoffload.testing.vllm_servers")
+
 ENGINE_MODULES = {
-    "vllm": ("kvoffload.vllm", "kvoffload.demo.engine"),
+    "vllm": ("kvoffload.vllm", "kvoffload.demo.engine", *VLLM_TESTING),
     "sglang": ("kvoffload.sglang",),
     "torch": (
         "kvoffload.vllm",
         "kvoffload.sglang",
         "kvoffload.transfer.cuda.kernels",
         "kvoffload.transfer.cuda.torch_device",
+        *VLLM_TESTING,
     ),
     "triton": ("kvoffload.transfer.cuda.kernels",),
     "opentelemetry": ("kvoffload.observe.spans",),

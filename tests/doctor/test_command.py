@@ -50,7 +50,7 @@ def test_a_configuration_is_json_or_a_file_with_either_form(tmp_path: Path) -> N
     path = tmp_path / "config"
     for content in (options, whole):
         path.write_text(json.dumps(content))
-        for text in (json.dumps(content), f"  {json.dumps(content)}", str(path)):
+        for text in (json.dumps(content), f"  {json.dumps(content)}", str(path), f"@{path}"):
             source = read_source(text)
             assert source.options == options
             assert source.transfer == (whole if content is whole else None)

@@ -52,6 +52,7 @@ def sglang(folder: Path, **more: Any) -> dict[str, Any]:
         "module_path": "kvoffload.sglang",
         "class_name": "KVOffloadStorage",
         "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
         "tier": {"kind": "disk", "dir": str(folder / "disk"), "bytes": "32MiB"},
         **more,
     }
@@ -163,6 +164,7 @@ def test_two_entries_with_one_directory_are_refused(tmp_path: Path) -> None:
         ({"module_path": "kvoffload.sglang.storage"}, "class", "module_path='kvoffload.sglang.storage'"),
         ({"class_name": None}, "class", "class_name is not set"),
         ({"interface_v1": None}, "interface", "interface_v1 is not 1"),
+        ({"hicache_storage_pass_prefix_keys": None}, "interface", "what comes before a page"),
         ({"teir": 3}, "refused", "teir=3: unknown option"),
         ({"tier": {"kind": "disk", "dir": "c", "bytes": 1}}, "refused", "tier.dir='c'"),
     ],

@@ -104,7 +104,7 @@ def test_blocks_that_every_tier_holds_end_without_a_copy() -> None:
     rig.bridge.store(3, keys, rig.foreign.clear(range(4)), keys, "again")
     (end,) = rig.settle()
     assert (end.ok, end.nbytes) == (True, 0)
-    assert rig.rig.tiers[1].blocks.popitem()[0] == rig.name(keys)[-1]
+    del rig.rig.tiers[1].blocks[rig.name(keys)[-1]]
     rig.rig.tiers[1]._num_evicted += 1
     rig.bridge.store(4, keys, rig.foreign.fill(range(4), keys), keys, "again")
     (end,) = rig.settle()
@@ -386,6 +386,20 @@ def test_after_a_reset_nothing_from_before_is_found() -> None:
     assert rig.held(keys) == [0, 1, 2, 3], "the next process finds those of before"
 
 
+def test_what_a_reset_has_hidden_is_explained() -> None:
+    rig = BridgeRig()
+    keys = chain("x", 2)
+    rig.store_all(keys)
+    for _ in range(2):
+        rig.bridge.reset()
+        rig.settle()
+        rig.clock.now += 3
+    miss = rig.bridge.explain(keys[0])
+    assert (miss.reason, miss.tier) == (MissReason.RESET, "memory")
+    assert miss.age_s == pytest.approx(6, abs=0.1)
+    assert rig.bridge.explain(chain("y", 1)[0]).reason is MissReason.NEVER_STORED
+
+
 def test_jobs_that_come_during_a_reset_do_not_cross_it() -> None:
     rig = BridgeRig()
     keys = chain("x", 2)
@@ -650,9 +664,9 @@ def test_threads_put_and_get(on_disk: TierBridge) -> None:
         foreign, keys = Foreign(24), chain(f"{number}-", 16)
         for mine in (keys, shared):
             pages = foreign.fill(range(len(mine)), mine)
-            for i in range(0, len(mine), 4):
-                if on_disk.put(mine[i : i + 4], pages[i : i + 4], mine[: i + 4]) != [True] * 4:
-                    problems.append(f"thread {number}: not stored")
+            stored = [on_disk.put(mine[i : i + 4], pages[i : i + 4], mine[: i + 4]) for i in range(0, len(mine), 4)]
+            if stored != [[True] * 4] * len(stored):
+                problems.append(f"thread {number}: not stored")
             if (on_disk.exists(mine) != HIT).any():
                 problems.append(f"thread {number}: not found")
             if on_disk.get(mine, foreign.clear(range(len(mine)))) != [True] * len(mine):

@@ -1160,14 +1160,21 @@ class _Speculative:
         self.method = method
 
     def use_eagle(self) -> bool:
+        return self.method == "eagle"
+
+    def use_eagle_block_drop(self) -> bool:
+        return self.use_eagle()
+
+    def use_multi_module_mtp(self) -> bool:
         return False
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
     """Makes a connector for each of ``cases`` and returns its error, number of blocks, engines and fingerprint.
 
-    A case has ``options`` of the connector, ``flags`` for vLLM's EngineArgs, and ``changes`` to the resulting
-    configuration by dotted name, for what no flag sets or a CPU cannot have. Names that vLLM does not know raise.
+    A case has ``options`` of the connector (with ``own`` of vLLM's own one), ``flags`` for vLLM's EngineArgs, and
+    ``changes`` to the resulting configuration by dotted name, for what no flag sets or a CPU cannot have. Names that
+    vLLM does not know raise.
     """
     model = Path(config["model"] + "-llama")
     if not model.exists():
@@ -1177,6 +1184,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
@@ -1252,6 +1260,14 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             }
             setattr(part, key, makers[key](value) if key in makers else value)
         try:
+            if case.get("own"):
+                connector = OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, caches)
+                (tier,) = connector.connector_scheduler.manager.secondary_tiers
+                engines[name] = [tier.layout.engine, tier.layout.engines]
+                fingerprints[name] = fingerprint(tier.layout.fingerprint_parts)
+                connector.shutdown()
+                said[name] = None
+                continue
             # vLLM makes them in this order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
@@ -1262,10 +1278,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             fingerprints[name] = fingerprint(fingerprint_parts(vllm_config, layout, []))
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
-        for part, key, value in before:
-            setattr(part, key, value)
-        sys.modules.pop(MULTI_CONNECTOR, None)
-        os.environ.pop("PYTHONHASHSEED", None)
+        finally:
+            for part, key, value in before:
+                setattr(part, key, value)
+            sys.modules.pop(MULTI_CONNECTOR, None)
+            os.environ.pop("PYTHONHASHSEED", None)
     return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 
 

@@ -237,6 +237,9 @@ def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
             wrong = f"{name}={shown(extra[name])}: not kvoffload's" if name in extra else f"{name} is not set"
             say("class", wrong, f'write "{name}": "{right}"')
     if not extra.get("interface_v1"):
-        text = "interface_v1 is not 1: SGLang would not say which pages come before those that it stores"
+        text = "interface_v1 is not 1: SGLang would use an interface of its own classes, which kvoffload refuses"
         say("interface", text, 'add "interface_v1": 1')
+    if extra.get("hicache_storage_pass_prefix_keys") is not True:
+        text = "hicache_storage_pass_prefix_keys is not true: SGLang does not say what comes before a page"
+        say("interface", text, 'add "hicache_storage_pass_prefix_keys": true')
     return Given([_part(extra, "", _SGLANG_KEYS)])

@@ -257,8 +257,8 @@ def run_class(policy: str) -> type[Run]:
         found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
     except ImportError as error:
         raise ConfigError(
-            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM 0.31 or later, "
-            "or name a policy of kvoffload"
+            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM 0.31 or "
+            "later, or name a policy of kvoffload"
         ) from error
     return found
 

@@ -260,8 +260,7 @@ class Stores:
         """Counts a use of the blocks by which the chain has grown, before they are stored, and offers the chain."""
         grown = request.keys[request.num_used :]
         request.num_used = len(request.keys)
-        if grown or any(tier.writes.chain_of(name) is None for tier in self._manager.tiers):
-            self._manager.touch(grown, ReqContext(name), request.keys)
+        self._manager.touch(grown, ReqContext(name), request.keys)
 
     def _end_request(self, end: RequestEnd) -> None:
         request = self._extend(end.request, end.namespace, end.chain, end.chain_length)

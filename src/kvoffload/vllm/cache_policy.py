@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
+from math import inf
 from operator import mod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from kvoffload.abc import Access, ConfigError, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies.ghosts import seem_of_several_groups
 from kvoffload.cache.table import BlockTable
 from kvoffload.native import describe
 
@@ -50,14 +52,18 @@ class _Use:
 
     life: object
     """Of the policy when the request began; see ``PolicyAdapter``."""
-    chain: Sequence[OffloadKey]
-    """The keys of which the policy knows that the request uses them, head first."""
-    num_positions: int
-    """How many keys the request had when ``chain`` was made."""
-    stores: bool = False
-    """Whether the request has begun to store."""
+    chain: Sequence[OffloadKey] = ()
+    """The keys of the request, head first, as far as vLLM knew them when ``chain`` was made."""
+    num_keys: int = -1
+    """How many keys vLLM knew then."""
+    held: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """The slots of those blocks that the request has found or stored. Some may be of others by now."""
+    planned_to: float = -1
+    """For the blocks that end at this token or before it, ``due`` and ``refused`` have been decided."""
+    due: list[OffloadKey] = field(default_factory=list)
+    """New blocks that the policy admits, tail first."""
     refused: set[OffloadKey] = field(default_factory=set)
-    """Keys that the policy does not admit. Once there are any, it admits none of the keys after them."""
+    """New blocks that the policy does not admit. Once there are any, it admits none after them."""
 
 
 def _starts_over(method: Callable[..., Result]) -> Callable[..., Result]:
@@ -77,15 +83,15 @@ def _starts_over(method: Callable[..., Result]) -> Callable[..., Result]:
     return wrapper
 
 
-class PolicyAdapter(CachePolicy):  # type: ignore[misc]
+class PolicyAdapter(CachePolicy):
     """A policy of kvoffload behind the interface of vLLM's. The slot of a block is the number of vLLM's chunk.
 
     vLLM calls per key, our policies want batches. So ``get``, ``insert`` and the marks only note the key, and the other
     methods, which vLLM calls once per request or step, hand on what was noted (``_settle``).
 
-    A request is one use of its chain, when it begins to store, or when it has finished. A policy may refuse new blocks,
-    but vLLM's manager stores all that it offers. What is refused is stored *aside*: the policy does not know it, and it
-    leaves first.
+    A request is one use of its chain: when it loads (from vLLM 0.33 on), else when it begins to store, else at its end.
+    A policy may refuse new blocks, but vLLM stores all that it offers. A refused block is held *aside*: the policy does
+    not know it, and it leaves first.
     """
 
     policy: ClassVar[str]
@@ -95,7 +101,7 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         super().__init__(cache_capacity)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         # The scheduler looks up one key at a time: this costs no call of a Python function.
-        self.get = self._chunks.get
+        self.__dict__["get"] = self._chunks.get
         self._policy = make_policy(self.policy, cache_capacity)
         self._reset()
         logger.info(
@@ -115,10 +121,9 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         """Whether a chunk has become evictable (True) or not evictable, since ``_settle``."""
         self._aside: dict[int, None] = {}
         """Slots of the blocks that the policy has refused, the oldest first."""
-        self._announced: list[OffloadKey] = []
-        """The keys that vLLM is about to insert."""
+        self._is_aside = np.zeros(self.cache_capacity, dtype=np.bool_)
         self._storing: _Use | None = None
-        """The request that stores them."""
+        """The request whose blocks vLLM is about to insert."""
 
     # Called per key.
 
@@ -146,9 +151,17 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
 
     @_starts_over
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        self._announced = list(keys)
-        use = self._storing = self._use(self._announced, req_context)
-        use.refused.update(self._refused(use, self._announced))
+        announced = list(keys)
+        use = self._storing = self._use(announced, req_context)
+        ends = req_context._offload_key_positions
+        # The whole chain is decided at once. Of several groups, vLLM does not store every block.
+        if use.planned_to < 0 and ends and not seem_of_several_groups(use.chain):
+            absent = list(compress(use.chain, (self._find(use.chain) < 0).tolist()))
+            self._plan(use, absent, len(announced))
+            use.planned_to = ends[use.chain[-1]]
+        new = [key for key in announced if ends.get(key, inf) > use.planned_to]
+        if new:
+            self._plan(use, new, len(announced))
 
     @_starts_over
     def on_request_finished(
@@ -166,7 +179,7 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
 
     @_starts_over
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        chain = list(keys)
+        chain = list(dict.fromkeys(keys))
         use = req_context.get_state(_Use)
         if use is None or use.life is not self._life:
             self._use(chain, req_context)
@@ -177,17 +190,19 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
     def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> _Use:
         """Tells the policy once per request what the request uses. ``keys`` are those that vLLM names."""
         self._settle()
-        use = req_context.get_state(_Use)
+        use: _Use | None = req_context.get_state(_Use)
         if use is not None and use.life is self._life:
             return use
-        use = _Use(self._life, (), -1)
+        use = _Use(self._life)
         req_context.set_state(use)
         use.chain = self._chain(use, list(keys), req_context)
-        use.num_positions = len(req_context._offload_key_positions)
+        use.num_keys = len(req_context._offload_key_positions)
+        self._resize()
         found = self._find(use.chain)
-        slots, ready = self._table.used(found)
-        self._policy.access(Access(use.chain, found, slots, ready))
-        self._take_back(use.chain)
+        use.held, ready = self._table.used(found)
+        self._policy.access(Access(use.chain, found, use.held, ready))
+        if self._aside:
+            self._take_back(use.chain)
         return use
 
     def _chain(self, use: _Use, keys: list[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
@@ -195,8 +210,8 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         as far as vLLM knows them by now; ``keys`` if it does not say where they end."""
         ends = req_context._offload_key_positions
         if not ends:
-            return keys
-        if len(ends) == use.num_positions:
+            return list(dict.fromkeys(keys))
+        if len(ends) == use.num_keys:
             return use.chain
         chain = sorted(ends, key=ends.__getitem__)
         if any(map(mod, ends.values(), repeat(next(iter(ends.values()))))):
@@ -214,30 +229,33 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         """Returns one slot per key, -1 where the policy has no such block."""
         found = self._table.find(keys)
         if self._aside:
-            found[np.isin(found, self._slots_aside())] = -1
+            found[(found >= 0) & self._is_aside[found]] = -1
         return found
-
-    def _slots_aside(self) -> Slots:
-        return np.fromiter(self._aside, np.int64, len(self._aside))
 
     # Room.
 
-    def _refused(self, use: _Use, keys: list[OffloadKey]) -> Iterable[OffloadKey]:
-        """Returns which of the new blocks of a request, given head first, the policy does not admit."""
+    def _plan(self, use: _Use, keys: list[OffloadKey], step: int) -> None:
+        """Decides which new blocks of a request, given head first, the policy takes. ``step`` blocks are stored at
+        once."""
+        # The end of a chain that is longer than the cache only passes through, a step at a time.
+        room = max(0, self.cache_capacity - len(use.held) - step)
+        fitting, too_many = keys[:room][::-1], keys[room:]
+        use.refused.update(self._refused(use, fitting))
+        use.refused.update(too_many)
+        use.due = [key for key in fitting if key not in use.refused]
+
+    def _refused(self, use: _Use, tail_first: list[OffloadKey]) -> list[OffloadKey]:
+        """Returns which of the new blocks the policy does not admit."""
+        refused: list[OffloadKey] = []
+        shortage = len(tail_first) - (self.cache_capacity - len(self._chunks))
         if use.refused:
-            new = [key for key in keys if key not in use.refused]
-            self._policy.refuse(new[::-1])
-            return new
-        tail_first = keys[::-1]
-        shortage = len(keys) - (self.cache_capacity - len(self._chunks))
-        if shortage <= 0:
-            return ()
-        self._resize()
-        admitted = self._policy.admit(tail_first, shortage)
-        if admitted is None or admitted.all():
-            return ()
-        refused = list(compress(tail_first, ~admitted))
-        self._policy.refuse(refused)
+            refused = tail_first
+        elif shortage > 0:
+            self._resize()
+            admitted = self._policy.admit(tail_first, shortage)
+            refused = [] if admitted is None else list(compress(tail_first, ~admitted))
+        if refused:
+            self._policy.refuse(refused)
         return refused
 
     def _resize(self) -> None:
@@ -246,61 +264,55 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
 
     def _take_back(self, chain: Sequence[OffloadKey]) -> None:
         """Gives blocks aside that a request uses to the policy, if it admits them now."""
-        if not self._aside:
+        found = self._table.find(chain[::-1])
+        there = (found >= 0) & self._is_aside[found]
+        tail_first = list(compress(chain[::-1], there.tolist()))
+        if not tail_first:
             return
-        found = self._table.find(chain)
-        there = [key for key, slot in zip(chain, found.tolist(), strict=True) if slot in self._aside]
-        if not there:
-            return
-        tail_first = there[::-1]
+        slots = found[there]
         admitted = self._policy.admit(tail_first, len(tail_first))
         if admitted is not None:
-            tail_first = list(compress(tail_first, admitted))
-        slots = self._table.find(tail_first)
+            slots, tail_first = slots[admitted], list(compress(tail_first, admitted))
+        self._take_from_aside(slots)
+        self._policy.insert(slots, tail_first)
+
+    def _take_from_aside(self, slots: Slots) -> None:
+        self._is_aside[slots] = False
         for slot in slots.tolist():
             del self._aside[slot]
-        self._policy.insert(slots, tail_first)
 
     @_starts_over
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         if n == 0:
             return []
         self._settle()
-        table, policy = self._table, self._policy
+        table, use = self._table, self._storing
         present = table.find(list(protected))
         kept = table.idle(present[present >= 0])
         if n > table.num_evictable - len(kept):
             return None
+        if use is not None:
+            # No block leaves for the tail of its own chain, if others can.
+            more = table.idle(np.concatenate((kept, use.held)))
+            kept = more if n <= table.num_evictable - len(more) else kept
+            use.due = entering = [key for key in use.due if key not in self._chunks]
+        else:
+            entering = [key for key in protected if key not in self._chunks]
         table.mark_busy(kept, True)
-        victims = self._leave_aside(n)
+        aside = np.fromiter(self._aside, np.int64, len(self._aside))
+        victims = aside[~table.busy[aside]][:n]
+        self._take_from_aside(victims)
         if len(victims) < n:
             self._resize()
-            eviction = Eviction(n - len(victims), table.busy, table.key_of, self._admitted(n, protected))
-            victims = np.concatenate((victims, policy.evict(eviction)))
+            eviction = Eviction(n - len(victims), table.busy, table.key_of, entering)
+            victims = np.concatenate((victims, self._policy.evict(eviction)))
         table.mark_busy(kept, False)
-        policy.mark_evictable(kept)
+        self._policy.mark_evictable(kept)
         keys = table.evict(victims) if len(victims) == n else None
         if keys is None:
             raise IntegrityError(f"policy {self.policy} chose blocks that it may not evict")
         pop = self._chunks.pop
         return [(key, pop(key)) for key in keys]
-
-    def _leave_aside(self, n: int) -> Slots:
-        """Returns up to ``n`` of the blocks aside, the oldest first, which are aside no more."""
-        slots = self._slots_aside()
-        slots = slots[~self._table.busy[slots]][:n]
-        for slot in slots.tolist():
-            del self._aside[slot]
-        return slots
-
-    def _admitted(self, n: int, protected: set[OffloadKey]) -> list[OffloadKey]:
-        """Returns which of the keys for which vLLM makes room the policy has admitted, tail first."""
-        keys = self._announced
-        # vLLM announces a key once per request, but may fail to store it, and offer it again.
-        if len(keys) != n + self.cache_capacity - len(self._chunks) or not protected.issuperset(keys):
-            keys = [key for key in protected if key not in self._chunks]
-        refused = self._storing.refused if self._storing is not None else ()
-        return [key for key in reversed(keys) if key not in refused]
 
     @_starts_over
     def remove(self, key: OffloadKey) -> None:
@@ -308,8 +320,8 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         if self._chunks.pop(key, None) is None:
             return
         slots = self._table.find([key])
-        if int(slots[0]) in self._aside:
-            del self._aside[int(slots[0])]
+        if self._is_aside[slots].any():
+            self._take_from_aside(slots)
         else:
             self._policy.remove(slots)
         self._table.remove(slots)
@@ -331,13 +343,17 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
 
     def _enter(self, keys: list[OffloadKey]) -> None:
         """Hands new blocks, tail first, to the table and the policy."""
-        chunks = self._chunks
+        chunks, use = self._chunks, self._storing
         slots = np.fromiter((chunks[key].chunk_id for key in keys), np.int64, len(keys))
         self._table.insert(keys, slots)
-        if self._storing is not None and self._storing.refused:
-            is_aside = np.fromiter(map(self._storing.refused.__contains__, keys), np.bool_, len(keys))
-            self._aside.update(dict.fromkeys(slots[is_aside].tolist()))
-            slots, keys = slots[~is_aside], list(compress(keys, (~is_aside).tolist()))
+        if use is not None:
+            self._storing = None
+            if use.refused:
+                is_aside = np.fromiter(map(use.refused.__contains__, keys), np.bool_, len(keys))
+                self._is_aside[slots[is_aside]] = True
+                self._aside.update(dict.fromkeys(slots[is_aside].tolist()))
+                slots, keys = slots[~is_aside], list(compress(keys, (~is_aside).tolist()))
+            use.held = np.concatenate((use.held, slots))
         self._policy.insert(slots, keys)
 
     def _mark(self, slots: Slots, evictable: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
@@ -348,7 +364,7 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         table.unpin(slots[evictable & pinned])
         table.pin(slots[~evictable & ~pinned])
         idle = slots[evictable]
-        self._policy.mark_evictable(idle[~np.isin(idle, self._slots_aside())] if self._aside else idle)
+        self._policy.mark_evictable(idle[~self._is_aside[idle]])
 
     def _start_over(self) -> None:
         """Begins again with LRU and the chunks that vLLM holds."""
@@ -363,7 +379,7 @@ class PolicyAdapter(CachePolicy):  # type: ignore[misc]
         table = self._table
         table.check_integrity()
         slots = table.slots()
-        self._policy.check_integrity(slots[~np.isin(slots, self._slots_aside())])
+        self._policy.check_integrity(slots[~self._is_aside[slots]])
         held = {key: (chunk.chunk_id, chunk.ref_cnt == 0) for key, chunk in self._chunks.items()}
         keys = table.key_of[slots].tolist()
         if held != dict(zip(keys, zip(slots.tolist(), (~table.busy[slots]).tolist(), strict=True), strict=True)):
