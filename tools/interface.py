@@ -32,7 +32,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffl
 MAX_DEPTH = 20
 """How many imports of imports are followed."""
 
-OWN = {"close", "connector_scheduler", "connector_worker", "explain", "pool", "switch_off"}
+OWN = {"check_integrity", "close", "connector_scheduler", "connector_worker", "explain", "pool", "switch_off"}
 """Public names that an adapter adds to classes of its engine which it extends."""
 SET = {"cache_hit_source", "locality"}
 """Attributes of vLLM's classes that the adapter's constructors set on purpose."""

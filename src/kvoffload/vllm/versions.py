@@ -49,6 +49,7 @@ SINCE = {
     "max_tp_shards": "0.31",
     "num_hash_lookahead_tokens": "0.33",
     "num_prefill_lookahead_tokens": "0.31",
+    "on_request_access": "0.33",
     "ownership": "0.29",
     "prefix_cacheable": "0.29",
     "prefix_cache_retention_interval": "0.29",
