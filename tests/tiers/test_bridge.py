@@ -181,7 +181,7 @@ def test_a_load_ends_at_its_deadline_with_what_has_arrived() -> None:
     rig.store_all(keys)
     rig.tier.hanging = {rig.name(keys)[2]: 1e6}
     rig.bridge.load(1, keys, rig.foreign.clear(range(4)), "l")
-    rig.step(2)
+    rig.step(3)
     rig.executor.drain()
     rig.step(3)
     rig.clock.now += 0.4
@@ -386,6 +386,20 @@ def test_after_a_reset_nothing_from_before_is_found() -> None:
     assert rig.held(keys) == [0, 1, 2, 3], "the next process finds those of before"
 
 
+def test_what_a_reset_has_hidden_is_explained() -> None:
+    rig = BridgeRig()
+    keys = chain("x", 2)
+    rig.store_all(keys)
+    for _ in range(2):
+        rig.bridge.reset()
+        rig.settle()
+        rig.clock.now += 3
+    miss = rig.bridge.explain(keys[0])
+    assert (miss.reason, miss.tier) == (MissReason.RESET, "memory")
+    assert miss.age_s == pytest.approx(6, abs=0.1)
+    assert rig.bridge.explain(chain("y", 1)[0]).reason is MissReason.NEVER_STORED
+
+
 def test_jobs_that_come_during_a_reset_do_not_cross_it() -> None:
     rig = BridgeRig()
     keys = chain("x", 2)
@@ -490,8 +504,11 @@ def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.
     rig.bridge.start()
     assert rig.tier.begun.wait(60)
     rig.bridge.load(1, keys, rig.foreign.clear(range(4)), "l")
-    assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
+    assert rig.bridge.lookup(keys).tolist() == [RETRY] * 4
     rig.clock.now += 10
+    assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
+    assert rig.bridge.take_counts() == {}
+    assert not rig.bridge.is_idle
     assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(1, False)], "its deadline has passed"
     rig.bridge.store(2, keys, rig.foreign.pages(range(4)), keys, "r")
     rig.bridge.drain()
