@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierCon
 from kvoffload.tiers import bridge
 from kvoffload.tiers.disk import directory
 from kvoffload.tiers.disk import tier as disk
+from kvoffload.vllm import secondary_tier
 
 BUDGET = 8 << 20
 
@@ -281,6 +283,21 @@ class TestDisk(SecondaryTierConformance):
         assert not steps.ok[store]
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
         steps.close()
+
+    def test_an_idle_step_does_not_ask_the_bridge(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its lock may be held by the thread that copies."""
+        steps = self.start_with(chain(8))
+        self.settle(steps)
+        steps.tier.get_stats()
+        asked: list[str] = []
+        for name in ("take_counts", "take_events", "finished", "lookup", "explain"):
+            monkeypatch.setattr(steps.tier.bridge, name, lambda *arguments, name=name: asked.append(name))
+        monkeypatch.setattr(secondary_tier, "time", SimpleNamespace(monotonic=lambda: 0.0))
+        for _ in range(3):
+            steps.step()
+            assert list(steps.tier.take_events()) == []
+            assert steps.tier.get_stats() is None
+        assert asked == []
 
 
 @pytest.mark.skipif(SCALE <= 1, reason="much as with the installed version; set KVOFFLOAD_TEST_SCALE above 1")
