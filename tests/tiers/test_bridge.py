@@ -181,7 +181,7 @@ def test_a_load_ends_at_its_deadline_with_what_has_arrived() -> None:
     rig.store_all(keys)
     rig.tier.hanging = {rig.name(keys)[2]: 1e6}
     rig.bridge.load(1, keys, rig.foreign.clear(range(4)), "l")
-    rig.step(2)
+    rig.step(3)
     rig.executor.drain()
     rig.step(3)
     rig.clock.now += 0.4
@@ -504,8 +504,11 @@ def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.
     rig.bridge.start()
     assert rig.tier.begun.wait(60)
     rig.bridge.load(1, keys, rig.foreign.clear(range(4)), "l")
-    assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
+    assert rig.bridge.lookup(keys).tolist() == [RETRY] * 4
     rig.clock.now += 10
+    assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
+    assert rig.bridge.take_counts() == {}
+    assert not rig.bridge.is_idle
     assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(1, False)], "its deadline has passed"
     rig.bridge.store(2, keys, rig.foreign.pages(range(4)), keys, "r")
     rig.bridge.drain()

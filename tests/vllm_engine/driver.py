@@ -492,18 +492,27 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
 
 def offloading(config: dict[str, Any]) -> dict[str, Any]:
     """Runs the same prompts ``rounds`` times with vLLM's own offloading, whose options are ``offloading``. After each
-    round all tiers come to rest. Then shuts the engine down."""
+    round all tiers come to rest. Then shuts the engine down. Before the last round the caches are reset, if ``reset``
+    is set, or the tier is given a bug, if ``break`` is set. ``threads`` are those of kvoffload that are left."""
+    import threading
+
     import vllm
 
-    engine = Engine(config)
-    outputs = []
-    for i in range(config.get("rounds", 2)):
-        if i and config.get("reset"):
+    engine, outputs, events = Engine(config), [], list[list[str]]()
+    if config.get("events"):
+        publisher = engine.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: events.extend(map(_event, batch.events))
+    rounds = config.get("rounds", 2)
+    for i in range(rounds):
+        if i == rounds - 1 and config.get("reset"):
             assert engine.llm.reset_prefix_cache(reset_connector=True)
+        if i == rounds - 1 and config.get("break"):
+            engine.tiers[0].bridge.load = None
         outputs.append(engine.round())
         state = engine.tier_state()
     engine.close()
-    return {"vllm": vllm.__version__, "outputs": outputs, **state}
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    return {"vllm": vllm.__version__, "outputs": outputs, "events": events, "threads": threads, **state}
 
 
 def _count_replicas(worker: Any) -> list[int]:

@@ -44,10 +44,19 @@ def check(run: Run, expected: list[Any]) -> None:
         assert differences(answers, expected) == []
     assert (run["off"], run["jobs"], run["requests"]) == ([False], [0], [0])
     assert run["free_device_blocks"] == run["usable_device_blocks"]
+    assert run["threads"] == []
+    # vLLM releases its host memory, so no view of it is left.
+    assert "Removed mmap file" in run.log
+    assert "BufferError" not in run.log
 
 
 def tier_tokens(run: Run) -> int:
     return sum(record["disk_tokens"] for record in run["records"])
+
+
+def halves(records: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the records of the first and of the second round."""
+    return records[: len(records) // 2], records[len(records) // 2 :]
 
 
 @pytest.fixture(scope="module")
@@ -118,21 +127,64 @@ def test_a_reset_forgets_what_was_stored(run: Runner, expected: list[Any], copie
     options = with_tier(tier=disk(copied))
     result = run("offloading", rounds=2, reset=True, offloading=options)
     check(result, expected)
-    before, after = result["records"][: len(expected)], result["records"][len(expected) :]
+    before, after = halves(result["records"])
     assert sum(record["disk_tokens"] for record in before) > 0
     assert sum(record["disk_tokens"] for record in after) == 0
     assert "kvoffload: the cache was reset" in result.log
+
+
+def test_events_and_a_bug_in_the_tier(run: Runner, expected: list[Any], tmp_path: Path) -> None:
+    """Requests are computed from then on, and all that waits for the tier ends."""
+    options = with_tier(SMALL, tier=disk(tmp_path / "disk"))
+    result = run("offloading", offloading=options, events=True, **{"break": True})
+    for answers in result["outputs"]:
+        assert differences(answers, expected) == []
+    assert (result["off"], result["jobs"], result["threads"]) == ([True], [0], [])
+    assert result["free_device_blocks"] == result["usable_device_blocks"]
+    assert result.log.count("OFFLOADING TO TIERS IS OFF: submit_load failed") == 1
+    assert result["metrics"][0]["off"] == 1
+    stored = [event for event in result["events"] if event[:2] == ["BlockStored", "STORAGE"]]
+    assert sum(len(event) - 2 for event in stored) >= result["metrics"][0]["tier_write_blocks:disk"] > 0
+
+
+def test_hashes_with_an_unexpected_root_switch_the_tier_off(run: Runner, expected: list[Any], copied: Path) -> None:
+    result = run("offloading", rounds=1, offloading=with_tier(tier=disk(copied)), unexpected_root=True)
+    assert differences(result["outputs"][0], expected) == []
+    assert (result["off"], tier_tokens(result)) == ([True], 0)
+    assert "set PYTHONHASHSEED=0" in result.log
+
+
+def test_metrics_of_an_engine_in_another_process(run: Runner, expected: list[Any], copied: Path) -> None:
+    """The frontend makes the metrics, without the tier."""
+    result = run("rounds", rounds=1, multiprocessing=True, offloading=with_tier(tier=disk(copied)))
+    assert differences(result["outputs"][0], expected) == []
+    assert result["prometheus"]["kvoffload:tier_hit_tokens_total:disk"] > 0
+    assert result["prometheus"]["kvoffload:tier_capacity_bytes:disk"] == 32 << 20
+
+
+def test_an_older_version_says_what_to_use_instead(run: Runner, tmp_path: Path) -> None:
+    version = next((name for name in OVERLAYS if name < "0.31"), None)
+    if version is None:
+        pytest.skip("no older vLLM here: run make overlays")
+    overlaid = {"PYTHONPATH": os.pathsep.join([str(OVERLAYS[version]), os.environ.get("PYTHONPATH", "")])}
+    child, path = run.start("offloading", offloading=with_tier(tier=disk(tmp_path / "disk")), environment=overlaid)
+    assert child.wait(DEADLINE_S) != 0
+    said = path.with_suffix(".log").read_text()
+    assert f"ConfigError: vLLM {version} cannot use kvoffload.vllm.host_spec: " in said
+    assert "use vLLM 0.31 to 0.33, or kvoffload's own connector" in said
 
 
 WINDOWS: dict[str, Any] = GEMMA3 | {"prompts": 6, "max_tokens": 24}
 STATES: dict[str, Any] = with_lfm2(prompts=6, max_tokens=24)
 
 
-@pytest.mark.parametrize("model", [WINDOWS, STATES], ids=["windows", "states"])
-def test_several_groups(run: Runner, tmp_path: Path, model: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model", "factor"), [(WINDOWS, 2), (STATES, 1)], ids=["windows", "states"])
+def test_several_groups(run: Runner, tmp_path: Path, model: dict[str, Any], factor: int) -> None:
+    """Also with chunks of several blocks."""
     (expected,) = run("rounds", rounds=1, **model)["outputs"]
+    options = with_tier(SMALL, tier=disk(tmp_path / "disk")) | {"blocks_per_chunk": factor}
     for _ in range(2):
-        result = run("offloading", rounds=1, offloading=with_tier(SMALL, tier=disk(tmp_path / "disk")), **model)
+        result = run("offloading", rounds=1, offloading=options, **model)
         check(result, expected)
     assert tier_tokens(result) > sum(map(len, make_prompts(6))) / 2
 
@@ -150,10 +202,10 @@ def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: lis
         found[name] = tier_tokens(result)
     assert found["two"] == 0
     assert found["one"] == found["two again"] > 0
-    direct = with_tier(tier=disk(tmp_path / "disk"))
-    result = run("offloading", rounds=1, prompts=4, offloading=direct)
+    direct = with_tier(SMALL, tier=disk(tmp_path / "disk"))
+    result = run("offloading", prompts=4, offloading=direct, **parallel)
     check(result, expected[:4])
-    assert tier_tokens(result) == 0
+    assert [sum(each["disk_tokens"] for each in part) > 0 for part in halves(result["records"])] == [False, True]
 
 
 @pytest.mark.parametrize("version", [name for name in OVERLAYS if name >= "0.31"])

@@ -93,6 +93,8 @@ class Stores:
         """Blocks that may be staged at the same time."""
         self._max_batch = max(1, min(self.max_staged // 4, BATCH_BYTES // block_bytes))
         self._queue: deque[Job | RequestEnd] = deque()
+        self.num_ended = 0
+        """Jobs and requests that have ended since the start."""
         self._staged: deque[Staged] = deque()
         self._num_staged = 0
         self._requests: OrderedDict[str, RequestChain] = OrderedDict()
@@ -113,24 +115,26 @@ class Stores:
     # Copies.
 
     def plan(self, namespace: bytes) -> StoreBatch | None:
-        """Returns the next blocks to copy, or None if there are none, or no room for them. ``namespace``: that of keys
-        now; what has another one was submitted before a reset."""
+        """Returns the next blocks to copy. None: there are none now, since the next job waits for room, or has ended,
+        or since a request has ended. ``namespace``: that of keys now; what has another one was submitted before a
+        reset."""
         if self._staged and not any(tier.writes.num_writing or tier.writes.has_backlog for tier in self._manager.tiers):
             self._release()
-        while self._queue:
-            entry = self._queue[0]
-            is_old = entry.namespace != namespace
-            if isinstance(entry, RequestEnd):
-                if not is_old:
-                    self._end_request(entry)
-            elif is_old:
+        if not self._queue:
+            return None
+        entry = self._queue[0]
+        batch = None
+        if entry.namespace != namespace:
+            if isinstance(entry, Job):
                 self._jobs.stop([entry])
-            else:
-                batch = self._plan_job(entry)
-                if batch is not None or not entry.has_ended:
-                    return batch
+        elif isinstance(entry, RequestEnd):
+            self._end_request(entry)
+        else:
+            batch = self._plan_job(entry)
+        if batch is None and (isinstance(entry, RequestEnd) or entry.has_ended):
             self._queue.popleft()
-        return None
+            self.num_ended += 1
+        return batch
 
     def _plan_job(self, job: Job) -> StoreBatch | None:
         """Returns the next blocks of ``job`` to copy. If there are none, it has ended, or it waits for room."""

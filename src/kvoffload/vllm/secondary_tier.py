@@ -25,19 +25,14 @@ from kvoffload.connector.guarded import guarded
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import DEPRECATED, METRICS, Metrics
 from kvoffload.observe.server import RecordServer
-from kvoffload.supported import FIRST_WITH_SECONDARY_TIERS, TESTED
 from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge, tokens_in
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
 from kvoffload.vllm.metrics import PREFIX
 
-if not versions.has_secondary_tiers():
-    raise ConfigError(
-        f"{versions.NAME} cannot use KVOffloadTier: its offloading has no tiers of this kind; use vLLM "
-        f"{FIRST_WITH_SECONDARY_TIERS} to "
-        f'{TESTED[-1]}, or kvoffload\'s own connector ("kv_connector": "KVOffloadConnector")'
-    )
+if _reason := versions.reason_against_secondary_tiers("KVOffloadTier"):
+    raise ConfigError(_reason)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -98,13 +93,8 @@ class KVOffloadTier(SecondaryTierManager):
         config = DoorConfig.from_mapping(options, _setting(offloading_spec, tier_type, options))
         vllm_config, kv_cache_config = calling_engine()
         versions.warn_if_untested()
-        self.layout = TierLayout.from_vllm(
-            config,
-            offloading_spec,
-            vllm_config,
-            kv_cache_config,
-            self.block_size_bytes,
-        )
+        row_bytes = self.block_size_bytes
+        self.layout = TierLayout.from_vllm(config, offloading_spec, vllm_config, kv_cache_config, row_bytes)
         self.off = False
         self._enable_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self.bridge = self._open(config)
@@ -174,6 +164,7 @@ class KVOffloadTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._expected_root is not None:
             self._check_hash_root()
+        self._requests[req_context.req_id] = TierRequest()
         return RequestOffloadingContext()
 
     def _check_hash_root(self) -> None:
@@ -188,15 +179,13 @@ class KVOffloadTier(SecondaryTierManager):
     @guarded(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._request(req_context)
-        del self._requests[req_context.req_id]
+        self._requests.pop(req_context.req_id, None)
         if request.chain:
             self.bridge.end_request(req_context.req_id, request.chain)
 
     def _request(self, context: ReqContext) -> TierRequest:
         """Returns what is known of a request, with all keys that vLLM has named so far."""
-        request = self._requests.get(context.req_id)
-        if request is None:
-            request = self._requests[context.req_id] = TierRequest()
+        request = self._requests.get(context.req_id) or TierRequest()
         request.extend(context._offload_key_positions, self._groups)
         return request
 
@@ -266,12 +255,17 @@ class KVOffloadTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if not self._jobs:
             return ()
-        ended, self._ended = [*self._ended, *self.bridge.finished()], []
+        ended = [*self._ended, *self.bridge.finished()]
+        results = [self._report(end) for end in ended]
+        # Only now: if something fails before, all open jobs are reported as failed.
+        self._ended.clear()
+        for end in ended:
+            del self._jobs[end.job]
         self._has_news = self._has_news or bool(ended)
-        return [self._report(end) for end in ended]
+        return results
 
     def _report(self, end: JobEnd) -> JobResult:
-        job = self._jobs.pop(end.job)
+        job = self._jobs[end.job]
         is_whole = end.ok and len(end.done) == len(job.keys)
         if end.is_load:
             request = self._requests.get(job.req_context.req_id)
