@@ -21,6 +21,8 @@ from tests.sglang.parts import Rank, extra_config, fill, mamba_pool, mha_pool, m
 from kvoffload.abc import MissReason  # isort: skip
 from kvoffload.sglang import KVOffloadStorage, engine, storage  # isort: skip
 from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
+from kvoffload.sglang.pools import HostPages  # isort: skip
+from kvoffload.testing.scale import scaled  # isort: skip
 from kvoffload.tiers.bridge import build_bridge  # isort: skip
 
 torch = parts.torch
@@ -131,6 +133,19 @@ def test_pages_that_have_no_addresses_are_copied(start: Start, monkeypatch: pyte
     assert loaded(rank, chain) == want
 
 
+def test_pages_of_kv_may_be_divided_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "block_bytes_of", lambda pools: 1500)
+    rank = start(mha_pool("layer_first"))
+    chain, want = stored(rank)
+    assert loaded(rank, chain) == want
+
+
+def test_an_address_outside_the_pool_is_refused() -> None:
+    pages = HostPages("kv", mha_pool())
+    with pytest.raises(ValueError, match="outside the buffers of the pool"):
+        pages.views(torch.arange(10**6, 10**6 + 4))
+
+
 def test_a_call_with_many_pages_is_divided(start: Start) -> None:
     rank = start(mha_pool(pages=700))
     chain, want = stored(rank, 300)
@@ -159,6 +174,54 @@ def test_two_threads_store_and_load_at_the_same_time(start: Start) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_a_storm_on_a_small_disk_never_returns_wrong_pages(start: Start, tmp_path: Path) -> None:
+    """Chains with common beginnings are stored, loaded, flushed and found again after restarts, with evictions."""
+    rng = random.Random(1)
+    entry = {"kind": "disk", "dir": str(tmp_path / "small"), "bytes": "2MiB"}
+    content: dict[str, bytes] = {}
+    num_loaded = 0
+
+    def bytes_of(page_hash: str) -> bytes:
+        if page_hash not in content:
+            content[page_hash] = random.Random(page_hash).randbytes(4096)
+        return content[page_hash]
+
+    def store(rank: Rank, chain: list[int]) -> None:
+        pool, hashes = rank.pools["kv"], parts.page_hashes(chain, None, 4)
+        # SGLang stores a chain node by node.
+        for first in range(0, len(hashes), 8):
+            node = hashes[first : first + 8]
+            indices = pool.alloc(4 * len(node))
+            for page_hash, at in zip(node, indices[::4].tolist(), strict=True):
+                data = torch.frombuffer(bytearray(bytes_of(page_hash)), dtype=torch.bfloat16)
+                pool.set_from_flat_data_page(at, data)
+            rank.store(chain[4 * first : 4 * (first + len(node))], indices, hashes[:first])
+            pool.free(indices)
+            fill(pool, first)
+
+    def load(rank: Rank, chain: list[int]) -> int:
+        found = loaded(rank, chain)
+        assert found == [bytes_of(each) for each in parts.page_hashes(chain, None, 4)[: len(found)]]
+        return len(found)
+
+    chains = [tokens(8, seed // 4) + tokens(24, 100 + seed) for seed in range(40)]
+    for _ in range(3):
+        rank = start(tier=entry)
+        for _ in range(scaled(40)):
+            chain = chains[min(int(rng.expovariate(0.1)), len(chains) - 1)]
+            pages = load(rank, chain)
+            num_loaded += pages
+            if pages < len(chain) // 4:
+                store(rank, chain)
+            if rng.random() < 0.02:
+                rank.flush()
+            used = sum(each.stat().st_blocks * 512 for each in (tmp_path / "small").rglob("*"))
+            assert used <= 2 << 20
+        rank.close()
+        assert all(not thread.is_alive() for thread in rank.threads)
+    assert num_loaded > 500
 
 
 def test_each_rank_has_its_own_part_of_a_page(start: Start) -> None:
@@ -258,7 +321,7 @@ def test_ranks_that_share_kv_have_states_of_their_own(
 ) -> None:
     if not is_in_the_keys:
         # A planted bug: then the last rank finds the state of the first.
-        monkeypatch.setattr(storage, "rank_of", lambda *_: "")
+        monkeypatch.setattr(storage, "rank_of", lambda *_: "all")
     entry = {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "32MiB"}
     chain, want, ranks = tokens(4), list[bytes](), list[Rank]()
     hashes = parts.page_hashes(chain, None, 4)
@@ -510,7 +573,42 @@ def test_close_gives_the_memory_back(start: Start) -> None:
     rank.close()
     assert backend.batch_exists(parts.page_hashes(chain, None, 4)) == 0
     assert backend.batch_get_v1(["a"], torch.arange(4)) == [False]
-    assert not any(thread.name.startswith("kvoffload") for thread in threading.enumerate())
+    wait_until(lambda: not any(each.name.startswith("kvoffload") for each in threading.enumerate()))
+
+
+def test_the_metrics_of_the_tiers_are_among_those_of_the_server(start: Start) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    labels = {"tp_rank": "1", "pp_rank": "0", "dp_rank": "0", "tier": "disk"}
+
+    def written() -> float:
+        return prometheus.REGISTRY.get_sample_value("kvoffload:tier_write_blocks_total", labels) or 0.0
+
+    for _ in range(2):
+        rank, before = start(rank={"tp_rank": 1, "tp_size": 2}), written()
+        stored(rank, 6, seed=int(before))
+        settled(rank).storage.get_stats()
+        assert written() == before + 6
+        assert prometheus.REGISTRY.get_sample_value("kvoffload:tier_used_bytes", labels) > 0
+        rank.close()
+
+
+def test_ranks_that_do_not_write_take_no_share_of_the_budget(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[int, int]] = []
+
+    def spy(*given: Any, **options: Any) -> Any:
+        opened.append((options["engine"], options["engines"]))
+        return build_bridge(*given, **options, staging_bytes=4 << 20)
+
+    monkeypatch.setattr(storage, "build_bridge", spy)
+    entry = {"kind": "shared_dir", "dir": str(tmp_path / "shared"), "bytes": "16MiB"}
+    reader = start(mla_pool(), tier=entry, rank=mla_rank(1))
+    start({"kv": mla_pool(), "mamba": mamba_pool()}, tier=entry, rank=mla_rank(1))
+    start(rank={"tp_rank": 1, "tp_size": 2})
+    assert opened == [(0, 1), (1, 2), (1, 2)]
+    info = parts.storage_interface.HiCacheStorageExtraInfo(prefix_keys=[])
+    assert reader.storage.batch_set_v1(["a" * 64], torch.arange(4), info) == [False]
 
 
 def test_sglang_gets_the_speed_of_transfers(start: Start) -> None:

@@ -45,6 +45,8 @@ class HostPages:
         self.tokens = int(getattr(pool, "logical_page_size", pool.page_size))
         """Indices per page."""
         self.parts = 1
+        self.is_of_rank = bool(rank)
+        """Whether this rank has bytes of its own beside KV that all ranks share."""
         self._mem_state = getattr(pool, "mem_state", None)
         self._buffers = _buffers(pool)
         self._starts = [start for start, _ in self._buffers]

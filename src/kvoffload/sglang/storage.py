@@ -25,6 +25,7 @@ from kvoffload.config import DoorConfig
 from kvoffload.fingerprints import fingerprint
 from kvoffload.sglang import engine
 from kvoffload.sglang.fingerprint import describe_parts, fingerprint_parts
+from kvoffload.sglang.metrics import ServerMetrics
 from kvoffload.sglang.pools import KV, HostPages, block_bytes_of, rank_of
 from kvoffload.tiers.bridge import TierBridge, build_bridge
 from kvoffload.units import format_bytes
@@ -111,6 +112,12 @@ class KVOffloadStorage(HiCacheStorage):
         self._weights = engine.weights()
         self._lock = threading.Lock()
         self._logged: set[str] = set()
+        ranks = {
+            "tp_rank": storage_config.tp_rank,
+            "pp_rank": storage_config.pp_rank,
+            "dp_rank": storage_config.dp_rank,
+        }
+        self._metrics = ServerMetrics({name: str(rank) for name, rank in ranks.items()})
         self._samples = {name: deque[tuple[int, float]](maxlen=MAX_SAMPLES) for name in ("prefetch", "backup")}
 
     # Start and end.
@@ -135,6 +142,9 @@ class KVOffloadStorage(HiCacheStorage):
             pool.divide(block_bytes)
         parts = fingerprint_parts(options, config, kv, block_bytes, self._arguments)
         index, count = engine.place_on_node(config, self._arguments, options.engines_per_node)
+        if self._is_shared and not any(pool.is_of_rank for pool in self._pools.values()):
+            # Of ranks with the same bytes one writes, and takes the budget of all.
+            index, count = index // config.tp_size, max(1, count // config.tp_size)
         model = self._arguments.get("model_path") or config.model_name
         self._bridge = build_bridge(
             options.tier_entries,
@@ -282,9 +292,12 @@ class KVOffloadStorage(HiCacheStorage):
 
     @_never_raises(lambda: None)
     def get_stats(self) -> Any:
-        """Returns the transfers since the last call, as SGLang's StorageMetrics."""
+        """Returns the transfers since the last call, as SGLang's StorageMetrics. SGLang's scheduler calls this often
+        where metrics are on, so the metrics of the tiers are brought up to date here too."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
+        if self._bridge is not None:
+            self._metrics.add(self._bridge.take_counts())
         metrics = StorageMetrics()
         for name, samples in self._samples.items():
             while samples:
@@ -300,6 +313,11 @@ class KVOffloadStorage(HiCacheStorage):
 
     # Inside.
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether all tensor-parallel ranks have the same KV."""
+        return bool(self._config.is_mla_model)
+
     def _refuse_unserved(self) -> None:
         """Raises ConfigError for a configuration in which the right pages could not be told from wrong ones, or not
         reach all ranks."""
@@ -313,7 +331,7 @@ class KVOffloadStorage(HiCacheStorage):
                 "--enable-lora: SGLang's page hashes contain the name and path of an adapter, not its bytes, so pages "
                 "of a replaced adapter would be found; run without adapters, or without --hicache-storage-backend"
             )
-        if config.is_mla_model and config.tp_size > 1:
+        if self._is_shared and config.tp_size > 1:
             for entry in self._options.tier_entries:
                 if entry.config.kind == "disk":
                     raise ConfigError(
@@ -324,7 +342,7 @@ class KVOffloadStorage(HiCacheStorage):
 
     def _register(self, name: str, host_pool: Any) -> None:
         config = self._config
-        rank = rank_of(name, host_pool, config.is_mla_model, f"{config.tp_rank}/{config.tp_size}")
+        rank = rank_of(name, host_pool, self._is_shared, f"{config.tp_rank}/{config.tp_size}")
         self._pools[name] = pool = HostPages(name, host_pool, rank)
         if self._bridge is not None:
             pool.divide(self._bridge.block_bytes)
@@ -371,6 +389,8 @@ class KVOffloadStorage(HiCacheStorage):
         before = None if extra_info is None else extra_info.prefix_keys
         if before is None:
             self._log_once("chain", NO_CHAIN, "backup")
+            return [False] * len(hashes)
+        if self._is_shared and not pool.is_of_rank and not self._config.is_storage_writer:
             return [False] * len(hashes)
         chain = _merged(chained, before)
 

@@ -1,0 +1,46 @@
+"""kvoffload's metrics in the /metrics of SGLang's server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from kvoffload.observe.metrics import METRICS
+
+PREFIX = "kvoffload:"
+
+
+class ServerMetrics:
+    """The metrics of the tiers of one rank. Its SGLang process shows them with its own, since both are in the registry
+    of prometheus_client."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        """``labels`` distinguish this rank from others."""
+        self._labels = dict(labels)
+
+    def add(self, counts: Mapping[str, float]) -> None:
+        """Adds ``counts``, by "NAME" or "NAME:TIER", to counters, and sets gauges to them."""
+        for name, value in counts.items():
+            metric, _, tier = name.partition(":")
+            spec = METRICS.get(metric)
+            if spec is None or spec.label != "tier":
+                # The rest is about the staging pool, or about requests, which only the engine knows.
+                continue
+            child = _metric(metric, tuple(self._labels)).labels(**self._labels, tier=tier)
+            if spec.kind == "gauge":
+                child.set(value)
+            else:
+                child.inc(max(0.0, value))
+
+
+@cache
+def _metric(name: str, labels: tuple[str, ...]) -> Any:
+    """Returns the metric of that name, which a process can register once."""
+    # SGLang sets prometheus_client up for several processes before it imports it.
+    from prometheus_client import Counter, Gauge
+
+    spec = METRICS[name]
+    if spec.kind == "gauge":
+        return Gauge(PREFIX + name, spec.help, [*labels, "tier"], multiprocess_mode="mostrecent")
+    return Counter(PREFIX + name, spec.help, [*labels, "tier"])
