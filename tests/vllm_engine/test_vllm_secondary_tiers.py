@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +18,14 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 
+from test_vllm_versions import OVERLAYS
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.fs import manager as fs
+from vllm_harness import DEADLINE_S
 
 from kvoffload.testing import secondary_tier_conformance
+from kvoffload.testing.scale import SCALE
 from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, chain, spoil_files
 from kvoffload.tiers import bridge
 from kvoffload.tiers.disk import directory
@@ -275,3 +281,27 @@ class TestDisk(SecondaryTierConformance):
         assert not steps.ok[store]
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
         steps.close()
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="much as with the installed version; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.parametrize("version", [version for version in OVERLAYS if version.startswith(("0.31", "0.33"))])
+def test_another_version_of_vllm(version: str) -> None:
+    """Ours passes, and vLLM's own fail the same tests."""
+    path = os.pathsep.join([str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "Test and not another"]
+    environment = os.environ | {"PYTHONPATH": path, "KVOFFLOAD_TEST_SCALE": "1"}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert child.returncode == 0, child.stdout
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="much as TestDisk; set KVOFFLOAD_TEST_SCALE above 1")
+class TestSharedDir(TestDisk):
+    """Ours, over a shared directory."""
+
+    serves_after_drain = False
+    """The weights may have changed, and other servers use these blocks."""
+
+    def entry(self, folder: Path) -> dict[str, Any]:
+        entry = super().entry(folder)
+        entry["tier"]["kind"] = "shared_dir"
+        return entry

@@ -303,6 +303,8 @@ class _Suite:
     """Seconds in which calls that may wait must end, whatever the medium does."""
     outlives = True
     """Whether a later process finds what was stored."""
+    serves_after_drain = True
+    """Whether blocks that are stored after ``drain_jobs`` are found. vLLM calls it when it resets its caches."""
     budget_bytes: int | None = None
     """The most bytes that ``bounded_entry`` allows the tier on its medium; None if the medium bounds itself."""
 
@@ -472,8 +474,9 @@ class SecondaryTierContract(_Suite):
         # vLLM goes on with the same tier.
         new = chain(4, "new")
         steps.store(new)
-        steps.await_found(new)
-        assert steps.load(new) == set(new)
+        if self.serves_after_drain:
+            steps.await_found(new)
+            assert steps.load(new) == set(new)
         self.within(self.bounded_s, steps.tier.drain_jobs)
         self.settle(steps)
 
