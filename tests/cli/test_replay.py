@@ -203,6 +203,14 @@ def test_an_invalid_option_is_named_as_typed_in_one_line(trace: Path, arguments:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_policy_in_vllm_needs_vllm(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvoffload.vllm.replay", None)
+    done = run(trace, "--policy", "lru,vllm:arc")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvoffload replay: --policy='vllm:arc': vLLM's manager of host memory cannot be")
+    assert "install vLLM 0.31 or later" in done.stderr
+
+
 class APolicyWithANameThatIsSoMuchLongerThanMostThatNoTerminalHasRoomForAllOfItInOneLine(LRUPolicy):
     pass
 

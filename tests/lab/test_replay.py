@@ -274,6 +274,7 @@ def test_an_empty_trace_can_be_replayed() -> None:
         ({"disk_blocks": -1}, "disk_blocks=-1"),
         ({"store_threshold": 1}, "store_threshold=1: must be 2 or more"),
         ({"policy": CLAIRVOYANT, "disk_blocks": 5}, "leave device and disk out"),
+        ({"policy": "vllm:lru", "device_blocks": 5}, "leave device and disk out"),
     ],
 )
 def test_an_invalid_setting_is_an_error(settings: dict[str, object], match: str) -> None:

@@ -515,6 +515,68 @@ def offloading(config: dict[str, Any]) -> dict[str, Any]:
     return {"vllm": vllm.__version__, "outputs": outputs, "events": events, "threads": threads, **state}
 
 
+def own_policy(config: dict[str, Any]) -> dict[str, Any]:
+    """Does the same as ``offloading`` with host memory alone. Counts the chunks that were loaded and evicted."""
+    engine = Engine(config)
+    manager = engine.scheduler.connector.connector_scheduler.manager
+    counts = Counter[str]()
+    load, evict = manager.prepare_load, manager._policy.evict
+
+    def prepare_load(keys: Any, context: Any) -> Any:
+        counts["loaded"] += len(keys)
+        return load(keys, context)
+
+    def evict_counted(n: int, protected: Any) -> Any:
+        evicted = evict(n, protected)
+        counts["evicted"] += len(evicted or ())
+        return evicted
+
+    manager.prepare_load, manager._policy.evict = prepare_load, evict_counted
+    outputs = [engine.round() for _ in range(config.get("rounds", 2))]
+    manager._policy.check_integrity()
+    engine.close()
+    return {"outputs": outputs, **counts}
+
+
+def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs random and chosen schedules of vLLM's manager with kvoffload's policies, without an engine."""
+    from kvoffload.abc import ConfigError
+
+    try:
+        import policy_schedules
+    except ConfigError as error:
+        return {"refused": str(error)}
+    from kvoffload.lab.readers import read_trace
+    from kvoffload.lab.replay import ReplayConfig, replay
+
+    trace = read_trace("synthetic:chat").between(0, 0.05)
+    pairs = [(trace, "lru", "LRUCachePolicy", trace.num_distinct // 4)]
+    if config.get("traces"):
+        published = read_trace(str(Path(config["traces"]) / "mooncake_conversation.jsonl.gz"))
+        pairs += [(published, "auto", "AutoCachePolicy", blocks) for blocks in (1827, 9139)]
+    found = [
+        [
+            replay(of, ReplayConfig(name, blocks)).prefix_hit_tokens_pct
+            for name in (ours, f"vllm:{policy_schedules.MODULE}:{theirs}")
+        ]
+        for of, ours, theirs, blocks in pairs
+    ]
+    unknown = ""
+    try:
+        replay(trace, ReplayConfig("vllm:no_such", 8))
+    except ConfigError as error:
+        unknown = str(error)
+    return {
+        "schedules": policy_schedules.random_schedules(config["seeds"], config["steps"]),
+        "control": policy_schedules.is_careless_seen(config["seeds"], config["steps"]),
+        "chains": policy_schedules.chains(),
+        "one_use": policy_schedules.one_use(),
+        "starts_over": policy_schedules.starts_over(),
+        "replays": found,
+        "unknown": unknown,
+    }
+
+
 def _count_replicas(worker: Any) -> list[int]:
     """Returns how many ranks hold the same KV as this one: as it is, if one layer had other heads, and if nothing were
     known of the heads."""
@@ -1380,6 +1442,8 @@ SCENARIOS = {
     for f in (
         rounds,
         offloading,
+        own_policy,
+        cache_policies,
         one_by_one,
         whole_prompts,
         service,

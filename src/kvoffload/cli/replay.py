@@ -29,7 +29,15 @@ from kvoffload.cli.lab import (
 )
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, TierUse, replay_many
+from kvoffload.lab.replay import (
+    CLAIRVOYANT,
+    ENGINE_POLICY,
+    ReplayConfig,
+    ReplayResult,
+    TierUse,
+    replay_many,
+    run_class,
+)
 from kvoffload.lab.trace import Trace
 from kvoffload.units import counted, format_bytes
 
@@ -42,7 +50,13 @@ MAX_CONFIGS = 1000
 
 @click.command(short_help="Compare policies and capacities on a trace.")
 @click.argument("trace", metavar="TRACE")
-@click.option("--policy", "policies", default=DEFAULT_POLICY, show_default=True, help="Comma-separated policies.")
+@click.option(
+    "--policy",
+    "policies",
+    default=DEFAULT_POLICY,
+    show_default=True,
+    help="Comma-separated policies. vllm:POLICY replays one in vLLM's manager.",
+)
 @click.option(
     "--capacity",
     "capacities",
@@ -126,7 +140,9 @@ def replay(
 def _policies(text: str, bound: bool) -> list[str]:
     names = listed("--policy", text)
     for name in names:
-        if name != CLAIRVOYANT:
+        if name.startswith(ENGINE_POLICY):
+            run_class(name)
+        elif name != CLAIRVOYANT:
             policy_class(name)
     return [*names, *([CLAIRVOYANT] if bound and CLAIRVOYANT not in names else [])]
 

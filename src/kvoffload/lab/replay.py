@@ -94,10 +94,12 @@ class ReplayConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be {least} or more")
         if self.store_threshold is not None and self.store_threshold < 2:
             raise ConfigError(f"store_threshold={self.store_threshold}: must be 2 or more; leave it out to store all")
-        if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
+        if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
+            self.disk_blocks or self.device_blocks
+        ):
             raise ConfigError(
                 f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
-                "policy bounds a host alone; leave device and disk out"
+                "policy is replayed with host memory alone; leave device and disk out"
             )
 
 
@@ -252,6 +254,9 @@ def run_class(policy: str) -> type[Run]:
     """Returns what replays a policy. Raises ConfigError if that is in vLLM's manager, and vLLM cannot be imported."""
     if not policy.startswith(ENGINE_POLICY):
         return Run
+    # The output of a command is not for vLLM's log.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         # Found at run time, because this room runs without an engine.
         found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun

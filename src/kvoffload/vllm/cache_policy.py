@@ -299,13 +299,16 @@ class PolicyAdapter(CachePolicy):
         else:
             entering = [key for key in protected if key not in self._chunks]
         table.mark_busy(kept, True)
-        aside = np.fromiter(self._aside, np.int64, len(self._aside))
-        victims = aside[~table.busy[aside]][:n]
-        self._take_from_aside(victims)
+        victims = present[:0]
+        if self._aside:
+            aside = np.fromiter(self._aside, np.int64, len(self._aside))
+            victims = aside[~table.busy[aside]][:n]
+            self._take_from_aside(victims)
         if len(victims) < n:
             self._resize()
             eviction = Eviction(n - len(victims), table.busy, table.key_of, entering)
-            victims = np.concatenate((victims, self._policy.evict(eviction)))
+            chosen = self._policy.evict(eviction)
+            victims = np.concatenate((victims, chosen)) if len(victims) else chosen
         table.mark_busy(kept, False)
         self._policy.mark_evictable(kept)
         keys = table.evict(victims) if len(victims) == n else None
@@ -360,11 +363,12 @@ class PolicyAdapter(CachePolicy):
         table = self._table
         # Any mark says that the chunk has been written.
         table.set_ready(slots)
-        pinned = table.busy[slots]
-        table.unpin(slots[evictable & pinned])
-        table.pin(slots[~evictable & ~pinned])
+        differs = table.busy[slots] == evictable
+        if differs.any():
+            table.unpin(slots[differs & evictable])
+            table.pin(slots[differs & ~evictable])
         idle = slots[evictable]
-        self._policy.mark_evictable(idle[~self._is_aside[idle]])
+        self._policy.mark_evictable(idle[~self._is_aside[idle]] if self._aside else idle)
 
     def _start_over(self) -> None:
         """Begins again with LRU and the chunks that vLLM holds."""

@@ -23,11 +23,6 @@ class VLLMRun(Run):
 
     def make_managers(self, make_policy: MakePolicy | None) -> None:
         config = self.config
-        if config.device_blocks or config.disk_blocks:
-            raise ConfigError(
-                f"policy={config.policy!r} with device_blocks={config.device_blocks}, disk_blocks={config.disk_blocks}:"
-                " vLLM's manager is replayed with host memory alone; leave device and disk out"
-            )
         module, _, name = config.policy.removeprefix(ENGINE_POLICY).rpartition(":")
         try:
             self.theirs = CPUOffloadingManager(

@@ -1,0 +1,85 @@
+"""kvoffload's eviction policies inside vLLM's own offloading."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+# Not "vllm": a directory of that name on sys.path could be imported instead.
+pytest.importorskip("vllm.version")
+from test_vllm_versions import OVERLAYS
+from vllm_harness import Run, Runner, differences
+
+from kvoffload.testing.scale import SCALE
+
+pytestmark = pytest.mark.vllm
+
+MODULE = "kvoffload.vllm.cache_policy"
+VERSIONS = [None, *(version for version in OVERLAYS if version != "0.28.0")]
+"""None: the installed version."""
+
+
+def in_version(version: str | None) -> dict[str, Any]:
+    paths = [str(OVERLAYS[version])] if version else []
+    return {"environment": {"PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])}}
+
+
+@pytest.fixture(scope="module", params=VERSIONS, ids=lambda version: version or "installed")
+def seen(request: pytest.FixtureRequest, run: Runner) -> Run:
+    # Replays take seconds: one version is enough for the long ones.
+    traces = None if request.param else os.environ.get("KVOFFLOAD_TRACES")
+    return run("cache_policies", seeds=int(20 * SCALE), steps=120, traces=traces, **in_version(request.param))
+
+
+def test_random_schedules_keep_what_vllm_relies_on(seen: Run) -> None:
+    counts = seen["schedules"]
+    assert min(counts.values()) > 0, counts
+    assert seen["control"]
+
+
+def test_a_chain_loses_its_tail_first(seen: Run) -> None:
+    for policy, chains in seen["chains"].items():
+        assert chains["tail"] == list(range(len(chains["tail"]))), policy
+        assert 0 < len(chains["tail"]) < 8, policy
+        # Of a chain that is longer than the cache, the head stays.
+        assert chains["long"][: chains["again"]] == list(range(chains["again"])), policy
+        assert chains["again"] > 6, policy
+
+
+def test_a_request_is_one_use(seen: Run) -> None:
+    assert seen["one_use"] == {"uses": [[], [0, 1]], "after": [0, 1], "running": [0, 1, 2]}
+
+
+def test_a_policy_that_fails_is_replaced_by_lru(seen: Run) -> None:
+    assert seen["starts_over"] == {"policy": "LRUPolicy", "left": [0, 0, 1, 2]}
+    assert "LRU evicts from vLLM's host memory" in seen.log
+
+
+def test_replays_find_the_same(seen: Run) -> None:
+    for ours, theirs in seen["replays"]:
+        assert abs(ours - theirs) < 0.3
+    assert "package.module:Class" in seen["unknown"]
+
+
+@pytest.mark.skipif("0.28.0" not in OVERLAYS, reason="no older vLLM here: run make overlays")
+def test_an_older_version_is_refused(run: Runner) -> None:
+    assert "use vLLM 0.31 or later" in run("cache_policies", seeds=1, steps=1, **in_version("0.28.0"))["refused"]
+
+
+def test_vllm_answers_the_same_with_auto(run: Runner, expected: list[Any]) -> None:
+    """Host memory has room for a part of the prompts, so the policy evicts."""
+    options = {
+        "spec_name": "HostMemorySpec",
+        "spec_module_path": "kvoffload.vllm.host_spec",
+        "cpu_bytes_to_use": 4 << 20,
+        "eviction_policy": "AutoCachePolicy",
+        "cache_policy_module_path": MODULE,
+    }
+    result = run("own_policy", rounds=3, offloading=options)
+    for answers in result["outputs"]:
+        assert differences(answers, expected) == []
+    assert result["loaded"] > 0
+    assert result["evicted"] > 0
+    assert "kvoffload's policy auto evicts from vLLM's host memory" in result.log
