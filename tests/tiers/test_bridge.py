@@ -127,6 +127,7 @@ def test_a_store_without_room_is_dropped_in_time_and_leaves_no_hole() -> None:
         ends = rig.bridge.finished()
     assert [(end.job, end.ok, len(end.done)) for end in ends] == [(1, False, 4), (2, False, 0)]
     assert rig.rig.counts()["tier_dropped_writes:memory"] == 6
+    assert rig.bridge.explain(keys[7]).reason is MissReason.NO_ROOM
     rig.foreign.clear(range(12))
     rig.bridge.store(3, keys[10:], rig.foreign.fill(range(2), keys[10:]), keys, "r")
     (end,) = rig.settle()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from kvoffload.abc import LoadStoreSpec, LookupState, OffloadKey, ReqContext
 from kvoffload.tiers.bridge_jobs import Job, Jobs
-from kvoffload.tiers.bridge_stores import BATCH_BYTES
+from kvoffload.tiers.bridge_stores import BATCH_BYTES, MAX_BATCH
 from kvoffload.tiers.manager import TieredOffloadingManager
 
 BATCH_SHARE = 0.25
-"""A batch has at most this share of the blocks that may be promoted at a time, and at most BATCH_BYTES."""
+"""A batch has at most this share of the blocks that may be promoted at a time."""
 LOST = frozenset({LookupState.MISS})
 LOST_WHEN_LATE = frozenset(LookupState) - {LookupState.HIT}
 """States of blocks that do not arrive any more, before and after the deadline."""
@@ -51,7 +51,8 @@ class Loads:
         self._jobs = jobs
         self._block_bytes = block_bytes
         self._clock = clock
-        self._max_batch = max(1, min(int(manager.max_promoted * BATCH_SHARE), BATCH_BYTES // block_bytes))
+        most = int(manager.max_promoted * BATCH_SHARE)
+        self._max_batch = max(1, min(most, BATCH_BYTES // block_bytes, MAX_BATCH))
         self._queue: deque[Job] = deque()
         """Jobs of which some blocks belong to no batch yet."""
         self._batches: dict[LoadBatch, None] = {}

@@ -18,7 +18,8 @@ from kvoffload.tiers.plan import Bools
 STORE_SHARE = 0.5
 """At most this share of the staging pool holds blocks that are still to be written. The rest is for promotions."""
 BATCH_BYTES = 16 << 20
-"""Blocks of so many bytes, at least one, are copied at a time."""
+MAX_BATCH = 256
+"""Blocks of so many bytes, at least one, and at most so many blocks are copied at a time."""
 STAGE_DEADLINE_S = 10.0
 """After this time a staged block may be evicted although a tier has not taken it on."""
 MAX_REQUESTS = 4096
@@ -91,7 +92,7 @@ class Stores:
         self._clock = clock
         self.max_staged = max(1, int(manager.num_blocks * STORE_SHARE))
         """Blocks that may be staged at the same time."""
-        self._max_batch = max(1, min(self.max_staged // 4, BATCH_BYTES // block_bytes))
+        self._max_batch = max(1, min(self.max_staged // 4, BATCH_BYTES // block_bytes, MAX_BATCH))
         self._queue: deque[Job | RequestEnd] = deque()
         self.num_ended = 0
         """Jobs and requests that have ended since the start."""
@@ -226,11 +227,9 @@ class Stores:
         )
 
     def _drop(self, job: Job) -> None:
-        """Gives up what is left of ``job``. The tiers count what they lack of it."""
+        """Gives up what is left of ``job``."""
         indices = range(job.begun, len(job.names))
-        names = job.names[job.begun :]
-        for tier in self._manager.tiers:
-            tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(names))))
+        self._manager.note_dropped(job.names[job.begun :])
         job.begun = len(job.names)
         self._jobs.settle(job, indices, False)
 
