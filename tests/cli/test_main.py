@@ -145,6 +145,7 @@ def test_imports_match_the_declared_dependencies() -> None:
         **dict.fromkeys(extras["testing"], ("testing/",)),
         "vllm": ("vllm/", "demo/", *of_vllm),
         "sglang": ("sglang/",),
+        "prometheus_client": ("vllm/", "sglang/"),
         "torch": ("vllm/", "sglang/", "transfer/cuda/kernels.py", "transfer/cuda/torch_device.py", *of_vllm),
         "triton": ("transfer/cuda/kernels.py",),
         "transformers": ("demo/engine.py",),
