@@ -21,6 +21,7 @@ from kvoffload.tiers import bridge_jobs
 from kvoffload.tiers.bridge import STORE_DEADLINE_S, JobEnd, TierBridge, build_bridge
 from kvoffload.tiers.config import TierEntry, load_tiers
 from kvoffload.tiers.manager import SHARED_RESET
+from kvoffload.tiers.threads import IOThreads
 from tests.tiers.bridge_rig import FINGERPRINT, BridgeRig, Foreign
 from tests.tiers.rig import SLOT_BYTES, SpyTier, chain
 
@@ -211,7 +212,7 @@ def test_loads_share_the_room_and_end_in_order() -> None:
 
 
 def test_jobs_overlap() -> None:
-    rig = BridgeRig()
+    rig = BridgeRig(staging=64)
     keys = chain("x", 4)
     foreign = rig.foreign
     # A load of what is not stored yet, two stores of it, of which one is twice the same key, and two loads.
@@ -226,8 +227,9 @@ def test_jobs_overlap() -> None:
         (-1, True),
         (1 << 70, True),
     ]
-    for end, first in ((ends[-2], 10), (ends[-1], 20)):
-        assert all(foreign.holds(first + i, keys[i]) for i in indices(end, keys) if end.is_load)
+    for end in ends:
+        first = 10 if end.job == -1 else 20
+        assert not end.is_load or all(foreign.holds(first + i, keys[i]) for i in indices(end, keys))
     rig.bridge.end_request("same", keys)
     rig.bridge.end_request("same", keys)
     rig.settle()
@@ -469,6 +471,19 @@ def test_a_closed_bridge_refers_to_nothing_and_does_nothing() -> None:
     assert slots() is None, "the staging pool is freed"
 
 
+def test_what_is_staged_is_written_when_a_bridge_closes() -> None:
+    rig = BridgeRig()
+    keys = chain("x", 8)
+    rig.tier.most_writes = 1
+    rig.tier.executor = IOThreads(1)
+    rig.bridge.store(1, keys, rig.foreign.fill(range(8), keys), keys, "r")
+    rig.bridge.start()
+    assert wait_for(rig.bridge.finished)[0].ok
+    rig.bridge.end_request("r", keys)
+    rig.bridge.close()
+    assert rig.tier.writes == rig.name(keys)
+
+
 def wait_for(call: Callable[[], list[JobEnd]], count: int = 1) -> list[JobEnd]:
     """Returns the first ``count`` reports."""
     found: list[JobEnd] = []
@@ -647,7 +662,7 @@ def test_blocks_outlive_the_process(tmp_path: Path) -> None:
     assert wait_for(bridge.finished)[0].ok
     bridge.close()
     again = make_bridge(tmp_path)
-    assert again.lookup(keys).tolist() == [HIT] * 200, "what is staged is written when a bridge closes"
+    assert again.lookup(keys).tolist() == [HIT] * 200, "the tier ends its writes"
     again.load(2, keys, foreign.clear(range(200)), "l")
     assert wait_for(again.finished)[0].ok
     assert all(foreign.holds(i, key) for i, key in enumerate(keys))

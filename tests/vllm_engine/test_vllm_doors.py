@@ -186,7 +186,7 @@ def test_several_groups(run: Runner, tmp_path: Path, model: dict[str, Any], fact
     for _ in range(2):
         result = run("offloading", rounds=1, offloading=options, **model)
         check(result, expected)
-    assert tier_tokens(result) > sum(map(len, make_prompts(6))) / 2
+    assert tier_tokens(result) > sum(map(len, make_prompts(6))) / 3
 
 
 def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: list[Any], tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: lis
         found[name] = tier_tokens(result)
     assert found["two"] == 0
     assert found["one"] == found["two again"] > 0
-    direct = with_tier(SMALL, tier=disk(tmp_path / "disk"))
+    direct = with_tier(SMALL // 2, tier=disk(tmp_path / "disk"))
     result = run("offloading", prompts=4, offloading=direct, **parallel)
     check(result, expected[:4])
     assert [sum(each["disk_tokens"] for each in part) > 0 for part in halves(result["records"])] == [False, True]

@@ -98,27 +98,23 @@ class Loads:
     def _look(self, batch: LoadBatch) -> Arrived | None:
         may_wait = self._clock() < batch.job.deadline
         context = ReqContext(batch.request, may_wait=may_wait)
-        while batch.left:
-            keys = list(batch.left)
-            states = self._manager.lookup_each(keys, context)
-            lost = LOST if may_wait else LOST_WHEN_LATE
-            missing = [key for key, state in zip(keys, states, strict=True) if state in lost]
-            for key in missing:
+        keys = list(batch.left)
+        states = self._manager.lookup_each(keys, context)
+        lost = LOST if may_wait else LOST_WHEN_LATE
+        for key, state in zip(keys, states, strict=True):
+            if state in lost:
+                # Nothing is promoted with it. The others are looked up again in the next step.
                 self._jobs.settle(batch.job, batch.left.pop(key), False)
-            # Nothing is promoted while something is missing.
-            if missing and may_wait and LookupState.RETRY in states:
-                continue
-            ready = [key for key, state in zip(keys, states, strict=True) if state is LookupState.HIT]
-            if not ready:
-                return None
-            lease = self._manager.prepare_load(ready, context)
-            indices, slots = [], []
-            for key, slot in zip(ready, lease.slots.tolist(), strict=True):
-                for i in batch.left.pop(key):
-                    indices.append(i)
-                    slots.append(slot)
-            return Arrived(batch, indices, slots, lease)
-        return None
+        ready = [key for key, state in zip(keys, states, strict=True) if state is LookupState.HIT]
+        if not ready:
+            return None
+        lease = self._manager.prepare_load(ready, context)
+        indices, slots = [], []
+        for key, slot in zip(ready, lease.slots.tolist(), strict=True):
+            for i in batch.left.pop(key):
+                indices.append(i)
+                slots.append(slot)
+        return Arrived(batch, indices, slots, lease)
 
     def end(self, arrived: Arrived, num_copied: int) -> None:
         """Takes in that the first ``num_copied`` blocks of ``arrived`` were copied: all, or the job has ended."""
