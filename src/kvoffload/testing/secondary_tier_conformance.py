@@ -627,10 +627,13 @@ class SecondaryTierLaws(_Suite):
             pytest.fail("chunks are promised again and again that cannot be loaded")
         assert steps.loaded[job] != set(keys), "the fault did not reach the medium"
         steps.end(context)
-        # Trouble ends by itself, and what is computed again is stored again.
+        # Trouble ends by itself, and what is computed again is stored again: sooner or later.
         for stored in (chain(4, "new"), keys):
-            steps.store_until_found(stored)
-            assert steps.load(stored) == set(stored)
+            for _ in range(len(stored) + 1):
+                steps.store_until_found(stored)
+                if (loaded := steps.load(stored)) == set(stored):
+                    break
+            assert loaded == set(stored)
 
     def test_what_the_medium_has_lost_is_a_miss(self) -> None:
         keys = chain(8)
