@@ -20,7 +20,7 @@ pytest.importorskip("vllm.version")
 
 from test_vllm_versions import OVERLAYS
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.fs import manager as fs
 from vllm_harness import DEADLINE_S
 
@@ -280,6 +280,19 @@ class TestDisk(SecondaryTierConformance):
         steps.wait(load, store)
         assert not steps.ok[store]
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
+        steps.close()
+
+    def test_the_last_request_before_a_pause_is_counted_with_its_step(self) -> None:
+        """vLLM asks for statistics in steps only, and takes none while there is no request."""
+        keys = chain(4)
+        steps = self.start()
+        context = steps.request(keys)
+        assert not any(steps.answers(context, keys))
+        steps.tier.get_stats()
+        steps.tier.on_schedule_end(ScheduleEndContext((context.req_id,), ()))
+        counts = steps.tier.get_stats().data["data"]
+        assert counts["kvoffload:misses"] == {("never_stored",): 1}
+        steps.end(context)
         steps.close()
 
 
