@@ -73,7 +73,7 @@ def test_vllm_answers_the_same_with_auto(run: Runner, expected: list[Any]) -> No
     options = {
         "spec_name": "HostMemorySpec",
         "spec_module_path": "kvoffload.vllm.host_spec",
-        "cpu_bytes_to_use": 4 << 20,
+        "cpu_bytes_to_use": 1 << 20,
         "eviction_policy": "AutoCachePolicy",
         "cache_policy_module_path": MODULE,
     }
