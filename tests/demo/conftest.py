@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvoffload.demo.act import ActResult
+from kvoffload.demo.inside import PROMPTS, Trial
 from kvoffload.demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.run import TURNS, known_answers, plan_visits
@@ -77,6 +78,17 @@ def changed(act: ActResult, index: int, **fields: Any) -> ActResult:
     return ActResult(act.info, requests, act.summary, act.control)
 
 
+def make_trials(baseline: ActResult) -> list[Trial]:
+    """Returns what vLLM answers with a tier that does not verify, and with one that does."""
+    first = {request.document: request for request in reversed(baseline.requests)}
+    stored = [
+        replace(first[document], index=document, disk_tokens=1920, source=Source.DISK) for document in range(PROMPTS)
+    ]
+    wrong = [replace(request, output_tokens=[0, 0, 0]) for request in stored]
+    computed = [replace(request, disk_tokens=0, source=Source.RECOMPUTE) for request in stored]
+    return [Trial("theirs", False, stored, wrong), Trial("ours", True, stored, computed)]
+
+
 @pytest.fixture
 def baseline() -> ActResult:
     return make_act(offload=False)
@@ -94,4 +106,4 @@ def restart(baseline: ActResult) -> ActResult:
 
 @pytest.fixture
 def report(baseline: ActResult, offload: ActResult, restart: ActResult) -> Report:
-    return make_report([baseline, offload, restart], model="made up", seed=0)
+    return make_report([baseline, offload, restart], model="made up", seed=0, trials=make_trials(baseline))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm_harness import Runner, set_up_demo
 
-from kvoffload.demo import act
+from kvoffload.demo import act, inside
 from kvoffload.demo import run as demo_run
 from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
 from kvoffload.testing.scale import SCALE
@@ -53,9 +53,10 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []
-    assert seen.acts == [1, 2, 3]
+    assert seen.acts == [1, 2, 3, 4, 5]
     assert len(report.offload.requests) == len(demo_run.plan_visits())
-    assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests)
+    tried = 3 * inside.PROMPTS * len(inside.TIERS)
+    assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests) + tried
     assert len(report.restart.control) == 4
     assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
     assert report.ttft_ms[Source.HOST].count == 4
@@ -66,6 +67,10 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert report.replay.largest_difference <= 1
     assert min(report.replay.replayed.values()) > 1000
     assert list(tmp_path.glob("disk-*")) == []
+    theirs, ours = report.trials
+    assert (theirs.from_disk, theirs.wrong) == (4, 4)
+    assert (ours.from_disk, ours.wrong) == (4, 0)
+    assert inside.from_disk(ours.trial.flipped) == 0
     data = report.to_dict()
     assert data["store_gbps"] > 0
     assert data["load_gbps"] > 0

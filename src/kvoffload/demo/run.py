@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from kvoffload.demo.act import ActResult, run_act
 from kvoffload.demo.errors import DemoError
+from kvoffload.demo.inside import DISK_BYTES, PROMPTS, TIERS, Trial, is_possible, run_trial, started
 from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
 from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
 from kvoffload.demo.replay import replay_act
@@ -101,9 +102,24 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
                     with_control=plan.is_restart,
                 )
             )
+        trials = (
+            list(run_trials(config, out, len(acts), progress)) if model is None and is_possible(acts[0].info) else []
+        )
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
     agreement = replay_act(trace, acts[1].requests)
-    return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement)
+    return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement, trials=trials)
+
+
+def run_trials(config: ActConfig, out: Path, acts: int, progress: Progress) -> Iterator[Trial]:
+    """Runs one more act per tier of ``inside``, after so many ``acts``, and yields what came of it."""
+    numbers = range(acts + 1, acts + 1 + len(TIERS))
+    logs = [out / f"act-{number}.log" for number in numbers]
+    block_bytes = BLOCK_SIZE * (kv_bytes_per_token(Path(config.model)) or 0)
+    with disk_directory(out, DISK_BYTES) as disk, started(config, disk, logs, block_bytes) as engines:
+        for number, tier, engine in zip(numbers, TIERS, engines, strict=True):
+            progress.act(ActPlan(number, tier.name, None), 3 * PROMPTS)
+            progress.ready(engine.wait_ready())
+            yield run_trial(tier, engine, disk, progress.request)
 
 
 def vllm_installed() -> bool:
