@@ -208,7 +208,7 @@ class VLLMOwnOnCPU(PeerSystem):
     name = "vLLM's own offloading, fs tier, copies of this benchmark"
     note = (
         "vLLM starts its own offloading on GPUs only. Here its connector, manager and fs tier ran unchanged, with a "
-        "worker of this benchmark that copies between device and host memory (`benchmarks/peers/host_spec.py`)."
+        "worker of kvoffload that copies between device and host memory (`kvoffload.vllm.host_spec`)."
     )
     peer = systems.VLLM()
 

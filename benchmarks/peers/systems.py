@@ -416,12 +416,12 @@ class KVOffload(System):
 
 
 class VLLM(System):
-    """vLLM's OffloadingConnector with its own managers and tiers; the worker that copies is ``host_spec``'s."""
+    """vLLM's OffloadingConnector with its own managers and tiers, and with a worker of kvoffload that copies."""
 
     name = "vllm"
     title = "vLLM's OffloadingConnector, host spec of this benchmark"
     specs: tuple[str, str] = ("HostMemorySpec", "HostTieringSpec")
-    module: str | None = "benchmarks.peers.host_spec"
+    module: str | None = "kvoffload.vllm.host_spec"
 
     def settings(self, work_dir: Path, host_bytes: int, disk_bytes: int | None) -> Settings:
         options: dict[str, Any] = {"cpu_bytes_to_use": host_bytes, "spec_name": self.specs[disk_bytes is not None]}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,7 @@ class OffloadConfig:
 
         Raises ConfigError for an unknown option, a wrong value, or if ``host_bytes`` is missing.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else "remove it."
-                raise ConfigError(
-                    f"{name}={shown_unknown(name, options[name])}: unknown option; {hint} Known: {', '.join(known)}"
-                )
+        _check_known(options, [field.name for field in dataclasses.fields(cls)])
         if options.get("host_bytes") is None:
             free = available_memory()
             raise ConfigError(
@@ -111,9 +105,7 @@ class OffloadConfig:
         for name in _PATHS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
-        if not isinstance(self.policy, str):
-            raise ConfigError(f'policy={self.policy!r}: write a name such as policy="lru"')
-        policy_class(self.policy)
+        _check_policy(self.policy)
         total = total_memory()
         if self.host_bytes > total:
             raise ConfigError(
@@ -145,12 +137,7 @@ class OffloadConfig:
             raise ConfigError(
                 f"load_only_if_faster={self.load_only_if_faster!r}: must be true or false, without quotes"
             )
-        if self.model_fingerprint is not None and not (
-            isinstance(self.model_fingerprint, str) and self.model_fingerprint
-        ):
-            raise ConfigError(
-                f"model_fingerprint={self.model_fingerprint!r}: must be a string that changes with the weights"
-            )
+        _check_model_fingerprint(self.model_fingerprint)
 
     def _check_disk(self) -> None:
         if self.disk_dir is None and self.disk_bytes is not None:
@@ -226,3 +213,90 @@ class OffloadConfig:
                 f"{format_bytes(slot_bytes)} ({slot_bytes} bytes); set host_bytes to many times that"
             )
         return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class DoorConfig:
+    """What a user can set where kvoffload keeps what lies below the host memory of an engine's own offloading.
+
+    The fields are options of OffloadConfig with the same meaning. Every value is checked: the constructor raises
+    ConfigError.
+    """
+
+    tiers: tuple[TierConfig, ...]
+    policy: str = "auto"
+    load_deadline_ms: float = 1000.0
+    lookup_deadline_ms: float = 100.0
+    engines_per_node: int | None = None
+    model_fingerprint: str | None = None
+    names: tuple[str, ...] = ()
+    """What errors call each of the tiers, by default "tiers[0]" and so on."""
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any], prefix: str = "") -> DoorConfig:
+        """Returns the configuration with these keys: the names of the fields, and ``tier`` for a single tier. A key
+        that is None counts as not set. ``prefix`` is put in front of every key in errors.
+
+        Raises ConfigError for an unknown key, a wrong value, or if there is no tier.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        is_single = "tier" in given and "tiers" not in given
+        try:
+            fields = [field.name for field in dataclasses.fields(cls) if field.name != "names"]
+            _check_known(given, ["tier", *fields])
+            if is_single:
+                given["tiers"] = [given.pop("tier")]
+            elif "tier" in given:
+                raise ConfigError("tier and tiers: both say which tiers there are; move the entry of tier into tiers")
+            if not given.get("tiers"):
+                example = {"kind": "disk", **DiskConfig.example}
+                raise ConfigError(f"tier is not set: add a tier, such as {json.dumps({'tier': example})}")
+            made = cls(**given)
+        except ConfigError as error:
+            text = str(error).replace("tiers[0]", "tier") if is_single else str(error)
+            raise ConfigError(prefix + text) from error
+        names = ["tier"] if is_single else [f"tiers[{i}]" for i in range(len(made.tiers))]
+        return dataclasses.replace(made, names=tuple(prefix + name for name in names))
+
+    def __post_init__(self) -> None:
+        _check_policy(self.policy)
+        object.__setattr__(self, "tiers", load_tiers(self.tiers))
+        if not self.names:
+            object.__setattr__(self, "names", tuple(f"tiers[{i}]" for i in range(len(self.tiers))))
+        check_distinct(self.tier_entries)
+        check_whole_number("engines_per_node", self.engines_per_node, 1)
+        for name in ("load_deadline_ms", "lookup_deadline_ms"):
+            check_deadline(name, getattr(self, name))
+        _check_model_fingerprint(self.model_fingerprint)
+
+    @property
+    def tier_entries(self) -> list[TierEntry]:
+        """All tiers, the fastest first, with what errors call them."""
+        return [TierEntry(f"{name}.", tier) for name, tier in zip(self.names, self.tiers, strict=True)]
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of these tiers in logs, metrics and events."""
+        return distinct_names(entry.config.kind for entry in self.tier_entries)
+
+
+def _check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ConfigError for an option that is not ``known``."""
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "remove it."
+            raise ConfigError(
+                f"{name}={shown_unknown(name, options[name])}: unknown option; {hint} Known: {', '.join(known)}"
+            )
+
+
+def _check_policy(policy: object) -> None:
+    if not isinstance(policy, str):
+        raise ConfigError(f'policy={policy!r}: write a name such as policy="lru"')
+    policy_class(policy)
+
+
+def _check_model_fingerprint(value: object) -> None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ConfigError(f"model_fingerprint={value!r}: must be a string that changes with the weights")

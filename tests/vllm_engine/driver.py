@@ -1237,7 +1237,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.fingerprints import fingerprint
     from kvoffload.host.pool import PoolHandle
     from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
-    from kvoffload.vllm.layout import EngineLayout, RankInfo
+    from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of
 
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
@@ -1284,10 +1284,12 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
         name: fingerprint_parts(
             vllm_config,
             layout,
-            [
-                RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),), layout.parts)
-                for fd in files
-            ],
+            layers_of(
+                [
+                    RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),), layout.parts)
+                    for fd in files
+                ]
+            ),
         )["ranks"]
         for name, files in pools.items()
     }

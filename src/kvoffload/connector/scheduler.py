@@ -10,14 +10,13 @@ scheduler half takes the engine's calls and passes them on.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from kvoffload.abc import (
     BlockNotReadyError,
@@ -32,6 +31,7 @@ from kvoffload.abc import (
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapter_book import AdapterBook
 from kvoffload.connector.adapters import AdapterOf, Need
+from kvoffload.connector.guarded import guarded
 from kvoffload.connector.hits import HitSearch
 from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Layout
@@ -62,27 +62,6 @@ WEIGHTS_CHANGED = (
 )
 STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its request computes instead"
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Nothing raises into the engine: an unexpected error switches offloading off, and from then on ``fallback``
-    answers in the method's place. It must not raise, so it asks neither the manager nor the engine for anything."""
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def guarded(self: OffloadingConnectorScheduler, *args: Any, **kwargs: Any) -> Any:
-            if not self.off:
-                try:
-                    return method(self, *args, **kwargs)
-                except Exception:
-                    self.switch_off(method.__name__)
-            return fallback(self, *args, **kwargs)
-
-        return cast(Method, guarded)
-
-    return decorate
 
 
 def _has_tokens(step: ScheduledStep) -> bool:
@@ -193,7 +172,7 @@ class OffloadingConnectorScheduler:
 
     # Lookup.
 
-    @_guarded(lambda self, request, num_computed_tokens: (0, False))
+    @guarded(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens past the device's own ``num_computed_tokens`` can be loaded.
 
@@ -209,7 +188,7 @@ class OffloadingConnectorScheduler:
 
     # Loads.
 
-    @_guarded(lambda self, request, blocks, num_external_tokens: self._fail_load(request, blocks, num_external_tokens))
+    @guarded(lambda self, request, blocks, num_external_tokens: self._fail_load(request, blocks, num_external_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Starts the load of ``num_external_tokens`` tokens of the offer into ``blocks``, which the engine has
         allocated, and pins the slots that it reads. Zero tokens: the engine has declined the offer, or there was
@@ -268,7 +247,7 @@ class OffloadingConnectorScheduler:
 
     # Steps.
 
-    @_guarded(lambda self, step: self._take_meta(_has_tokens(step)))
+    @guarded(lambda self, step: self._take_meta(_has_tokens(step)))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
         step = self.layout.parts.step(step)
@@ -342,7 +321,7 @@ class OffloadingConnectorScheduler:
         self.shelf.was_reset = False
         return meta
 
-    @_guarded(lambda self, report: None)
+    @guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
         """Takes in what the workers have done. Reports of unknown jobs are ignored."""
         if report.changed_at == self.shelf.num_resets:
@@ -403,7 +382,7 @@ class OffloadingConnectorScheduler:
 
     # End of requests, reset, shutdown.
 
-    @_guarded(lambda self, request, block_ids=(): self._forget(request))
+    @guarded(lambda self, request, block_ids=(): self._forget(request))
     def request_finished(self, request: Request, block_ids: object = ()) -> tuple[bool, dict[str, Any] | None]:
         """``(False, None)``: the engine may free the blocks at once, fences protect what is being stored.
 
@@ -427,7 +406,7 @@ class OffloadingConnectorScheduler:
         self.requests.pop(request.request_id, None)
         return False, None
 
-    @_guarded(lambda self: self._has_promises())
+    @guarded(lambda self: self._has_promises())
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request needs it to."""
         return self._has_promises() or bool(self.jobs.jobs or self._next.finished) or self.manager.has_pending_writes
@@ -436,12 +415,12 @@ class OffloadingConnectorScheduler:
         meta = self._next.meta
         return bool(meta.broken_loads or meta.releases or self.held or self.shelf.was_reset)
 
-    @_guarded(lambda self: [])
+    @guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
         return self.observer.take_events()
 
-    @_guarded(lambda self, is_pause=False: None)
+    @guarded(lambda self, is_pause=False: None)
     def reset(self, is_pause: bool = False) -> None:
         """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
         it may belong to weights that are gone. The same holds for older KV that they find in the engine's own cache.
@@ -495,7 +474,7 @@ class OffloadingConnectorScheduler:
             self.observer.begin(state)
         return state
 
-    @_guarded(lambda self: None)
+    @guarded(lambda self: None)
     def _read_metrics(self) -> None:
         self.observer.read_metrics()
 

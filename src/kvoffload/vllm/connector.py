@@ -34,7 +34,7 @@ from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.vllm.following import following
 from kvoffload.vllm.hints import engine_options
-from kvoffload.vllm.layout import EngineLayout, RankInfo, one_per_pool
+from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
 from kvoffload.vllm.pages import log_layout, make_transfer, page_format, page_groups
@@ -152,7 +152,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         events = self._vllm_config.kv_events_config
         if layout.config.tier_entries:
             self._expected_root = versions.expected_hash_root(self._vllm_config)
-        parts = fingerprint_parts(self._vllm_config, layout, infos)
+        parts = fingerprint_parts(self._vllm_config, layout, layers_of(infos))
         self._scheduler = build_scheduler(
             layout.config,
             layout.kv_groups,

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm import envs
 from vllm.config.utils import normalize_value
@@ -23,14 +23,14 @@ from kvoffload.digests import DigestCache
 from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
 from kvoffload.tiers.identity import MODEL, VALUES, VARIABLES, digest
 from kvoffload.vllm import versions
-from kvoffload.vllm.layout import one_per_pool
 from kvoffload.vllm.nesting import page_layout
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
-    from kvoffload.config import OffloadConfig
-    from kvoffload.vllm.layout import EngineLayout, RankInfo
+    from kvoffload.abc import KVGroup
+    from kvoffload.config import DoorConfig, OffloadConfig
+    from kvoffload.connector.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -111,15 +111,29 @@ DIGESTED = {
     "parts": "parts of blocks",
     "environment": VALUES,
     "ranks": "layers and pages of the ranks",
+    "rows": "rows of vLLM's host memory",
     "hash_root": "seed of the block hashes",
     "states": "settings of states",
 }
 """Parts of the fingerprint whose values say nothing to people, and what they are called."""
 
 
-def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequence[RankInfo]) -> dict[str, Any]:
+class Layout(Protocol):
+    """What a fingerprint depends on besides vLLM's own configuration."""
+
+    @property
+    def config(self) -> OffloadConfig | DoorConfig: ...
+    @property
+    def kv_groups(self) -> list[KVGroup]: ...
+    @property
+    def hash_block_size(self) -> int: ...
+    @property
+    def parts(self) -> Parts: ...
+
+
+def fingerprint_parts(vllm_config: VllmConfig, layout: Layout, ranks: Sequence[Any]) -> dict[str, Any]:
     """Returns everything that shapes this engine's KV bytes and block hashes. ``kvoffload.fingerprint`` makes its
-    fingerprint from that.
+    fingerprint from that. ``ranks``: for each part of a block, the layers and pages of the rank that stores it.
 
     Raises ConfigError if blocks outlive or leave this process and nothing identifies the weights.
     """
@@ -161,19 +175,22 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         ],
         # Whole blocks have no such part, for the same reason.
         **({"parts": list(layout.parts.counts)} if layout.parts.is_divided else {}),
-        # A block has one part per pool.
-        "ranks": [list(map(list, info.layers)) for info in one_per_pool(infos)],
+        "ranks": list(ranks),
         "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "hash_block_size": layout.hash_block_size,
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         # It depends on the seed, the algorithm and how the algorithm serializes.
         "hash_root": None if root is None else root.hex(),
         # Blocks on disk of models without states must be found after an upgrade, so these have no such part.
-        **({"states": _plain(versions.attribute(vllm_config, "mamba_config"))} if layout.has_states else {}),
+        **(
+            {"states": _plain(versions.attribute(vllm_config, "mamba_config"))}
+            if any(group.state for group in layout.kv_groups)
+            else {}
+        ),
     }
 
 
-def describe_parts(vllm_config: VllmConfig, layout: EngineLayout, parts: Mapping[str, Any]) -> dict[str, str]:
+def describe_parts(vllm_config: VllmConfig, layout: Layout, parts: Mapping[str, Any]) -> dict[str, str]:
     """Returns ``parts`` in words, for people on other servers: see ``kvoffload.tiers.identity``. If a part differs, so
     does its description."""
     tensor, pipeline = parts["parallel"]
@@ -238,7 +255,7 @@ def _model(model: ModelConfig) -> list[Any]:
     ]
 
 
-def _identity(config: OffloadConfig, model: ModelConfig, load: LoadConfig, digests: DigestCache) -> str:
+def _identity(config: OffloadConfig | DoorConfig, model: ModelConfig, load: LoadConfig, digests: DigestCache) -> str:
     """Returns text that identifies the weights of ``model``. Reads every byte of them only if blocks outlive this
     process. Raises ConfigError if they do and nothing identifies the weights."""
     if config.model_fingerprint is not None:

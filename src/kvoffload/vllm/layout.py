@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ from kvoffload.abc import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.parts import Parts
 from kvoffload.host.pool import PoolHandle
+from kvoffload.tiers.config import TierEntry
 from kvoffload.vllm import versions
 from kvoffload.vllm.refusals import (
+    refuse_multi_connector,
     refuse_unserved,
     refuse_unserved_groups,
     refuse_unserved_specs,
@@ -70,6 +72,11 @@ def one_per_pool(infos: Sequence[RankInfo]) -> list[RankInfo]:
     for info in infos:
         first.setdefault(info.pool, info)
     return list(first.values())
+
+
+def layers_of(infos: Sequence[RankInfo]) -> list[list[list[Any]]]:
+    """Returns the layers of each rank that stores, for the fingerprint: a block has one part per pool."""
+    return [list(map(list, info.layers)) for info in one_per_pool(infos)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +144,9 @@ class EngineLayout:
         """Raises ConfigError for a wrong option, and for a model or a layout that kvoffload does not serve."""
         options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = OffloadConfig.from_mapping(options)
-        refuse_unserved(vllm_config)
-        if config.tier_entries:
-            refuse_unserved_with_tiers(vllm_config, config)
-        lookahead = _lookahead(vllm_config, kv_cache_config)
-        groups = tuple(
-            _group_layout(config, group.kv_cache_spec, tuple(group.layer_names), tokens)
-            for group, tokens in zip(kv_cache_config.kv_cache_groups, lookahead, strict=True)
-        )
-        refuse_unserved_groups(len(groups))
-        engine, engines = _engines(vllm_config, config)
+        refuse_multi_connector()
+        groups = group_layouts(vllm_config, kv_cache_config, config.tier_entries, config.factor)
+        engine, engines = node_engines(vllm_config, config.engines_per_node)
         return cls(
             config=config,
             groups=groups,
@@ -160,7 +160,32 @@ class EngineLayout:
         )
 
 
-def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...], lookahead: int) -> GroupLayout:
+def group_layouts(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    tiers: Sequence[TierEntry],
+    factor: Callable[[int], int],
+) -> tuple[GroupLayout, ...]:
+    """Returns the KV cache groups. ``tiers``: those below host memory. ``factor`` returns the device blocks per
+    offloaded block for a number of tokens per device block.
+
+    Raises ConfigError for a configuration or a model that kvoffload does not serve.
+    """
+    refuse_unserved(vllm_config)
+    if tiers:
+        refuse_unserved_with_tiers(vllm_config, tiers[0].setting)
+    lookahead = _lookahead(vllm_config, kv_cache_config)
+    groups = tuple(
+        _group_layout(factor, group.kv_cache_spec, tuple(group.layer_names), tokens)
+        for group, tokens in zip(kv_cache_config.kv_cache_groups, lookahead, strict=True)
+    )
+    refuse_unserved_groups(len(groups))
+    return groups
+
+
+def _group_layout(
+    factor: Callable[[int], int], spec: KVCacheSpec, names: tuple[str, ...], lookahead: int
+) -> GroupLayout:
     mixed = isinstance(spec, UniformTypeKVCacheSpecs)
     specs = spec.kv_cache_specs if mixed else dict.fromkeys(names, spec)
     refuse_unserved_specs(specs.values() if mixed else [spec])
@@ -173,7 +198,7 @@ def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ..
     group = KVGroup(
         device_block_size=spec.block_size,
         # A state is whole in one device block.
-        block_size_factor=1 if state else config.factor(spec.block_size),
+        block_size_factor=1 if state else factor(spec.block_size),
         sliding_window=window,
         attention_chunk=chunk,
         lookahead=0 if state else lookahead,
@@ -200,9 +225,10 @@ def _lookahead(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[
     return [tokens if g in drafting else 0 for g in range(len(groups))]
 
 
-def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> tuple[int, int]:
-    """Returns the index of this engine on its node, and how many engines share the node's budgets."""
-    parallel, given = vllm_config.parallel_config, config.engines_per_node
+def node_engines(vllm_config: VllmConfig, given: int | None) -> tuple[int, int]:
+    """Returns the index of this engine on its node, and how many engines share the node's budgets. ``given``: the
+    option ``engines_per_node``. Raises ConfigError if that is wrong or needed."""
+    parallel = vllm_config.parallel_config
     rank, index = parallel.data_parallel_rank_local or 0, parallel.data_parallel_index
     # With an external load balancer each engine has local rank 0.
     engine = rank or (index % given if given else 0)

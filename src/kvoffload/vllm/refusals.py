@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from kvoffload.config import OffloadConfig
-
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 """vLLM imports this module only if it is used."""
 
@@ -37,6 +35,15 @@ REFUSED = {
 """Known kinds of KV cache that kvoffload does not serve, and why."""
 STATES_AT_BOUNDARIES = "align"
 """The mode of MambaSpec in which vLLM keeps the states of recurrent and convolutional layers at block boundaries."""
+
+
+def refuse_multi_connector() -> None:
+    """Raises ConfigError if the connector would be one of several."""
+    if MULTI_CONNECTOR in sys.modules:
+        raise ConfigError(
+            "kv_connector=MultiConnector: it neither passes the location of the workers' pools to kvoffload nor tells "
+            "vLLM that failed loads are to be recomputed; name KVOffloadConnector as kv_connector"
+        )
 
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:
@@ -71,11 +78,6 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
             f"model {model.model}: on this CPU vLLM cannot continue from an MLA cache that holds part of a prompt; "
             "run it without kvoffload"
         )
-    if MULTI_CONNECTOR in sys.modules:
-        raise ConfigError(
-            "kv_connector=MultiConnector: it neither passes the location of the workers' pools to kvoffload nor tells "
-            "vLLM that failed loads are to be recomputed; name KVOffloadConnector as kv_connector"
-        )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         raise ConfigError(
             f"model {model.model}: its pooler needs the hidden states of the whole prompt, so no part of a prompt can "
@@ -95,10 +97,9 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
         )
 
 
-def refuse_unserved_with_tiers(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+def refuse_unserved_with_tiers(vllm_config: VllmConfig, setting: str) -> None:
     """Raises ConfigError for a setting that works with host memory, but not with blocks that another process has left
-    in a tier below it."""
-    setting = config.tier_entries[0].setting
+    in a tier below it. ``setting`` names the tier."""
     if not versions.DRAINS_HOLDERS_FIRST:
         raise ConfigError(
             f"{setting}: {versions.NAME} cannot let a request wait for blocks from a tier below host memory; use vLLM "
