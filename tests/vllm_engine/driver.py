@@ -4,8 +4,8 @@ CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written i
 many of the last rows of its embedding are drawn again), ``prompts`` (how many there are, by default PROMPTS),
 ``max_tokens`` (of an answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual),
 ``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options, or null),
-``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), and what the scenario
-reads. The caller sets the environment variables that vLLM reads.
+``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), ``transfer`` (instead of
+``connector``: the fields of ``KVTransferConfig``), and what the scenario reads. The caller sets the environment variables that vLLM reads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -206,6 +207,8 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )
+        if config.get("transfer") is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(**config["transfer"])
         if config.get("draft"):
             # The model is its own draft model, so correct KV gives correct drafts.
             draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
@@ -785,6 +788,14 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
     return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
 
 
+def tier_storm(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs a storm on vLLM's own connector: see ``tier_storm``."""
+    import tier_storm
+
+    before = set(threading.enumerate())
+    return tier_storm.run_storm(Engine(config), config, before)
+
+
 def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     """Sleeps and wakes up once per entry of ``modes``, the pause modes of vLLM, each time under load and with stores in
     progress. Device blocks lose their content meanwhile.
@@ -1312,6 +1323,7 @@ SCENARIOS = {
         aborts,
         failed_load,
         storm,
+        tier_storm,
         sleeps,
         updates,
         adapters,
