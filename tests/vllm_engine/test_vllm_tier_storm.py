@@ -1,5 +1,5 @@
-"""A storm on vLLM's own offloading with kvoffload's disk tier below it: outputs do not change, the disk never takes more
-than its budget, every request and job ends, and nothing is left of the tier after the engine's end.
+"""A storm on vLLM's own offloading with kvoffload's disk tier below it: outputs do not change, the disk never takes
+more than its budget, every request and job ends, and nothing is left of the tier after the engine's end.
 
 ``KVOFFLOAD_TEST_SCALE=34`` makes 2,000 requests of each storm."""
 
@@ -30,7 +30,7 @@ DISK_BYTES = 2 << 20
 OURS = {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier"}
 
 
-def transfer(tier: dict[str, Any], host_bytes: int = HOST_BYTES) -> dict[str, Any]:
+def transfer(tier: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Returns the fields of ``KVTransferConfig`` for vLLM's own offloading with one tier below host memory."""
     return {
         "kv_connector": "OffloadingConnector",
@@ -39,8 +39,9 @@ def transfer(tier: dict[str, Any], host_bytes: int = HOST_BYTES) -> dict[str, An
         "kv_connector_extra_config": {
             "spec_name": "HostTieringSpec",
             "spec_module_path": "kvoffload.vllm.host_spec",
-            "cpu_bytes_to_use": host_bytes,
+            "cpu_bytes_to_use": HOST_BYTES,
             "secondary_tiers": [tier],
+            **options,
         },
     }
 

@@ -8,11 +8,12 @@ compared with it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -138,10 +139,10 @@ def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading
     live: dict[str, int] = {}
     answers: list[Any] = []
     counts: Counter[str] = Counter()
-    resets = {
-        "reset_device": lambda: engine.llm.reset_prefix_cache(),
-        "reset_connector": lambda: engine.llm.reset_prefix_cache(reset_connector=True),
-        "reset_running": lambda: _reset_running(engine),
+    resets: dict[str, Callable[[], Any]] = {
+        "reset_device": engine.llm.reset_prefix_cache,
+        "reset_connector": functools.partial(engine.llm.reset_prefix_cache, reset_connector=True),
+        "reset_running": functools.partial(_reset_running, engine),
     }
     for _ in range(MAX_STEPS):
         if counts["arrived"] < config["requests"] and len(live) < LIVE and random.random() < 0.5:
