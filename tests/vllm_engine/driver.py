@@ -790,9 +790,11 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tier_storm(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs a storm on vLLM's own connector: see ``tier_storm``."""
+    """Runs a storm on vLLM's own connector: see ``tier_storm``. ``unverified`` plants a bug in the disk tier."""
     import tier_storm
 
+    if config.get("unverified"):
+        tier_storm.accept_any_bytes()
     before = set(threading.enumerate())
     return tier_storm.run_storm(Engine(config), config, before)
 

@@ -24,7 +24,7 @@ EXTENSIVE = pytest.mark.skipif(SCALE <= 1, reason="two more engines; set KVOFFLO
 
 def server(run: Runner, folder: Path, kind: str, ranks: int, is_canonical: bool = True) -> Run:
     folder.mkdir(mode=0o700, exist_ok=True)
-    tier = OURS | {"tier": {"kind": kind, "dir": str(folder), "bytes": BUDGET}}
+    tier: dict[str, Any] = OURS | {"tier": {"kind": kind, "dir": str(folder), "bytes": BUDGET}}
     tier |= {"load_deadline_ms": 20_000, "lookup_deadline_ms": 5_000}
     config: dict[str, Any] = {"transfer": transfer(tier, canonical_layout=is_canonical), "prompts": PROMPTS}
     if ranks > 1:

@@ -108,6 +108,13 @@ class CountedTier:
         self.counts[f"{kind}:done"] += done
 
 
+def accept_any_bytes() -> None:
+    """Plants a bug: blocks from disk are accepted whatever their checksums are."""
+    from kvoffload.tiers.disk import blockio
+
+    vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
+
+
 def change_a_page(folder: Path, random: Random) -> bool:
     """Changes bytes of a random page of a random file. Returns whether there was one with a whole page."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= PAGE)
