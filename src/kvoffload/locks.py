@@ -1,9 +1,12 @@
-"""File locks with a deadline."""
+"""Locks with a deadline: of files, and one between threads that is fair."""
 
 from __future__ import annotations
 
 import fcntl
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 RETRY_S = 0.01
 
@@ -20,3 +23,28 @@ def try_to_lock(fd: int, deadline_s: float, shared: bool = False) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(RETRY_S)
+
+
+class FairLock:
+    """A lock between threads. A thread that waits gets it next: whoever releases it cannot take it again before."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        """Held by the thread that is next."""
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, timeout_s: float = -1) -> Iterator[bool]:
+        """Returns a context in which the lock is held: False, and it is not held, if others have kept it for
+        ``timeout_s``. A negative one waits for ever."""
+        is_held = False
+        if self._turn.acquire(timeout=timeout_s):
+            try:
+                is_held = self._lock.acquire(timeout=timeout_s)
+            finally:
+                self._turn.release()
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self._lock.release()

@@ -11,6 +11,9 @@ FIRST_TO_NAME_STATES = "0.30"
 FIRST_TO_DRAIN_HOLDERS_FIRST = "0.31"
 """Tiers need it: requests that hold device blocks are then scheduled first, so that a request may wait for a load."""
 
+FIRST_WITH_SECONDARY_TIERS = "0.31"
+"""KVOffloadTier needs it: vLLM's own offloading gives its tiers the jobs that it knows."""
+
 
 def release_of(version: str) -> tuple[int, int] | None:
     """Returns the major and the minor number of a version such as "0.32.1", or None if it is not a number."""

@@ -20,7 +20,8 @@ from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, Offload
 from kvoffload.cache.keys import NAMESPACE_BYTES
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.connector.build import namespace, tokens_per_block
+from kvoffload.cache.keys import namespace
+from kvoffload.connector.build import tokens_per_block
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.disk import config as disk_config
 from kvoffload.tiers.manager import TieredOffloadingManager

@@ -17,7 +17,7 @@ from kvoffload.abc import ConfigError, LookupState, OffloadKey, ReqContext
 from kvoffload.cache.admission import TenantAdmission
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.tenants import OTHER, TenantConfig, Tenants
-from kvoffload.connector.build import namespace
+from kvoffload.cache.keys import namespace
 from kvoffload.connector.options import MAX_TENANT_CHARS, RequestOptions
 from kvoffload.tiers.manager import TieredOffloadingManager
 from tests.connector.rig import FakeRequest, Rig, prompt

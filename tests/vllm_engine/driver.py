@@ -4,9 +4,9 @@ CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written i
 many of the last rows of its embedding are drawn again), ``prompts`` (how many there are, by default PROMPTS),
 ``max_tokens`` (of an answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual),
 ``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options, or null),
-``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), ``transfer`` (instead of
-``connector``: the fields of ``KVTransferConfig``), and what the scenario reads. The caller sets the environment
-variables that vLLM reads.
+``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), ``offloading`` (instead of
+``connector``: the options of vLLM's own), and what the scenario reads. The caller sets the environment variables that
+vLLM reads.
 """
 
 from __future__ import annotations
@@ -208,8 +208,14 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )
-        if config.get("transfer") is not None:
-            arguments["kv_transfer_config"] = KVTransferConfig(**config["transfer"])
+        if config.get("offloading") is not None:
+            # Its host memory has a name in /dev/shm.
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                engine_id=f"driver-{os.getpid()}",
+                kv_connector_extra_config=config["offloading"],
+            )
         if config.get("draft"):
             # The model is its own draft model, so correct KV gives correct drafts.
             draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
@@ -293,6 +299,11 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
+    def tiers(self) -> list[Any]:
+        """The tiers of vLLM's own offloading."""
+        return list(self.scheduler.connector.connector_scheduler.manager.secondary_tiers)
+
+    @property
     def offload(self) -> Any:
         """The scheduler half of the connector."""
         return self.scheduler.connector.connector_scheduler
@@ -333,17 +344,38 @@ class Engine:
         """Shuts the engine down as a server does."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    def state(self) -> dict[str, Any]:
-        """Returns what is left, and all counters, after the engine has come to rest."""
+    def tier_state(self) -> dict[str, Any]:
+        """Returns what is left, and the counters of KVOffloadTier, after the engine and its tiers have come to rest."""
         self.drain()
+        deadline = time.monotonic() + SETTLE_DEADLINE_S
+        tiers = [tier for tier in self.tiers if hasattr(tier, "bridge")]
+        while not all(tier.off or tier.bridge.is_idle for tier in tiers):
+            assert time.monotonic() < deadline, "the tier does not come to rest"
+            time.sleep(0.001)
+        return self.device_state() | {
+            "off": [tier.off or bool(tier.bridge.fault) for tier in tiers],
+            "jobs": [len(tier._jobs) for tier in tiers],
+            "requests": [len(tier._requests) for tier in tiers],
+            "metrics": [tier.metrics.snapshot() for tier in tiers],
+            "records": [record.to_dict() for tier in tiers for record in tier._records.records],
+            "prometheus": {k: v for k, v in prometheus().items() if k.startswith(("kvoffload:", "vllm:kv_offload"))},
+        }
+
+    def device_state(self) -> dict[str, Any]:
+        """Returns the state of the device's blocks, and what vLLM counts."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        state: dict[str, Any] = {
+        return {
             "free_device_blocks": pool.get_num_free_blocks(),
             "usable_device_blocks": pool.num_gpu_blocks - 1,
             "preemptions": prometheus().get("vllm:num_preemptions_total", 0),
             "drafted": prometheus().get("vllm:spec_decode_num_draft_tokens_total", 0),
             "accepted": prometheus().get("vllm:spec_decode_num_accepted_tokens_total", 0),
         }
+
+    def state(self) -> dict[str, Any]:
+        """Returns what is left, and all counters, after the engine has come to rest."""
+        self.drain()
+        state = self.device_state()
         if self.scheduler.connector is None:
             return state
         offload = self.offload
@@ -458,6 +490,22 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("close"):
         engine.close()
     return result
+
+
+def offloading(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs the same prompts ``rounds`` times with vLLM's own offloading, whose options are ``offloading``. After each
+    round all tiers come to rest. Then shuts the engine down."""
+    import vllm
+
+    engine = Engine(config)
+    outputs = []
+    for i in range(config.get("rounds", 2)):
+        if i and config.get("reset"):
+            assert engine.llm.reset_prefix_cache(reset_connector=True)
+        outputs.append(engine.round())
+        state = engine.tier_state()
+    engine.close()
+    return {"vllm": vllm.__version__, "outputs": outputs, **state}
 
 
 def _count_replicas(worker: Any) -> list[int]:
@@ -1345,6 +1393,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         rounds,
+        offloading,
         one_by_one,
         whole_prompts,
         service,

@@ -21,7 +21,7 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 
-from test_vllm_tier_storm import OURS, transfer
+from test_vllm_tier_storm import OURS, offloading
 from tier_storm import taken
 from vllm_harness import DEADLINE_S, ENVIRONMENT, TOLERANCE, Child, Runner, differences_beyond_ties, kill_session
 
@@ -115,7 +115,7 @@ def test_a_killed_engine_answers_right_after_its_restart(run: Runner, tmp_path: 
     for number in range(ENGINE_KILLS + 1):
         said = tmp_path / f"{number}.said"
         child, result = run.start(
-            "tier_endless", prompts=PROMPTS, transfer=transfer(disk(folder, budget)), said=str(said), seed=number
+            "tier_endless", prompts=PROMPTS, offloading=offloading(disk(folder, budget)), said=str(said), seed=number
         )
         wanted = random.randint(1, PROMPTS)
         with killed(child):

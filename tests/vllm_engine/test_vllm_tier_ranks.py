@@ -10,7 +10,7 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from test_vllm_ranks import PARALLEL, TWO_RANKS
-from test_vllm_tier_storm import OURS, transfer
+from test_vllm_tier_storm import OURS, offloading
 from vllm_harness import TOLERANCE, Run, Runner, differences_beyond_ties
 
 from kvoffload.testing.scale import SCALE
@@ -26,7 +26,7 @@ def server(run: Runner, folder: Path, kind: str, ranks: int, is_canonical: bool 
     folder.mkdir(mode=0o700, exist_ok=True)
     tier: dict[str, Any] = OURS | {"tier": {"kind": kind, "dir": str(folder), "bytes": BUDGET}}
     tier |= {"load_deadline_ms": 20_000, "lookup_deadline_ms": 5_000}
-    config: dict[str, Any] = {"transfer": transfer(tier, canonical_layout=is_canonical), "prompts": PROMPTS}
+    config: dict[str, Any] = {"offloading": offloading(tier, canonical_layout=is_canonical), "prompts": PROMPTS}
     if ranks > 1:
         config |= {"environment": TWO_RANKS, "engine": PARALLEL["tensor"]}
     return run("tier_rounds", **config)

@@ -5,7 +5,6 @@ more than its budget, every request and job ends, and nothing is left of the tie
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,14 @@ DISK_BYTES = 2 << 20
 OURS: dict[str, Any] = {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier"}
 
 
-def transfer(tier: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Returns the fields of ``KVTransferConfig`` for vLLM's own offloading with one tier below host memory."""
+def offloading(tier: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the options of vLLM's own offloading with one tier below host memory."""
     return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "engine_id": f"test-{uuid.uuid4().hex[:12]}",
-        "kv_connector_extra_config": {
-            "spec_name": "HostTieringSpec",
-            "spec_module_path": "kvoffload.vllm.host_spec",
-            "cpu_bytes_to_use": HOST_BYTES,
-            "secondary_tiers": [tier],
-            **options,
-        },
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "kvoffload.vllm.host_spec",
+        "cpu_bytes_to_use": HOST_BYTES,
+        "secondary_tiers": [tier],
+        **options,
     }
 
 
@@ -53,7 +47,7 @@ def disk(folder: Path, **fields: Any) -> dict[str, Any]:
 def storm(run: Runner, tier: dict[str, Any], folder: Path, requests: int = REQUESTS, **config: Any) -> Run:
     folder.mkdir(mode=0o700, exist_ok=True)
     settings = {"seed": 5, "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "resets": 0.004} | config
-    return run("tier_storm", transfer=transfer(tier), folder=str(folder), requests=requests, **settings)
+    return run("tier_storm", offloading=offloading(tier), folder=str(folder), requests=requests, **settings)
 
 
 def wrong(result: Run, expected: list[Any]) -> list[int]:

@@ -56,6 +56,11 @@ def root_hash(*extras: str | bytes) -> BlockHash:
     return h.digest()
 
 
+def namespace(fingerprint: str) -> bytes:
+    """Returns the bytes of ``fingerprint`` that precede every block hash."""
+    return root_hash(fingerprint)[:NAMESPACE_BYTES]
+
+
 def hash_blocks(
     token_ids: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]],
     block_size: int,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvoffload.abc import Admission, ByteArray, ConfigError, Following, KVGroup, OffloadingManager, Tier
 from kvoffload.cache.admission import ReuseFilter, TenantAdmission, tracker_size
-from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash
+from kvoffload.cache.keys import namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
@@ -28,9 +27,10 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, distinct_names
+from kvoffload.tiers.config import TierConfig, TierContext, distinct_names
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiers.opening import named, open_tiers
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -92,16 +92,12 @@ def build_scheduler(
             opened.callback(recorder.close)
         below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
         tenants = Tenants(namespace(fingerprint), config.tenants)
-        names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])
         if entries:
             context = host_pools.context(fingerprint, identity or {}, config.policy, engine)
-            for entry, name in zip(entries, names, strict=False):
-                shares = partial(tenants.shares, name, engines=engines) if config.tenants else None
-                tier = _open_tier(entry, replace(context, shares=shares))
-                if tier is not None:
-                    opened.callback(tier.close)
-                    below.append((_named(tier, name), entry.config))
-        below += [(_named(tier, name), None) for tier, name in zip(tiers, names[len(entries) :], strict=True)]
+            shares = (lambda name: partial(tenants.shares, name, engines=engines)) if config.tenants else None
+            below += open_tiers(entries, context, opened, shares)
+        names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
+        below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
         scheduler = OffloadingConnectorScheduler(
             _make_manager(config, host_pools, below, enable_events, parent_request, tenants),
             groups=groups,
@@ -191,11 +187,6 @@ def _make_manager(
         load_only_if_faster=config.load_only_if_faster,
         admissions=[None if entry is None else admission(entry.store_threshold, [entry]) for _, entry in tiers],
     )
-
-
-def namespace(fingerprint: str) -> bytes:
-    """Returns the bytes of ``fingerprint`` that precede every block hash."""
-    return root_hash(fingerprint)[:NAMESPACE_BYTES]
 
 
 def tokens_per_block(groups: Sequence[KVGroup]) -> list[float]:
@@ -323,41 +314,6 @@ class _HostPools:
             num_states = len(self.layout.states)
             text += f"; each position with states takes the place of {self.tokens(num_states):,} of them"
         return text
-
-
-def _open_tier(entry: TierEntry, context: TierContext) -> Tier | None:
-    """Returns the tier that ``entry`` asks for. Returns None, with a warning, if its medium fails.
-
-    Raises ConfigError if a setting is wrong.
-    """
-    kind = entry.config.kind
-    try:
-        tier = entry.config.open(context)
-    except ConfigError as error:
-        raise ConfigError(entry.name_setting(str(error))) from error
-    except OSError as error:
-        logger.warning(
-            "kvoffload: %s: THERE IS NO %s TIER: %s; the server continues without it. Fix that and start again",
-            entry.setting,
-            kind.upper(),
-            error.strerror or error,
-        )
-        return None
-    except Exception as error:
-        raise ConfigError(
-            f"{entry.setting}: the tier cannot be opened ({type(error).__name__}: {error}); correct its class, or "
-            "remove the entry"
-        ) from error
-    if not isinstance(tier, Tier):
-        raise ConfigError(f"{entry.setting}: open() returned a {type(tier).__name__}; it must return a kvoffload.Tier")
-    return tier
-
-
-def _named(tier: Tier, name: str) -> Tier:
-    """Gives ``tier`` its name among all tiers."""
-    if tier.name != name:
-        tier.name = name
-    return tier
 
 
 def _make_spans(trace_headers: TraceHeaders | None, block_bytes: int) -> RequestSpans | None:

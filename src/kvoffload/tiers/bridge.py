@@ -1,39 +1,67 @@
-"""TierBridge: lower tiers behind host memory that belongs to somebody else."""
+"""TierBridge: lower tiers behind host memory that belongs to somebody else.
+
+The bridge is a TieredOffloadingManager with a small host pool of its own, the staging pool. What the engine's workers
+are to the connector, the thread of the bridge is here: it copies between foreign pages and staging slots. It owns the
+manager, under one lock that is never held while bytes are copied or a medium is waited for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffload.abc import KVGroup, Miss, OffloadingEvent, OffloadKey, States
-from kvoffload.tiers.config import TierEntry
+from kvoffload.abc import ByteArray, ConfigError, KVGroup, Miss, MissReason, OffloadingEvent, OffloadKey, States
+from kvoffload.abc.tier import MISS, RETRY
+from kvoffload.cache.admission import ReuseFilter, tracker_size
+from kvoffload.cache.keys import NAMESPACE_BYTES, namespace
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.host.pool import HostPool, padded_slot_bytes
+from kvoffload.locks import FairLock
+from kvoffload.tiers.bridge_jobs import Job, JobEnd, Jobs, Page
+from kvoffload.tiers.bridge_loads import Loads
+from kvoffload.tiers.bridge_stores import MAX_CHAIN_KEYS, MAX_REQUESTS, STORE_SHARE, RequestEnd, Stores
+from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
+from kvoffload.tiers.disk.format import is_fingerprint
+from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiers.opening import open_tiers
+from kvoffload.units import format_bytes
 
-Page: TypeAlias = Sequence[npt.NDArray[np.uint8]]
-"""The memory of one block: one-dimensional contiguous arrays, ``block_bytes`` bytes together, in order."""
+__all__ = ["JobEnd", "Page", "TierBridge", "build_bridge"]
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 STAGING_BYTES = 256 << 20
 """Memory of the staging pool of a bridge."""
 MIN_STAGING_BLOCKS = 32
 """Blocks of the staging pool at least, however large they are."""
-
-
-class JobEnd(NamedTuple):
-    """How a store or a load has ended.
-
-    ``done``: of a load, the keys whose pages have the right bytes; of a store, those that were copied or that every
-    tier held already. ``ok``: whether these are all. ``nbytes`` were copied; ``seconds`` have passed since the job was
-    submitted.
-    """
-
-    job: int
-    is_load: bool
-    done: frozenset[OffloadKey]
-    ok: bool
-    nbytes: int
-    seconds: float
+MAX_PAGES = 1 << 14
+"""Pages of stores that wait at the same time. Stores beyond that are dropped."""
+STORE_DEADLINE_S = 10.0
+"""A store that has had no room in the staging pool for so long is dropped."""
+LOCK_DEADLINE_S = 0.1
+"""How long a call waits for the lock of the manager. It is held for so long only while a tier hangs in a call."""
+FIRST_DELAY_S, MAX_DELAY_S = 0.0001, 0.01
+"""How long the thread waits for transfers: twice as long each time, while nothing happens."""
+IDLE_DELAY_S = 0.25
+"""The same while there are none: tiers connect again and end their pauses."""
+FLUSH_DEADLINE_S = 2.0
+"""How long ``close`` lets tiers take on what is staged."""
+CLOSE_DEADLINE_S = 30.0
+"""How long ``close`` waits for the thread. The tiers have deadlines of their own."""
 
 
 class TierBridge:
@@ -44,32 +72,73 @@ class TierBridge:
     reports it. Keys end with the index of their KV cache group, see ``kvoffload.cache.keys``.
 
     If a check fails in the bridge itself, the bridge is off: all jobs end as failed and all lookups are misses.
+
+    ``manager``: in front of the tiers, with a host of as many blocks as ``slots`` has rows. ``start`` begins to serve;
+    ``step`` does what the thread would do, for tests. ``close`` calls ``close_pool`` at the end.
     """
 
-    @property
-    def block_bytes(self) -> int:
+    def __init__(
+        self,
+        manager: TieredOffloadingManager,
+        slots: ByteArray,
+        block_bytes: int,
+        fingerprint: str,
+        *,
+        lookup_deadline_ms: float = 100.0,
+        load_deadline_ms: float = 1000.0,
+        max_pages: int = MAX_PAGES,
+        clock: Callable[[], float] = time.monotonic,
+        close_pool: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.block_bytes = block_bytes
         """Bytes of a block."""
-        raise NotImplementedError
-
-    @property
-    def names(self) -> tuple[str, ...]:
+        self.names = tuple(tier.name for tier in manager.tiers)
         """The names of the tiers in metrics and events, the fastest first. Empty if none could be opened."""
-        raise NotImplementedError
-
-    @property
-    def fault(self) -> str | None:
+        self.fault: str | None = None
         """Why the bridge is off; None if it serves."""
-        raise NotImplementedError
+        self._manager = manager
+        self._lookup_deadline_s = lookup_deadline_ms / 1000
+        self._load_deadline_s = load_deadline_ms / 1000
+        self._clock = clock
+        self._close_pool = close_pool
+        self._expects = any(tier.tier.is_shared for tier in manager.tiers)
+        """Whether tiers want to know what will be looked up next."""
+        self._namespace = namespace(fingerprint)
+        self._jobs = Jobs(slots, block_bytes, max_pages, clock)
+        self._stores = Stores(manager, self._jobs, block_bytes, clock)
+        self._loads = Loads(manager, self._jobs, block_bytes, clock)
+        self._used: deque[list[OffloadKey]] = deque(maxlen=MAX_REQUESTS)
+        """Chains of which ``get`` has loaded blocks, and whose use is not counted yet."""
+        self._numbers = itertools.count()
+        self._lock = FairLock()
+        """Held while the manager, or what the thread has planned, is used."""
+        self._is_stuck = False
+        """Whether the lock could not be had within LOCK_DEADLINE_S the last time."""
+        self._is_asking = False
+        """Whether a lookup was answered RETRY since the last step."""
+        self._must_forget = False
+        self._is_closed = self._has_ended = False
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvoffload-bridge", daemon=True)
+        self._thread.start()
 
     @property
     def tier_states(self) -> Mapping[str, str]:
         """By name, the state of each tier: "working", "paused" or "off"."""
-        raise NotImplementedError
+        return {
+            tier.name: "off" if tier.breaker.is_off else "paused" if tier.breaker.is_paused else "working"
+            for tier in self._manager.tiers
+        }
 
     @property
     def is_idle(self) -> bool:
         """Whether no job is open, ``finished`` has nothing to report and nothing is being written to a tier."""
-        raise NotImplementedError
+        if self._jobs.num_open or self._jobs.has_reports or not self._stores.is_empty:
+            return False
+        return self._ask(lambda: not (self._manager.has_transfers or self._manager.has_pending_writes), True)
 
     # Jobs.
 
@@ -77,7 +146,14 @@ class TierBridge:
         """Returns HIT, MISS or RETRY per key. RETRY: a tier has been asked, look again; it becomes MISS after
         ``lookup_deadline_ms``. ``chain``: what the request may look up next, behind ``keys``, so that a store beyond a
         network is asked for all of it at once."""
-        raise NotImplementedError
+        prefix = self._namespace
+        names = [prefix + key for key in keys]
+        behind = [prefix + key for key in chain] if self._expects else []
+        states = self._ask(lambda: self._manager.states(names, behind), np.full(len(keys), MISS, dtype=np.uint8))
+        if (states == RETRY).any() and not self._is_asking:
+            self._is_asking = True
+            self._wake.set()
+        return states
 
     def store(
         self,
@@ -90,72 +166,238 @@ class TierBridge:
         """Begins to store ``keys[i]`` from ``pages[i]``. The pages must not change until ``finished`` reports the job.
 
         ``chain`` is the request's whole chain so far, head first, the KV cache groups merged by the position at which
-        blocks end; it has ``keys`` in it, and later calls for the same request extend it. A block is written only if
-        all blocks before it are held, or come. A job for which there is no room in time is dropped.
+        blocks end; it has ``keys`` in it, and later calls for the same request extend it. It may grow later, but does
+        not change otherwise. A block is written only if all blocks before it are held, or come. A job for which there
+        is no room in time is dropped.
         """
-        raise NotImplementedError
+        self._store(job, keys, pages, chain, request)
+
+    def _store(
+        self,
+        number: int | None,
+        keys: Sequence[OffloadKey],
+        pages: Sequence[Page],
+        chain: Sequence[OffloadKey],
+        request: str,
+    ) -> Job:
+        now = self._clock()
+        job = Job(number, False, list(keys), list(pages), request, self._namespace, now, now + STORE_DEADLINE_S)
+        job.chain, job.chain_length = chain, len(chain)
+        if self._jobs.submit(job):
+            self._stores.submit(job)
+            self._wake.set()
+        return job
 
     def load(self, job: int, keys: Sequence[OffloadKey], pages: Sequence[Page], request: str) -> None:
         """Begins to load ``keys[i]`` into ``pages[i]``. What has not arrived after ``load_deadline_ms`` is missing in
         the report, and so is what is corrupt or gone. The content of the pages of such keys is undefined."""
-        raise NotImplementedError
+        self._load(job, keys, pages, request)
+
+    def _load(self, number: int | None, keys: Sequence[OffloadKey], pages: Sequence[Page], request: str) -> Job:
+        now = self._clock()
+        deadline = now + self._load_deadline_s
+        job = Job(number, True, list(keys), list(pages), request, self._namespace, now, deadline)
+        if self._jobs.submit(job):
+            self._loads.submit(job)
+            self._wake.set()
+        return job
 
     def finished(self) -> list[JobEnd]:
         """Returns the jobs that have ended since the last call, each once."""
-        raise NotImplementedError
+        return self._jobs.finished()
 
     def end_request(self, request: str, chain: Sequence[OffloadKey]) -> None:
         """Takes in that a request has ended: it was one use of ``chain``, which is whole now. Call it once, after the
         last ``store`` of the request; for an aborted one too."""
-        raise NotImplementedError
+        if not self._is_closed:
+            self._stores.submit(RequestEnd(request, chain, len(chain), self._namespace))
+            self._wake.set()
 
     # Calls that wait.
 
     def get(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
         """Loads ``keys[i]`` into ``pages[i]`` and counts a use of ``keys``, a chain. Returns which have arrived, after
         ``load_deadline_ms`` at the latest."""
-        raise NotImplementedError
+        job = self._load(None, keys, pages, "")
+        self._jobs.wait(job, self._load_deadline_s)
+        self._used.append([job.namespace + key for key in keys])
+        return [i in job.done for i in range(len(keys))]
 
     def put(self, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey]) -> list[bool]:
         """Stores ``keys[i]`` from ``pages[i]``. ``chain``: the whole chain up to the last of them, head first. Returns
         which were taken over, or are held already, after STORE_DEADLINE_S at the latest."""
-        raise NotImplementedError
+        request = f"put-{next(self._numbers)}"
+        job = self._store(None, keys, pages, chain, request)
+        self.end_request(request, chain)
+        self._jobs.wait(job, STORE_DEADLINE_S)
+        return [i in job.done for i in range(len(keys))]
 
     def exists(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
         """Returns HIT or MISS per key, after ``lookup_deadline_ms`` at the latest."""
-        raise NotImplementedError
+        deadline, delay = time.monotonic() + self._lookup_deadline_s, FIRST_DELAY_S
+        while True:
+            states = self.lookup(keys, chain)
+            is_open = states == RETRY
+            if is_open.any() and time.monotonic() < deadline:
+                time.sleep(delay)
+                delay = min(2 * delay, MAX_DELAY_S)
+                continue
+            states[is_open] = MISS
+            return states
 
     # The end.
 
     def drain(self) -> None:
         """Returns when no page is touched any more, after the copy of one block at the latest. Jobs that were not
         copied end as failed, and ``finished`` reports them."""
-        raise NotImplementedError
+        self._jobs.stop()
 
     def reset(self) -> None:
         """Forgets all blocks, because the weights may have changed: this process finds none that was stored before.
         Drains first. Tiers of this process keep their blocks for the next one; shared tiers are switched off."""
-        raise NotImplementedError
+        self._namespace = os.urandom(NAMESPACE_BYTES)
+        self._must_forget = True
+        self._jobs.stop()
+        self._wake.set()
 
     def close(self) -> None:
         """Drains and closes everything within CLOSE_DEADLINE_S. Afterwards lookups are misses, jobs end as failed, and
         no page is referred to. May be called twice."""
-        raise NotImplementedError
+        self._is_closed = True
+        self._jobs.close()
+        self._wake.set()
+        if self._thread is None:
+            self._run()
+            return
+        self._thread.join(CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "kvoffload: the tiers have not closed within %.0f s, because one of them hangs; the process can end",
+                CLOSE_DEADLINE_S,
+            )
 
     # What others show.
 
     def explain(self, key: OffloadKey) -> Miss:
         """Returns why ``key`` cannot be loaded now."""
-        raise NotImplementedError
+        return self._ask(lambda: self._manager.explain_miss(self._namespace + key), Miss(MissReason.NEVER_STORED))
 
     def take_counts(self) -> Mapping[str, float]:
         """Returns counts since the last call, and gauges, by names of ``kvoffload.observe.metrics.METRICS``: "NAME" or
         "NAME:TIER"."""
-        raise NotImplementedError
+        return self._ask(self._manager.take_counts, {})
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the events of the tiers since the last call, with the keys of the engine."""
-        raise NotImplementedError
+        events = self._ask(lambda: list(self._manager.take_events()), list[OffloadingEvent]())
+        # Those of the staging pool, which others need not know of, name no tier.
+        events = [event for event in events if event.tier is not None]
+        return [replace(event, keys=[key[NAMESPACE_BYTES:] for key in event.keys]) for event in events]
+
+    # The thread.
+
+    def _ask(self, call: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or if a tier
+        hangs in a call of the thread. If a check fails in ``call``, the bridge is off."""
+        if self._is_closed or self.fault is not None:
+            return otherwise
+        with self._lock(0 if self._is_stuck else LOCK_DEADLINE_S) as is_held:
+            self._is_stuck = not is_held
+            if not is_held or self._is_closed or self.fault is not None:
+                return otherwise
+            try:
+                return call()
+            except Exception as error:
+                self._switch_off(error)
+                return otherwise
+
+    def _switch_off(self, error: BaseException) -> None:
+        """Ends the service because of a bug. Logs ``error``."""
+        if self.fault is None:
+            self.fault = f"{type(error).__name__}: {error}"
+            logger.error(
+                "kvoffload: THE TIERS %s ARE OFF: a check failed; requests are computed from here on. Restart to use "
+                "them again, and report this error",
+                ", ".join(self.names).upper(),
+                exc_info=error,
+            )
+        self._jobs.close()
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            delay = IDLE_DELAY_S
+            while not self._is_closed and self.fault is None:
+                has_progress = self.step()
+                if not self._is_busy:
+                    delay = IDLE_DELAY_S
+                else:
+                    delay = FIRST_DELAY_S if has_progress else min(2 * delay, MAX_DELAY_S)
+                self._wake.wait(delay)
+                self._wake.clear()
+            until = time.monotonic() + FLUSH_DEADLINE_S
+            while self.fault is None and self._is_busy and time.monotonic() < until:
+                self.step()
+                time.sleep(FIRST_DELAY_S)
+        except Exception as error:
+            self._switch_off(error)
+        finally:
+            self._end()
+
+    def step(self) -> bool:
+        """Does what there is to do now. Returns whether any of it has brought jobs or transfers on."""
+        before = self._progress
+        with self._lock():
+            self._is_asking = False
+            if self._must_forget:
+                self._must_forget = False
+                self._stores.forget()
+                self._loads.forget()
+                self._manager.forget()
+            self._manager.poll()
+            while self._used:
+                self._manager.touch(self._used.popleft(), None, [])
+            arrived = self._loads.plan(self._namespace)
+            batch = self._stores.plan(self._namespace)
+        for each in arrived:
+            num_copied = self._jobs.copy(each.batch.job, each.indices, each.slots)
+            with self._lock():
+                self._loads.end(each, num_copied)
+        if batch is not None:
+            num_copied = self._jobs.copy(batch.job, batch.indices, batch.slots)
+            with self._lock():
+                self._stores.end(batch, num_copied)
+        return self._progress != before
+
+    @property
+    def _progress(self) -> tuple[int, ...]:
+        transfers = ((len(tier.reads), tier.writes.num_writing) for tier in self._manager.tiers)
+        return (self._jobs.num_settled, *itertools.chain.from_iterable(transfers))
+
+    @property
+    def _is_busy(self) -> bool:
+        if self._jobs.num_open or not self._stores.is_empty or self._is_asking or self._used:
+            return True
+        return self._manager.has_transfers or self._manager.has_pending_writes
+
+    def _end(self) -> None:
+        """Releases everything. The bridge is closed, or off."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._jobs.close()
+        try:
+            with self._lock():
+                self._stores.forget()
+                self._loads.forget()
+        except Exception:
+            logger.exception("kvoffload: closing the tiers failed")
+        try:
+            with self._lock():
+                self._manager.shutdown()
+        except Exception:
+            logger.exception("kvoffload: closing the tiers failed")
+        self._close_pool()
 
 
 def build_bridge(
@@ -183,4 +425,72 @@ def build_bridge(
     Raises ConfigError if a setting is wrong, there is too little memory or a tier's directory cannot be used. If a
     tier's medium itself fails, a warning says so and the others serve.
     """
-    raise NotImplementedError
+    if not groups or not is_fingerprint(fingerprint):
+        raise ConfigError(
+            f"fingerprint={fingerprint!r}, groups={groups!r}: pass 64 hexadecimal digits and one KVGroup per group"
+        )
+    slot_bytes = padded_slot_bytes(block_bytes)
+    num_blocks = max(MIN_STAGING_BLOCKS, staging_bytes // slot_bytes)
+    # What is open already is closed again if the rest fails.
+    with ExitStack() as opened:
+        try:
+            pool = HostPool(num_blocks, slot_bytes)
+        except ConfigError as error:
+            raise ConfigError(
+                f"tiers: no memory for the staging pool of {format_bytes(num_blocks * slot_bytes)} between the "
+                f"engine's memory and the tiers; free that much, or raise the container's limit ({error})"
+            ) from error
+        opened.callback(pool.close)
+        context = TierContext(
+            pools=[pool.data],
+            handles=[pool.handle()],
+            fingerprint=fingerprint,
+            identity=identity or {},
+            policy=policy,
+            engine=engine,
+            engines=engines,
+            groups=groups,
+        )
+        below = open_tiers(entries, context, opened)
+        manager = TieredOffloadingManager(
+            PolicyOffloadingManager(
+                HostBackend(groups[0].block_tokens, num_blocks), LRUPolicy(num_blocks), enable_events, must_store=True
+            ),
+            [tier for tier, _ in below],
+            tokens_per_block=[float(group.block_tokens) for group in groups],
+            groups=groups,
+            lookup_deadline_ms=lookup_deadline_ms,
+            lookup_deadlines_ms=[None if entry is None else entry.lookup_deadline_ms for _, entry in below],
+            load_deadline_ms=load_deadline_ms,
+            # The engine has decided to load when it asks.
+            load_only_if_faster=False,
+            write_share=STORE_SHARE,
+            backlog_share=MAX_CHAIN_KEYS / num_blocks,
+            admissions=[_admission(entry, slot_bytes * engines) for _, entry in below],
+        )
+        bridge = TierBridge(
+            manager,
+            pool.data,
+            block_bytes,
+            fingerprint,
+            lookup_deadline_ms=lookup_deadline_ms,
+            load_deadline_ms=load_deadline_ms,
+            close_pool=pool.close,
+        )
+        opened.pop_all()
+    logger.info(
+        "kvoffload: staging pool of %s (%d blocks) between the engine's memory and the tiers %s; model fingerprint %s",
+        format_bytes(pool.nbytes),
+        num_blocks,
+        ", ".join(bridge.names) or "(none)",
+        fingerprint,
+    )
+    bridge.start()
+    return bridge
+
+
+def _admission(entry: TierConfig | None, bytes_per_block: int) -> ReuseFilter | None:
+    """Returns what decides which blocks are worth writing to the tier of ``entry``, or None for all."""
+    if entry is None or entry.store_threshold is None:
+        return None
+    return ReuseFilter(entry.store_threshold, tracker_size((entry.capacity_bytes or 0) // bytes_per_block))

@@ -28,6 +28,10 @@ class ChainState(enum.Enum):
     """It is not in the backlog."""
 
 
+READY = frozenset({ChainState.FRESH, ChainState.STARTED})
+"""States of chains that are to be written now."""
+
+
 @dataclass(slots=True, eq=False)
 class ChainRef:
     """Refers to the latest chain of a request. Blocks that are being written hold it, so a new chain takes over all of

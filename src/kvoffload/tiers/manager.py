@@ -13,6 +13,8 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+
 from kvoffload.abc import (
     Admission,
     IntegrityError,
@@ -26,12 +28,15 @@ from kvoffload.abc import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    States,
     TenantUse,
     Tier,
     TierResult,
 )
+from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
+from kvoffload.tiers.chains import BACKLOG_SHARE
 from kvoffload.tiers.counts import TierCounts
 from kvoffload.tiers.ended import by_direction
 from kvoffload.tiers.gate import LoadGate
@@ -75,9 +80,9 @@ class TieredOffloadingManager(OffloadingManager):
     Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``groups``:
     the KV cache groups that keys name, by default with full attention and blocks of one size. ``tokens_per_block``: per
     KV cache group, the tokens that one loaded block saves. With ``load_only_if_faster`` a run of blocks that would take
-    longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE. ``admissions``: per tier, what
-    decides which blocks are worth writing to it, or None. ``random`` returns numbers from 0 to 1. If ``host`` has
-    events, so have the tiers.
+    longer to read than to compute is not loaded. ``write_share``, ``backlog_share``: see WRITE_SHARE and BACKLOG_SHARE.
+    ``admissions``: per tier, what decides which blocks are worth writing to it, or None. ``random`` returns numbers
+    from 0 to 1. If ``host`` has events, so have the tiers.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class TieredOffloadingManager(OffloadingManager):
         load_deadline_ms: float = 1000.0,
         load_only_if_faster: bool = True,
         write_share: float = WRITE_SHARE,
+        backlog_share: float = BACKLOG_SHARE,
         admissions: Sequence[Admission | None] = (),
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random.random,
@@ -102,7 +108,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._counts = TierCounts()
         self._origins = Origins()
         self.tiers = _make_states(
-            host, tiers, groups, admissions, deadline_s, self._counts, self._origins, clock, random
+            host, tiers, groups, admissions, backlog_share, deadline_s, self._counts, self._origins, clock, random
         )
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
@@ -145,6 +151,17 @@ class TieredOffloadingManager(OffloadingManager):
         """Returns the last of ``keys`` that the host or a tier holds: states of one group, one for every position at
         which a request can resume. While a tier must be asked again, nothing is promoted."""
         return self._requests.lookup_last(keys, req_context)
+
+    def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
+        """Returns the state of every key without promoting any, and without counting a request: HIT for one that the
+        host or a tier holds, RETRY for one that a tier must be asked for again. ``chain``: what may be looked up
+        next."""
+        states = self.host.states(keys)
+        below = np.flatnonzero(states != HIT)
+        if len(below):
+            states[below], _ = self._lookup.states_below([*keys, *chain], below, states[below], set())
+            states[states == PENDING] = RETRY
+        return states
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._gate.observe_prefill(num_tokens, seconds)
@@ -246,6 +263,11 @@ class TieredOffloadingManager(OffloadingManager):
     def num_promotions(self) -> int:
         """Requests that wait for lower tiers, or for which promoted blocks may be pinned."""
         return len(self._promoter)
+
+    @property
+    def max_promoted(self) -> int:
+        """Blocks that may be read from lower tiers, or pinned after that, at a time."""
+        return self._promoter.max_blocks
 
     # Loads and stores.
 
@@ -364,16 +386,29 @@ class TieredOffloadingManager(OffloadingManager):
 
     def reset(self) -> None:
         self.reset_own()
+        self._leave_shared_tiers()
+
+    def forget(self) -> None:
+        """Does the same as ``reset``, but tiers that are not shared keep their blocks for the next process: the caller
+        uses other keys from now on."""
+        self._reset_host()
+        self._leave_shared_tiers()
+
+    def _reset_host(self) -> None:
+        self._promoter.release_all()
+        self.host.reset()
+        for tier in self.tiers:
+            tier.writes.clear()
+
+    def _leave_shared_tiers(self) -> None:
         for tier in self.tiers:
             if tier.tier.is_shared:
                 tier.tier.reset()
                 self._switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
 
     def reset_own(self) -> bool:
-        self._promoter.release_all()
-        self.host.reset()
+        self._reset_host()
         for tier in self.tiers:
-            tier.writes.clear()
             if not tier.tier.is_shared:
                 tier.tier.reset()
         return any(tier.tier.is_shared and not tier.breaker.is_off for tier in self.tiers)
@@ -418,6 +453,7 @@ def _make_states(
     tiers: Sequence[Tier],
     groups: Sequence[KVGroup],
     admissions: Sequence[Admission | None],
+    backlog_share: float,
     deadline_s: float,
     counts: TierCounts,
     origins: Origins,
@@ -429,7 +465,7 @@ def _make_states(
         tier, count = GuardedTier(each, host.has_events), counts.of(each.name)
         estimator = ReadEstimator(tier.block_bytes)
         is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
-        writes = WriteThrough(host, tier, groups, count, clock, admission, is_worth)
+        writes = WriteThrough(host, tier, groups, count, clock, admission, is_worth, backlog_share)
         states.append(TierState(i, tier, writes, estimator, deadline_s, count, random))
     return tuple(states)
 

@@ -38,7 +38,8 @@ class ChainPlanner:
         self._writing = writing
         self._is_worth = is_worth
 
-    def _is_writing(self, keys: Sequence[OffloadKey]) -> Bools:
+    def is_writing(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Returns which of ``keys`` the tier has not reported yet."""
         return _among(keys, self._writing)
 
     def in_tier(self, keys: Sequence[OffloadKey], chain: Chain) -> Bools:
@@ -65,7 +66,7 @@ class ChainPlanner:
             if self._is_worth is not None:
                 available[absent] &= self._is_worth(names)
             if self._writing and not self._writing.keys().isdisjoint(names):
-                available[absent] &= ~self._is_writing(names)
+                available[absent] &= ~self.is_writing(names)
         return available
 
     def plan(self, chain: Chain, room: int, losses: int) -> Plan:
@@ -135,7 +136,7 @@ class ChainPlanner:
         may hold. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
         in_tier = [self._tier.contains(keys) for keys in chain.by_group]
         held = [
-            (states == HIT) | ((states == RETRY) & ~_among(keys, chain.lost)) | self._is_writing(keys)
+            (states == HIT) | ((states == RETRY) & ~_among(keys, chain.lost)) | self.is_writing(keys)
             for keys, states in zip(chain.by_group, in_tier, strict=True)
         ]
         written = frozenset(chain.written) - chain.foreign

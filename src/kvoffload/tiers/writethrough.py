@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
+
 from kvoffload.abc import (
     Admission,
     IntegrityError,
@@ -15,9 +17,9 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
-from kvoffload.abc.tier import MISS, PENDING
+from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiers.chains import BACKLOG_SHARE, Backlog, Chain, ChainRef, ChainState
+from kvoffload.tiers.chains import BACKLOG_SHARE, READY, Backlog, Chain, ChainRef, ChainState
 from kvoffload.tiers.ended import Ended
 from kvoffload.tiers.plan import Bools, ChainLayout
 from kvoffload.tiers.planner import ChainPlanner
@@ -57,6 +59,7 @@ class WriteThrough:
         clock: Callable[[], float],
         admission: Admission | None = None,
         is_worth: Callable[[Sequence[OffloadKey]], Bools] | None = None,
+        backlog_share: float = BACKLOG_SHARE,
     ) -> None:
         self._host = host
         self._tier = tier
@@ -65,7 +68,7 @@ class WriteThrough:
         self._clock = clock
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
-        self._backlog = Backlog(max(1, int(host.num_blocks * BACKLOG_SHARE * keys_per_block)))
+        self._backlog = Backlog(max(1, int(host.num_blocks * backlog_share * keys_per_block)))
         self._writing: dict[OffloadKey, ChainRef] = {}
         """Blocks that the tier has not reported yet, and the chains that they are written for."""
         self._slots: dict[OffloadKey, int] = {}
@@ -105,6 +108,22 @@ class WriteThrough:
     def chain_of(self, request: str) -> Chain | None:
         """Returns the chain of a request that is in the backlog."""
         return self._backlog.of_request(request)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
+        them nor is being given them, and the admission accepts them."""
+        lacking: Bools = (self._tier.contains(keys) != HIT) & ~self._planner.is_writing(keys)
+        if self._admission is not None and lacking.any():
+            lacking &= np.array(self._admission.accepts(keys), dtype=np.bool_)
+        return lacking
+
+    def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
+        """Returns whether some of ``keys``, of the chain of ``request``, are to be written as soon as the tier takes
+        them on, or after blocks that it is writing."""
+        chain = self._backlog.of_request(request)
+        if chain is None or not (chain.state in READY or any(key in self._writing for key in chain.waits_for)):
+            return False
+        return not self._planner.in_tier(keys, chain).all()
 
     # What happens elsewhere.
 

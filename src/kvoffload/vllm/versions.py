@@ -21,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from kvoffload.abc import ConfigError
-from kvoffload.supported import FIRST_TO_NAME_STATES, TESTED
+from kvoffload.supported import FIRST_TO_NAME_STATES, FIRST_WITH_SECONDARY_TIERS, TESTED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,6 +112,15 @@ try:
     HIT_SOURCE: Any = CacheHitSource.HOST
 except ImportError:
     HIT_SOURCE = None
+
+
+def has_secondary_tiers() -> bool:
+    """Whether vLLM's own offloading has tiers below host memory, and gives them jobs with the chunks of this memory."""
+    try:
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+    except ImportError:
+        return False
+    return _is_since(FIRST_WITH_SECONDARY_TIERS) and "chunk_ids" in TransferJob.__dataclass_fields__
 
 
 _SAMPLE = re.compile("[0-9]+_")

@@ -1,0 +1,360 @@
+"""KVOffloadTier: tiers of kvoffload below the host memory of vLLM's own offloading.
+
+vLLM's OffloadingConnector copies between the device and its host memory. With ``"spec_name": "TieringOffloadingSpec"``
+it stores every chunk in its secondary tiers as well, and promotes from them what a request asks for. An entry of
+``secondary_tiers`` with ``"type": "KVOffloadTier"`` and ``"module_path": "kvoffload.vllm.secondary_tier"`` names this
+class; its other keys are those of ``kvoffload.config.DoorConfig``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvoffload.abc import ByteArray, ConfigError, OffloadKey
+from kvoffload.abc.tier import HIT, MISS
+from kvoffload.cache.keys import key_group_idx
+from kvoffload.config import DoorConfig
+from kvoffload.connector.guarded import guarded
+from kvoffload.fingerprints import fingerprint
+from kvoffload.observe.metrics import DEPRECATED, METRICS, Metrics
+from kvoffload.observe.server import RecordServer
+from kvoffload.supported import FIRST_WITH_SECONDARY_TIERS, TESTED
+from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge
+from kvoffload.tiers.disk.config import DiskConfig
+from kvoffload.units import format_bytes
+from kvoffload.vllm import versions
+from kvoffload.vllm.metrics import PREFIX
+
+if not versions.has_secondary_tiers():
+    raise ConfigError(
+        f"{versions.NAME} cannot use KVOffloadTier: its offloading has no tiers of this kind; use vLLM "
+        f"{FIRST_WITH_SECONDARY_TIERS} to "
+        f'{TESTED[-1]}, or kvoffload\'s own connector ("kv_connector": "KVOffloadConnector")'
+    )
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvoffload.vllm.tier_layout import TierLayout, calling_engine
+from kvoffload.vllm.tier_requests import MAX_LOADS, TierRecords, TierRequest, loaded
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext, ScheduleEndContext
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+logger = logging.getLogger(__name__)
+
+FIRST_BATCH = 16
+"""Keys that the tiers are first asked for at once. Each further batch of a step is twice as large."""
+MAX_BATCH = 4096
+METRIC_NAMES = frozenset(
+    name
+    for name, spec in METRICS.items()
+    if name not in DEPRECATED
+    and (name.startswith("tier_") or name in ("misses", "asked_tokens", "device_hit_tokens", "promoted_blocks", "off"))
+)
+"""The metrics of this class. What concerns host memory and the device is vLLM's."""
+
+
+class KVOffloadTier(SecondaryTierManager):
+    """See the module. vLLM calls everything on the scheduler's thread, or under a lock. No method raises for anything
+    that goes wrong while serving: after an unexpected error ``off`` is True, all jobs fail and all lookups are misses.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **options: Any,
+    ) -> None:
+        """``primary_kv_view``: vLLM's host memory, a row per chunk. ``options``: see DoorConfig.
+
+        Raises ConfigError for a wrong option, and for a model or a setting that is not served.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = DoorConfig.from_mapping(options, _setting(offloading_spec, tier_type, options))
+        vllm_config, kv_cache_config = calling_engine()
+        versions.warn_if_untested()
+        self.layout = TierLayout.from_vllm(
+            config,
+            offloading_spec,
+            vllm_config,
+            kv_cache_config,
+            self.block_size_bytes,
+        )
+        self.off = False
+        self.bridge = self._open(config, bool(offloading_spec.kv_events_config.enable_kv_cache_events))
+        are_local = {isinstance(tier, DiskConfig) for tier in config.tiers}
+        if len(are_local) == 1:
+            self.locality = Locality.LOCAL if are_local == {True} else Locality.REMOTE
+        if False in are_local and versions.HIT_SOURCE is not None:
+            self.cache_hit_source = type(versions.HIT_SOURCE).EXTERNAL_UNSPECIFIED
+        self._rows: ByteArray | None = np.asarray(primary_kv_view).view(np.uint8)[:, : self.layout.block_bytes]
+        self._groups = self.layout.kv_groups
+        self.metrics = Metrics(self._read_metrics)
+        self._records = TierRecords(self._groups, "+".join(self.bridge.names) or "none", self.metrics)
+        self._requests: dict[str, TierRequest] = {}
+        self._jobs: dict[int, TransferJob] = {}
+        """All jobs that ``get_finished_jobs`` has not reported yet."""
+        self._ended: list[JobEnd] = []
+        """Those that have ended without the bridge."""
+        self._step = 0
+        self._expected_root = versions.expected_hash_root(vllm_config)
+        engine_id = vllm_config.kv_transfer_config.engine_id
+        self._server = RecordServer(lambda: self._records.records, engine_id or "0")
+
+    def _open(self, config: DoorConfig, enable_events: bool) -> TierBridge:
+        layout = self.layout
+        made = fingerprint(layout.fingerprint_parts)
+        bridge = build_bridge(
+            config.tier_entries,
+            layout.kv_groups,
+            layout.block_bytes,
+            made,
+            identity=layout.identity,
+            policy=config.policy,
+            engine=layout.engine,
+            engines=layout.engines,
+            lookup_deadline_ms=config.lookup_deadline_ms,
+            load_deadline_ms=config.load_deadline_ms,
+            enable_events=enable_events,
+        )
+        chunks = self._primary_kv_view.shape[0]
+        logger.info(
+            "kvoffload: tiers below vLLM's host memory of %d chunks (%s each, %s tokens in all): %s",
+            chunks,
+            format_bytes(layout.block_bytes),
+            f"{layout.tokens(chunks):,}",
+            ", ".join(bridge.names) or "none",
+        )
+        logger.info("kvoffload: model fingerprint %s", made)
+        return bridge
+
+    def switch_off(self, where: str) -> None:
+        """Ends offloading to these tiers for good. Logs the exception in progress."""
+        logger.error(
+            "kvoffload: OFFLOADING TO TIERS IS OFF: %s failed; vLLM's host memory serves without them from here on",
+            where,
+            exc_info=sys.exc_info()[0] is not None,
+        )
+        self.off = True
+        self.metrics.set("off", 1)
+        with contextlib.suppress(Exception):
+            self.bridge.close()
+
+    # Requests.
+
+    @guarded(lambda self, req_context: RequestOffloadingContext())
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._expected_root is not None:
+            self._check_hash_root()
+        return RequestOffloadingContext()
+
+    def _check_hash_root(self) -> None:
+        """Stops if block hashes do not have the root that was predicted. vLLM sets the root after it has made this."""
+        expected, self._expected_root = self._expected_root, None
+        if versions.hash_root() != expected:
+            self.switch_off(
+                f"the prediction of the block hashes of {versions.NAME}: no other process would find these blocks; set "
+                "PYTHONHASHSEED=0 (any number, the same at every start); it"
+            )
+
+    @guarded(lambda self, req_context: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        request = self._request(req_context)
+        del self._requests[req_context.req_id]
+        if request.chain:
+            self.bridge.end_request(req_context.req_id, request.chain)
+
+    def _request(self, context: ReqContext) -> TierRequest:
+        """Returns what is known of a request, with all keys that vLLM has named so far."""
+        request = self._requests.get(context.req_id)
+        if request is None:
+            request = self._requests[context.req_id] = TierRequest()
+        request.extend(context._offload_key_positions, self._groups)
+        return request
+
+    # Lookups.
+
+    @guarded(lambda self, key, req_context: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Answers from a batch that holds for this step."""
+        request = self._request(req_context)
+        if key not in request.places:
+            # The key of a chunk that is not full, or one of another server's request.
+            return LookupResult.MISS
+        if request.answered_in != self._step:
+            request.answers.clear()
+            request.answered_in, request.batch, request.missed = self._step, FIRST_BATCH, None
+        if key not in request.answers:
+            self._ask(key, request)
+        state = request.answers[key]
+        if state == HIT and request.loads.get(key, 0) < MAX_LOADS:
+            return LookupResult.HIT
+        if state in (HIT, MISS):
+            self._records.missed(request, key, self.bridge.explain)
+            return LookupResult.MISS
+        return LookupResult.RETRY
+
+    def _ask(self, key: OffloadKey, request: TierRequest) -> None:
+        wanted = request.wanted(key, self._groups[key_group_idx(key)].is_full)
+        chain = () if request.was_asked else request.chain
+        request.was_asked = True
+        states = self.bridge.lookup(wanted, chain)
+        request.answers.update(zip(wanted, states.tolist(), strict=True))
+        request.batch = min(2 * request.batch, MAX_BATCH)
+
+    # Jobs.
+
+    @guarded(lambda self, job_metadata: self._take(job_metadata))
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        context = job_metadata.req_context
+        request = self._request(context)
+        keys, pages = self._named(job_metadata, request)
+        self._take(job_metadata)
+        if keys:
+            self.bridge.store(job_metadata.job_id, keys, pages, request.chain, context.req_id)
+        else:
+            self._ended.append(JobEnd(job_metadata.job_id, False, frozenset(), False, 0, 0.0))
+
+    @guarded(lambda self, job_metadata: self._take(job_metadata))
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys, pages = self._named(job_metadata, self._request(job_metadata.req_context))
+        self._take(job_metadata)
+        self.bridge.load(job_metadata.job_id, keys, pages, job_metadata.req_context.req_id)
+
+    def _take(self, job: TransferJob) -> None:
+        self._jobs[job.job_id] = job
+
+    def _named(self, job: TransferJob, request: TierRequest) -> tuple[list[OffloadKey], list[Sequence[ByteArray]]]:
+        """Returns the keys of ``job`` that are of whole chunks, the head of the chain first, and the memory of each."""
+        assert self._rows is not None
+        rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        context = job.req_context
+        keys = [key for key in rows if key in request.places]
+        keys.sort(key=lambda key: context.get_offload_key_position(key) or 0)
+        return keys, [(self._rows[rows[key]],) for key in keys]
+
+    @guarded(lambda self: self._fail_all())
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        ended, self._ended = [*self._ended, *self.bridge.finished()], []
+        return [self._report(end) for end in ended]
+
+    def _report(self, end: JobEnd) -> JobResult:
+        job = self._jobs.pop(end.job)
+        is_whole = end.ok and len(end.done) == len(job.keys)
+        if end.is_load:
+            request = self._requests.get(job.req_context.req_id)
+            if request is not None:
+                loaded(request, job.keys, end.done)
+        return JobResult(
+            end.job,
+            is_whole if end.is_load else end.ok,
+            successful_keys=tuple(end.done) if end.is_load and end.done and not is_whole else None,
+            transfer_time=end.seconds,
+            transfer_bytes=end.nbytes,
+        )
+
+    def _fail_all(self) -> list[JobResult]:
+        jobs, self._jobs = self._jobs, {}
+        return [JobResult(job, False) for job in jobs]
+
+    def has_pending_work(self) -> bool:
+        return bool(self._jobs)
+
+    # Steps, events, metrics.
+
+    @guarded(lambda self, context: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._step += 1
+        for req_id in context.new_req_ids:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._records.scheduled(req_id, request)
+
+    @guarded(lambda self: ())
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [
+            OffloadingEvent(
+                list(event.keys),
+                Medium.STORAGE,
+                event.removed,
+                Locality.REMOTE if event.is_shared else Locality.LOCAL,
+                event.tier,
+            )
+            for event in self.bridge.take_events()
+        ]
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Returns the metrics by name. vLLM calls this in other processes as well."""
+        kinds = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
+        return {
+            PREFIX + name: kinds[spec.kind](documentation=spec.help, labelnames=tuple(spec.labels))
+            for name, spec in METRICS.items()
+            if name in METRIC_NAMES
+        }
+
+    def _read_metrics(self) -> None:
+        if not self.off:
+            self.metrics.take_in(self.bridge.take_counts())
+
+    @guarded(lambda self: None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats = OffloadingConnectorStats()
+        for labelled, value in self.metrics.take().items():
+            name, _, label = labelled.partition(":")
+            if name not in METRIC_NAMES:
+                continue
+            put = stats.set_gauge if METRICS[name].kind == "gauge" else stats.increase_counter
+            put(PREFIX + name, float(value), (label,) if label else ())
+        return None if stats.is_empty() else stats
+
+    # The end.
+
+    @guarded(lambda self: None)
+    def drain_jobs(self) -> None:
+        """Ends all jobs. vLLM calls this when it resets its caches only, perhaps because the weights have changed: so
+        no block that was stored before is found by this process."""
+        self.bridge.drain()
+        self.bridge.reset()
+        for request in self._requests.values():
+            request.answers.clear()
+        logger.info("kvoffload: the cache was reset: this process finds no block that was stored before")
+
+    def shutdown(self) -> None:
+        self._server.close()
+        with contextlib.suppress(Exception):
+            self.bridge.close()
+        # vLLM cannot release its memory while an array refers to it.
+        self._rows = None
+        self._jobs.clear()
+
+
+def _setting(spec: OffloadingSpec, tier_type: str, options: Mapping[str, Any]) -> str:
+    """Returns what stands before a key of ``options`` in errors."""
+    entries = getattr(spec, "secondary_tier_configs", ())
+    for i, entry in enumerate(entries):
+        if entry.get("type") == tier_type and options.items() <= entry.items():
+            return f"secondary_tiers[{i}]."
+    return f"secondary_tiers[{tier_type}]."
