@@ -29,9 +29,16 @@ LAYERS = [
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may
 import anything, and only the top layer may import it."""
 
+VLLM_TESTING = ("kvoffload.testing.secondary_tier_conformance", "kvoffload.testing.vllm_servers")
+
 ENGINE_MODULES = {
-    "vllm": ("kvoffload.vllm", "kvoffload.demo.engine"),
-    "torch": ("kvoffload.vllm", "kvoffload.transfer.cuda.kernels", "kvoffload.transfer.cuda.torch_device"),
+    "vllm": ("kvoffload.vllm", "kvoffload.demo.engine", *VLLM_TESTING),
+    "torch": (
+        "kvoffload.vllm",
+        "kvoffload.transfer.cuda.kernels",
+        "kvoffload.transfer.cuda.torch_device",
+        *VLLM_TESTING,
+    ),
     "triton": ("kvoffload.transfer.cuda.kernels",),
     "opentelemetry": ("kvoffload.observe.spans",),
 }

@@ -13,6 +13,8 @@
   (needs hypothesis).
 - ``tier_conformance``: the same for tiers (needs pytest). ``tiers``: a simple tier in memory, and an executor that
   schedules its jobs by a seed. ``storage``: a simulated disk, and a wrapper that adds faults to any storage.
+- ``secondary_tier_conformance``: the same for secondary tiers of vLLM's own offloading (needs pytest and vLLM).
+  ``vllm_servers``: vLLM's scheduler half with such a tier, without an engine.
 - ``engine``: a small paged engine that checks every byte it attends to. ``faults``: transfers that misbehave.
 - ``simulation``: servers that run, crash and restart on a failing disk; ``run_simulations(seeds, progress)``, or
   ``python -m kvoffload.testing simulate --seeds N``. ``servers``: several servers that share a medium of a kind in
@@ -30,6 +32,10 @@ import sys
 from kvoffload.testing.reference import ReferenceARCManager, ReferenceFilter, ReferenceLRUManager
 
 if "pytest" in sys.modules:  # a failing assert of a suite then shows the values that it compared
-    sys.modules["pytest"].register_assert_rewrite("kvoffload.testing.conformance", "kvoffload.testing.tier_conformance")
+    sys.modules["pytest"].register_assert_rewrite(
+        "kvoffload.testing.conformance",
+        "kvoffload.testing.tier_conformance",
+        "kvoffload.testing.secondary_tier_conformance",
+    )
 
 __all__ = ["ReferenceARCManager", "ReferenceFilter", "ReferenceLRUManager"]

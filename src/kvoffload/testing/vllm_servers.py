@@ -19,6 +19,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -86,7 +88,10 @@ def offloading_scheduler(
             num_blocks=1024, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer0"], group)]
         )
         spec = spec_class(build_offloading_config(config, caches))
-        return OffloadingConnectorScheduler(spec, config, caches), spec
+        scheduler = OffloadingConnectorScheduler(spec, config, caches)
+        # The engine does this last.
+        kv_cache_utils.init_none_hash(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo))
+        return scheduler, spec
 
 
 class _OneTier(TieringOffloadingSpec):

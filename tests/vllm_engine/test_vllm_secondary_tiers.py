@@ -1,0 +1,236 @@
+"""The conformance suite of secondary tiers: vLLM's own, in all installed versions, with what is known to fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Not "vllm": a directory of that name on sys.path could be imported instead.
+pytest.importorskip("vllm.version")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.fs import manager as fs
+
+from kvoffload.testing import secondary_tier_conformance
+from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, spoil_files
+
+BUDGET = 8 << 20
+
+
+class ExpectedFailures(SecondaryTierConformance):
+    """The suite for a tier with known failures. One that does not fail any more fails here: take it from the list, and
+    from docs/peers.md."""
+
+    fails: frozenset[str] = frozenset()
+
+    @pytest.fixture(autouse=True)
+    def _expect(self, request: pytest.FixtureRequest) -> None:
+        name = request.node.name.removeprefix("test_")
+        if name in self.fails:
+            raises = (AssertionError, pytest.fail.Exception)
+            request.applymarker(pytest.mark.xfail(strict=True, raises=raises, reason="docs/peers.md"))
+
+
+class TestFs(ExpectedFailures):
+    fails = frozenset(
+        {
+            "bytes_that_changed_on_the_medium_are_not_loaded[flipped-while it runs]",
+            "bytes_that_changed_on_the_medium_are_not_loaded[flipped-before it starts]",
+            "bytes_that_changed_on_the_medium_are_not_loaded[replaced-while it runs]",
+            "bytes_that_changed_on_the_medium_are_not_loaded[replaced-before it starts]",
+            "servers_that_compute_other_blocks_do_not_find_these[other weights under the same name]",
+            "servers_that_compute_other_blocks_do_not_find_these[larger rows]",
+            "servers_that_compute_other_blocks_do_not_find_these[another seed of the hashes]",
+            "the_budget_holds",
+            "nothing_is_kept_that_no_request_can_reach",
+            "lookups_end_while_the_medium_stands_still",
+            "drain_and_shutdown_end_while_the_medium_stands_still",
+        }
+    )
+    bounded_s = 2.0
+    budget_bytes = BUDGET
+    """It takes no limit. This is what another tier was given."""
+
+    def entry(self, folder: Path) -> dict[str, Any]:
+        return {"type": "fs", "root_dir": str(folder), "n_read_threads": 4, "n_write_threads": 4}
+
+    def spoil(self, folder: Path, fault: Fault) -> bool:
+        return spoil_files(folder, fault)
+
+    def lose(self, folder: Path) -> bool:
+        for path in folder.rglob("*.bin"):
+            path.unlink()
+        return True
+
+    def hold(self, tier: Any) -> AbstractContextManager[None]:
+        return standing_still()
+
+
+@contextmanager
+def standing_still() -> Iterator[None]:
+    """Makes the file system answer nothing."""
+    released = threading.Event()
+    calls = {name: getattr(fs, name) for name in ("batch_load_block", "batch_store_block", "batch_lookup_C")}
+
+    def stand_still(*arguments: Any) -> None:
+        released.wait()
+        raise OSError("the file system has stood still")
+
+    try:
+        for name in calls:
+            setattr(fs, name, stand_still)
+        yield
+    finally:
+        released.set()
+        for name, call in calls.items():
+            setattr(fs, name, call)
+
+
+class TestExample(ExpectedFailures):
+    """It keeps keys and no bytes, and reports loads as done that have copied nothing."""
+
+    fails = frozenset(
+        {
+            "a_load_gives_what_was_stored_and_changes_nothing_else",
+            "what_is_not_there_is_not_reported_as_loaded",
+            "every_job_is_reported_once",
+            "a_lookup_ends_without_the_request_or_with_it",
+            "after_drain_no_row_is_touched_and_every_job_is_reported",
+            "calls_of_the_scheduler_do_not_block",
+            "metrics_were_declared",
+            *(f"any_calls_in_any_order[{seed}]" for seed in range(3)),
+        }
+    )
+    outlives = False
+
+    def entry(self, folder: Path) -> dict[str, Any]:
+        return {"type": "example"}
+
+
+# What the suite finds.
+
+
+class ReportsTwice(fs.FileSystemTierManager):
+    def get_finished_jobs(self) -> list[Any]:
+        return 2 * list(super().get_finished_jobs())
+
+
+class ReportsNothing(fs.FileSystemTierManager):
+    def get_finished_jobs(self) -> list[Any]:
+        list(super().get_finished_jobs())
+        return []
+
+
+class ReportsMissingAsLoaded(fs.FileSystemTierManager):
+    def get_finished_jobs(self) -> list[Any]:
+        return [replace(result, success=True) for result in super().get_finished_jobs()]
+
+
+class NamesOtherKeys(fs.FileSystemTierManager):
+    def get_finished_jobs(self) -> list[Any]:
+        return [
+            result if result.success else replace(result, successful_keys=(b"another key",))
+            for result in super().get_finished_jobs()
+        ]
+
+
+class WritesOtherRows(fs.FileSystemTierManager):
+    def submit_load(self, job_metadata: Any) -> None:
+        super().submit_load(job_metadata)
+        self._primary_kv_view.cast("B")[127 * self._block_size] = 1
+
+
+class DoesNotDrain(fs.FileSystemTierManager):
+    def drain_jobs(self) -> None:
+        pass
+
+    def submit_load(self, job_metadata: Any) -> None:
+        time.sleep(0.02)
+        threading.Timer(0.05, super().submit_load, [job_metadata]).start()
+
+
+class KeepsAView(fs.FileSystemTierManager):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._rows = self._primary_kv_view.cast("B")
+
+
+class KeepsAThread(fs.FileSystemTierManager):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+
+
+class KeepsAFile(fs.FileSystemTierManager):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._log = Path("/dev/null").open("rb")  # noqa: SIM115
+
+
+class Blocks(fs.FileSystemTierManager):
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        time.sleep(0.006)
+        return super().lookup(key, req_context)
+
+
+class IsNeverIdle(fs.FileSystemTierManager):
+    def has_pending_work(self) -> bool:
+        return True
+
+
+class NeverAnswers(fs.FileSystemTierManager):
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        return LookupResult.RETRY
+
+
+class CountsWhatItNeverDeclared(fs.FileSystemTierManager):
+    def get_stats(self) -> Any:
+        stats = OffloadingConnectorStats()
+        stats.increase_counter("undeclared", 1)
+        return stats
+
+
+@pytest.mark.parametrize(
+    ("faulty", "found_by"),
+    [
+        (ReportsTwice, "test_every_job_is_reported_once"),
+        (ReportsNothing, "test_every_job_is_reported_once"),
+        (ReportsMissingAsLoaded, "test_what_is_not_there_is_not_reported_as_loaded"),
+        (NamesOtherKeys, "test_what_is_not_there_is_not_reported_as_loaded"),
+        (WritesOtherRows, "test_a_load_gives_what_was_stored_and_changes_nothing_else"),
+        (DoesNotDrain, "test_after_drain_no_row_is_touched_and_every_job_is_reported"),
+        (KeepsAView, "test_shutdown_releases_the_rows_threads_and_files"),
+        (KeepsAThread, "test_shutdown_releases_the_rows_threads_and_files"),
+        (KeepsAFile, "test_shutdown_releases_the_rows_threads_and_files"),
+        (Blocks, "test_calls_of_the_scheduler_do_not_block"),
+        (IsNeverIdle, "test_a_new_tier_is_empty_and_idle"),
+        (NeverAnswers, "test_a_new_tier_is_empty_and_idle"),
+        (CountsWhatItNeverDeclared, "test_metrics_were_declared"),
+    ],
+)
+def test_the_suite_finds_faults(
+    faulty: type[Any], found_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secondary_tier_conformance, "DEADLINE_S", 0.5)
+
+    class Suite(TestFs):
+        bounded_s = 0.5
+
+        def entry(self, folder: Path) -> dict[str, Any]:
+            return super().entry(folder) | {"type": faulty.__name__, "module_path": __name__}
+
+    suite = Suite()
+    suite.folder, suite.opened = tmp_path, []
+    arguments = [False] if "shutdown" in found_by else []
+    with pytest.raises((AssertionError, BufferError, pytest.fail.Exception)):
+        getattr(suite, found_by)(*arguments)
+    for steps in suite.opened:
+        steps.tier.shutdown()
