@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvoffload.demo.act import ActResult
-from kvoffload.demo.inside import PROMPTS, Trial
+from kvoffload.demo.inside import AFTER, BEFORE, Trial
 from kvoffload.demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.run import TURNS, known_answers, plan_visits
@@ -81,12 +82,16 @@ def changed(act: ActResult, index: int, **fields: Any) -> ActResult:
 def make_trials(baseline: ActResult) -> list[Trial]:
     """Returns what vLLM answers with a tier that does not verify, and with one that does."""
     first = {request.document: request for request in reversed(baseline.requests)}
-    stored = [
-        replace(first[document], index=document, disk_tokens=1920, source=Source.DISK) for document in range(PROMPTS)
+
+    def asked(documents: Iterable[int], **changes: Any) -> list[RequestResult]:
+        return [replace(first[document], index=document, **changes) for document in documents]
+
+    found = {"disk_tokens": 1920, "source": Source.DISK}
+    before = asked(BEFORE, **found)
+    return [
+        Trial("theirs", False, before, asked(AFTER, **found, output_tokens=[0, 0, 0])),
+        Trial("ours", True, before, asked(AFTER)),
     ]
-    wrong = [replace(request, output_tokens=[0, 0, 0]) for request in stored]
-    computed = [replace(request, disk_tokens=0, source=Source.RECOMPUTE) for request in stored]
-    return [Trial("theirs", False, stored, wrong), Trial("ours", True, stored, computed)]
 
 
 @pytest.fixture

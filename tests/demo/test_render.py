@@ -73,9 +73,9 @@ def luminance(colour: str) -> float:
 
 def test_tiers_in_vllm_are_shown(report: Report) -> None:
     page = render_page(report)
-    assert '<td>theirs</td><td>4</td><td>4</td>\n<td class="changed">4</td><td>0</td>' in page
-    assert "<td>ours</td><td>4</td><td>4</td>\n<td>0</td><td>4</td>" in page
-    assert "theirs 4 4 4 0 ours 4 4 0 4" in terminal_text(report)
+    assert '<td>theirs</td><td>3 of 3</td>\n<td class="changed">3 of 3</td>\n<td>0</td>' in page
+    assert "<td>ours</td><td>3 of 3</td>\n<td>0 of 3</td>\n<td>3</td>" in page
+    assert "theirs 3 of 3 3 of 3 0 ours 3 of 3 0 of 3 3" in terminal_text(report)
     assert "Inside vLLM" not in render_page(replace(report, trials=()))
 
 

@@ -141,18 +141,19 @@ def test_a_run_without_host_hits_fails(baseline: ActResult, restart: ActResult) 
 
 def test_what_tiers_in_vllm_answer_is_counted(report: Report) -> None:
     theirs, ours = json.loads(json.dumps(report.to_dict()))["inside_vllm"]
-    assert [theirs[name] for name in ("requests", "from_disk", "wrong", "computed")] == [4, 4, 4, 0]
-    assert [ours[name] for name in ("requests", "from_disk", "wrong", "computed")] == [4, 4, 0, 4]
+    assert [theirs[name] for name in ("found", "wrong", "computed")] == [3, 3, 0]
+    assert [ours[name] for name in ("found", "wrong", "computed")] == [3, 0, 3]
 
 
 def test_tiers_in_vllm_can_fail(baseline: ActResult, offload: ActResult, restart: ActResult) -> None:
     theirs, ours = make_trials(baseline)
-    silent = [replace(request, source=Source.RECOMPUTE) for request in ours.stored]
+    wrong = [replace(request, output_tokens=[0, 0, 0]) for request in ours.before]
+    computed = [replace(request, source=Source.RECOMPUTE) for request in ours.before]
     for trials, words in (
-        ([theirs, replace(ours, flipped=theirs.flipped)], "ours: 4 of 4 answers are wrong after bytes"),
-        ([theirs, replace(ours, stored=theirs.flipped)], "ours: 4 of 4 answers differ from vLLM's own"),
-        ([theirs, replace(ours, stored=silent)], "ours: no prompt was loaded"),
-        ([replace(theirs, flipped=theirs.stored), ours], "theirs: changed bytes changed no answer"),
+        ([theirs, replace(ours, after=theirs.after)], "ours: 3 of 3 answers are wrong after bytes"),
+        ([theirs, replace(ours, before=wrong)], "ours: 3 of 3 answers differ from those without offloading"),
+        ([theirs, replace(ours, before=computed)], "ours: no prompt was loaded"),
+        ([replace(theirs, after=ours.after), ours], "theirs: changed bytes changed no answer"),
     ):
         (sentence,) = make_report([baseline, offload, restart], "made up", 0, trials=trials).failures
         assert words in sentence

@@ -841,6 +841,7 @@ def tier_storm(config: dict[str, Any]) -> dict[str, Any]:
     """Runs a storm on vLLM's own connector: see ``tier_storm``. ``unverified`` plants a bug in the disk tier."""
     import tier_storm
 
+    tier_storm.shrink_staging()
     if config.get("unverified"):
         tier_storm.accept_any_bytes()
     before = set(threading.enumerate())

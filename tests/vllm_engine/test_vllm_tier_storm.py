@@ -124,8 +124,7 @@ def test_a_storm_on_two_ranks(run: Runner, answers: list[Any], tmp_path: Path) -
 
 def test_a_tier_that_does_not_verify_is_noticed(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     """The control: the same storm with the comparison of checksums taken out."""
-    config = {"flips": 0.2, "resets": 0.001, "unverified": True}
-    result = storm(run, disk(tmp_path / "disk"), tmp_path / "disk", **config)
+    result = storm(run, disk(tmp_path / "disk"), tmp_path / "disk", flips=0.2, resets=0.001, unverified=True)
     check_ends(result)
     assert wrong(result, answers)
 

@@ -108,6 +108,17 @@ class CountedTier:
         self.counts[f"{kind}:done"] += done
 
 
+def shrink_staging() -> None:
+    """Gives the memory between vLLM's and the tiers its least size. It would hold all blocks here, and none would be
+    read from disk again."""
+    from kvoffload.tiers.bridge import build_bridge
+
+    defaults = build_bridge.__kwdefaults__
+    assert defaults is not None
+    assert "staging_bytes" in defaults
+    defaults["staging_bytes"] = 0
+
+
 def accept_any_bytes() -> None:
     """Plants a bug: blocks from disk are accepted whatever their checksums are."""
     from kvoffload.tiers.disk import blockio

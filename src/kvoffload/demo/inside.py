@@ -3,8 +3,7 @@ changed."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,12 @@ from kvoffload.supported import release_of
 
 FIRST_VERSION = (0, 31)
 """The first vLLM to which kvoffload gives a secondary tier."""
-PROMPTS = 4
+BEFORE, AFTER = range(3), range(3, 6)
+"""Documents that are asked about before bytes on disk change, and after that. A server that has loaded a prompt might
+have it in memory."""
+PROMPTS = len(BEFORE) + len(AFTER)
 HOST_BLOCKS = 20
-"""Little more than one prompt has, so that each comes from the tier when it is asked again."""
+"""Little more than one prompt has."""
 DISK_BYTES = 1 << 30
 SMALLEST_FLIPPED_BYTES = 64 << 10
 """Smaller files describe others. It is the bytes of blocks that are to be wrong."""
@@ -49,18 +51,19 @@ TIERS = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What vLLM answered with one tier: from what it had stored, and after the bytes of that had changed."""
+    """What a new server answered with one tier: from what another had stored, and after the bytes of that had
+    changed."""
 
     tier: str
     is_ours: bool
-    stored: list[RequestResult]
-    flipped: list[RequestResult]
+    before: list[RequestResult]
+    after: list[RequestResult]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "tier": self.tier,
-            "stored": [asdict(request) for request in self.stored],
-            "flipped": [asdict(request) for request in self.flipped],
+            "before": [asdict(request) for request in self.before],
+            "after": [asdict(request) for request in self.after],
         }
 
 
@@ -70,57 +73,41 @@ def is_possible(info: EngineInfo) -> bool:
     return release is not None and release >= FIRST_VERSION
 
 
-def connector(tier: Mapping[str, Any], host_bytes: int) -> dict[str, Any]:
-    """Returns the arguments of vLLM's KVTransferConfig for its own offloading, with this entry for a tier."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
+class Server:
+    """vLLM's own offloading with ``tiers`` below host memory, each in a folder of its own in ``disk``, in a process
+    that starts now. As a context manager it leaves no process behind."""
+
+    def __init__(
+        self, config: ActConfig, tiers: Sequence[TierOnTrial], disk: Path, block_bytes: int, log: Path
+    ) -> None:
+        options = {
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": host_bytes,
-            "secondary_tiers": [dict(tier)],
-        },
-    }
+            "cpu_bytes_to_use": HOST_BLOCKS * block_bytes,
+            "secondary_tiers": [tier.entry(_folder(disk, tier)) for tier in tiers],
+        }
+        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+        self.engine = EngineProcess(replace(config, connector=connector, visits=[], answers=[]), log)
 
+    def __enter__(self) -> Server:
+        return self
 
-@contextlib.contextmanager
-def started(config: ActConfig, disk: Path, logs: Sequence[Path], block_bytes: int) -> Iterator[list[EngineProcess]]:
-    """Yields an engine per tier. They start at the same time, each with a folder of its own in ``disk``."""
-    with contextlib.ExitStack() as opened:
-        engines = []
-        for tier, log in zip(TIERS, logs, strict=True):
-            entry = tier.entry(_folder(disk, tier))
-            own = replace(config, connector=connector(entry, HOST_BLOCKS * block_bytes), visits=[], answers=[])
-            engines.append(opened.enter_context(EngineProcess(own, log)))
-        yield engines
+    def __exit__(self, *_: object) -> None:
+        self.engine.kill()
 
-
-def run_trial(
-    tier: TierOnTrial, engine: EngineProcess, disk: Path, on_request: Callable[[RequestResult], None]
-) -> Trial:
-    """Asks PROMPTS prompts three times: to store their KV, to load it, and after its bytes have changed."""
-
-    def ask() -> list[RequestResult]:
+    def ask(self, documents: Sequence[int], on_request: Callable[[RequestResult], None]) -> list[RequestResult]:
+        """Asks about each document, and waits until what is to be stored is stored."""
         results = []
-        for document in range(PROMPTS):
-            result = _as_disk(engine.ask(document, document))
-            on_request(result)
-            results.append(result)
-            engine.call("settle")
-        # The device would have the last of them.
-        engine.call("forget")
+        for document in documents:
+            results.append(_as_disk(self.engine.ask(document, document)))
+            on_request(results[-1])
+            self.engine.call("settle")
         return results
 
-    ask()
-    stored = ask()
-    flip(path for path in _folder(disk, tier).rglob("*") if path.is_file() and is_data(path))
-    flipped = ask()
-    engine.end()
-    return Trial(tier.name, tier.is_ours, stored, flipped)
 
-
-def is_data(path: Path) -> bool:
-    return path.stat().st_size >= SMALLEST_FLIPPED_BYTES
+def change_bytes(disk: Path) -> int:
+    """Changes bytes of all that the tiers have stored. Returns the number of files."""
+    files = (path for path in disk.rglob("*") if path.is_file())
+    return flip(path for path in files if path.stat().st_size >= SMALLEST_FLIPPED_BYTES)
 
 
 def _folder(disk: Path, tier: TierOnTrial) -> Path:
@@ -130,7 +117,7 @@ def _folder(disk: Path, tier: TierOnTrial) -> Path:
 
 
 def _as_disk(result: RequestResult) -> RequestResult:
-    """vLLM says how many tokens it found, not where. The device has forgotten all, and host memory holds one prompt."""
+    """vLLM says how many tokens it found, not where. No device or host memory has had the prompt before."""
     found = result.device_tokens
     source = classify(result.prompt_tokens, 0, 0, found)
     return replace(result, device_tokens=0, disk_tokens=found, source=source)

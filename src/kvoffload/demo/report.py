@@ -52,26 +52,34 @@ class JudgedTrial:
     """A tier below vLLM's own host memory, and how its answers compare with those of vLLM alone."""
 
     trial: Trial
-    versus_stored: Comparison
-    versus_flipped: Comparison
+    versus_before: Comparison
+    versus_after: Comparison
 
     @property
-    def from_disk(self) -> int:
+    def found(self) -> int:
         """How many prompts were loaded before bytes changed."""
-        return from_disk(self.trial.stored)
+        return from_disk(self.trial.before)
 
     @property
     def wrong(self) -> int:
         """How many answers were wrong after bytes had changed."""
-        return len(self.versus_flipped.different)
+        return len(self.versus_after.different)
+
+    @property
+    def computed(self) -> int:
+        """How many prompts were computed again after bytes had changed."""
+        return len(self.trial.after) - from_disk(self.trial.after)
 
     @property
     def failures(self) -> list[str]:
-        name, asked = self.trial.tier, len(self.trial.stored)
+        name, asked = self.trial.tier, len(self.trial.after)
         sentences = []
-        if self.versus_stored.different:
-            sentences.append(f"{name}: {len(self.versus_stored.different)} of {asked} answers differ from vLLM's own.")
-        if not self.from_disk:
+        if self.versus_before.different:
+            sentences.append(
+                f"{name}: {len(self.versus_before.different)} of {len(self.trial.before)} answers differ from those "
+                "without offloading."
+            )
+        if not self.found:
             sentences.append(f"{name}: no prompt was loaded, so the act proves nothing about it.")
         if self.trial.is_ours and self.wrong:
             sentences.append(f"{name}: {self.wrong} of {asked} answers are wrong after bytes on disk have changed.")
@@ -80,8 +88,7 @@ class JudgedTrial:
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
-        counts = {"requests": len(self.trial.stored), "from_disk": self.from_disk, "wrong": self.wrong}
-        return counts | {"computed": len(self.trial.flipped) - from_disk(self.trial.flipped)} | self.trial.to_dict()
+        return {"found": self.found, "wrong": self.wrong, "computed": self.computed} | self.trial.to_dict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +307,7 @@ def make_report(
                 trial,
                 *(
                     compare([first_seen[request.document] for request in requests], requests)
-                    for requests in (trial.stored, trial.flipped)
+                    for requests in (trial.before, trial.after)
                 ),
             )
             for trial in trials

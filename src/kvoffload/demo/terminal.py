@@ -131,13 +131,12 @@ def _trials_table(report: Report) -> Table:
     title = "vLLM's own offloading, after bytes on disk have changed"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     table.add_column("tier below host memory")
-    for name in ("prompts", "from disk before", "wrong answers after", "computed again"):
+    for name in ("from disk before", "wrong answers after", "computed again"):
         table.add_column(name, justify="right")
     for judged in report.trials:
-        counts = judged.to_dict()
-        wrong = Text(str(judged.wrong), style="bold red" if judged.wrong else "bold green")
-        asked = str(counts["requests"])
-        table.add_row(judged.trial.tier, asked, str(judged.from_disk), wrong, str(counts["computed"]))
+        wrong = Text(f"{judged.wrong} of {len(judged.trial.after)}", style="bold red" if judged.wrong else "bold green")
+        found = f"{judged.found} of {len(judged.trial.before)}"
+        table.add_row(judged.trial.tier, found, wrong, str(judged.computed))
     return table
 
 
