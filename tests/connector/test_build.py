@@ -17,10 +17,9 @@ import pytest
 
 from kvoffload import OffloadConfig, OffloadingConnectorScheduler, build_scheduler
 from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
-from kvoffload.cache.keys import NAMESPACE_BYTES
+from kvoffload.cache.keys import NAMESPACE_BYTES, namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.keys import namespace
 from kvoffload.connector.build import tokens_per_block
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.disk import config as disk_config

@@ -15,9 +15,8 @@ import pytest
 from kvoffload import KVGroup, OffloadConfig, OffloadingConnectorScheduler, build_scheduler
 from kvoffload.abc import ConfigError, LookupState, OffloadKey, ReqContext
 from kvoffload.cache.admission import TenantAdmission
-from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.keys import make_offload_key, namespace
 from kvoffload.cache.tenants import OTHER, TenantConfig, Tenants
-from kvoffload.cache.keys import namespace
 from kvoffload.connector.options import MAX_TENANT_CHARS, RequestOptions
 from kvoffload.tiers.manager import TieredOffloadingManager
 from tests.connector.rig import FakeRequest, Rig, prompt

@@ -72,10 +72,10 @@ def test_a_restarted_server_finds_its_chunks_on_disk(run: Runner, expected: list
     check(result, expected)
     assert "kvoffload: tiers below vLLM's host memory" in result.log
     (metrics,) = result["metrics"]
-    records = {tuple(record.items()): record for record in result["records"]}
+    names = {record["req_id"] for record in result["records"]}
     assert tier_tokens(result) == metrics["tier_hit_tokens:disk"] > sum(map(len, make_prompts())) / 2
-    assert metrics["tier_bad_blocks:disk"] == 0
-    assert len(records) == len(result["records"]) >= len(expected)
+    assert metrics.get("tier_bad_blocks:disk", 0) == 0
+    assert len(names) == len(result["records"]) >= len(expected)
     samples = result["prometheus"]
     assert samples["kvoffload:tier_hit_tokens_total:disk"] == metrics["tier_hit_tokens:disk"]
     assert samples["vllm:kv_offload_tiering_read_bytes_total:1:KVOffloadTier"] > 0
@@ -101,3 +101,69 @@ def test_the_same_bytes_in_the_tier_of_vllm_change_outputs(run: Runner, expected
         np.memmap(path, np.uint8, "r+")[3::64] ^= 0x80
     result = run("offloading", rounds=1, offloading=options)
     assert len(differences(result["outputs"][0], expected)) > len(expected) / 2
+
+
+def test_weights_that_were_replaced_find_nothing(
+    run: Runner, expected: list[Any], copied: Path, tmp_path: Path
+) -> None:
+    config = {"rounds": 1, "model": str(tmp_path / "model"), "new_rows": 128}
+    result = run("offloading", offloading=with_tier(tier=disk(copied)), **config)
+    assert tier_tokens(result) == 0
+    # Every prompt has some of the changed tokens.
+    assert len(differences(result["outputs"][0], expected)) == len(expected)
+    assert result["metrics"][0]["tier_write_blocks:disk"] > 0
+
+
+def test_a_reset_forgets_what_was_stored(run: Runner, expected: list[Any], copied: Path) -> None:
+    """vLLM resets its caches when weights are updated, and does not say whether they were."""
+    options = with_tier(tier=disk(copied))
+    result = run("offloading", rounds=2, reset=True, offloading=options)
+    check(result, expected)
+    before, after = result["records"][: len(expected)], result["records"][len(expected) :]
+    assert sum(record["disk_tokens"] for record in before) > 0
+    assert sum(record["disk_tokens"] for record in after) == 0
+    assert "kvoffload: the cache was reset" in result.log
+
+
+WINDOWS: dict[str, Any] = GEMMA3 | {"prompts": 6, "max_tokens": 24}
+STATES: dict[str, Any] = with_lfm2(prompts=6, max_tokens=24)
+
+
+@pytest.mark.parametrize("model", [WINDOWS, STATES], ids=["windows", "states"])
+def test_several_groups(run: Runner, tmp_path: Path, model: dict[str, Any]) -> None:
+    (expected,) = run("rounds", rounds=1, **model)["outputs"]
+    for _ in range(2):
+        result = run("offloading", rounds=1, offloading=with_tier(SMALL, tier=disk(tmp_path / "disk")), **model)
+        check(result, expected)
+    assert tier_tokens(result) > sum(map(len, make_prompts(6))) / 2
+
+
+def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: list[Any], tmp_path: Path) -> None:
+    """With vLLM's canonical layout. Without it, each finds its own only."""
+    # Other variables of vLLM count as other software.
+    binding = "VLLM_CPU_OMP_THREADS_BIND"
+    parallel = {"environment": {binding: TWO_RANKS[binding]}, "engine": PARALLEL["tensor"]}
+    canonical = with_tier(tier=disk(tmp_path / "disk")) | {"canonical_layout": True}
+    found = {}
+    for name, config in {"two": parallel, "one": {}, "two again": parallel}.items():
+        result = run("offloading", rounds=1, prompts=4, offloading=canonical, **config)
+        check(result, expected[:4])
+        found[name] = tier_tokens(result)
+    assert found["two"] == 0
+    assert found["one"] == found["two again"] > 0
+    direct = with_tier(tier=disk(tmp_path / "disk"))
+    result = run("offloading", rounds=1, prompts=4, offloading=direct)
+    check(result, expected[:4])
+    assert tier_tokens(result) == 0
+
+
+@pytest.mark.parametrize("version", [name for name in OVERLAYS if name >= "0.31"])
+def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
+    paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    overlaid = {"environment": {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": "0"}}
+    (expected,) = run("rounds", rounds=1, prompts=6, **overlaid)["outputs"]
+    result = run("offloading", prompts=6, offloading=with_tier(SMALL, tier=disk(tmp_path / "disk")), **overlaid)
+    assert result["vllm"].startswith(version)
+    check(result, expected)
+    assert tier_tokens(result) > 0
+    assert "kvoffload is tested with" not in result.log

@@ -31,7 +31,7 @@ from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.locks import FairLock
 from kvoffload.tiers.bridge_jobs import Job, JobEnd, Jobs, Page
 from kvoffload.tiers.bridge_loads import Loads
-from kvoffload.tiers.bridge_stores import MAX_CHAIN_KEYS, MAX_REQUESTS, STORE_SHARE, RequestEnd, Stores
+from kvoffload.tiers.bridge_stores import MAX_CHAIN_KEYS, STORE_SHARE, RequestEnd, Stores
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.manager import TieredOffloadingManager
@@ -107,8 +107,8 @@ class TierBridge:
         self._jobs = Jobs(slots, block_bytes, max_pages, clock)
         self._stores = Stores(manager, self._jobs, block_bytes, clock)
         self._loads = Loads(manager, self._jobs, block_bytes, clock)
-        self._used: deque[list[OffloadKey]] = deque(maxlen=MAX_REQUESTS)
-        """Chains of which ``get`` has loaded blocks, and whose use is not counted yet."""
+        self._inbox: deque[Job | RequestEnd | list[OffloadKey]] = deque()
+        """What the thread has not seen yet. Keys are a chain that was used. Bounded by what the caller keeps open."""
         self._numbers = itertools.count()
         self._lock = FairLock()
         """Held while the manager, or what the thread has planned, is used."""
@@ -128,17 +128,20 @@ class TierBridge:
     @property
     def tier_states(self) -> Mapping[str, str]:
         """By name, the state of each tier: "working", "paused" or "off"."""
-        return {
-            tier.name: "off" if tier.breaker.is_off else "paused" if tier.breaker.is_paused else "working"
-            for tier in self._manager.tiers
-        }
+        return self._ask(
+            lambda: {
+                tier.name: "off" if tier.breaker.is_off else "paused" if tier.breaker.is_paused else "working"
+                for tier in self._manager.tiers
+            },
+            dict.fromkeys(self.names, "off"),
+        )
 
     @property
     def is_idle(self) -> bool:
         """Whether no job is open, ``finished`` has nothing to report and nothing is being written to a tier."""
-        if self._jobs.num_open or self._jobs.has_reports or not self._stores.is_empty:
+        if self._jobs.num_open or self._jobs.has_reports:
             return False
-        return self._ask(lambda: not (self._manager.has_transfers or self._manager.has_pending_writes), True)
+        return self._ask(lambda: not self._is_busy, True)
 
     # Jobs.
 
@@ -170,7 +173,7 @@ class TierBridge:
         not change otherwise. A block is written only if all blocks before it are held, or come. A job for which there
         is no room in time is dropped.
         """
-        self._store(job, keys, pages, chain, request)
+        self._store(job, keys, pages, chain, request, True)
 
     def _store(
         self,
@@ -179,12 +182,15 @@ class TierBridge:
         pages: Sequence[Page],
         chain: Sequence[OffloadKey],
         request: str,
+        is_use: bool,
     ) -> Job:
         now = self._clock()
         job = Job(number, False, list(keys), list(pages), request, self._namespace, now, now + STORE_DEADLINE_S)
-        job.chain, job.chain_length = chain, len(chain)
-        if self._jobs.submit(job):
-            self._stores.submit(job)
+        job.chain, job.chain_length, job.is_use = chain, len(chain), is_use
+        self._jobs.submit(job)
+        if not self._is_closed:
+            # Also if it has ended at once: then its request has a hole.
+            self._inbox.append(job)
             self._wake.set()
         return job
 
@@ -197,8 +203,9 @@ class TierBridge:
         now = self._clock()
         deadline = now + self._load_deadline_s
         job = Job(number, True, list(keys), list(pages), request, self._namespace, now, deadline)
-        if self._jobs.submit(job):
-            self._loads.submit(job)
+        self._jobs.submit(job)
+        if not job.has_ended:
+            self._inbox.append(job)
             self._wake.set()
         return job
 
@@ -210,7 +217,7 @@ class TierBridge:
         """Takes in that a request has ended: it was one use of ``chain``, which is whole now. Call it once, after the
         last ``store`` of the request; for an aborted one too."""
         if not self._is_closed:
-            self._stores.submit(RequestEnd(request, chain, len(chain), self._namespace))
+            self._inbox.append(RequestEnd(request, chain, len(chain), self._namespace))
             self._wake.set()
 
     # Calls that wait.
@@ -220,14 +227,15 @@ class TierBridge:
         ``load_deadline_ms`` at the latest."""
         job = self._load(None, keys, pages, "")
         self._jobs.wait(job, self._load_deadline_s)
-        self._used.append([job.namespace + key for key in keys])
+        if job.done and not self._is_closed:
+            self._inbox.append([job.namespace + key for key in keys])
         return [i in job.done for i in range(len(keys))]
 
     def put(self, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey]) -> list[bool]:
         """Stores ``keys[i]`` from ``pages[i]``. ``chain``: the whole chain up to the last of them, head first. Returns
         which were taken over, or are held already, after STORE_DEADLINE_S at the latest."""
         request = f"put-{next(self._numbers)}"
-        job = self._store(None, keys, pages, chain, request)
+        job = self._store(None, keys, pages, chain, request, False)
         self.end_request(request, chain)
         self._jobs.wait(job, STORE_DEADLINE_S)
         return [i in job.done for i in range(len(keys))]
@@ -355,8 +363,7 @@ class TierBridge:
                 self._loads.forget()
                 self._manager.forget()
             self._manager.poll()
-            while self._used:
-                self._manager.touch(self._used.popleft(), None, [])
+            self._take_in()
             arrived = self._loads.plan(self._namespace)
             batch = self._stores.plan(self._namespace)
         for each in arrived:
@@ -369,6 +376,16 @@ class TierBridge:
                 self._stores.end(batch, num_copied)
         return self._progress != before
 
+    def _take_in(self) -> None:
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if isinstance(entry, list):
+                self._manager.touch(entry, None, [])
+            elif isinstance(entry, Job) and entry.is_load:
+                self._loads.submit(entry)
+            else:
+                self._stores.submit(entry)
+
     @property
     def _progress(self) -> tuple[int, ...]:
         transfers = ((len(tier.reads), tier.writes.num_writing) for tier in self._manager.tiers)
@@ -376,7 +393,7 @@ class TierBridge:
 
     @property
     def _is_busy(self) -> bool:
-        if self._jobs.num_open or not self._stores.is_empty or self._is_asking or self._used:
+        if self._jobs.num_open or self._inbox or not self._stores.is_empty or self._is_asking:
             return True
         return self._manager.has_transfers or self._manager.has_pending_writes
 
@@ -397,6 +414,8 @@ class TierBridge:
                 self._manager.shutdown()
         except Exception:
             logger.exception("kvoffload: closing the tiers failed")
+        # The arrays of the tiers keep the pool's memory mapped.
+        del self._manager, self._stores, self._loads
         self._close_pool()
 
 
@@ -412,6 +431,7 @@ def build_bridge(
     engines: int = 1,
     lookup_deadline_ms: float = 100.0,
     load_deadline_ms: float = 1000.0,
+    max_pages: int = MAX_PAGES,
     enable_events: bool = False,
     staging_bytes: int = STAGING_BYTES,
 ) -> TierBridge:
@@ -419,8 +439,9 @@ def build_bridge(
 
     ``groups``: the KV cache groups that keys name. ``block_bytes``: bytes of a block on all ranks together.
     ``fingerprint``: the result of ``kvoffload.fingerprint`` over everything that shapes the bytes of a block.
-    ``identity``, ``policy``, ``engine`` and ``engines``: see TierContext. ``enable_events``: ``take_events`` returns
-    events. ``staging_bytes``: memory between the pages and the tiers, at least MIN_STAGING_BLOCKS blocks.
+    ``identity``, ``policy``, ``engine`` and ``engines``: see TierContext. ``max_pages``: pages of stores that may wait
+    at the same time. ``enable_events``: ``take_events`` returns events. ``staging_bytes``: memory between the pages and
+    the tiers, at least MIN_STAGING_BLOCKS blocks.
 
     Raises ConfigError if a setting is wrong, there is too little memory or a tier's directory cannot be used. If a
     tier's medium itself fails, a warning says so and the others serve.
@@ -475,6 +496,7 @@ def build_bridge(
             fingerprint,
             lookup_deadline_ms=lookup_deadline_ms,
             load_deadline_ms=load_deadline_ms,
+            max_pages=max_pages,
             close_pool=pool.close,
         )
         opened.pop_all()

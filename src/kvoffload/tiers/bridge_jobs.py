@@ -55,7 +55,9 @@ class Job:
     deadline: float
     chain: Sequence[OffloadKey] = ()
     chain_length: int = 0
-    names: list[OffloadKey] = field(init=False)
+    is_use: bool = True
+    """Whether the job is part of a use of the chain. If not, its request counts none."""
+    names: list[OffloadKey] = field(default_factory=list)
     begun: int = 0
     """How many of its blocks have been looked at."""
     done: set[int] = field(default_factory=set)
@@ -72,7 +74,8 @@ class Job:
 
     def name_keys(self) -> None:
         """Makes ``names``. Not when the job is made: that is on the engine's thread."""
-        self.names = [self.namespace + key for key in self.keys]
+        if not self.names:
+            self.names = [self.namespace + key for key in self.keys]
 
 
 class Jobs:
@@ -107,9 +110,8 @@ class Jobs:
     def has_reports(self) -> bool:
         return bool(self._reports)
 
-    def submit(self, job: Job) -> bool:
-        """Opens ``job``. Returns False if it has ended at once: there is nothing to do, too many pages wait, or the
-        bridge is closed."""
+    def submit(self, job: Job) -> None:
+        """Opens ``job``. It ends at once if there is nothing to do, if too many pages wait, or if all is closed."""
         with self._changed:
             num_pages = 0 if job.is_load else len(job.keys)
             self._num_pages += num_pages
@@ -117,7 +119,6 @@ class Jobs:
             has_room = self._num_pages <= self._max_pages or self._num_pages == num_pages
             if self._is_closed or not job.keys or not has_room:
                 self._end(job)
-            return not job.has_ended
 
     def settle(self, job: Job, indices: Sequence[int], done: bool, nbytes: int = 0) -> None:
         """Takes in that blocks of ``job`` are done, or are given up. Ends the job with its last block."""
@@ -179,6 +180,7 @@ class Jobs:
         with self._changed:
             self._is_closed = True
         self.stop()
+        self._slots = self._slots[:0]
 
     def finished(self) -> list[JobEnd]:
         """Returns the reports since the last call. Ends jobs that are long past their deadlines, because the thread

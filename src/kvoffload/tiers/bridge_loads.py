@@ -83,8 +83,7 @@ class Loads:
             if job.namespace != namespace:
                 self._jobs.stop([job])
             if not job.has_ended and job.begun < len(job.keys):
-                if job.begun == 0:
-                    job.name_keys()
+                job.name_keys()
                 stop = min(len(job.keys), job.begun + self._max_batch)
                 if num_under_way and num_under_way + stop - job.begun > self._manager.max_promoted:
                     return

@@ -123,7 +123,7 @@ class Stores:
                     self._end_request(entry)
             elif is_old:
                 self._jobs.stop([entry])
-            elif not entry.has_ended:
+            else:
                 batch = self._plan_job(entry)
                 if batch is not None or not entry.has_ended:
                     return batch
@@ -132,20 +132,23 @@ class Stores:
 
     def _plan_job(self, job: Job) -> StoreBatch | None:
         """Returns the next blocks of ``job`` to copy. If there are none, it has ended, or it waits for room."""
-        if job.begun == 0:
+        if not job.names:
             job.name_keys()
-            self._use(job.request, self._extend(job.request, job.namespace, job.chain, job.chain_length))
+            request = self._extend(job.request, job.namespace, job.chain, job.chain_length)
+            request.num_used = request.num_used if job.is_use else len(request.keys)
+            self._offer(job.request, request)
         request = self._requests[job.request]
         while job.begun < len(job.names):
             indices = range(job.begun, min(len(job.names), job.begun + self._max_batch))
             names = [job.names[i] for i in indices]
             is_lacking = self._is_lacking(names)
-            if not is_lacking.any():
-                job.begun += len(names)
-                self._jobs.settle(job, indices, True)
-            elif request.has_hole or not self._is_taking or self._clock() >= job.deadline:
+            is_late = job.has_ended or self._clock() >= job.deadline
+            if is_late or request.has_hole or not any(tier.takes_chains for tier in self._manager.tiers):
                 request.has_hole = True
                 self._drop(job)
+            elif not is_lacking.any():
+                job.begun += len(names)
+                self._jobs.settle(job, indices, True)
             else:
                 return self._begin(job, names, is_lacking)
         return None
@@ -154,13 +157,9 @@ class Stores:
         """Returns which of ``names`` some tier that can be written lacks."""
         lacking = np.zeros(len(names), dtype=np.bool_)
         for tier in self._manager.tiers:
-            if not tier.breaker.is_off:
+            if tier.takes_chains:
                 lacking |= tier.writes.lacks(names)
         return lacking
-
-    @property
-    def _is_taking(self) -> bool:
-        return any(tier.takes_chains for tier in self._manager.tiers)
 
     def _begin(self, job: Job, names: list[OffloadKey], is_lacking: Bools) -> StoreBatch | None:
         """Returns as many of ``names``, the next blocks of ``job``, as there is room for."""
@@ -255,15 +254,16 @@ class Stores:
             self._num_keys -= len(forgotten.keys)
         return request
 
-    def _use(self, name: str, request: RequestChain) -> None:
+    def _offer(self, name: str, request: RequestChain) -> None:
         """Counts a use of the blocks by which the chain has grown, before they are stored, and offers the chain."""
         grown = request.keys[request.num_used :]
         request.num_used = len(request.keys)
-        self._manager.touch(grown, ReqContext(name), request.keys)
+        if grown or any(tier.writes.chain_of(name) is None for tier in self._manager.tiers):
+            self._manager.touch(grown, ReqContext(name), request.keys)
 
     def _end_request(self, end: RequestEnd) -> None:
         request = self._extend(end.request, end.namespace, end.chain, end.chain_length)
-        self._use(end.request, request)
+        self._offer(end.request, request)
         context = ReqContext(end.request)
         if request.stored:
             self._manager.reorder_chain(request.keys, request.stored, context)

@@ -24,6 +24,8 @@ class ChainState(enum.Enum):
     """Its next block is not in the host yet, or is being written for another chain."""
     POSTPONED = enum.auto()
     """Its request waits for a promotion: its blocks that the host lacks come from the tier."""
+    HELD = enum.auto()
+    """The tier holds all of it, or is writing the rest. Its request may bring a longer one."""
     GONE = enum.auto()
     """It is not in the backlog."""
 
@@ -78,11 +80,14 @@ class Chain:
         self.ref = ChainRef(self)
 
     def take_over(self, before: Chain) -> None:
-        """Takes the place of ``before``, the chain that was offered for the same request before."""
+        """Takes the place of ``before``, the chain that was offered for the same request before. What is done of it is
+        not looked up again, unless this chain is whole, or is another one."""
         self.written, self.foreign, self.lost = before.written, before.foreign, before.lost
         self.failures, self.num_written_before = before.failures, len(before.written)
         self.ref = before.ref
         self.ref.chain = self
+        if not self.is_whole and self.keys[: len(before.keys)] == before.keys:
+            self.done, self.verify_at, self.losses = before.done, before.verify_at, before.losses
 
 
 class Backlog:
@@ -168,6 +173,11 @@ class Backlog:
             self.enqueue(chain, ChainState.STARTED if chain.written else ChainState.FRESH)
         return bool(woken)
 
+    def hold(self, chain: Chain) -> None:
+        """Keeps the chain, of which there is nothing to be written, until its request brings a longer one."""
+        self._leave(chain)
+        chain.state = ChainState.HELD
+
     def postpone(self, request: str) -> None:
         """Makes the request's chain, if it is FRESH, wait for ``resume``."""
         chain = self._by_request.get(request)
@@ -209,8 +219,8 @@ class Backlog:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a chain is in the wrong queue, or the keys are miscounted."""
-        postponed = (chain for chain in self._chains if chain.state is ChainState.POSTPONED)
-        states: dict[Chain, ChainState] = dict.fromkeys(postponed, ChainState.POSTPONED)
+        in_no_queue = (ChainState.POSTPONED, ChainState.HELD)
+        states = {chain: chain.state for chain in self._chains if chain.state in in_no_queue}
         states |= {chain: state for state, queue in self._queues.items() for chain in queue}
         for waiting in self._waiting.values():
             states |= dict.fromkeys(waiting, ChainState.WAITING)

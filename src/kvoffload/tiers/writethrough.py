@@ -335,6 +335,9 @@ class WriteThrough:
         self._finish(chain)
 
     def _finish(self, chain: Chain) -> None:
+        if not chain.is_whole and chain.request is not None:
+            self._backlog.hold(chain)
+            return
         self._backlog.remove(chain)
         if chain.is_whole and len(chain.written) > chain.num_written_before:
             # Blocks written after the request had ended are newer than those before them in the chain.
