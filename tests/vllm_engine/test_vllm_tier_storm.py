@@ -5,6 +5,8 @@ more than its budget, every request and job ends, and nothing is left of the tie
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from kvoffload.testing.scale import SCALE, scaled
 pytestmark = pytest.mark.vllm
 
 REQUESTS = scaled(60)
+ROUND = 500
+"""Requests of one server. The next one goes on with its files."""
 PROMPTS = 16
 MAX_TOKENS = 36
 HOST_BYTES = 1 << 20
@@ -44,16 +48,46 @@ def disk(folder: Path, **fields: Any) -> dict[str, Any]:
     return OURS | {"tier": {"kind": "disk", "dir": str(folder), "bytes": DISK_BYTES}} | fields
 
 
-def storm(run: Runner, tier: dict[str, Any], folder: Path, requests: int = REQUESTS, **config: Any) -> Run:
+def storms(
+    run: Runner, tier: dict[str, Any], folder: Path, requests: int = REQUESTS, resets: float = 0.004, **config: Any
+) -> list[Run]:
+    """Runs storms one after the other on the same folder. Each has at most ROUND requests."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    settings = {"seed": 5, "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "resets": 0.004} | config
-    return run("tier_storm", offloading=offloading(tier), folder=str(folder), requests=requests, **settings)
+    config = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "resets": resets} | config
+    results = []
+    for seed, first in enumerate(range(0, requests, ROUND)):
+        settings = {"seed": seed, "requests": min(ROUND, requests - first), "folder": str(folder)} | config
+        results.append(run("tier_storm", offloading=offloading(tier), **settings))
+        check_ends(results[-1], settings["requests"])
+    print(json.dumps(summary(results)))
+    return results
 
 
-def wrong(result: Run, expected: list[Any]) -> list[int]:
+def summary(results: list[Run]) -> dict[str, Any]:
+    """Returns what the storms came to, for the documentation."""
+    counts = sum((Counter(result["counts"]) for result in results), Counter[str]())
+    jobs = sum((Counter(result["jobs"]) for result in results), Counter[str]())
+    ours = sum((Counter(own(result)) for result in results), Counter[str]())
+    most = {name: max(result[name] for result in results) for name in ("most_taken", "drained_s", "close_s")}
+    samples = sum(result["samples"] for result in results)
+    preemptions = sum(result["preemptions"] for result in results)
+    return {"counts": counts, "jobs": jobs, "own": ours, "samples": samples, "preemptions": preemptions} | most
+
+
+def own(result: Run) -> dict[str, float]:
+    """Returns the metrics of kvoffload's tier by name, without labels."""
+    prefix = "kvoffload:"
+    return {
+        name.removeprefix(prefix).partition(":")[0].removesuffix("_total"): value
+        for name, value in result["prometheus"].items()
+        if name.startswith(prefix) and "_created" not in name
+    }
+
+
+def wrong(results: list[Run], expected: list[Any]) -> list[int]:
     """Returns the prompts whose answers are not the beginning of the expected ones, up to ties."""
     found = []
-    for index, (tokens, logprobs) in result["answers"]:
+    for index, (tokens, logprobs) in (answer for result in results for answer in result["answers"]):
         right = [each[: len(tokens)] for each in expected[index]]
         if differences_beyond_ties([[tokens, logprobs]], [right], TOLERANCE):
             found.append(index)
@@ -67,37 +101,44 @@ def answers(run: Runner) -> list[Any]:
     return list(run.once("tier-storm", "rounds", **settings)["outputs"][0])
 
 
-def check_ends(result: Run, requests: int = REQUESTS) -> None:
+def check_ends(result: Run, requests: int) -> None:
     """Every request and job has ended, nothing is pinned, and nothing is left after the end."""
     counts, jobs = result["counts"], result["jobs"]
     assert result["left"] == 0
     assert counts["arrived"] == requests == len(result["answers"]) + counts.get("aborted", 0)
-    assert counts["aborted"] > 0
-    assert result["preemptions"] > 0
     assert (result["unfinished_jobs"], result["managers_jobs"], result["managers_requests"]) == (0, 0, 0)
     assert result["host_free"] == result["host_chunks"]
     assert result["free_device_blocks"] == result["usable_device_blocks"]
     assert result["maps_left"] == []
-    for trouble in ("BufferError", "Failed to close", "Failed to shut down", "Error in", "kvoffload is off"):
+    assert [name for name in result["threads_left"] if "kvoffload" in name] == []
+    for trouble in ("BufferError", "Failed to close", "Failed to shut down", "ARE OFF", "IS OFF"):
         assert trouble not in result.log, result.log[-6000:]
     assert jobs["loads:done"] > 0
-    # vLLM's own counts of what the tier has read and written are those of the jobs that it has reported.
-    read, written = (
-        sum(value for name, value in result["prometheus"].items() if name.startswith(f"vllm:kv_offload_tiering_{what}"))
-        for what in ("read_bytes_total", "write_bytes_total")
+    # vLLM's own counts of what the tier has read are those of the jobs that it has reported.
+    read = sum(
+        value
+        for name, value in result["prometheus"].items()
+        if name.startswith("vllm:kv_offload_tiering_read_bytes_total")
     )
     assert read == jobs["loads:done"] * result["chunk_bytes"]
-    successful = jobs["stores:done"] if not jobs.get("stores:failed") else None
-    assert successful is None or written == successful * result["chunk_bytes"]
+
+
+def check_disk(results: list[Run]) -> None:
+    """The disk's budget held at every moment, blocks were evicted and found again, and its counts add up."""
+    assert 0 < max(result["most_taken"] for result in results) <= DISK_BYTES
+    assert min(result["samples"] for result in results) > 50
+    for result in results:
+        counts = own(result)
+        assert counts["off"] == counts["tier_off"] == 0
+        assert counts["tier_used_bytes"] <= counts["tier_capacity_bytes"] <= DISK_BYTES
+        assert counts["tier_write_bytes"] == counts["tier_write_blocks"] * result["chunk_bytes"]
+        assert counts["tier_read_bytes"] == counts["promoted_blocks"] * result["chunk_bytes"] > 0
 
 
 def test_a_storm(run: Runner, answers: list[Any], tmp_path: Path) -> None:
-    result = storm(run, disk(tmp_path / "disk"), tmp_path / "disk", flips=0.01)
-    check_ends(result)
-    assert wrong(result, answers) == []
-    assert result["samples"] > 100
-    assert 0 < result["most_taken"] <= DISK_BYTES
-    assert [name for name in result["threads_left"] if "kvoffload" in name] == []
+    results = storms(run, disk(tmp_path / "disk"), tmp_path / "disk", flips=0.01)
+    check_disk(results)
+    assert wrong(results, answers) == []
 
 
 @pytest.mark.skipif(SCALE <= 1, reason="what the shorter storm proves too; set KVOFFLOAD_TEST_SCALE above 1")
@@ -105,34 +146,30 @@ def test_a_storm(run: Runner, answers: list[Any], tmp_path: Path) -> None:
 def test_a_storm_with_windows(run: Runner, tmp_path: Path) -> None:
     settings = with_gemma3(prompts=PROMPTS, max_tokens=MAX_TOKENS)
     expected = run("rounds", rounds=1, **settings)["outputs"][0]
-    result = storm(run, disk(tmp_path / "disk"), tmp_path / "disk", flips=0.01, **settings)
-    check_ends(result)
-    assert wrong(result, expected) == []
-    assert 0 < result["most_taken"] <= DISK_BYTES
+    results = storms(run, disk(tmp_path / "disk"), tmp_path / "disk", flips=0.01, **settings)
+    check_disk(results)
+    assert wrong(results, expected) == []
+    assert sum(result["preemptions"] for result in results) > 0
 
 
 @pytest.mark.skipif(SCALE <= 1, reason="steps on two ranks take three times as long")
 @pytest.mark.timeout(7200)
 def test_a_storm_on_two_ranks(run: Runner, answers: list[Any], tmp_path: Path) -> None:
-    requests = REQUESTS // 5
     config: dict[str, Any] = {"environment": TWO_RANKS, "engine": PARALLEL["tensor"], "flips": 0.01}
-    result = storm(run, disk(tmp_path / "disk"), tmp_path / "disk", requests, **config)
-    check_ends(result, requests)
-    assert wrong(result, answers) == []
-    assert 0 < result["most_taken"] <= DISK_BYTES
+    results = storms(run, disk(tmp_path / "disk"), tmp_path / "disk", REQUESTS // 5, **config)
+    check_disk(results)
+    assert wrong(results, answers) == []
 
 
 def test_a_tier_that_does_not_verify_is_noticed(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     """The control: the same storm with the comparison of checksums taken out."""
-    result = storm(run, disk(tmp_path / "disk"), tmp_path / "disk", flips=0.2, resets=0.001, unverified=True)
-    check_ends(result)
-    assert wrong(result, answers)
+    config: dict[str, Any] = {"flips": 0.2, "resets": 0.001, "unverified": True}
+    assert wrong(storms(run, disk(tmp_path / "disk"), tmp_path / "disk", **config), answers)
 
 
 @pytest.mark.skipif(SCALE <= 1, reason="one more engine; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.timeout(7200)
 def test_vllms_own_tier_does_not_verify(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     """The control without any code of the tier: vLLM's fs tier."""
     tier = {"type": "fs", "root_dir": str(tmp_path / "fs")}
-    result = storm(run, tier, tmp_path / "fs", flips=0.2)
-    check_ends(result)
-    assert wrong(result, answers)
+    assert wrong(storms(run, tier, tmp_path / "fs", flips=0.2), answers)
