@@ -6,8 +6,11 @@ more than its budget, every request and job ends, and nothing is left of the tie
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +20,9 @@ pytest.importorskip("vllm.version")
 from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import TOLERANCE, Run, Runner, differences_beyond_ties, with_gemma3
 
+from kvoffload.demo.shared.redis import RedisStore
+from kvoffload.demo.shared.redis import program as redis_program
+from kvoffload.demo.shared.stores import ServerStore, send
 from kvoffload.testing.scale import SCALE, scaled
 
 pytestmark = pytest.mark.vllm
@@ -30,6 +36,8 @@ HOST_BYTES = 1 << 20
 """32 chunks of the Llama: less than three prompts."""
 DISK_BYTES = 2 << 20
 """Less than the prompts have together, so that blocks are evicted."""
+LONGEST_STEP_S = 5.0
+"""Far less than a store that hangs would take, and far more than a step, even on a busy machine."""
 OURS: dict[str, Any] = {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier"}
 
 
@@ -72,7 +80,10 @@ def summary(results: list[Run]) -> dict[str, Any]:
     counts = sum((Counter(result["counts"]) for result in results), Counter[str]())
     jobs = sum((Counter(result["jobs"]) for result in results), Counter[str]())
     ours = sum((Counter(own(result)) for result in results), Counter[str]())
-    most = {name: max(result[name] for result in results) for name in ("most_taken", "drained_s", "close_s")}
+    most = {
+        name: max(result[name] for result in results)
+        for name in ("most_taken", "drained_s", "longest_step_s", "close_s")
+    }
     samples = sum(result["samples"] for result in results)
     preemptions = sum(result["preemptions"] for result in results)
     return {"counts": counts, "jobs": jobs, "own": ours, "samples": samples, "preemptions": preemptions} | most
@@ -163,6 +174,50 @@ def test_a_storm_on_two_ranks(run: Runner, answers: list[Any], tmp_path: Path) -
     results = storms(run, disk(tmp_path / "disk"), tmp_path / "disk", REQUESTS // 5, **config)
     check_disk(results)
     assert wrong(results, answers) == []
+
+
+class Trouble(threading.Thread):
+    """Stops and continues a store's server, or kills it and starts it again, by turns until it is closed."""
+
+    def __init__(self, store: ServerStore) -> None:
+        super().__init__(name="trouble")
+        self._store = store
+        self._ended = threading.Event()
+        self.count = 0
+        self.start()
+
+    def run(self) -> None:
+        random = Random(1)
+        while not self._ended.wait(random.uniform(0.5, 2.0)):
+            self.count += 1
+            if self.count % 2:
+                send(self._store.pids(), signal.SIGSTOP)
+                self._ended.wait(random.uniform(0.1, 3.0))
+                send(self._store.pids(), signal.SIGCONT)
+            else:
+                self._store.kill()
+                self._ended.wait(random.uniform(0.1, 2.0))
+                self._store.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="one more engine; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.skipif(redis_program() is None, reason="there is no redis-server")
+@pytest.mark.timeout(7200)
+def test_a_storm_while_the_store_fails(run: Runner, answers: list[Any], tmp_path: Path) -> None:
+    """No step waits for a store that hangs. A reset switches a tier that others share off: there is none here."""
+    with RedisStore(tmp_path) as store:
+        trouble = Trouble(store)
+        try:
+            results = storms(run, OURS | {"tier": store.entry()}, tmp_path / "unused", resets=0.0)
+        finally:
+            trouble.close()
+    assert wrong(results, answers) == []
+    assert trouble.count > 0
+    assert max(result["longest_step_s"] for result in results) < LONGEST_STEP_S
 
 
 def test_a_tier_that_does_not_verify_is_noticed(run: Runner, answers: list[Any], tmp_path: Path) -> None:

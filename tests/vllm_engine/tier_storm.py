@@ -157,6 +157,7 @@ def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading
     live: dict[str, int] = {}
     answers: list[Any] = []
     counts: Counter[str] = Counter()
+    longest_step_s = 0.0
     resets: dict[str, Callable[[], Any]] = {
         "reset_device": engine.llm.reset_prefix_cache,
         "reset_connector": functools.partial(engine.llm.reset_prefix_cache, reset_connector=True),
@@ -181,7 +182,10 @@ def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading
             counts[name] += 1
         if random.random() < config.get("flips", 0.0):
             counts["flips"] += change_a_page(folder, random)
-        finished = [output for output in core.step() if output.finished and output.request_id in live]
+        begun = time.monotonic()
+        outputs = core.step()
+        longest_step_s = max(longest_step_s, time.monotonic() - begun)
+        finished = [output for output in outputs if output.finished and output.request_id in live]
         answers += [[live.pop(output.request_id), answer(output)] for output in finished]
         if counts["arrived"] == config["requests"] and not live:
             break
@@ -192,6 +196,7 @@ def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading
         "answers": answers,
         "left": len(live),
         "drained_s": drained_s,
+        "longest_step_s": longest_step_s,
         "counts": dict(counts),
         "jobs": dict(counted.counts),
         "unfinished_jobs": counted.unfinished,
