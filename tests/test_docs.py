@@ -28,7 +28,7 @@ from kvoffload.tiers.config import BUILTIN, TierConfig
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "kvoffload"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-README_LINES = 165
+README_LINES = 185
 CONSOLE_COLUMNS = 100
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -157,6 +157,9 @@ def from_an_index(text: str) -> list[str]:
 def is_importable(name: str) -> bool:
     """Whether ``name`` is a module, even if something that it imports is not installed, or an attribute of a module."""
     parent, _, attribute = name.rpartition(".")
+    path = SOURCE.parent.joinpath(*name.split("."))
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
     with contextlib.suppress(ModuleNotFoundError):
         if importlib.util.find_spec(name) is not None:
             return True

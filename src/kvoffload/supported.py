@@ -1,8 +1,9 @@
-"""Which versions of vLLM are served. Known without vLLM, so that it can be said before one is installed."""
+"""Which versions of engines are served. Known without them, so that it can be said before one is installed."""
 
 from __future__ import annotations
 
 TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
+TESTED_SGLANG = ("0.5",)
 
 FIRST_TO_FAIL_WHOLE_LOADS = "0.30"
 """Models with several KV cache groups need this version: a failed load is then reported by request."""

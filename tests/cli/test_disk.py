@@ -22,7 +22,8 @@ from kvoffload import cli
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.cli import inspect as tools
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import HEADER_BYTES, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
+from kvoffload.tiers.disk.format import HEADER_BYTES, IDENTITY_NAME, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
+from kvoffload.tiers.disk.identities import write_identity
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.tier import DiskTier
 
@@ -619,3 +620,29 @@ def test_help_names_every_command() -> None:
     assert all(command in output for command in ("inspect", "verify", "clear"))
     for command, option in itertools.product(("inspect", "verify", "clear"), ("--json",)):
         assert option in invoke(command, "--help").output
+
+
+def test_fingerprints_are_shown_in_words(tmp_path: Path) -> None:
+    """The newest one in full, others of the model by what differs."""
+    mine = {"model": "llama", "dtype": "bfloat16", "weights": "digest:1", "installed software": "torch=2"}
+    for fingerprint, identity in ((OTHER, {**mine, "dtype": "float16"}), (FINGERPRINT, mine), ("ef" * 32, {})):
+        fill(tmp_path / "cache", fingerprint).close()
+        write_identity(DirectoryStorage(tmp_path / "cache"), fingerprint, identity)
+    found = invoke("inspect", tmp_path / "cache").stdout
+    lines = {line[:12]: line[14:] for line in found.splitlines() if line[12:13] == ":"}
+    assert sorted(lines) == sorted((FINGERPRINT[:12], OTHER[:12]))
+    first, second = sorted(lines.values(), key=lambda line: line.startswith("as "))
+    assert first in ("model llama, dtype bfloat16", "model llama, dtype float16")
+    assert " but dtype is " in second
+    (part,) = as_json("inspect", tmp_path / "cache")["parts"]
+    assert {folder["fingerprint"]: folder["identity"] for folder in part["folders"]}[FINGERPRINT] == mine
+
+
+def test_an_identity_of_somebody_else_is_not_trusted(tmp_path: Path) -> None:
+    open_disk_tier(tmp_path / "cache", 8 << 20, [make_pool(0)], FINGERPRINT, identity={"model": "llama"}).close()
+    path = tmp_path / "cache" / FINGERPRINT / IDENTITY_NAME
+    for text in ('{"model": "\\u001b[2J"}', "[" * 10_000, "{"):
+        path.write_text(text)
+        result = invoke("inspect", tmp_path / "cache")
+        assert result.exit_code == 0
+        assert "\x1b" not in result.stdout

@@ -16,7 +16,7 @@ import pytest
 
 from kvoffload import cli
 from kvoffload.abc import MissReason
-from kvoffload.cli.explain import ADVICE
+from kvoffload.cli.explain import ADVICE, BEHIND_ENGINE
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.server import LOG_MARKER
 
@@ -25,6 +25,8 @@ pytest.importorskip("rich")
 
 TIMEOUT_S = 120
 START = 1_700_000_000.0
+OF_THE_CONNECTOR = (MissReason.OVER_QUOTA, MissReason.FASTER_TO_COMPUTE, MissReason.NOT_LOOKED_UP)
+"""Reasons that no tier below an engine's own host memory gives."""
 COMMAND = [sys.executable, "-c", "from kvoffload.cli import main; main()", "explain"]
 
 SERVER = """
@@ -303,6 +305,23 @@ def test_nothing_in_host_memory_because_the_device_held_everything() -> None:
     assert "device cache" not in first(RequestRecord(START, "short", 10, 0, 0)), "the device held nothing"
 
 
+def test_below_the_host_memory_of_an_engine_other_settings_help() -> None:
+    """A tier does not learn what was on the device and what in the engine's host memory."""
+    behind = [
+        RequestRecord(START, "new", 1000, 0, 0, "ab", MissReason.EVICTED, 5.0, engine="vLLM"),
+        RequestRecord(START, "again", 1000, 400, 0, None, None, None, 600, None, {"disk": 600}, engine="vLLM"),
+    ]
+    text = run("-", stdin=as_log(behind)).stdout
+    first = words(text.split("\n\n")[0])
+    assert "found 50% of 2.0k prompt tokens: 20% on the device or in vLLM's host memory, 30% on disk." in first
+    assert "What would help most: raise the bytes of the tier, or cpu_bytes_to_use" in first
+    assert "host_bytes" not in text
+    assert "engine disk evicted" in words(text.split("Prompt tokens over time")[1])
+    own = [RequestRecord(START, "own", 1000, 0, 0, "ab", MissReason.EVICTED, 5.0)]
+    assert "What would help most: raise host_bytes" in words(run("-", stdin=as_log(own)).stdout)
+    assert "in vLLM's host memory, 0% in host memory" in words(run("-", stdin=as_log([*behind, *own])).stdout)
+
+
 # Running servers.
 
 
@@ -388,6 +407,10 @@ def test_without_a_server_the_error_says_what_to_do() -> None:
 
 def test_every_reason_has_advice() -> None:
     assert set(ADVICE) == set(MissReason)
+    assert set(BEHIND_ENGINE) <= set(MissReason)
+    settings = ("host_bytes", "quota", "load_only_if_faster")
+    told = [BEHIND_ENGINE.get(reason, ADVICE[reason].fix) for reason in MissReason if reason not in OF_THE_CONNECTOR]
+    assert [fix for fix in told if any(setting in fix for setting in settings)] == []
 
 
 def test_escape_sequences_of_another_process_are_not_printed(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_model_is_found_in_a_hugging_face_cache(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_numa_nodes(sizes: dict[int, int], allowed: set[int], host_bytes: int, id: str | None) -> None:
-    found = node_findings(sizes, frozenset(allowed), host_bytes)
+    found = node_findings(sizes, frozenset(allowed), Plan(host_bytes=host_bytes))
     assert [each.id for each in found] == ([id] if id else [])
 
 

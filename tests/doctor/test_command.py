@@ -15,6 +15,7 @@ from rich.console import Console
 
 from kvoffload.abc import ConfigError
 from kvoffload.cli import group
+from kvoffload.config import OffloadConfig
 from kvoffload.doctor import configuration
 from kvoffload.doctor.examine import Examination
 from kvoffload.doctor.findings import Area, Finding, Level, Secrets, split_fix
@@ -49,7 +50,7 @@ def test_a_configuration_is_json_or_a_file_with_either_form(tmp_path: Path) -> N
     path = tmp_path / "config"
     for content in (options, whole):
         path.write_text(json.dumps(content))
-        for text in (json.dumps(content), f"  {json.dumps(content)}", str(path)):
+        for text in (json.dumps(content), f"  {json.dumps(content)}", str(path), f"@{path}"):
             source = read_source(text)
             assert source.options == options
             assert source.transfer == (whole if content is whole else None)
@@ -68,10 +69,10 @@ def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"disk_dir": "cache"}, {"disk_bytes": "much"}])
 def test_one_wrong_setting_of_the_disk_is_one_error(wrong: dict[str, str]) -> None:
     options = {"host_bytes": "64MiB", "disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB", **wrong}
-    (error,) = configuration.read_config(options).errors
+    (error,) = configuration.read_config(OffloadConfig, options).errors
     assert next(iter(wrong)) in error
     both = {**options, "disk_dir": "cache", "policy": "none"}
-    assert len(configuration.read_config(both).errors) == 2
+    assert len(configuration.read_config(OffloadConfig, both).errors) == 2
 
 
 def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:
 
 def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    wrong = {"options": {}, "transfer": {"kv_connector": "OffloadingConnector"}}
+    wrong = {"options": {}, "transfer": {"kv_connector": "NixlConnector"}}
     found = findings_of(configuration.check, wrong)
     assert set(found) == {"config.connector", "config.role", "config.plugin", "config.refused"}
     assert all(each.level is Level.PROBLEM and each.fix for each in found.values())
@@ -198,7 +199,7 @@ def test_all_errors_of_tenants_are_listed() -> None:
         "c": 3,
         "d": {"guaranteed": {"host": "1TiB"}},
     }
-    read = configuration.read_config({"host_bytes": "64MiB", "tenants": tenants})
+    read = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tenants": tenants})
     begun = [re.split(r"[=;]| \(|: ", error)[0] for error in read.errors]
     assert sorted(begun) == [
         "tenants",
@@ -213,7 +214,7 @@ def test_all_errors_of_tenants_are_listed() -> None:
     assert read.config is not None
     assert [tenant.name for tenant in read.config.tenants] == ["a.b", "a", "d"]
     # What follows from another error is not one.
-    (error,) = configuration.read_config({"host_bytes": "lots", "tenants": {"d": tenants["d"]}}).errors
+    (error,) = configuration.read_config(OffloadConfig, {"host_bytes": "lots", "tenants": {"d": tenants["d"]}}).errors
     assert error.startswith("host_bytes=")
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,11 +58,12 @@ def test_a_record_can_be_written_as_json() -> None:
         "tier_tokens": {},
         "missed_in": None,
         "tenant": None,
+        "engine": None,
     }
     assert RequestRecord(**HIT.to_dict()) == HIT
 
 
-@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK, FROM_TIERS, REFUSED])
+@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK, FROM_TIERS, REFUSED, replace(HIT, engine="vLLM")])
 def test_a_record_can_be_read_from_json(record: RequestRecord) -> None:
     data = json.loads(json.dumps(record.to_dict()))
     assert RequestRecord.from_dict(data) == record

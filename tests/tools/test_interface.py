@@ -187,3 +187,56 @@ def test_the_program_prints_a_table_and_fails_if_something_is_missing(
     said = capsys.readouterr().out
     assert "KVConnectorBase_V1" in said
     assert said.splitlines()[-1].startswith("vLLM 0.33.0: ")
+
+
+TIER = """
+from vllm.tiers import Result
+
+def end() -> Result:
+    return Result(done=1)
+"""
+RESULT = "from dataclasses import dataclass\n\n@dataclass\nclass Result:\n    done: int\n"
+
+
+def test_files_for_which_a_version_is_too_old_are_one_row_each(missing: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "secondary_tier.py").write_text(TIER)
+    assert missing(version="0.30.1", state="not yet")[0] == ("secondary_tier.py", "needs 0.31")
+    assert [name for name, _ in missing(version="0.31.0") if "tiers" in name] == ["vllm.tiers.Result"]
+
+
+def test_a_field_that_a_dataclass_has_no_more_is_reported(missing: Any, tmp_path: Path) -> None:
+    for folder, name, text in (("adapter", "secondary_tier.py", TIER), ("vllm", "tiers.py", RESULT)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+    assert missing() == []
+    (tmp_path / "vllm" / "tiers.py").write_text(RESULT.replace("done", "ended"))
+    assert missing() == [("Result.done", "no such attribute")]
+
+
+@pytest.mark.parametrize(("name", "is_there"), [("vllm_config", True), ("config", False)])
+def test_arguments_in_the_frame_of_the_caller_are_checked(tool: Any, tmp_path: Path, name: str, is_there: bool) -> None:
+    path = tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "class OffloadingConnectorScheduler:\n"
+        f"    def __init__(self, spec, {name}, kv_cache_config):\n        self.config = None\n"
+    )
+    check = tool.Check(tool.Source(tmp_path), "0.33.0")
+    check._own_offloading()
+    rows = {row.name.rpartition(": ")[2]: row.state for row in check.rows if row.kind == "argument"}
+    assert rows == {"spec": "ok", "vllm_config": "ok" if is_there else "MISSING", "kv_cache_config": "ok"}
+
+
+def test_new_arguments_of_reviewed_functions_are_reported(tool: Any, tmp_path: Path) -> None:
+    """What vLLM puts into the names of its files shapes the bytes, and belongs into the fingerprint."""
+    path = tmp_path / "vllm/v1/kv_offload/file_mapper.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("class FileMapper:\n    def __init__(self, root_dir, quantization=None): ...\n")
+    reviewed = {"vllm.v1.kv_offload.file_mapper:FileMapper.__init__": ["root_dir"]}
+    check = tool.Check(tool.Source(tmp_path), "0.33.0", reviewed=reviewed)
+    check._new_names()
+    assert [(row.name, row.state) for row in check.rows] == [
+        ("FileMapper.__init__", "ok"),
+        ("FileMapper.__init__: quantization", "new"),
+    ]

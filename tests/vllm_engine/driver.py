@@ -494,18 +494,27 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
 
 def offloading(config: dict[str, Any]) -> dict[str, Any]:
     """Runs the same prompts ``rounds`` times with vLLM's own offloading, whose options are ``offloading``. After each
-    round all tiers come to rest. Then shuts the engine down."""
+    round all tiers come to rest. Then shuts the engine down. Before the last round the caches are reset, if ``reset``
+    is set, or the tier is given a bug, if ``break`` is set. ``threads`` are those of kvoffload that are left."""
+    import threading
+
     import vllm
 
-    engine = Engine(config)
-    outputs = []
-    for i in range(config.get("rounds", 2)):
-        if i and config.get("reset"):
+    engine, outputs, events = Engine(config), [], list[list[str]]()
+    if config.get("events"):
+        publisher = engine.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: events.extend(map(_event, batch.events))
+    rounds = config.get("rounds", 2)
+    for i in range(rounds):
+        if i == rounds - 1 and config.get("reset"):
             assert engine.llm.reset_prefix_cache(reset_connector=True)
+        if i == rounds - 1 and config.get("break"):
+            engine.tiers[0].bridge.load = None
         outputs.append(engine.round())
         state = engine.tier_state()
     engine.close()
-    return {"vllm": vllm.__version__, "outputs": outputs, **state}
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    return {"vllm": vllm.__version__, "outputs": outputs, "events": events, "threads": threads, **state}
 
 
 def _count_replicas(worker: Any) -> list[int]:
@@ -1201,14 +1210,21 @@ class _Speculative:
         self.method = method
 
     def use_eagle(self) -> bool:
+        return self.method == "eagle"
+
+    def use_eagle_block_drop(self) -> bool:
+        return self.use_eagle()
+
+    def use_multi_module_mtp(self) -> bool:
         return False
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
     """Makes a connector for each of ``cases`` and returns its error, number of blocks, engines and fingerprint.
 
-    A case has ``options`` of the connector, ``flags`` for vLLM's EngineArgs, and ``changes`` to the resulting
-    configuration by dotted name, for what no flag sets or a CPU cannot have. Names that vLLM does not know raise.
+    A case has ``options`` of the connector (with ``own`` of vLLM's own one), ``flags`` for vLLM's EngineArgs, and
+    ``changes`` to the resulting configuration by dotted name, for what no flag sets or a CPU cannot have. Names that
+    vLLM does not know raise.
     """
     model = Path(config["model"] + "-llama")
     if not model.exists():
@@ -1218,6 +1234,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
@@ -1293,6 +1310,14 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             }
             setattr(part, key, makers[key](value) if key in makers else value)
         try:
+            if case.get("own"):
+                connector = OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, caches)
+                (tier,) = connector.connector_scheduler.manager.secondary_tiers
+                engines[name] = [tier.layout.engine, tier.layout.engines]
+                fingerprints[name] = fingerprint(tier.layout.fingerprint_parts)
+                connector.shutdown()
+                said[name] = None
+                continue
             # vLLM makes them in this order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
@@ -1303,10 +1328,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             fingerprints[name] = fingerprint(fingerprint_parts(vllm_config, layout, []))
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
-        for part, key, value in before:
-            setattr(part, key, value)
-        sys.modules.pop(MULTI_CONNECTOR, None)
-        os.environ.pop("PYTHONHASHSEED", None)
+        finally:
+            for part, key, value in before:
+                setattr(part, key, value)
+            sys.modules.pop(MULTI_CONNECTOR, None)
+            os.environ.pop("PYTHONHASHSEED", None)
     return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 
 

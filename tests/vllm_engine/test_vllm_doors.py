@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,13 +14,11 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from driver import BLOCK_SIZE, make_prompts
+from driver import make_prompts
 from test_vllm_disk import corrupt
 from test_vllm_ranks import PARALLEL, TWO_RANKS
 from test_vllm_versions import OVERLAYS
 from vllm_harness import DEADLINE_S, GEMMA3, Run, Runner, differences, with_lfm2
-
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
@@ -45,10 +44,19 @@ def check(run: Run, expected: list[Any]) -> None:
         assert differences(answers, expected) == []
     assert (run["off"], run["jobs"], run["requests"]) == ([False], [0], [0])
     assert run["free_device_blocks"] == run["usable_device_blocks"]
+    assert run["threads"] == []
+    # vLLM releases its host memory, so no view of it is left.
+    assert "Removed mmap file" in run.log
+    assert "BufferError" not in run.log
 
 
 def tier_tokens(run: Run) -> int:
     return sum(record["disk_tokens"] for record in run["records"])
+
+
+def halves(records: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the records of the first and of the second round."""
+    return records[: len(records) // 2], records[len(records) // 2 :]
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +127,53 @@ def test_a_reset_forgets_what_was_stored(run: Runner, expected: list[Any], copie
     options = with_tier(tier=disk(copied))
     result = run("offloading", rounds=2, reset=True, offloading=options)
     check(result, expected)
-    before, after = result["records"][: len(expected)], result["records"][len(expected) :]
+    before, after = halves(result["records"])
     assert sum(record["disk_tokens"] for record in before) > 0
     assert sum(record["disk_tokens"] for record in after) == 0
     assert "kvoffload: the cache was reset" in result.log
+
+
+def test_events_and_a_bug_in_the_tier(run: Runner, expected: list[Any], tmp_path: Path) -> None:
+    """Requests are computed from then on, and all that waits for the tier ends."""
+    options = with_tier(SMALL, tier=disk(tmp_path / "disk"))
+    result = run("offloading", offloading=options, events=True, **{"break": True})
+    for answers in result["outputs"]:
+        assert differences(answers, expected) == []
+    assert (result["off"], result["jobs"], result["threads"]) == ([True], [0], [])
+    assert result["free_device_blocks"] == result["usable_device_blocks"]
+    assert result.log.count("OFFLOADING TO TIERS IS OFF: submit_load failed") == 1
+    assert result["metrics"][0]["off"] == 1
+    stored = [event for event in result["events"] if event[:2] == ["BlockStored", "STORAGE"]]
+    assert sum(len(event) - 2 for event in stored) >= result["metrics"][0]["tier_write_blocks:disk"] > 0
+
+
+def test_hashes_with_an_unexpected_root_switch_the_tier_off(run: Runner, expected: list[Any], copied: Path) -> None:
+    result = run("offloading", rounds=1, offloading=with_tier(tier=disk(copied)), unexpected_root=True)
+    assert differences(result["outputs"][0], expected) == []
+    assert (result["off"], tier_tokens(result)) == ([True], 0)
+    assert "set PYTHONHASHSEED=0" in result.log
+
+
+def test_metrics_of_an_engine_in_another_process(run: Runner, expected: list[Any], copied: Path) -> None:
+    """The frontend makes the metrics, without the tier."""
+    result = run("rounds", rounds=1, multiprocessing=True, offloading=with_tier(tier=disk(copied)))
+    assert differences(result["outputs"][0], expected) == []
+    assert result["prometheus"]["kvoffload:tier_hit_tokens_total:disk"] > 0
+    assert result["prometheus"]["kvoffload:tier_capacity_bytes:disk"] == 32 << 20
+
+
+def test_an_older_version_says_what_to_use_instead(run: Runner, tmp_path: Path) -> None:
+    version = next((name for name in OVERLAYS if name < "0.31"), None)
+    if version is None:
+        pytest.skip("no older vLLM here: run make overlays")
+    overlaid = {"PYTHONPATH": os.pathsep.join([str(OVERLAYS[version]), os.environ.get("PYTHONPATH", "")])}
+    for spec in {}, {"spec_name": "TieringOffloadingSpec", "spec_module_path": None}:
+        options = with_tier(tier=disk(tmp_path / "disk")) | spec
+        child, path = run.start("offloading", offloading=options, environment=overlaid)
+        assert child.wait(DEADLINE_S) != 0
+        said = path.with_suffix(".log").read_text()
+        assert "ConfigError: vLLM 0.28.0 cannot use kvoffload.vllm.host_spec: " in said or spec
+    assert "use vLLM 0.31 to 0.33, or kvoffload's own connector" in said
 
 
 WINDOWS: dict[str, Any] = GEMMA3 | {"prompts": 6, "max_tokens": 24}
@@ -151,10 +202,10 @@ def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: lis
         found[name] = tier_tokens(result)
     assert found["two"] == 0
     assert found["one"] == found["two again"] > 0
-    direct = with_tier(tier=disk(tmp_path / "disk"))
-    result = run("offloading", rounds=1, prompts=4, offloading=direct)
+    direct = with_tier(SMALL, tier=disk(tmp_path / "disk"))
+    result = run("offloading", prompts=4, offloading=direct, **parallel)
     check(result, expected[:4])
-    assert tier_tokens(result) == 0
+    assert [sum(each["disk_tokens"] for each in part) > 0 for part in halves(result["records"])] == [False, True]
 
 
 @pytest.mark.parametrize("version", [name for name in OVERLAYS if name >= "0.31"])
@@ -167,3 +218,161 @@ def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
     check(result, expected)
     assert tier_tokens(result) > 0
     assert "kvoffload is tested with" not in result.log
+
+
+CACHE = {"kind": "disk", "dir": "DIRECTORY", "bytes": "32MiB"}
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no tier": ({}, ['secondary_tiers[0].tier is not set: add a tier, such as {"tier": {"kind": "disk"']),
+    "an unknown key": (
+        {"tier": CACHE, "disk_dir": "/c"},
+        ["secondary_tiers[0].disk_dir='/c': unknown option", "tiers"],
+    ),
+    "a key of vLLM's own tier": ({"root_dir": "/c"}, ["secondary_tiers[0].root_dir='/c': unknown option; did you"]),
+    "a tier without a size": ({"tier": {"kind": "disk", "dir": "/c"}}, ["secondary_tiers[0].tier.bytes is not set"]),
+    "a wrong value of the second": (
+        {"tiers": [CACHE, CACHE | {"dir": "/c", "bytes": "x"}]},
+        ["secondary_tiers[0].tiers[1].bytes='x': not an amount of memory"],
+    ),
+    "tier and tiers": ({"tier": CACHE, "tiers": [CACHE]}, ["secondary_tiers[0].tier and tiers", "into tiers"]),
+    "a wrong deadline": ({"tier": CACHE, "load_deadline_ms": "1"}, ["secondary_tiers[0].load_deadline_ms='1': must"]),
+    "a file instead of a directory": (
+        {"tier": CACHE | {"dir": "/proc/version"}},
+        ["secondary_tiers[0].tier.dir='/proc/version'"],
+    ),
+    "adapters": ({"tier": CACHE}, ["--enable-lora", '"kv_connector": "KVOffloadConnector"']),
+    "a drafter that looks ahead": ({"tier": CACHE}, ["method 'eagle'", '"kv_connector": "KVOffloadConnector"']),
+    "context parallelism": ({"tier": CACHE}, ["decode_context_parallel_size=2", "set it to 1"]),
+    "hashes with a random root": ({"tier": CACHE}, ["prefix_caching_hash_algo=xxhash", "PYTHONHASHSEED=0"]),
+    "weights without files": ({"tier": CACHE}, ["secondary_tiers[0].tier.dir=", 'set model_fingerprint="..."']),
+    "one of several engines": ({"tier": CACHE}, ["engines_per_node is not set", "--data-parallel-size-local"]),
+    "states that are not kept": ({"tier": CACHE}, ["mamba_cache_mode=none"]),
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "adapters": {"enable_lora": True},
+    "context parallelism": {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
+    "hashes with a random root": {"prefix_caching_hash_algo": "xxhash"},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "a drafter that looks ahead": {"speculative_config": "eagle"},
+    "weights without files": {"model_config.model": "some/model"},
+    "one of several engines": {"parallel_config.data_parallel_index": 1},
+    "states that are not kept": {"kv_cache": "mamba"},
+    "another seed": {"PYTHONHASHSEED": "1"},
+    "the canonical layout": {"cache_config.kv_cache_layout": "LBHNC"},
+    "two engines": {"parallel_config.data_parallel_index": 3},
+}
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "larger chunks": {"blocks_per_chunk": 2},
+    "the canonical layout": {"canonical_layout": True},
+    "another seed": {},
+}
+"""Settings that change the bytes or the names of chunks, besides those that the connector knows."""
+
+
+@pytest.fixture(scope="module")
+def said(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("doors")
+
+    def case(number: int, name: str, tier: dict[str, Any], **options: Any) -> dict[str, Any]:
+        text = json.dumps(with_tier(**tier) | options).replace("DIRECTORY", str(directory / str(number)))
+        flags, changes = FLAGS.get(name), CHANGES.get(name, {})
+        return {"own": True, "options": json.loads(text), "flags": flags, "changes": changes}
+
+    tiers: dict[str, dict[str, Any]] = {name: tier for name, (tier, _) in REFUSED.items()}
+    tiers |= {name: {"tier": CACHE} for name in (*DIFFERENT, "right", "right again")}
+    tiers["two engines"] = {"tier": CACHE, "engines_per_node": 2}
+    cases = {name: case(i, name, tier, **DIFFERENT.get(name, {})) for i, (name, tier) in enumerate(tiers.items())}
+    return run("refusals", cases=cases)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_configuration_is_refused_with_the_fix(said: Run, name: str) -> None:
+    assert said["said"][name] is not None, "accepted without an error"
+    kind, message = said["said"][name]
+    assert kind == "ConfigError", message
+    for part in REFUSED[name][1]:
+        assert part in message
+
+
+def test_what_shapes_chunks_changes_the_fingerprint(said: Run) -> None:
+    prints = {name: said["fingerprints"][name] for name in ("right", *DIFFERENT)}
+    assert len(set(prints.values())) == len(prints)
+    assert said["fingerprints"]["right again"] == prints["right"]
+
+
+def test_engines_of_a_node_share_the_budget(said: Run) -> None:
+    assert said["said"]["two engines"] is None
+    assert said["engines"]["two engines"] == [1, 2]
+
+
+class _Ref(SimpleNamespace):
+    """A layer: see CanonicalKVCacheRef."""
+
+
+def test_the_worker_copies_parts_of_chunks(run: Runner) -> None:
+    """Chunks of two blocks, of which the first and the last of a transfer may be partly on the device."""
+    from kvoffload.vllm.host_spec import HostWorker
+
+    rng = np.random.default_rng(0)
+    device = [rng.integers(-99, 99, (9, 8), np.int8), rng.integers(-99, 99, (9, 6), np.int8)]
+    host = [np.zeros((4, 16), np.int8), np.zeros((4, 12), np.int8)]
+    refs = [
+        [_Ref(tensor_idx=0, page_size_bytes=8)],
+        [_Ref(tensor_idx=0, page_size_bytes=5), _Ref(tensor_idx=1, page_size_bytes=6)],
+    ]
+    worker = HostWorker(device, host, refs, 2)
+    before = [array.copy() for array in device]
+    # Group 0 has blocks 1 to 3 of a request in chunks 0 and 1, group 1 has its block 4 in chunk 3.
+    blocks = SimpleNamespace(block_ids=np.array([7, 2, 5, 4]), group_sizes=[3, 1], block_indices=[1, 4])
+    chunks = SimpleNamespace(block_ids=np.array([0, 1, 3]))
+    assert worker.submit_store(1, blocks, chunks)
+    assert (host[0][0, 8:] == before[0][7]).all()
+    assert (host[0][1] == np.concatenate([before[0][2], before[0][5]])).all()
+    assert (host[0][3, :5] == before[0][4, :5]).all()
+    assert (host[1][3, :6] == before[1][4]).all()
+    assert not host[0][0, :8].any()
+    assert not host[0][2].any()
+    for array in device:
+        array[:] = 0
+    assert worker.submit_load(2, chunks, blocks)
+    for block in (7, 2, 5):
+        assert (device[0][block] == before[0][block]).all()
+    assert (device[0][4, :5] == before[0][4, :5]).all()
+    assert (device[1][4] == before[1][4]).all()
+    assert [(result.job_id, result.success, result.transfer_size) for result in worker.get_finished()] == [
+        (1, True, 3 * 8 + 5 + 6),
+        (2, True, 3 * 8 + 5 + 6),
+    ]
+
+
+def test_ranks_write_their_own_bytes_of_a_canonical_page() -> None:
+    """Two ranks have two of four heads each. Two more ranks hold the same as the first two, and take turns."""
+    from vllm.v1.kv_offload.base import CanonicalPageMapping, CopyRun
+
+    from kvoffload.vllm.host_spec import HostWorker
+
+    whole = np.arange(3 * 16, dtype=np.int8).reshape(3, 16)
+    host = [np.zeros((2, 32), np.int8)]
+    transfer = (
+        SimpleNamespace(block_ids=np.array([2, 0, 1]), group_sizes=[3], block_indices=[0]),
+        SimpleNamespace(block_ids=np.array([1, 0])),
+    )
+    workers = []
+    for rank in range(4):
+        # Fragments of four bytes, each rank has every other one.
+        run = CopyRun(0, 4 * (rank % 2), 4, 2, 4, 8)
+        mapping = CanonicalPageMapping(16, 8, (run,), 2, rank // 2, True)
+        device = whole.reshape(3, 2, 2, 4)[:, :, rank % 2].reshape(3, 8).copy()
+        refs = [[_Ref(tensor_idx=0, page_size_bytes=8, mapping=mapping)]]
+        workers.append(HostWorker([device], host, refs, 2, is_canonical=True))
+        workers[-1].submit_store(1, *transfer)
+        device[:] = 0
+    assert (host[0][1] == np.concatenate([whole[2], whole[0]])).all()
+    assert (host[0][0, :16] == whole[1]).all()
+    for rank, worker in enumerate(workers):
+        worker.submit_load(2, *transfer[::-1])
+        assert (worker._device[0] == whole.reshape(3, 2, 2, 4)[:, :, rank % 2].reshape(3, 8)).all()
+        stored, loaded = worker.get_finished()
+        # Of three pages each writes one or two, and reads all.
+        assert stored.transfer_size in (8, 16)
+        assert loaded.transfer_size == 24

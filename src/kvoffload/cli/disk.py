@@ -18,6 +18,7 @@ from kvoffload.cli.inspect import clear as clear_directory
 from kvoffload.cli.inspect import inspect as inspect_directory
 from kvoffload.cli.inspect import verify as verify_directory
 from kvoffload.printable import printable
+from kvoffload.tiers.identity import MAX_DESCRIPTION, describe, describe_difference, is_same_model
 from kvoffload.tiers.shared_dir.seats import SeatState
 from kvoffload.units import age, counted, format_bytes
 
@@ -174,6 +175,8 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
     if folders:
         console.print()
         console.print(_folder_table(parts))
+    for line in _identities(folders):
+        console.print(Text(f"\n{line}"))
     if any(folder.transient for folder in folders):
         note = "transient: stored after a reset or a change of weights; the next server removes these blocks."
         console.print(Text(f"\n{note}", style="dim"))
@@ -247,6 +250,27 @@ def _folder_table(parts: Sequence[Owned]) -> Table:
                 ", ".join([*notes, *(["see below"] if folder.findings else [])]),
             )
     return table
+
+
+def _identities(folders: Sequence[Folder]) -> list[str]:
+    """Returns a line per fingerprint whose server has said what it depends on. Of another fingerprint of a model, it
+    says in what that differs from the one that was written to last."""
+    known = sorted(
+        (folder for folder in folders if folder.identity), key=lambda folder: folder.newest or 0, reverse=True
+    )
+    shown: dict[str, Folder] = {}
+    lines = []
+    for folder in known:
+        if folder.fingerprint in shown:
+            continue
+        like = next((each for each in shown.values() if is_same_model(each.identity, folder.identity)), None)
+        said = describe(folder.identity)
+        if like is not None:
+            difference = printable(describe_difference(folder.identity, like.identity), MAX_DESCRIPTION)
+            said = f"as {like.fingerprint[:SHOWN_DIGITS]}, but {difference}"
+        shown[folder.fingerprint] = folder
+        lines.append(f"{folder.fingerprint[:SHOWN_DIGITS]}: {said}")
+    return lines
 
 
 def _show_verification(console: Console, result: Verification) -> None:

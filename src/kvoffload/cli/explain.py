@@ -124,6 +124,28 @@ ADVICE = {
     ),
 }
 
+BEHIND_ENGINE = {
+    MissReason.NEVER_STORED: "The text is new, or was evicted long ago. Only identical beginnings of prompts are "
+    "found: put dates and names at the end. vLLM stores outputs only with offload_prompt_only=false.",
+    MissReason.NOT_ADMITTED: "Lower store_threshold of the tier, or remove it. If it is not set, the policy kept other "
+    "blocks instead: raise the bytes of the tier.",
+    MissReason.FORGOTTEN: "Remove store_threshold of the tier.",
+    MissReason.EVICTED: "Raise the bytes of the tier, or cpu_bytes_to_use.",
+    MissReason.NO_ROOM: "The tier is slower than what is stored comes: use a faster medium.",
+    MissReason.RESET: "Reset less often: after sleep, new weights and reset_external=true this process finds nothing "
+    "that was stored before. A restart finds it again.",
+    MissReason.NOT_IN_TIME: "Raise load_deadline_ms of the entry in secondary_tiers, or find out what else uses the "
+    "medium.",
+    MissReason.TOO_LARGE: "Nothing to do: a window or the states are larger than kvoffload's staging memory.",
+}
+"""What a user can do where kvoffload is below an engine's own host memory, if that differs."""
+
+
+def fix(reason: MissReason, records: Sequence[RequestRecord]) -> str:
+    """Returns what a user can do about ``reason`` in ``records``."""
+    is_behind = any(record.engine is not None for record in records if record.reason is reason)
+    return BEHIND_ENGINE.get(reason, ADVICE[reason].fix) if is_behind else ADVICE[reason].fix
+
 
 def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     if value is None:
@@ -283,7 +305,7 @@ def _to_json(found: Findings, chosen: Sequence[RequestRecord], periods: Sequence
             {
                 **dataclasses.asdict(each),
                 "share": each.requests / len(chosen),
-                "fix": None if each.reason is None else ADVICE[each.reason].fix,
+                "fix": None if each.reason is None else fix(each.reason, chosen),
             }
             for each in by_reason(chosen)
         ],
@@ -310,31 +332,40 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
         console.print(Text(f"No request to explain from {source}{when}."))
         return
     reasons = by_reason(chosen)
-    text = _sentences(_total(found, chosen), reasons, bool(found.servers)) + _on_device(chosen)
+    text = _sentences(_total(found, chosen), reasons, bool(found.servers), chosen) + _on_device(chosen)
     console.print(Text(text, style="bold"))
     if any(each.reason is not None for each in reasons):
         console.print(Text("\nWhy requests missed", style="bold"))
-        console.print(_reason_table(reasons, len(chosen)))
+        console.print(_reason_table(reasons, chosen))
     bars = ("█", "▒", "·") if console.encoding.startswith("utf") else ("#", "+", ".")
     console.print(Text("\nPrompt tokens over time", style="bold"))
-    console.print(Text("{} on the device  {} in host memory or below  {} missing".format(*bars)))
-    console.print(_time_table(periods, bars))
+    has_host = any(record.engine is None for record in chosen)
+    below = "in host memory or below" if has_host else "in tiers"
+    console.print(Text(f"{bars[0]} {_above(chosen)}  {bars[1]} {below}  {bars[2]} missing"))
+    console.print(_time_table(periods, bars, has_host))
     if found.servers:
         one = " Select one with --pid." if len(found.servers) > 1 else ""
         note = f"\nFrom {source}.{one} A server keeps its latest {RECORD_RING_SIZE:,} requests; a log keeps all."
         console.print(Text(note, style="dim"))
 
 
-def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -> str:
+def _above(records: Sequence[RequestRecord]) -> str:
+    """Returns where the tokens are that count as found on the device."""
+    engines = dict.fromkeys(printable(record.engine) for record in records if record.engine is not None)
+    return "on the device" + "".join(f" or in {engine}'s host memory" for engine in engines)
+
+
+def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool, records: Sequence[RequestRecord]) -> str:
     hits = total.device_tokens + total.host_tokens + total.disk_tokens
     below_host = "".join(
         f", {_share(tokens, total.tokens_asked)} {in_tier(tier)}" for tier, tokens in total.tier_tokens.items()
     )
+    has_host = any(record.engine is None for record in records)
     text = (
         f"{counted(total.requests, 'request')} {'in the last' if running else 'within'} {age(total.length_s)} found "
         f"{_share(hits, total.tokens_asked)} of {_count(total.tokens_asked)} prompt tokens: "
-        f"{_share(total.device_tokens, total.tokens_asked)} on the device, "
-        f"{_share(total.host_tokens, total.tokens_asked)} in host memory{below_host}."
+        f"{_share(total.device_tokens, total.tokens_asked)} {_above(records)}"
+        f"{', ' + _share(total.host_tokens, total.tokens_asked) + ' in host memory' if has_host else ''}{below_host}."
     )
     clauses: list[str] = []
     fixes: list[str] = []
@@ -347,7 +378,7 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
         held = f" ({held.removeprefix(', ')})" if held else ""
         clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {advice.because}{held}{since}")
         if advice.setting:
-            fixes.append(advice.fix)
+            fixes.append(fix(each.reason, records))
     text += f" {', '.join(clauses)}." if clauses else " No request missed a block."
     if fixes:
         text += f" What would help most: {fixes[0][0].lower()}{fixes[0][1:]}"
@@ -357,7 +388,7 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
 def _on_device(records: Sequence[RequestRecord]) -> str:
     """Returns a sentence about requests for which the device held everything, or nothing if there is none. If nothing
     was loaded for any request, it says how to see a load."""
-    held = [record for record in records if record.device_sufficed]
+    held = [record for record in records if record.device_sufficed and record.engine is None]
     if not held:
         return ""
     text = (
@@ -372,7 +403,7 @@ def _on_device(records: Sequence[RequestRecord]) -> str:
     return text
 
 
-def _reason_table(reasons: Sequence[ReasonSummary], requests: int) -> Table:
+def _reason_table(reasons: Sequence[ReasonSummary], records: Sequence[RequestRecord]) -> Table:
     table = _table(1)
     table.add_column("reason", no_wrap=True)
     table.add_column("requests", justify="right")
@@ -384,15 +415,15 @@ def _reason_table(reasons: Sequence[ReasonSummary], requests: int) -> Table:
         table.add_row(
             "no miss" if each.reason is None else each.reason.replace("_", " "),
             f"{each.requests:,}",
-            _share(each.requests, requests),
+            _share(each.requests, len(records)),
             _count(each.tokens_missing),
             "" if each.median_age_s is None else age(each.median_age_s),
-            "" if each.reason is None else ADVICE[each.reason].fix,
+            "" if each.reason is None else fix(each.reason, records),
         )
     return table
 
 
-def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
+def _time_table(periods: Sequence[Period], bars: tuple[str, str, str], has_host: bool) -> Table:
     from rich.text import Text
 
     device, host, rest = bars
@@ -400,8 +431,9 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
     table.add_column("start", no_wrap=True)
     table.add_column("requests", justify="right")
     table.add_column("", no_wrap=True)
-    table.add_column("device", justify="right")
-    table.add_column("host", justify="right")
+    table.add_column("device" if has_host else "engine", justify="right")
+    if has_host:
+        table.add_column("host", justify="right")
     tiers = list(dict.fromkeys(tier for period in periods for tier in period.tier_tokens))
     for tier in tiers:
         table.add_column(printable(tier).replace("_", "\n"), justify="right")
@@ -435,7 +467,7 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
             f"{period.requests:,}",
             bar,
             _share(period.device_tokens, asked),
-            _share(period.host_tokens, asked),
+            *([_share(period.host_tokens, asked)] if has_host else []),
             *(_share(period.tier_tokens.get(tier, 0), asked) for tier in tiers),
             *(f"{count:,}" if count else "" for count in counts),
         )

@@ -26,6 +26,7 @@ from kvoffload.tiers.disk.directory import LOCK_NAME, LOCK_NAMES, owner_of
 from kvoffload.tiers.disk.format import (
     ENGINE_FOLDER,
     HEADER_BYTES,
+    IDENTITY_NAME,
     INDEX_NAME,
     RECORD_BYTES,
     Entries,
@@ -39,6 +40,8 @@ from kvoffload.tiers.disk.format import (
     slab_name,
     slab_number,
 )
+from kvoffload.tiers.disk.identities import IDENTITY_BYTES
+from kvoffload.tiers.identity import parse_identity
 from kvoffload.tiers.shared_dir.seats import (
     GATE_NAME,
     HEARTBEAT_BYTES,
@@ -90,6 +93,8 @@ class Folder:
     num_damaged_records: int = 0
     num_lost_blocks: int = 0
     """Blocks whose slab, or one before it, is missing or too short. They are not in ``num_blocks``."""
+    identity: dict[str, str] = field(default_factory=dict)
+    """What the fingerprint depends on, in words, as the server that wrote it says: see ``kvoffload.tiers.identity``."""
     findings: list[str] = field(default_factory=list)
 
 
@@ -260,6 +265,8 @@ class _OpenFolder:
         """Completes the report."""
         report = self.report
         problem = ""
+        with suppress(OSError), _file(IDENTITY_NAME, self._fd) as fd:
+            report.identity = parse_identity(_read(fd, IDENTITY_BYTES, 0).tobytes().decode(errors="replace"))
         try:
             index = self._read_index()
             if index.entries.num_damaged:

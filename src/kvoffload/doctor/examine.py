@@ -10,6 +10,7 @@ from typing import Any
 from kvoffload.abc import ConfigError
 from kvoffload.doctor.configuration import Plan, PlannedTier
 from kvoffload.doctor.directories import Space, space_findings
+from kvoffload.doctor.doors import Door
 from kvoffload.doctor.findings import Area, Finding, Level, Secrets
 from kvoffload.doctor.process import CheckProcess, Ending, Outcome
 from kvoffload.doctor.source import Source
@@ -35,10 +36,11 @@ class Effort:
 
 @dataclass(slots=True)
 class Examination:
-    """All findings, in the order of the checks, and the tiers by name."""
+    """All findings, in the order of the checks, the tiers by name, and the name of the engine."""
 
     findings: list[Finding] = field(default_factory=list)
     tiers: list[PlannedTier] = field(default_factory=list)
+    engine: str = "vLLM"
 
     def count(self, level: Level) -> int:
         """Returns the number of findings of this level."""
@@ -110,7 +112,7 @@ class _Examiner:
         effort = self._effort
         found = self._check("configuration", Area.CONFIGURATION, asdict(self._source)).facts.get("plan")
         plan = Plan.from_dict(found) if found is not None else Plan()
-        self._examination.tiers = plan.tiers
+        self._examination.tiers, self._examination.engine = plan.tiers, plan.engine
         self._total += len(plan.tiers)
         machine = self._check(
             "machine",
@@ -137,7 +139,13 @@ class _Examiner:
                 "model", Area.MODEL, {"path": model, "plan": plan.to_dict(), "vllm": engine.get("vllm")}
             ).facts
         self._check("clock", Area.CLOCK, {"plan": plan.to_dict(), "offsets": offsets})
-        for finding in worth_findings(media, shape.get("bytes_per_token"), prefill_tokens_per_s, model is not None):
+        for finding in worth_findings(
+            media,
+            shape.get("bytes_per_token"),
+            prefill_tokens_per_s,
+            model is not None,
+            plan.door is Door.CONNECTOR,
+        ):
             self._add(finding)
         return self._examination
 

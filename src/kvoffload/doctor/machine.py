@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ import numpy as np
 
 from kvoffload.abc import ConfigError
 from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.doors import Door
 from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.host.limits import (
@@ -34,6 +36,7 @@ from kvoffload.transfer.blocks import BlockCopier
 from kvoffload.units import format_bytes, percentage
 
 MEMINFO = Path("/proc/meminfo")
+SHARED_MEMORY = Path("/dev/shm")
 NODES = Path("/sys/devices/system/node")
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 TIGHT_SHARE = 0.9
@@ -90,32 +93,56 @@ def _check_memory(plan: Plan, report: Report) -> None:
         "cgroup_limit_bytes": limits[0].most if limits else None,
         "reserved_by_other_pools_bytes": reserved,
     }
-    if plan.host_bytes is None:
+    if plan.host_bytes is None and not plan.staging_bytes:
         text = f"{format_bytes(available)} of memory can be allocated {where}"
         report.finding(_found("memory.available", Level.OK, text, figures=figures))
         return
-    needed = plan.host_bytes + sum(tier.memory_bytes for tier in plan.tiers)
+    needed = plan.needed_bytes
     figures["needed_bytes"] = needed
-    beside = " with the memory that is given to stores" if needed > plan.host_bytes else ""
+    parts = {
+        plan.host_setting: plan.host_bytes,
+        "kvoffload's staging memory": plan.staging_bytes,
+        "the memory that is given to stores": sum(tier.memory_bytes for tier in plan.tiers),
+    }
+    first, *others_beside = (name for name, nbytes in parts.items() if nbytes)
+    what = " with ".join([first, " and ".join(others_beside)]) if others_beside else first
     taken = f"; other pools that start now take {format_bytes(reserved)} of it" if reserved else ""
     limit = "" if where == "on this machine" else ", or raise the container's memory limit"
-    fix = f"set host_bytes to {format_bytes(max(0, available - needed + plan.host_bytes) * 8 // 10)} or less{limit}"
+    fix = f"{plan.set_host_bytes(max(0, available - needed + (plan.host_bytes or 0)) * 8 // 10)} or less{limit}"
     if needed > available:
         text = (
-            f"host_bytes{beside} is {format_bytes(needed)}, and only {format_bytes(available)} can be allocated "
+            f"{what} is {format_bytes(needed)}, and only {format_bytes(available)} can be allocated "
             f"{where}{taken}: a server would not start"
         )
         report.finding(_found("memory.too_little", Level.PROBLEM, text, fix, figures=figures))
     elif needed > available * TIGHT_SHARE:
         text = (
-            f"host_bytes{beside} is {format_bytes(needed)} of the {format_bytes(available)} that can be allocated "
+            f"{what} is {format_bytes(needed)} of the {format_bytes(available)} that can be allocated "
             f"{where}{taken}: {format_bytes(available - needed)} are left for the engine and the page cache"
         )
         report.finding(_found("memory.tight", Level.WARNING, text, fix, figures=figures))
     else:
-        text = f"host_bytes{beside} is {format_bytes(needed)} of {format_bytes(available)} available {where}{taken}"
+        text = f"{what} is {format_bytes(needed)} of {format_bytes(available)} available {where}{taken}"
         report.finding(_found("memory.fits", Level.OK, text, figures=figures))
     _check_overcommit(needed, report)
+    _check_shared_memory(plan, report)
+
+
+def _check_shared_memory(plan: Plan, report: Report) -> None:
+    """Compares what vLLM puts into a file in /dev/shm with the room there, which a container limits to 64 MiB."""
+    if not plan.shared_memory_bytes or not SHARED_MEMORY.is_dir():
+        return
+    free, size = shutil.disk_usage(SHARED_MEMORY).free, plan.shared_memory_bytes
+    figures: dict[str, Figure] = {"free_bytes": free, "needed_bytes": size}
+    text = f"{plan.host_setting} is {format_bytes(size)}, in {SHARED_MEMORY}, where {format_bytes(free)} are free"
+    if size <= free:
+        report.finding(_found("memory.shm_fits", Level.OK, text, figures=figures))
+        return
+    fix = (
+        f"give it more: docker run --shm-size or --ipc=host, in Kubernetes an emptyDir with medium Memory at "
+        f"{SHARED_MEMORY}, else mount -o remount,size=...; or {plan.set_host_bytes(free * 8 // 10)}"
+    )
+    report.finding(_found("memory.shm_small", Level.PROBLEM, f"{text}: vLLM does not start", fix, figures=figures))
 
 
 def _check_overcommit(needed: int, report: Report) -> None:
@@ -149,11 +176,11 @@ def _check_swap(report: Report) -> None:
 def _check_nodes(plan: Plan, report: Report) -> None:
     names = sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     sizes = {int(path.name[4:]): meminfo_field(path / "meminfo", "MemTotal") for path in names}
-    for finding in node_findings(sizes, cpuset_nodes(), plan.host_bytes):
+    for finding in node_findings(sizes, cpuset_nodes(), plan):
         report.finding(finding)
 
 
-def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], host_bytes: int | None) -> list[Finding]:
+def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], plan: Plan) -> list[Finding]:
     """Returns what there is to say about NUMA nodes with so many bytes each, of which ``allowed`` are in the cpuset."""
     with_memory = {node: size for node, size in sizes.items() if size}
     if len(with_memory) < 2:
@@ -164,12 +191,16 @@ def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], host_bytes:
     text = f"{len(with_memory)} NUMA nodes with {amounts}"
     if len(inside) < len(with_memory):
         nodes = ", ".join(map(str, sorted(inside)))
-        fix = "give the container the memory of the other nodes too, if host_bytes is to be larger (cpuset.mems)"
+        larger = f"if {plan.host_setting} is to be larger"
+        fix = f"give the container the memory of the other nodes too, {larger} (cpuset.mems)"
         text += f"; this process may use {nodes} only"
         return [_found("numa.cpuset", Level.NOTE, text, fix, figures=figures)]
-    if host_bytes is not None and host_bytes > max(inside.values()):
-        text += f"; host_bytes is more than any of them, so a part of each pool is far from its device: {_SLOWER}"
-        fix = "run one engine per node, with a pool that fits its node (numactl --membind, engines_per_node)"
+    if plan.host_bytes is not None and plan.host_bytes > max(inside.values()):
+        text += (
+            f"; {plan.host_setting} is more than any of them, so a part of each pool is far from its device: {_SLOWER}"
+        )
+        setting = ", engines_per_node" if plan.door is Door.CONNECTOR else ""
+        fix = f"run one engine per node, with a pool that fits its node (numactl --membind{setting})"
         return [_found("numa.spans", Level.NOTE, text, fix, figures=figures)]
     return [_found("numa.nodes", Level.OK, f"{text}; the pool fits one of them", figures=figures)]
 
@@ -228,10 +259,11 @@ def _check_descriptors(plan: Plan, report: Report) -> None:
 def _check_locked_memory(plan: Plan, report: Report) -> None:
     """Checks the limit only where it applies: drivers of GPUs pin memory without regard to it."""
     pinning = [tier for tier in plan.tiers if tier.pins_memory]
-    if not pinning or plan.host_bytes is None:
+    if not pinning:
         return
     hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    needed = plan.host_bytes + sum(tier.memory_bytes for tier in plan.tiers)
+    # Behind a door the client pins kvoffload's own memory, not the engine's.
+    needed = plan.needed_bytes if plan.door is Door.CONNECTOR else plan.needed_bytes - (plan.host_bytes or 0)
     if hard != resource.RLIM_INFINITY and hard < needed and os.geteuid() != 0:
         text = (
             f"{pinning[0].prefix}protocol: RDMA pins the pools, {format_bytes(needed)}, and this process may lock "

@@ -13,6 +13,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.digests import user_folder
 from kvoffload.doctor.configuration import Plan
 from kvoffload.doctor.directories import LAYER_KINDS, MEMORY_KINDS, mount_of
+from kvoffload.doctor.doors import Door
 from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.host.pool import padded_slot_bytes
@@ -193,14 +194,15 @@ def room_findings(shape: ModelShape, language: Mapping[str, Any], plan: Plan) ->
         rooms |= {tier.name: tier.bytes // block * tokens for tier in plan.tiers if tier.bytes is not None}
         figures = {f"{name.replace(' ', '_').replace('-', '_')}_tokens": room for name, room in rooms.items()}
         text = "room for " + ", ".join(f"{room:,} tokens in {name}" for name, room in rooms.items())
+        is_halved = plan.tiers and plan.door is Door.CONNECTOR
+        part = PROMOTION_PART if is_halved else 1
         if fits == 0:
-            fix = f"set host_bytes to many times {format_bytes(block)}"
-            yield Finding("model.room", Level.PROBLEM, Area.MODEL, f"host_bytes holds no block: {text}", fix)
-        elif fits < context * (PROMOTION_PART if plan.tiers else 1):
-            part = "blocks of tiers take at most half of host memory, " if plan.tiers else "that is "
-            text += f"; {part}less than one prompt of the model's {context:,} tokens"
-            needed = context * per_token * (PROMOTION_PART if plan.tiers else 1)
-            fix = f"set host_bytes to {format_bytes(round(needed))} or more, unless prompts are shorter"
+            fix = plan.set_host_bytes(1000 * block)
+            yield Finding("model.room", Level.PROBLEM, Area.MODEL, f"{plan.host_setting} holds no block: {text}", fix)
+        elif fits < context * part:
+            which = "blocks of tiers take at most half of host memory, " if is_halved else "that is "
+            text += f"; {which}less than one prompt of the model's {context:,} tokens"
+            fix = f"{plan.set_host_bytes(round(context * per_token * part))} or more, unless prompts are shorter"
             yield Finding("model.room", Level.NOTE, Area.MODEL, text, fix, figures=figures)
         else:
             yield Finding("model.room", Level.OK, Area.MODEL, text, figures=figures)

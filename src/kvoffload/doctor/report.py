@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.examine import Examination
 from kvoffload.doctor.findings import Area, Finding, Level
 from kvoffload.printable import printable
@@ -26,7 +25,6 @@ MIN_WIDTH = 40
 TITLES = {
     Area.CONFIGURATION: "Configuration",
     Area.MACHINE: "This machine",
-    Area.ENGINE: "vLLM",
     Area.MODEL: "Model",
     Area.CLOCK: "Clock",
     Area.WORTH: "What a hit is worth",
@@ -61,7 +59,7 @@ def show(console: Console, examination: Examination) -> None:
     from rich.text import Text
 
     marks, arrow = (PLAIN_MARKS, "->") if console.options.ascii_only else (MARKS, "→")
-    for title, findings in _groups(examination.findings, examination.tiers):
+    for title, findings in _groups(examination):
         console.print(Text(printable(title), style="bold"), soft_wrap=True)
         for finding in findings:
             style = STYLES[finding.level]
@@ -93,16 +91,18 @@ def _wrapped(text: str, width: int, mark: str, indent: int) -> list[str]:
     )
 
 
-def _groups(findings: Sequence[Finding], tiers: Sequence[PlannedTier]) -> Iterator[tuple[str, list[Finding]]]:
+def _groups(examination: Examination) -> Iterator[tuple[str, list[Finding]]]:
     """Yields the title and the findings of each group that has any: areas in their order, one group per tier."""
     places: Mapping[str, str] = {
-        tier.name: tier.directory or (tier.store.address if tier.store is not None else "") for tier in tiers
+        tier.name: tier.directory or (tier.store.address if tier.store is not None else "")
+        for tier in examination.tiers
     }
+    titles = {**TITLES, Area.ENGINE: examination.engine}
     for area in Area:
-        mine = [finding for finding in findings if finding.area is area]
+        mine = [finding for finding in examination.findings if finding.area is area]
         if area is not Area.TIER:
             if mine:
-                yield TITLES[area], mine
+                yield titles[area], mine
             continue
         for name in dict.fromkeys(finding.tier for finding in mine):
             place = places.get(name)

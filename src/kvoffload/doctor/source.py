@@ -46,6 +46,8 @@ def read_source(text: str) -> Source:
     Raises ConfigError if it cannot be read, or is not JSON.
     """
     said = "--config"
+    # "@FILE" is how SGLang takes a file.
+    text = text.removeprefix("@")
     if not text.lstrip().startswith(("{", "[")):
         said = f"--config={text!r}"
         text = _read_file(text)

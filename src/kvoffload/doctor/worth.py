@@ -24,9 +24,14 @@ class Medium:
 
 
 def worth_findings(
-    media: list[Medium], bytes_per_token: float | None, prefill_tokens_per_s: float | None, is_model_given: bool
+    media: list[Medium],
+    bytes_per_token: float | None,
+    prefill_tokens_per_s: float | None,
+    is_model_given: bool,
+    is_gated: bool = True,
 ) -> Iterator[Finding]:
-    """Yields per medium whether a hit pays. ``prefill_tokens_per_s``: what the engine computes for one request."""
+    """Yields per medium whether a hit pays. ``prefill_tokens_per_s``: what the engine computes for one request.
+    ``is_gated``: whether what is faster to compute is computed."""
     if not bytes_per_token:
         if not is_model_given:
             text = "what a hit is worth depends on the KV bytes per token of the model"
@@ -54,7 +59,10 @@ def worth_findings(
             text += "about the same, so a hit saves work of the device and little time"
             yield Finding("worth.even", Level.NOTE, Area.WORTH, text, "", medium.tier, figures)
         else:
-            text += f"{1 / ratio:.1f} times slower, so most prefixes that are found there are computed"
+            result = (
+                "so most prefixes that are found there are computed" if is_gated else "and it is loaded all the same"
+            )
+            text += f"{1 / ratio:.1f} times slower, {result}"
             fix = "use a faster medium, or remove the tier" if medium.tier else "do not offload this model here"
             yield Finding("worth.slower", Level.WARNING, Area.WORTH, text, fix, medium.tier, figures)
 

@@ -9,13 +9,14 @@ The disk is always fast enough, and a request waits for all blocks that it can p
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import time
 import traceback
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -53,6 +54,8 @@ from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
 CLAIRVOYANT = "clairvoyant"
 """The policy that knows the rest of the trace: an upper bound, only for replays."""
+ENGINE_POLICY = "vllm:"
+"""Begins the names of policies that are replayed in the manager of vLLM, which must be installed."""
 DEFAULT_SPEEDS = Speeds()
 REPORT_EVERY = 256
 """Requests between two calls of ``on_progress``."""
@@ -74,7 +77,8 @@ class ReplayConfig:
     """The settings of a replay. Raises ConfigError if one is invalid."""
 
     policy: str
-    """The policy of host and disk: a name, "package.module:Class", or, without device and disk, "clairvoyant"."""
+    """The policy of host and disk: a name or "package.module:Class". Or, without device and disk, "clairvoyant", or a
+    policy in vLLM's manager, such as "vllm:lru"."""
     capacity_blocks: int
     """Capacity of host memory."""
     device_blocks: int = 0
@@ -229,7 +233,7 @@ def replay(
     too large.
     """
     started = time.perf_counter()
-    run = Run(trace, config, make_policy, hints)
+    run = run_class(config.policy)(trace, config, make_policy, hints)
     done = 0
     try:
         for done in run.serve_all():
@@ -242,6 +246,21 @@ def replay(
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
+
+
+def run_class(policy: str) -> type[Run]:
+    """Returns what replays a policy. Raises ConfigError if that is in vLLM's manager, and vLLM cannot be imported."""
+    if not policy.startswith(ENGINE_POLICY):
+        return Run
+    try:
+        # Found at run time, because this room runs without an engine.
+        found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
+    except ImportError as error:
+        raise ConfigError(
+            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM 0.31 or later, "
+            "or name a policy of kvoffload"
+        ) from error
+    return found
 
 
 def replay_many(
@@ -326,7 +345,7 @@ def _work(index: int, config: ReplayConfig) -> ReplayResult:
     return replay(trace, config, model=model, speeds=speeds, on_progress=on_progress)
 
 
-class _ExactMisses(MissMemory):
+class ExactMisses(MissMemory):
     """Never forgets a key of the trace. It takes one byte per distinct block."""
 
     def __init__(self, trace: Trace) -> None:
@@ -361,12 +380,23 @@ class Run:
         self.trace = trace
         self.config = config
         self.now = 0.0
+        # More blocks than the trace can fill would only make the arrays larger.
+        self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
+        self.hints = hints
+        self.tier: CatalogTier | None = None
+        self.device: DeviceCache | None = None
+        self.hits = array("q")
+        """Blocks found on the device, in the host and on disk, per request."""
+        self.block_hits = self.stored = self.evicted = 0
+        self.misses: Counter[MissReason] = Counter()
+        self.make_managers(make_policy)
+
+    def make_managers(self, make_policy: MakePolicy | None) -> None:
+        trace, config = self.trace, self.config
         if make_policy is None and config.policy == CLAIRVOYANT:
             from kvoffload.lab.clairvoyant import clairvoyant_policy
 
             make_policy = clairvoyant_policy(trace)
-        # More blocks than the trace can fill would only make the arrays larger.
-        self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
         policy = (make_policy or (lambda n: policy_by_name(config.policy, n)))(self.capacity)
         backend = HostBackend(trace.block_tokens, self.capacity)
         self.host = PolicyOffloadingManager(
@@ -374,11 +404,10 @@ class Run:
             policy,
             # As in service: with a disk below, a refused block would end the chain there too.
             must_store=bool(config.disk_blocks),
-            misses=_ExactMisses(trace),
+            misses=ExactMisses(trace),
             clock=self.clock,
         )
         self.manager: OffloadingManager = self.host
-        self.tier: CatalogTier | None = None
         self.store_step = max(1, trace.num_accesses)
         if config.disk_blocks:
             self.tier = CatalogTier(min(config.disk_blocks, max(1, trace.num_distinct)), 1, config.policy, self.clock)
@@ -390,16 +419,14 @@ class Run:
         if config.store_threshold is not None:
             tracked = tracker_size(config.capacity_blocks + config.disk_blocks)
             self.manager = FilterReusedOffloadingManager(self.manager, config.store_threshold, tracked)
-        self.hints = hints
-        self.has_contexts = self.tier is not None or config.store_threshold is not None or hints is not None
+        self.has_contexts = self.tier is not None or config.store_threshold is not None or self.hints is not None
         """Whether a tier, an admission or the host looks at the request of a call."""
-        self.device: DeviceCache | None = None
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)
-        self.hits = array("q")
-        """Blocks found on the device, in the host and on disk, per request."""
-        self.block_hits = self.stored = self.evicted = 0
-        self.misses: Counter[MissReason] = Counter()
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Returns what the managers have counted."""
+        return self.manager.take_counts()
 
     def clock(self) -> float:
         return self.now
@@ -521,7 +548,7 @@ class Run:
         reach: Ints = np.minimum(np.cumsum(hits, axis=0) * trace.block_tokens, asked)
         device, host, disk = np.diff(reach, axis=0, prepend=0)
         all_flops = _flops(model, np.zeros_like(asked), asked)
-        counts = self.manager.take_counts()
+        counts = self.take_counts()
         self.evicted += int(counts.get("evicted_blocks", 0))
         ttft = ttft_seconds(model, speeds, asked, device, host, disk)
         p50, p95 = np.percentile(ttft, [50, 95]).tolist() if len(ttft) else (0.0, 0.0)

@@ -44,7 +44,9 @@ class RequestRecord:
     ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long ago that block
     was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule`` that it
     followed then, and the ``scores`` of all its rules. ``tenant`` is the name of a configured tenant, or "other"; None
-    if there are none.
+    if there are none. ``engine`` is the name of an engine that offloads to host memory itself and has kvoffload below
+    that: then ``device_tokens`` is what was found on the device or there, ``host_tokens`` is 0, and only whole blocks
+    count.
     """
 
     time: float
@@ -60,6 +62,7 @@ class RequestRecord:
     tier_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
     missed_in: str | None = None
     tenant: str | None = None
+    engine: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,6 +87,7 @@ class RequestRecord:
             _tier_tokens(data),
             None if data.get("missed_in") is None else _text(data, "missed_in"),
             None if data.get("tenant") is None else _text(data, "tenant"),
+            None if data.get("engine") is None else _text(data, "engine"),
         )
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than the tokens found")
@@ -106,10 +110,10 @@ class RequestRecord:
         return self.reason is None and self.device_tokens > 0 and not self.host_tokens and not self.disk_tokens
 
     def __str__(self) -> str:
-        text = (
-            f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} on device, "
-            f"{self.host_tokens} in host"
-        )
+        above = f"on device, {self.host_tokens} in host"
+        if self.engine is not None:
+            above = f"on device or in {printable(self.engine)}'s host memory"
+        text = f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} {above}"
         text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.found_below.items())
         if self.missed_key is None:
             return text

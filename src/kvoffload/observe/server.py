@@ -283,6 +283,12 @@ def _pieces(sock: socket.socket, deadline: float) -> Iterator[bytes]:
         yield piece
 
 
+def log_record(record: RequestRecord) -> None:
+    """Logs ``record`` at the level DEBUG, as ``read_log`` reads it."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s%s", LOG_MARKER, json.dumps(record.to_dict()))
+
+
 def read_log(lines: Iterable[bytes], name: str) -> Reading:
     """Returns the records in a log called ``name``: JSON after LOG_MARKER anywhere in a line, or alone on a line."""
     reading = Reading()

@@ -54,6 +54,8 @@ STORE_DEADLINE_S = 10.0
 """A store that has had no room in the staging pool for so long is dropped."""
 LOCK_DEADLINE_S = 0.1
 """How long a call waits for the lock of the manager. It is held for so long only while a tier hangs in a call."""
+MAX_FORMER = 8
+"""Resets of which it is known that a block was stored before them."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.0001, 0.01
 """How long the thread waits for transfers: twice as long each time, while nothing happens."""
 IDLE_DELAY_S = 0.25
@@ -104,6 +106,8 @@ class TierBridge:
         self._expects = any(tier.tier.is_shared for tier in manager.tiers)
         """Whether tiers want to know what will be looked up next."""
         self._namespace = namespace(fingerprint)
+        self._former: deque[tuple[bytes, float]] = deque(maxlen=MAX_FORMER)
+        """The namespaces before resets, and when these came."""
         self._jobs = Jobs(slots, block_bytes, max_pages, clock)
         self._stores = Stores(manager, self._jobs, block_bytes, clock)
         self._loads = Loads(manager, self._jobs, block_bytes, clock)
@@ -263,6 +267,7 @@ class TierBridge:
     def reset(self) -> None:
         """Forgets all blocks, because the weights may have changed: this process finds none that was stored before.
         Drains first. Tiers of this process keep their blocks for the next one; shared tiers are switched off."""
+        self._former.append((self._namespace, self._clock()))
         self._namespace = os.urandom(NAMESPACE_BYTES)
         self._must_forget = True
         self._jobs.stop()
@@ -275,7 +280,7 @@ class TierBridge:
         self._jobs.close()
         self._wake.set()
         if self._thread is None:
-            self._run()
+            self._end()
             return
         self._thread.join(CLOSE_DEADLINE_S)
         if self._thread.is_alive():
@@ -288,12 +293,21 @@ class TierBridge:
 
     def explain(self, key: OffloadKey) -> Miss:
         """Returns why ``key`` cannot be loaded now."""
-        return self._ask(lambda: self._manager.explain_miss(self._namespace + key), Miss(MissReason.NEVER_STORED))
+        return self._ask(lambda: self._explain(key), Miss(MissReason.NEVER_STORED))
+
+    def _explain(self, key: OffloadKey) -> Miss:
+        miss = self._manager.explain_miss(self._namespace + key)
+        if miss.reason is MissReason.NEVER_STORED:
+            for former, since in reversed(self._former):
+                tier = self._manager.explain_miss(former + key).tier
+                if tier is not None:
+                    return Miss(MissReason.RESET, self._clock() - since, tier)
+        return miss
 
     def take_counts(self) -> Mapping[str, float]:
         """Returns counts since the last call, and gauges, by names of ``kvoffload.observe.metrics.METRICS``: "NAME" or
         "NAME:TIER"."""
-        return self._ask(self._manager.take_counts, {})
+        return self._ask(lambda: self._manager.take_counts(), {})
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the events of the tiers since the last call, with the keys of the engine."""
@@ -336,11 +350,10 @@ class TierBridge:
         try:
             delay = IDLE_DELAY_S
             while not self._is_closed and self.fault is None:
-                has_progress = self.step()
-                if not self._is_busy:
-                    delay = IDLE_DELAY_S
-                else:
-                    delay = FIRST_DELAY_S if has_progress else min(2 * delay, MAX_DELAY_S)
+                if self.step():
+                    delay = FIRST_DELAY_S
+                    continue
+                delay = min(2 * delay, MAX_DELAY_S) if self._is_busy else IDLE_DELAY_S
                 self._wake.wait(delay)
                 self._wake.clear()
             until = time.monotonic() + FLUSH_DEADLINE_S
@@ -389,7 +402,7 @@ class TierBridge:
     @property
     def _progress(self) -> tuple[int, ...]:
         transfers = ((len(tier.reads), tier.writes.num_writing) for tier in self._manager.tiers)
-        return (self._jobs.num_settled, *itertools.chain.from_iterable(transfers))
+        return (self._jobs.num_settled, self._manager.num_promotions, *itertools.chain.from_iterable(transfers))
 
     @property
     def _is_busy(self) -> bool:
@@ -471,6 +484,7 @@ def build_bridge(
             engine=engine,
             engines=engines,
             groups=groups,
+            num_tokens=lambda blocks: tokens_in(groups, blocks),
         )
         below = open_tiers(entries, context, opened)
         manager = TieredOffloadingManager(
@@ -509,6 +523,12 @@ def build_bridge(
     )
     bridge.start()
     return bridge
+
+
+def tokens_in(groups: Sequence[KVGroup], num_blocks: int) -> int:
+    """Returns how many tokens have all their KV in ``num_blocks`` blocks. States come on top."""
+    sizes = [group.block_tokens for group in groups if not group.state]
+    return int(num_blocks // sum(1 / size for size in sizes)) if sizes else 0
 
 
 def _admission(entry: TierConfig | None, bytes_per_block: int) -> ReuseFilter | None:

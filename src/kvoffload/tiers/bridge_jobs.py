@@ -180,7 +180,7 @@ class Jobs:
         with self._changed:
             self._is_closed = True
         self.stop()
-        self._slots = self._slots[:0]
+        self._slots = np.empty((0, 0), dtype=np.uint8)
 
     def finished(self) -> list[JobEnd]:
         """Returns the reports since the last call. Ends jobs that are long past their deadlines, because the thread

@@ -115,6 +115,8 @@ class Stores:
     def plan(self, namespace: bytes) -> StoreBatch | None:
         """Returns the next blocks to copy, or None if there are none, or no room for them. ``namespace``: that of keys
         now; what has another one was submitted before a reset."""
+        if self._staged and not any(tier.writes.num_writing or tier.writes.has_backlog for tier in self._manager.tiers):
+            self._release()
         while self._queue:
             entry = self._queue[0]
             is_old = entry.namespace != namespace
@@ -258,8 +260,7 @@ class Stores:
         """Counts a use of the blocks by which the chain has grown, before they are stored, and offers the chain."""
         grown = request.keys[request.num_used :]
         request.num_used = len(request.keys)
-        if grown or any(tier.writes.chain_of(name) is None for tier in self._manager.tiers):
-            self._manager.touch(grown, ReqContext(name), request.keys)
+        self._manager.touch(grown, ReqContext(name), request.keys)
 
     def _end_request(self, end: RequestEnd) -> None:
         request = self._extend(end.request, end.namespace, end.chain, end.chain_length)

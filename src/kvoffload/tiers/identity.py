@@ -15,6 +15,7 @@ from kvoffload.printable import printable
 
 MODEL = "model"
 VARIABLES = "variables set for vLLM"
+SOFTWARE = "installed software"
 VALUES = "values of vLLM's variables"
 """A digest. If it differs and VARIABLES does not, the difference is in the value of one of these."""
 MAX_TEXT = 1 << 16
@@ -63,6 +64,17 @@ def describe_difference(mine: Mapping[str, str], other: Mapping[str, str]) -> st
     if VALUES in names and VARIABLES not in names and mine.get(VARIABLES):
         said.append(f"one of these has another value there: {printable(mine[VARIABLES])}")
     return "; ".join(said) or "something that the two descriptions leave out"
+
+
+def describe(identity: Mapping[str, str]) -> str:
+    """Returns what an identity says to people, such as "model llama, dtype bfloat16", without what is a digest, not set
+    or long."""
+    said = [f"{_shown(name)} {_shown(value)}" for name, value in identity.items() if _says_something(name, value)]
+    return printable(", ".join(said), MAX_DESCRIPTION)
+
+
+def _says_something(name: str, value: str) -> bool:
+    return name not in (VARIABLES, VALUES, SOFTWARE) and value not in ("", "None") and not value.startswith(_DIGEST)
 
 
 def explain_unusable(fingerprint: str, mine: Mapping[str, str], other: Mapping[str, str]) -> str | None:

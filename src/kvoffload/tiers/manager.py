@@ -379,6 +379,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.drop_from_host(keys)
         for tier in self.tiers:
             tier.tier.delete(keys)
+            tier.writes.lose(len(keys))
 
     def drop_from_host(self, keys: Sequence[OffloadKey]) -> None:
         self._promoter.drop(keys)

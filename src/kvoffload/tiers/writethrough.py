@@ -118,8 +118,10 @@ class WriteThrough:
         return lacking
 
     def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
-        """Returns whether some of ``keys``, of the chain of ``request``, are to be written as soon as the tier takes
-        them on, or after blocks that it is writing."""
+        """Returns whether some of ``keys``, of the chain of ``request``, are being written, or will be as soon as the
+        tier takes them on or has written others."""
+        if not self._writing.keys().isdisjoint(keys):
+            return True
         chain = self._backlog.of_request(request)
         if chain is None or not (chain.state in READY or any(key in self._writing for key in chain.waits_for)):
             return False

@@ -21,7 +21,7 @@ from vllm.config.utils import normalize_value
 from kvoffload.abc import ConfigError
 from kvoffload.digests import DigestCache
 from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
-from kvoffload.tiers.identity import MODEL, VALUES, VARIABLES, digest
+from kvoffload.tiers.identity import MODEL, SOFTWARE, VALUES, VARIABLES, digest
 from kvoffload.vllm import versions
 from kvoffload.vllm.nesting import page_layout
 
@@ -218,7 +218,7 @@ def describe_parts(vllm_config: VllmConfig, layout: Layout, parts: Mapping[str, 
         "max_model_len": parts["max_model_len"],
         "device": parts["device"],
         "engine": engine,
-        "installed software": ", ".join(libraries),
+        SOFTWARE: ", ".join(libraries),
         VARIABLES: ", ".join(sorted(variables)),
     }
     given = parts["weights"].startswith(("given:", "revision:"))

@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from kvoffload.abc import ConfigError
+from kvoffload.vllm import versions
+
+if _reason := versions.reason_against_secondary_tiers("kvoffload.vllm.host_spec"):
+    raise ConfigError(_reason)
+
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CopyRun, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec

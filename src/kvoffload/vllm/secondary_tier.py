@@ -24,19 +24,14 @@ from kvoffload.connector.guarded import guarded
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import DEPRECATED, METRICS, Metrics
 from kvoffload.observe.server import RecordServer
-from kvoffload.supported import FIRST_WITH_SECONDARY_TIERS, TESTED
-from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge
+from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge, tokens_in
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
 from kvoffload.vllm.metrics import PREFIX
 
-if not versions.has_secondary_tiers():
-    raise ConfigError(
-        f"{versions.NAME} cannot use KVOffloadTier: its offloading has no tiers of this kind; use vLLM "
-        f"{FIRST_WITH_SECONDARY_TIERS} to "
-        f'{TESTED[-1]}, or kvoffload\'s own connector ("kv_connector": "KVOffloadConnector")'
-    )
+if _reason := versions.reason_against_secondary_tiers("KVOffloadTier"):
+    raise ConfigError(_reason)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -95,13 +90,8 @@ class KVOffloadTier(SecondaryTierManager):
         config = DoorConfig.from_mapping(options, _setting(offloading_spec, tier_type, options))
         vllm_config, kv_cache_config = calling_engine()
         versions.warn_if_untested()
-        self.layout = TierLayout.from_vllm(
-            config,
-            offloading_spec,
-            vllm_config,
-            kv_cache_config,
-            self.block_size_bytes,
-        )
+        row_bytes = self.block_size_bytes
+        self.layout = TierLayout.from_vllm(config, offloading_spec, vllm_config, kv_cache_config, row_bytes)
         self.off = False
         self.bridge = self._open(config, bool(offloading_spec.kv_events_config.enable_kv_cache_events))
         are_local = {isinstance(tier, DiskConfig) for tier in config.tiers}
@@ -144,10 +134,9 @@ class KVOffloadTier(SecondaryTierManager):
             "kvoffload: tiers below vLLM's host memory of %d chunks (%s each, %s tokens in all): %s",
             chunks,
             format_bytes(layout.block_bytes),
-            f"{layout.tokens(chunks):,}",
+            f"{tokens_in(layout.kv_groups, chunks):,}",
             ", ".join(bridge.names) or "none",
         )
-        logger.info("kvoffload: model fingerprint %s", made)
         return bridge
 
     def switch_off(self, where: str) -> None:
@@ -168,6 +157,7 @@ class KVOffloadTier(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._expected_root is not None:
             self._check_hash_root()
+        self._requests[req_context.req_id] = TierRequest()
         return RequestOffloadingContext()
 
     def _check_hash_root(self) -> None:
@@ -182,15 +172,13 @@ class KVOffloadTier(SecondaryTierManager):
     @guarded(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._request(req_context)
-        del self._requests[req_context.req_id]
+        self._requests.pop(req_context.req_id, None)
         if request.chain:
             self.bridge.end_request(req_context.req_id, request.chain)
 
     def _request(self, context: ReqContext) -> TierRequest:
         """Returns what is known of a request, with all keys that vLLM has named so far."""
-        request = self._requests.get(context.req_id)
-        if request is None:
-            request = self._requests[context.req_id] = TierRequest()
+        request = self._requests.get(context.req_id) or TierRequest()
         request.extend(context._offload_key_positions, self._groups)
         return request
 
@@ -257,11 +245,16 @@ class KVOffloadTier(SecondaryTierManager):
 
     @guarded(lambda self: self._fail_all())
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        ended, self._ended = [*self._ended, *self.bridge.finished()], []
-        return [self._report(end) for end in ended]
+        ended = [*self._ended, *self.bridge.finished()]
+        results = [self._report(end) for end in ended]
+        # Only now: if something fails before, all open jobs are reported as failed.
+        self._ended.clear()
+        for end in ended:
+            del self._jobs[end.job]
+        return results
 
     def _report(self, end: JobEnd) -> JobResult:
-        job = self._jobs.pop(end.job)
+        job = self._jobs[end.job]
         is_whole = end.ok and len(end.done) == len(job.keys)
         if end.is_load:
             request = self._requests.get(job.req_context.req_id)
@@ -353,7 +346,7 @@ class KVOffloadTier(SecondaryTierManager):
 
 def _setting(spec: OffloadingSpec, tier_type: str, options: Mapping[str, Any]) -> str:
     """Returns what stands before a key of ``options`` in errors."""
-    entries = getattr(spec, "secondary_tier_configs", ())
+    entries = spec.extra_config.get("secondary_tiers", ())
     for i, entry in enumerate(entries):
         if entry.get("type") == tier_type and options.items() <= entry.items():
             return f"secondary_tiers[{i}]."

@@ -78,11 +78,6 @@ class TierLayout:
     def kv_groups(self) -> list[KVGroup]:
         return [group.group for group in self.groups]
 
-    def tokens(self, num_blocks: int) -> int:
-        """Returns how many tokens have all their KV in ``num_blocks`` blocks. States come on top."""
-        sizes = [group.block_tokens for group in self.kv_groups if not group.state]
-        return int(num_blocks // sum(1 / size for size in sizes)) if sizes else 0
-
     @classmethod
     def from_vllm(
         cls,

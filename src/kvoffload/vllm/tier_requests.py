@@ -12,6 +12,7 @@ from kvoffload.abc import KVGroup, Miss, OffloadKey
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
+from kvoffload.observe.server import log_record
 
 MAX_LOADS = 3
 """How often a block is loaded for one request. vLLM may evict it before the request can use it."""
@@ -116,8 +117,10 @@ class TierRecords:
             found,
             tier_tokens={self._tier: found} if found else {},
             missed_in=None if miss is None else miss.tier,
+            engine="vLLM",
         )
         self.records.append(record)
+        log_record(record)
         self._metrics.add("asked_tokens", record.tokens_asked)
         self._metrics.add("device_hit_tokens", record.device_tokens)
         self._metrics.add("tier_hit_tokens", found, label=self._tier)

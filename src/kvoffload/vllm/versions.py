@@ -45,6 +45,7 @@ SINCE = {
     "isa": "0.29",
     "kv_cache_layout": "0.29",
     "kv_connector_block_state": "0.29",
+    "kv_hints": "0.31",
     "max_tp_shards": "0.31",
     "num_hash_lookahead_tokens": "0.33",
     "num_prefill_lookahead_tokens": "0.31",
@@ -114,13 +115,21 @@ except ImportError:
     HIT_SOURCE = None
 
 
-def has_secondary_tiers() -> bool:
-    """Whether vLLM's own offloading has tiers below host memory, and gives them jobs with the chunks of this memory."""
+def reason_against_secondary_tiers(user: str) -> str | None:
+    """Returns why ``user``, a part of vLLM's own offloading, cannot be used with this version, or None if it can."""
     try:
         from vllm.v1.kv_offload.tiering.base import TransferJob
     except ImportError:
-        return False
-    return _is_since(FIRST_WITH_SECONDARY_TIERS) and "chunk_ids" in TransferJob.__dataclass_fields__
+        fields: Any = {}
+    else:
+        fields = TransferJob.__dataclass_fields__
+    if _is_since(FIRST_WITH_SECONDARY_TIERS) and "chunk_ids" in fields:
+        return None
+    return (
+        f"{NAME} cannot use {user}: its own offloading does not have the tiers that this needs; use vLLM "
+        f"{FIRST_WITH_SECONDARY_TIERS} to {TESTED[-1]}, or kvoffload's own connector "
+        '("kv_connector": "KVOffloadConnector")'
+    )
 
 
 _SAMPLE = re.compile("[0-9]+_")

@@ -1216,3 +1216,16 @@ def test_close_does_not_wait_for_a_medium_that_hangs_in_its_last_write(
     assert not closed.is_set()
     may_continue.set()
     assert closed.wait(60.0)
+
+
+def test_blocks_of_the_same_model_that_cannot_be_used_are_logged_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(fingerprint: str, **identity: str) -> str:
+        caplog.clear()
+        open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), fingerprint, identity=identity).close()
+        return caplog.text
+
+    assert start(FINGERPRINT, model="llama", weights="digest:1") == ""
+    assert "other weights there" in start(OTHERS[0], model="llama", weights="digest:2")
+    assert start(OTHERS[1], model="mistral", weights="digest:3") == ""

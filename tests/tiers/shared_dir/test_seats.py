@@ -16,9 +16,9 @@ import pytest
 
 from kvoffload.abc import ConfigError, TierError
 from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.identities import read_identity
 from kvoffload.tiers.shared_dir import seats
 from kvoffload.tiers.shared_dir.background import REST_S
-from kvoffload.tiers.shared_dir.identities import read_identity
 from kvoffload.tiers.shared_dir.seats import (
     BEAT_S,
     GONE_AFTER_S,

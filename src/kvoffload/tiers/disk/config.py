@@ -55,6 +55,7 @@ class DiskConfig(DirectoryConfig):
             engine=context.engine,
             engines=context.engines,
             shares=context.shares,
+            identity=context.identity,
         )
         logger.info(
             "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",

@@ -187,11 +187,11 @@ class SlabFiles:
         if self.read_only:
             self._open_read_only()
             return
-        kept = set(map(slab_name, range(self._num_slabs(self.num_allocated))))
+        kept = {IDENTITY_NAME, *map(slab_name, range(self._num_slabs(self.num_allocated)))}
         if not is_new:
             kept |= {INDEX_NAME, RECENCY_NAME}
         if self._publisher:
-            kept |= {JOURNAL_NAME, IDENTITY_NAME}
+            kept.add(JOURNAL_NAME)
         for name in names:
             if name not in kept:
                 self._storage.remove(self._folder, name)

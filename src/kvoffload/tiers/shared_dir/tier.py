@@ -11,7 +11,7 @@ import enum
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Slots, States, Ten
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.disk.blockio import JOB_BYTES
+from kvoffload.tiers.disk.identities import log_unusable, write_identity
 from kvoffload.tiers.disk.journal import UInt64s, digests_of
 from kvoffload.tiers.disk.slabs import SLAB_BYTES
 from kvoffload.tiers.disk.storage import Storage
@@ -28,9 +29,8 @@ from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
-from kvoffload.tiers.shared_dir.identities import log_unusable, write_identity
 from kvoffload.tiers.shared_dir.reads import ForeignReads
-from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Machine, Seat, take_seat
+from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Machine, Seat, seat_names, take_seat
 from kvoffload.tiers.shared_dir.writer import Renewal, Writer
 from kvoffload.tiers.threads import IOThreads
 
@@ -174,7 +174,7 @@ class SharedDirTier(Tier):
         if self._identity:
             identity, self._identity = self._identity, {}
             try:
-                log_unusable(self._writer.root, self._fingerprint, identity)
+                log_unusable("shared directory", _seats(self._writer.root), self._fingerprint, identity)
             except OSError as error:
                 logger.debug("kvoffload: shared directory: identities cannot be read (%s)", error)
 
@@ -355,6 +355,19 @@ class SharedDirTier(Tier):
 
     def check_integrity(self) -> None:
         self.own.check_integrity()
+
+
+def _seats(root: Storage) -> Iterator[tuple[str, Storage]]:
+    """Yields the seats that can be opened, by name. Each is closed when the next one is asked for."""
+    for name in seat_names(root):
+        try:
+            storage = root.child(name)
+        except (OSError, ConfigError):
+            continue
+        try:
+            yield name, storage
+        finally:
+            storage.close()
 
 
 def _gone(result: TierResult) -> TierResult:

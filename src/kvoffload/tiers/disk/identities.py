@@ -1,18 +1,18 @@
-"""Identities in a shared directory: what each fingerprint depends on, for the log of servers that cannot use it."""
+"""Identities in the directory of a tier: what each fingerprint depends on, in words, for people and for the log of
+servers that cannot use its blocks."""
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from kvoffload.abc import ConfigError
 from kvoffload.tiers.disk.format import IDENTITY_NAME, is_fingerprint
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.identity import explain_unusable, identity_text, parse_identity
-from kvoffload.tiers.shared_dir.seats import aligned_buffer, seat_names
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def read_identity(storage: Storage, fingerprint: str) -> dict[str, str]:
     try:
         file = storage.open(fingerprint, IDENTITY_NAME, fresh=True)
         try:
-            page = aligned_buffer(IDENTITY_BYTES)
+            page = np.frombuffer(mmap.mmap(-1, IDENTITY_BYTES), dtype=np.uint8)
             return parse_identity(page[: file.read([page], 0)].tobytes().decode("utf-8", "replace"))
         finally:
             file.close()
@@ -58,23 +58,18 @@ def _folders(storage: Storage) -> list[str]:
         return []
 
 
-def log_unusable(root: Storage, fingerprint: str, identity: Mapping[str, str]) -> list[str]:
-    """Logs which blocks of the same model in a shared directory cannot be used under ``fingerprint``, and why. Returns
-    what it has logged. Raises OSError."""
+def log_unusable(
+    directory: str, parts: Iterable[tuple[str, Storage]], fingerprint: str, identity: Mapping[str, str]
+) -> list[str]:
+    """Logs which blocks of the same model in ``parts`` of a directory, storages by name, cannot be used under
+    ``fingerprint``, and why. ``directory`` is what the log calls it. Returns what it has logged. Raises OSError."""
     reasons: dict[str, str] = {}
-    for name in seat_names(root):
-        try:
-            storage = root.child(name)
-        except (OSError, ConfigError):
-            continue
-        try:
-            for other in _folders(storage):
-                if other != fingerprint and other not in reasons and len(reasons) < MAX_LOGGED:
-                    reason = explain_unusable(other, identity, read_identity(storage, other))
-                    if reason is not None:
-                        reasons[other] = f"{name}: {reason}"
-        finally:
-            storage.close()
+    for name, storage in parts:
+        for other in _folders(storage):
+            if other != fingerprint and other not in reasons and len(reasons) < MAX_LOGGED:
+                reason = explain_unusable(other, identity, read_identity(storage, other))
+                if reason is not None:
+                    reasons[other] = f"{name}: {reason}" if name else reason
     for reason in reasons.values():
-        logger.warning("kvoffload: shared directory: %s", reason)
+        logger.warning("kvoffload: %s: %s", directory, reason)
     return list(reasons.values())

@@ -1,0 +1,245 @@
+"""Configurations of the offloading that engines have themselves: which of their settings are kvoffload's, and what
+would make the engine refuse or ignore them."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvoffload.doctor.findings import Level
+from kvoffload.host.limits import total_memory
+from kvoffload.settings import shown
+from kvoffload.units import format_bytes, parse_bytes
+
+CONNECTOR = "OffloadingConnector"
+TIERING_SPEC = "TieringOffloadingSpec"
+DEFAULT_SPEC = "CPUOffloadingSpec"
+TIER_MODULE, TIER = "kvoffload.vllm.secondary_tier", "KVOffloadTier"
+POLICY_MODULE = "kvoffload.vllm.cache_policy"
+POLICIES = ("AutoCachePolicy", "LRUCachePolicy", "ARCCachePolicy")
+SPEC_MODULE, TIERING_SPEC_ON_CPUS, SPEC_ON_CPUS = "kvoffload.vllm.host_spec", "HostTieringSpec", "HostMemorySpec"
+SPECS = {TIERING_SPEC: False, DEFAULT_SPEC: False, TIERING_SPEC_ON_CPUS: True, SPEC_ON_CPUS: True}
+"""Whether the worker of a spec copies for an engine on CPUs. vLLM's own refuse to start there."""
+STORAGE_MODULE, STORAGE = "kvoffload.sglang", "KVOffloadStorage"
+BUILTIN_POLICIES = ("lru", "arc")
+"""Names that vLLM takes for its own policies, whatever module is named beside them."""
+_ENTRY_KEYS = ("type", "module_path", "locality", "backpressure")
+"""Keys of an entry of ``secondary_tiers`` that are vLLM's."""
+_STORAGE_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "file_storage_path")
+_SGLANG_KEYS = (
+    *_STORAGE_KEYS,
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+)
+_OF_VLLM = ("secondary_tiers", "spec_name", "spec_module_path", "cpu_bytes_to_use", "eviction_policy")
+_MISPLACED = ("tier", "tiers", "host_bytes", "disk_dir", "disk_bytes", "model_fingerprint", "policy")
+"""kvoffload's settings that vLLM would ignore beside ``secondary_tiers``."""
+_TIER_EXAMPLE = '"tier": {"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "500GiB"}'
+_ENTRY_EXAMPLE = f'{{"type": "{TIER}", "module_path": "{TIER_MODULE}", {_TIER_EXAMPLE}}}'
+
+Say = Callable[..., None]
+"""Reports a finding: the end of its id, its text, its fix, and ``level``, by default Level.PROBLEM."""
+
+
+class Door(enum.StrEnum):
+    """The way in by which an engine reaches kvoffload."""
+
+    CONNECTOR = "connector"
+    VLLM = "vllm"
+    """vLLM's own connector, with a secondary tier or a cache policy of kvoffload."""
+    SGLANG = "sglang"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Settings of one set of tiers. ``options``: as the connector's own options. ``prefix``: what stands before their
+    names in the configuration. ``is_single``: the tier has been given as "tier"."""
+
+    options: Mapping[str, Any]
+    prefix: str = ""
+    is_single: bool = False
+
+    def named(self, message: str) -> str:
+        """Returns ``message`` about one of ``options`` with the setting's name in the configuration."""
+        if not re.match(r"tiers\[", message):
+            message = self.prefix + message
+        return re.sub(r"(?<![\w.])tiers\[0\]" if self.is_single else r"(?<![\w.])tiers(?=\[)", self._tiers, message)
+
+    @property
+    def _tiers(self) -> str:
+        return f"{self.prefix}{'tier' if self.is_single else 'tiers'}"
+
+
+@dataclass(slots=True)
+class Given:
+    """What a configuration of an engine's own offloading holds. ``host_bytes``: what the engine itself allocates, or
+    None if that is not known. ``in_shared_memory``: whether it does so in /dev/shm. ``is_for_cpus``: see ``Plan``."""
+
+    parts: list[Part] = field(default_factory=list)
+    host_bytes: int | None = None
+    in_shared_memory: bool = False
+    is_for_cpus: bool | None = None
+
+
+def door_of(options: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> Door:
+    """Returns whose configuration this is. ``transfer``: see ``Source``."""
+    if transfer is not None:
+        return Door.VLLM if transfer.get("kv_connector") == CONNECTOR else Door.CONNECTOR
+    if any(name in options for name in _OF_VLLM):
+        return Door.VLLM
+    return Door.SGLANG if any(name in options for name in _STORAGE_KEYS) else Door.CONNECTOR
+
+
+# vLLM.
+
+
+def read_vllm(extra: Mapping[str, Any], say: Say) -> Given:
+    """Returns what the ``kv_connector_extra_config`` of vLLM's connector holds, and reports what is wrong with it."""
+    entries = extra.get("secondary_tiers", [])
+    if not isinstance(entries, list):
+        say("refused", f"secondary_tiers={shown(entries)}: not a list", f'write "secondary_tiers": [{_ENTRY_EXAMPLE}]')
+        entries = []
+    parts = [part for i, entry in enumerate(entries) for part in _entry(f"secondary_tiers[{i}]", entry, say)]
+    spec = _check_spec(extra, bool(entries), say)
+    has_policy = _check_policy(extra, say)
+    misplaced = [name for name in _MISPLACED if name in extra]
+    if misplaced:
+        text = f"{', '.join(misplaced)}: vLLM ignores {'them' if len(misplaced) > 1 else 'it'} here"
+        say("ignored", text, f'write kvoffload\'s settings into an entry: "secondary_tiers": [{_ENTRY_EXAMPLE}]')
+    if not parts and not has_policy and not any(TIER in str(entry) for entry in entries):
+        say("connector", "nothing in it is kvoffload's", f'add "secondary_tiers": [{_ENTRY_EXAMPLE}]')
+    if parts:
+        text = "LoRA adapters are refused here: the scheduler's process does not see the bytes of an adapter"
+        say("adapters", text, 'with --enable-lora use "kv_connector": "KVOffloadConnector"', level=Level.NOTE)
+    in_shared_memory = spec in (TIERING_SPEC, TIERING_SPEC_ON_CPUS)
+    return Given(parts, _cpu_bytes(extra, say), in_shared_memory, SPECS.get(spec))
+
+
+def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
+    """Yields the settings of a tier of kvoffload in an entry of ``secondary_tiers``."""
+    if not isinstance(entry, Mapping):
+        say("refused", f"{setting}={shown(entry)}: not a JSON object", f"write {_ENTRY_EXAMPLE}")
+        return
+    kind, module = entry.get("type"), entry.get("module_path")
+    if kind != TIER and not str(module).startswith("kvoffload"):
+        said = f"{setting}.type={shown(kind)}: not a tier of kvoffload, and not checked"
+        say("other_tier", said, level=Level.NOTE)
+        return
+    if kind != TIER:
+        say("class", f"{setting}.type={shown(kind)}: kvoffload has no such tier", f'write "type": "{TIER}"')
+    if module != TIER_MODULE:
+        wrong = f"module_path={shown(module)}: {TIER} is not there" if module else "module_path is not set"
+        say("class", f"{setting}.{wrong}", f'write "module_path": "{TIER_MODULE}"')
+    yield _part(entry, f"{setting}.", _ENTRY_KEYS)
+
+
+def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> Part:
+    """Returns kvoffload's settings in ``entry``, which holds those of the engine too."""
+    options = {name: value for name, value in entry.items() if name not in engines}
+    is_single = options.get("tier") is not None and options.get("tiers") is None
+    if is_single:
+        options["tiers"] = [options.pop("tier")]
+    return Part(options, prefix, is_single)
+
+
+def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:
+    """Returns the name of the OffloadingSpec."""
+    name, module = extra.get("spec_name", DEFAULT_SPEC), extra.get("spec_module_path")
+    if has_tiers and "spec_name" not in extra:
+        text = f"spec_name is not set: vLLM takes {DEFAULT_SPEC} then, which ignores secondary_tiers without a word"
+        say("spec", text, f'add "spec_name": "{TIERING_SPEC}"')
+    elif has_tiers and name in (DEFAULT_SPEC, SPEC_ON_CPUS):
+        right = TIERING_SPEC if name == DEFAULT_SPEC else TIERING_SPEC_ON_CPUS
+        text = f"spec_name={name!r}: it ignores secondary_tiers without a word"
+        say("spec", text, f'write "spec_name": "{right}"')
+    elif name in (TIERING_SPEC_ON_CPUS, SPEC_ON_CPUS) or str(module).startswith("kvoffload"):
+        if name not in (TIERING_SPEC_ON_CPUS, SPEC_ON_CPUS):
+            say("class", f"spec_name={shown(name)}: not in {module}", f'write "spec_name": "{TIERING_SPEC_ON_CPUS}"')
+        if module != SPEC_MODULE:
+            wrong = (
+                f"spec_module_path={shown(module)}: {name} is not there" if module else "spec_module_path is not set"
+            )
+            say("class", wrong, f'write "spec_module_path": "{SPEC_MODULE}"')
+    elif name not in (TIERING_SPEC, DEFAULT_SPEC) and module is None:
+        say("spec", f"spec_name={shown(name)}: vLLM knows no such spec", f'write "spec_name": "{TIERING_SPEC}"')
+    threshold = extra.get("store_threshold", 0)
+    if name in (TIERING_SPEC, TIERING_SPEC_ON_CPUS) and str(threshold).isdecimal() and int(threshold) >= 2:
+        text = f"store_threshold={shown(threshold)}: vLLM refuses it together with {name}"
+        say("refused", text, "remove it; a tier of kvoffload has a store_threshold of its own")
+    return str(name)
+
+
+def _check_policy(extra: Mapping[str, Any], say: Say) -> bool:
+    """Returns whether the cache policy is one of kvoffload's."""
+    name, module = extra.get("eviction_policy", BUILTIN_POLICIES[0]), extra.get("cache_policy_module_path")
+    is_ours = str(module).startswith("kvoffload")
+    named = f'"eviction_policy": "{POLICIES[0]}"'
+    if name in BUILTIN_POLICIES:
+        if is_ours:
+            text = f"eviction_policy={name!r}: that is vLLM's own policy, and cache_policy_module_path is not read"
+            say("policy", text, f"write {named}")
+    elif is_ours or name in POLICIES or name == "auto":
+        if name not in POLICIES:
+            near = difflib.get_close_matches(str(name), POLICIES, n=1, cutoff=0.3)
+            fix = f'write "eviction_policy": "{(near or POLICIES)[0]}"'
+            say("class", f"eviction_policy={shown(name)}: kvoffload has no such policy", fix)
+        if module != POLICY_MODULE:
+            wrong = (
+                f"cache_policy_module_path={shown(module)}: it is not there"
+                if module
+                else "cache_policy_module_path is not set"
+            )
+            say("class", wrong, f'write "cache_policy_module_path": "{POLICY_MODULE}"')
+        return True
+    return False
+
+
+def _cpu_bytes(extra: Mapping[str, Any], say: Say) -> int | None:
+    """Returns vLLM's host memory per engine. vLLM reads a number of bytes only."""
+    value = extra.get("cpu_bytes_to_use")
+    if not value:
+        text = "cpu_bytes_to_use is not set: vLLM does not start without it"
+        say("refused", text, f'add "cpu_bytes_to_use": {total_memory() // 2 >> 30 << 30}, a number of bytes')
+        return None
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        try:
+            fix = f'write "cpu_bytes_to_use": {parse_bytes("cpu_bytes_to_use", value)}'
+        except ValueError:
+            fix = 'write a number such as "cpu_bytes_to_use": 68719476736'
+        say("refused", f"cpu_bytes_to_use={shown(value)}: vLLM reads a number of bytes, without a unit", fix)
+        return None
+    total = total_memory()
+    if number > total:
+        text = f"cpu_bytes_to_use={number} ({format_bytes(number)}): this machine has {format_bytes(total)} in all"
+        say("refused", text, f"write what it can spare, such as {total // 2}")
+        return None
+    return number
+
+
+# SGLang.
+
+
+def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
+    """Returns what SGLang's ``--hicache-storage-backend-extra-config`` holds, and reports what is wrong with it."""
+    if not extra.get("backend_name"):
+        say("class", "backend_name is not set, and SGLang refuses that", 'add "backend_name": "kvoffload"')
+    for name, right in (("module_path", STORAGE_MODULE), ("class_name", STORAGE)):
+        if extra.get(name) != right:
+            wrong = f"{name}={shown(extra[name])}: not kvoffload's" if name in extra else f"{name} is not set"
+            say("class", wrong, f'write "{name}": "{right}"')
+    if not extra.get("interface_v1"):
+        text = "interface_v1 is not 1: SGLang would use an interface of its own classes, which kvoffload refuses"
+        say("interface", text, 'add "interface_v1": 1')
+    if extra.get("hicache_storage_pass_prefix_keys") is not True:
+        text = "hicache_storage_pass_prefix_keys is not true: SGLang does not say what comes before a page"
+        say("interface", text, 'add "hicache_storage_pass_prefix_keys": true')
+    return Given([_part(extra, "", _SGLANG_KEYS)])

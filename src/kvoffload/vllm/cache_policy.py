@@ -1,0 +1,388 @@
+"""Eviction policies for the host memory of vLLM's own offloading connector.
+
+In ``kv_connector_extra_config`` of vLLM's OffloadingConnector::
+
+    "eviction_policy": "AutoCachePolicy", "cache_policy_module_path": "kvoffload.vllm.cache_policy"
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, repeat
+from operator import mod
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.cpu.policies import base
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+
+from kvoffload.abc import Access, ConfigError, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.table import BlockTable
+from kvoffload.native import describe
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+
+if not (hasattr(base, "ChunkStatus") and hasattr(CachePolicy, "on_request_finished")):
+    raise ConfigError(
+        f"cache_policy_module_path={__name__!r}: vLLM {vllm.__version__} does not tell a cache policy which chunks a "
+        "request has used; use vLLM 0.31 or later, or kvoffload's own connector, KVOffloadConnector"
+    )
+
+# vLLM configures only the logger "vllm". As its child, the logger of kvoffload has the same handlers and level.
+logging.getLogger("kvoffload").parent = init_logger("vllm")
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, eq=False)
+class _Use:
+    """What is known of one request. vLLM's context of the request holds it, and so ends it."""
+
+    life: object
+    """Of the policy when the request began; see ``PolicyAdapter``."""
+    chain: Sequence[OffloadKey]
+    """The keys of which the policy knows that the request uses them, head first."""
+    num_positions: int
+    """How many keys the request had when ``chain`` was made."""
+    stores: bool = False
+    """Whether the request has begun to store."""
+    refused: set[OffloadKey] = field(default_factory=set)
+    """Keys that the policy does not admit. Once there are any, it admits none of the keys after them."""
+
+
+def _starts_over(method: Callable[..., Result]) -> Callable[..., Result]:
+    """After an exception in ``method``, lets plain LRU go on with the chunks that vLLM knows, and calls it again."""
+
+    @functools.wraps(method)
+    def wrapper(self: PolicyAdapter, *args: Any) -> Result:
+        try:
+            return method(self, *args)
+        except Exception:
+            logger.exception(
+                "%s failed: from now on LRU evicts from vLLM's host memory; please report this", type(self).__name__
+            )
+            self._start_over()
+            return method(self, *args)
+
+    return wrapper
+
+
+class PolicyAdapter(CachePolicy):  # type: ignore[misc]
+    """A policy of kvoffload behind the interface of vLLM's. The slot of a block is the number of vLLM's chunk.
+
+    vLLM calls per key, our policies want batches. So ``get``, ``insert`` and the marks only note the key, and the other
+    methods, which vLLM calls once per request or step, hand on what was noted (``_settle``).
+
+    A request is one use of its chain, when it begins to store, or when it has finished. A policy may refuse new blocks,
+    but vLLM's manager stores all that it offers. What is refused is stored *aside*: the policy does not know it, and it
+    leaves first.
+    """
+
+    policy: ClassVar[str]
+    """The name of the policy in ``kvoffload.cache.policies``."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        # The scheduler looks up one key at a time: this costs no call of a Python function.
+        self.get = self._chunks.get
+        self._policy = make_policy(self.policy, cache_capacity)
+        self._reset()
+        logger.info(
+            "kvoffload's policy %s evicts from vLLM's host memory of %s chunks (%s)",
+            self.policy,
+            f"{cache_capacity:,}",
+            describe(),
+        )
+
+    def _reset(self) -> None:
+        self._table = BlockTable(self.cache_capacity)
+        self._life = object()
+        """A request that began in another life of the policy, before ``clear``, begins again."""
+        self._entering: list[OffloadKey] = []
+        """Inserted since ``_settle``, head first."""
+        self._marks: dict[OffloadKey, bool] = {}
+        """Whether a chunk has become evictable (True) or not evictable, since ``_settle``."""
+        self._aside: dict[int, None] = {}
+        """Slots of the blocks that the policy has refused, the oldest first."""
+        self._announced: list[OffloadKey] = []
+        """The keys that vLLM is about to insert."""
+        self._storing: _Use | None = None
+        """The request that stores them."""
+
+    # Called per key.
+
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        return self._chunks.get(key)
+
+    def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
+        self._chunks[key] = chunk
+        self._entering.append(key)
+        if chunk.ref_cnt == 0:
+            self._marks[key] = True
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self._marks[key] = True
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        self._marks[key] = False
+
+    # Uses.
+
+    @_starts_over
+    def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Only vLLM 0.33 and later call this, when a request loads."""
+        self._use(keys, req_context)
+
+    @_starts_over
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        self._announced = list(keys)
+        use = self._storing = self._use(self._announced, req_context)
+        use.refused.update(self._refused(use, self._announced))
+
+    @_starts_over
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        keys = [key for group in key_groups for key in group]
+        if not keys:
+            return
+        use = self._use(keys, req_context)
+        self._reorder(self._chain(use, keys, req_context), list(insertion_only_keys))
+
+    @_starts_over
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        chain = list(keys)
+        use = req_context.get_state(_Use)
+        if use is None or use.life is not self._life:
+            self._use(chain, req_context)
+        else:
+            self._settle()
+            self._reorder(chain, [])
+
+    def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> _Use:
+        """Tells the policy once per request what the request uses. ``keys`` are those that vLLM names."""
+        self._settle()
+        use = req_context.get_state(_Use)
+        if use is not None and use.life is self._life:
+            return use
+        use = _Use(self._life, (), -1)
+        req_context.set_state(use)
+        use.chain = self._chain(use, list(keys), req_context)
+        use.num_positions = len(req_context._offload_key_positions)
+        found = self._find(use.chain)
+        slots, ready = self._table.used(found)
+        self._policy.access(Access(use.chain, found, slots, ready))
+        self._take_back(use.chain)
+        return use
+
+    def _chain(self, use: _Use, keys: list[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        """Returns the keys of a request in the order in which their chunks end, those of all KV cache groups together,
+        as far as vLLM knows them by now; ``keys`` if it does not say where they end."""
+        ends = req_context._offload_key_positions
+        if not ends:
+            return keys
+        if len(ends) == use.num_positions:
+            return use.chain
+        chain = sorted(ends, key=ends.__getitem__)
+        if any(map(mod, ends.values(), repeat(next(iter(ends.values()))))):
+            # Chunks of several sizes, or parts of chunks for which vLLM has looked. The first key of a group is whole.
+            sizes: dict[int, int] = {}
+            whole = {key for key, end in ends.items() if end % sizes.setdefault(key_group_idx(key), end) == 0}
+            chain = [key for key in chain if key in whole or key in self._chunks]
+        return chain
+
+    def _reorder(self, chain: Sequence[OffloadKey], new: list[OffloadKey]) -> None:
+        slots, is_new = self._table.chain(self._find(chain), new)
+        self._policy.reorder(slots, is_new)
+
+    def _find(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Returns one slot per key, -1 where the policy has no such block."""
+        found = self._table.find(keys)
+        if self._aside:
+            found[np.isin(found, self._slots_aside())] = -1
+        return found
+
+    def _slots_aside(self) -> Slots:
+        return np.fromiter(self._aside, np.int64, len(self._aside))
+
+    # Room.
+
+    def _refused(self, use: _Use, keys: list[OffloadKey]) -> Iterable[OffloadKey]:
+        """Returns which of the new blocks of a request, given head first, the policy does not admit."""
+        if use.refused:
+            new = [key for key in keys if key not in use.refused]
+            self._policy.refuse(new[::-1])
+            return new
+        tail_first = keys[::-1]
+        shortage = len(keys) - (self.cache_capacity - len(self._chunks))
+        if shortage <= 0:
+            return ()
+        self._resize()
+        admitted = self._policy.admit(tail_first, shortage)
+        if admitted is None or admitted.all():
+            return ()
+        refused = list(compress(tail_first, ~admitted))
+        self._policy.refuse(refused)
+        return refused
+
+    def _resize(self) -> None:
+        """Tells the policy how many blocks it has room for: those aside take room as well."""
+        self._policy.resize(max(self.cache_capacity - len(self._aside), (self.cache_capacity + 1) // 2))
+
+    def _take_back(self, chain: Sequence[OffloadKey]) -> None:
+        """Gives blocks aside that a request uses to the policy, if it admits them now."""
+        if not self._aside:
+            return
+        found = self._table.find(chain)
+        there = [key for key, slot in zip(chain, found.tolist(), strict=True) if slot in self._aside]
+        if not there:
+            return
+        tail_first = there[::-1]
+        admitted = self._policy.admit(tail_first, len(tail_first))
+        if admitted is not None:
+            tail_first = list(compress(tail_first, admitted))
+        slots = self._table.find(tail_first)
+        for slot in slots.tolist():
+            del self._aside[slot]
+        self._policy.insert(slots, tail_first)
+
+    @_starts_over
+    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        if n == 0:
+            return []
+        self._settle()
+        table, policy = self._table, self._policy
+        present = table.find(list(protected))
+        kept = table.idle(present[present >= 0])
+        if n > table.num_evictable - len(kept):
+            return None
+        table.mark_busy(kept, True)
+        victims = self._leave_aside(n)
+        if len(victims) < n:
+            self._resize()
+            eviction = Eviction(n - len(victims), table.busy, table.key_of, self._admitted(n, protected))
+            victims = np.concatenate((victims, policy.evict(eviction)))
+        table.mark_busy(kept, False)
+        policy.mark_evictable(kept)
+        keys = table.evict(victims) if len(victims) == n else None
+        if keys is None:
+            raise IntegrityError(f"policy {self.policy} chose blocks that it may not evict")
+        pop = self._chunks.pop
+        return [(key, pop(key)) for key in keys]
+
+    def _leave_aside(self, n: int) -> Slots:
+        """Returns up to ``n`` of the blocks aside, the oldest first, which are aside no more."""
+        slots = self._slots_aside()
+        slots = slots[~self._table.busy[slots]][:n]
+        for slot in slots.tolist():
+            del self._aside[slot]
+        return slots
+
+    def _admitted(self, n: int, protected: set[OffloadKey]) -> list[OffloadKey]:
+        """Returns which of the keys for which vLLM makes room the policy has admitted, tail first."""
+        keys = self._announced
+        # vLLM announces a key once per request, but may fail to store it, and offer it again.
+        if len(keys) != n + self.cache_capacity - len(self._chunks) or not protected.issuperset(keys):
+            keys = [key for key in protected if key not in self._chunks]
+        refused = self._storing.refused if self._storing is not None else ()
+        return [key for key in reversed(keys) if key not in refused]
+
+    @_starts_over
+    def remove(self, key: OffloadKey) -> None:
+        self._settle()
+        if self._chunks.pop(key, None) is None:
+            return
+        slots = self._table.find([key])
+        if int(slots[0]) in self._aside:
+            del self._aside[int(slots[0])]
+        else:
+            self._policy.remove(slots)
+        self._table.remove(slots)
+
+    def clear(self) -> None:
+        self._chunks.clear()
+        self._policy.clear()
+        self._reset()
+
+    # What was noted per key.
+
+    def _settle(self) -> None:
+        if self._entering:
+            self._enter(self._entering[::-1])
+            self._entering = []
+        if self._marks:
+            marks, self._marks = self._marks, {}
+            self._mark(self._table.find(list(marks)), np.fromiter(marks.values(), np.bool_, len(marks)))
+
+    def _enter(self, keys: list[OffloadKey]) -> None:
+        """Hands new blocks, tail first, to the table and the policy."""
+        chunks = self._chunks
+        slots = np.fromiter((chunks[key].chunk_id for key in keys), np.int64, len(keys))
+        self._table.insert(keys, slots)
+        if self._storing is not None and self._storing.refused:
+            is_aside = np.fromiter(map(self._storing.refused.__contains__, keys), np.bool_, len(keys))
+            self._aside.update(dict.fromkeys(slots[is_aside].tolist()))
+            slots, keys = slots[~is_aside], list(compress(keys, (~is_aside).tolist()))
+        self._policy.insert(slots, keys)
+
+    def _mark(self, slots: Slots, evictable: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        table = self._table
+        # Any mark says that the chunk has been written.
+        table.set_ready(slots)
+        pinned = table.busy[slots]
+        table.unpin(slots[evictable & pinned])
+        table.pin(slots[~evictable & ~pinned])
+        idle = slots[evictable]
+        self._policy.mark_evictable(idle[~np.isin(idle, self._slots_aside())] if self._aside else idle)
+
+    def _start_over(self) -> None:
+        """Begins again with LRU and the chunks that vLLM holds."""
+        self._policy = make_policy("lru", self.cache_capacity)
+        self._reset()
+        self._entering = list(self._chunks)
+        self._marks = {key: chunk.ref_cnt == 0 for key, chunk in self._chunks.items() if chunk.ref_cnt >= 0}
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the policy holds exactly vLLM's chunks, and knows which of them are in use."""
+        self._settle()
+        table = self._table
+        table.check_integrity()
+        slots = table.slots()
+        self._policy.check_integrity(slots[~np.isin(slots, self._slots_aside())])
+        held = {key: (chunk.chunk_id, chunk.ref_cnt == 0) for key, chunk in self._chunks.items()}
+        keys = table.key_of[slots].tolist()
+        if held != dict(zip(keys, zip(slots.tolist(), (~table.busy[slots]).tolist(), strict=True), strict=True)):
+            raise IntegrityError(f"{type(self).__name__} does not hold the chunks that vLLM holds")
+
+
+class AutoCachePolicy(PolicyAdapter):
+    """The self-tuning policy."""
+
+    policy = "auto"
+
+
+class LRUCachePolicy(PolicyAdapter):
+    """Least recently used."""
+
+    policy = "lru"
+
+
+class ARCCachePolicy(PolicyAdapter):
+    """Adaptive Replacement Cache, as in the paper."""
+
+    policy = "arc"

@@ -1,0 +1,80 @@
+"""Replays traces through vLLM's own manager of host memory: ``kvoffload replay --policy vllm:lru``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from kvoffload.abc import ConfigError, MissReason, OffloadKey
+from kvoffload.lab.replay import ENGINE_POLICY, ExactMisses, MakePolicy, Run
+
+STEP_TOKENS = 8192
+"""Tokens of a prompt that are computed, and then stored, per step: what vLLM's server has by default on a large GPU."""
+
+
+class VLLMRun(Run):
+    """A replay with vLLM's CPUOffloadingManager for the host, called as vLLM's scheduler calls it.
+
+    A policy is called "vllm:lru", as vLLM names its own, or "vllm:package.module:Class". A copy ends before the next
+    step. vLLM's manager stores all that it is offered.
+    """
+
+    def make_managers(self, make_policy: MakePolicy | None) -> None:
+        config = self.config
+        if config.device_blocks or config.disk_blocks:
+            raise ConfigError(
+                f"policy={config.policy!r} with device_blocks={config.device_blocks}, disk_blocks={config.disk_blocks}:"
+                " vLLM's manager is replayed with host memory alone; leave device and disk out"
+            )
+        module, _, name = config.policy.removeprefix(ENGINE_POLICY).rpartition(":")
+        try:
+            self.theirs = CPUOffloadingManager(
+                self.capacity, name, module or None, store_threshold=config.store_threshold or 1
+            )
+        except (ImportError, AttributeError, AssertionError, ValueError) as error:
+            raise ConfigError(
+                f'policy={config.policy!r}: vLLM cannot make it ({error}); write "vllm:lru", "vllm:arc" or '
+                '"vllm:package.module:Class"'
+            ) from error
+        self.gone = ExactMisses(self.trace)
+
+    def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
+        manager, context = self.theirs, ReqContext(str(request))
+        manager.on_new_request(context)
+        self.name_blocks(context, prompt)
+        found = 0
+        for key in prompt:
+            if manager.lookup(key, context) is not LookupResult.HIT:
+                self.misses[self.gone.explain(key).reason] += 1
+                break
+            found += 1
+        self.hits.extend((0, found, 0))
+        self.block_hits += found
+        if found:
+            manager.prepare_load(prompt[:found], context)
+            manager.complete_load(prompt[:found], context)
+        self.store_all(prompt[found:], context)
+        self.name_blocks(context, chain)
+        self.store_all(chain[len(prompt) :], context)
+        manager.on_request_finished(context)
+
+    def name_blocks(self, context: ReqContext, chain: list[OffloadKey]) -> None:
+        for i, key in enumerate(chain, 1):
+            context.set_offload_key_position(key, i * self.trace.block_tokens)
+
+    def store_all(self, keys: list[OffloadKey], context: ReqContext) -> None:
+        """Stores blocks in the steps in which they are computed."""
+        size = max(1, STEP_TOKENS // self.trace.block_tokens)
+        for start in range(0, len(keys), size):
+            output = self.theirs.prepare_store(keys[start : start + size], context)
+            if output is None:
+                continue
+            self.theirs.complete_store(output.keys_to_store, context)
+            self.stored += len(output.keys_to_store)
+            self.evicted += len(output.evicted_keys)
+            self.gone.record(output.evicted_keys, MissReason.EVICTED)
+
+    def take_counts(self) -> Mapping[str, float]:
+        return {}

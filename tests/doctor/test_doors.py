@@ -1,0 +1,247 @@
+"""The doctor on configurations of the offloading that engines have themselves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.doctor import configuration, doors, machine
+from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.doors import Door
+from kvoffload.doctor.engine import cpu_findings, version_findings
+from kvoffload.doctor.findings import Finding, Level
+from kvoffload.doctor.worth import Medium, worth_findings
+from tests.doctor.rig import diagnose, findings_of, private
+
+GIB = 1 << 30
+
+
+def entry(folder: Path, **more: Any) -> dict[str, Any]:
+    """An entry of ``secondary_tiers``; None removes a key."""
+    tier = {"kind": "disk", "dir": str(folder / "disk"), "bytes": "32MiB"}
+    given = {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier", "tier": tier, **more}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def extra(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A ``kv_connector_extra_config`` of vLLM's connector; None removes a key."""
+    given = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": GIB // 16,
+        "secondary_tiers": list(entries),
+        **more,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def transfer(options: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+
+
+def check(options: dict[str, Any], whole: dict[str, Any] | None = None) -> dict[str, Finding]:
+    return findings_of(configuration.check, {"options": options, "transfer": whole})
+
+
+def sglang(folder: Path, **more: Any) -> dict[str, Any]:
+    """The extra configuration of SGLang's storage backend; None removes a key."""
+    given = {
+        "backend_name": "kvoffload",
+        "module_path": "kvoffload.sglang",
+        "class_name": "KVOffloadStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "tier": {"kind": "disk", "dir": str(folder / "disk"), "bytes": "32MiB"},
+        **more,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def test_right_configurations_are_valid(tmp_path: Path) -> None:
+    policy = {"eviction_policy": "AutoCachePolicy", "cache_policy_module_path": "kvoffload.vllm.cache_policy"}
+    for options in (extra(entry(tmp_path)), extra(entry(tmp_path), **policy), extra({"type": "fs"}, **policy)):
+        for found in (check(options), check(options, transfer(options))):
+            assert found.pop("config.valid").text.startswith("every setting is valid: cpu_bytes_to_use 64 MiB")
+            assert not [each for each in found.values() if each.level is not Level.NOTE]
+    on_cpus = {"spec_name": "HostTieringSpec", "spec_module_path": "kvoffload.vllm.host_spec"}
+    assert set(check(extra(entry(tmp_path), **on_cpus))) == {"config.valid", "config.adapters"}
+    assert set(check(sglang(tmp_path))) == {"config.valid"}
+
+
+@pytest.mark.parametrize(
+    ("change", "id", "text", "fix"),
+    [
+        ({"spec_name": None}, "spec", "ignores secondary_tiers without a word", '"TieringOffloadingSpec"'),
+        ({"spec_name": "CPUOffloadingSpec"}, "spec", "ignores secondary_tiers", '"TieringOffloadingSpec"'),
+        ({"spec_name": "TieringSpec"}, "spec", "vLLM knows no such spec", '"TieringOffloadingSpec"'),
+        ({"spec_name": "HostTieringSpec"}, "class", "spec_module_path is not set", '"kvoffload.vllm.host_spec"'),
+        (
+            {"spec_name": "HostMemorySpec", "spec_module_path": "kvoffload.vllm.host_spec"},
+            "spec",
+            "ignores secondary_tiers",
+            '"HostTieringSpec"',
+        ),
+        ({"cpu_bytes_to_use": None}, "refused", "cpu_bytes_to_use is not set", "a number of bytes"),
+        ({"cpu_bytes_to_use": "64MiB"}, "refused", "without a unit", '"cpu_bytes_to_use": 67108864'),
+        ({"cpu_bytes_to_use": 1 << 60}, "refused", "this machine has", "write what it can spare"),
+        ({"store_threshold": 2}, "refused", "vLLM refuses it", "remove it"),
+        ({"disk_dir": "/cache"}, "ignored", "disk_dir: vLLM ignores it here", "secondary_tiers"),
+        ({"secondary_tiers": {}}, "refused", "not a list", "KVOffloadTier"),
+        ({"secondary_tiers": []}, "connector", "nothing in it is kvoffload's", "KVOffloadTier"),
+        ({"secondary_tiers": [{"type": "fs"}]}, "connector", "nothing in it is kvoffload's", "KVOffloadTier"),
+        ({"eviction_policy": "AutoCachePolicy"}, "class", "cache_policy_module_path is not set", "cache_policy"),
+        (
+            {"eviction_policy": "auto", "cache_policy_module_path": "kvoffload.vllm.cache_policy"},
+            "class",
+            "no such policy",
+            '"AutoCachePolicy"',
+        ),
+        (
+            {"eviction_policy": "arc", "cache_policy_module_path": "kvoffload.vllm.cache_policy"},
+            "policy",
+            "vLLM's own policy",
+            '"AutoCachePolicy"',
+        ),
+    ],
+)
+def test_what_vllm_would_refuse_or_ignore(tmp_path: Path, change: dict[str, Any], id: str, text: str, fix: str) -> None:
+    found = [each for each in check(extra(entry(tmp_path), **change)).values() if each.level is Level.PROBLEM]
+    assert any(each.id == f"config.{id}" and text in each.text and fix in each.fix for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("change", "id", "text", "fix"),
+    [
+        ({"type": "KVOffload"}, "class", "secondary_tiers[0].type='KVOffload'", '"KVOffloadTier"'),
+        (
+            {"module_path": "kvoffload.vllm"},
+            "class",
+            "secondary_tiers[0].module_path='kvoffload.vllm'",
+            "secondary_tier",
+        ),
+        ({"module_path": None}, "class", "secondary_tiers[0].module_path is not set", "secondary_tier"),
+        ({"tier": None}, "refused", "secondary_tiers[0].tier is not set", '{"tier": {'),
+        ({"tier": [{}]}, "refused", "secondary_tiers[0].tier=[{}]", "must be a mapping"),
+        (
+            {"tiers": [{"kind": "disk", "dir": "/c", "bytes": 9}]},
+            "refused",
+            "secondary_tiers[0].tier and tiers",
+            "into tiers",
+        ),
+        ({"dir": "/cache"}, "refused", "secondary_tiers[0].dir='/cache': unknown option", "Known: tier, tiers"),
+        ({"lookup_deadline_ms": -1}, "refused", "secondary_tiers[0].lookup_deadline_ms=-1", "must be"),
+        ({"tier": {"kind": "dsk"}}, "refused", "secondary_tiers[0].tier.kind='dsk'", "did you mean disk"),
+        ({"tier": {"kind": "disk", "dir": "/c"}}, "refused", "secondary_tiers[0].tier.bytes is not set", "500GiB"),
+        (
+            {
+                "tier": None,
+                "tiers": [{"kind": "redis", "url": "redis://a:1"}, {"kind": "disk", "dir": "c", "bytes": 1}],
+            },
+            "refused",
+            "secondary_tiers[0].tiers[1].dir='c'",
+            "absolute path",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_entry_is_named_as_it_was_written(
+    tmp_path: Path, change: dict[str, Any], id: str, text: str, fix: str
+) -> None:
+    found = [each for each in check(extra(entry(tmp_path, **change))).values() if each.level is Level.PROBLEM]
+    assert any(each.id == f"config.{id}" and text in each.text and fix in each.text + each.fix for each in found), found
+
+
+def test_two_entries_with_one_directory_are_refused(tmp_path: Path) -> None:
+    found = check(extra(entry(tmp_path), entry(tmp_path)))["config.refused"]
+    assert found.text.startswith(f"secondary_tiers[1].tier.dir='{tmp_path}/disk': secondary_tiers[0].tier.dir=")
+
+
+@pytest.mark.parametrize(
+    ("change", "id", "text"),
+    [
+        ({"backend_name": None}, "class", "backend_name is not set"),
+        ({"module_path": "kvoffload.sglang.storage"}, "class", "module_path='kvoffload.sglang.storage'"),
+        ({"class_name": None}, "class", "class_name is not set"),
+        ({"interface_v1": None}, "interface", "interface_v1 is not 1"),
+        ({"hicache_storage_pass_prefix_keys": None}, "interface", "what comes before a page"),
+        ({"teir": 3}, "refused", "teir=3: unknown option"),
+        ({"tier": {"kind": "disk", "dir": "c", "bytes": 1}}, "refused", "tier.dir='c'"),
+    ],
+)
+def test_what_is_wrong_with_the_configuration_of_sglang(
+    tmp_path: Path, change: dict[str, Any], id: str, text: str
+) -> None:
+    found = check(sglang(tmp_path, **change))[f"config.{id}"]
+    assert text in found.text
+    assert found.fix
+
+
+def test_tiers_behind_a_door_are_checked_like_all_others(tmp_path: Path) -> None:
+    """Directories, space, memory with what is staged, and the room in /dev/shm."""
+    private(tmp_path / "disk")
+    large = {"kind": "disk", "dir": str(private(tmp_path / "large")), "bytes": "4000TiB"}
+    found = diagnose(transfer(extra(entry(tmp_path), entry(tmp_path, tier=large))))
+    assert found.one("directory.private", "disk")["level"] == "ok"
+    assert found.one("directory.space", "disk-2")["level"] == "problem"
+    assert found.one("directory.space", "disk-2")["text"].startswith("secondary_tiers[1].tier.bytes=")
+    fits = found.one("memory.fits")
+    assert fits["text"].startswith("cpu_bytes_to_use with kvoffload's staging memory is")
+    assert fits["figures"]["needed_bytes"] > GIB // 16
+    assert found.one("memory.shm_fits")["figures"]["needed_bytes"] == GIB // 16
+    assert "engine.plugin" not in found.ids()
+
+
+def test_a_container_with_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM puts its host memory into a file there, and ends if it does not fit."""
+    plan = Plan(Door.VLLM, 1 << 60, shared_memory_bytes=1 << 60)
+    arguments = {"plan": plan.to_dict(), "seconds": 0.001, "pool_bytes": 0}
+    assert "--shm-size" in findings_of(machine.check, arguments)["memory.shm_small"].fix
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "none")
+    assert "memory.shm_small" not in findings_of(machine.check, arguments)
+
+
+@pytest.mark.parametrize(
+    ("version", "door", "id"),
+    [
+        ("0.30.0", Door.VLLM, "engine.too_old"),
+        ("0.31.0", Door.VLLM, "engine.tested"),
+        ("0.34.0", Door.VLLM, "engine.untested"),
+        (None, Door.SGLANG, "engine.missing"),
+        ("0.6.0", Door.SGLANG, "engine.untested"),
+    ],
+)
+def test_versions_of_engines(version: str | None, door: Door, id: str) -> None:
+    (found,) = version_findings(version, Plan(door))
+    assert found.id == id
+    assert "SGLang" in found.text if door is Door.SGLANG else "vLLM" in found.text
+
+
+def test_own_offloading_on_cpus_needs_a_spec_that_copies_there() -> None:
+    (found,) = cpu_findings(True, Plan(Door.VLLM, is_for_cpus=False, shared_memory_bytes=1))
+    assert '"HostTieringSpec"' in found.fix
+    for is_for_cpus, plan in ((False, Plan(Door.VLLM, is_for_cpus=False)), (True, Plan(Door.VLLM, is_for_cpus=True))):
+        assert list(cpu_findings(is_for_cpus, plan)) == []
+    assert list(cpu_findings(True, Plan())) == []
+
+
+def test_what_is_slow_is_loaded_where_nothing_compares() -> None:
+    (gated,) = worth_findings([Medium("disk", 1.0, "disk")], 1.0, 1000.0, True)
+    (loaded,) = worth_findings([Medium("disk", 1.0, "disk")], 1.0, 1000.0, True, is_gated=False)
+    assert "are computed" in gated.text
+    assert "loaded all the same" in loaded.text
+
+
+def test_the_names_are_those_of_the_classes() -> None:
+    source = Path(doors.__file__).parents[1]
+    for module, names in (
+        (doors.TIER_MODULE, (doors.TIER,)),
+        (doors.POLICY_MODULE, doors.POLICIES),
+        (doors.SPEC_MODULE, (doors.TIERING_SPEC_ON_CPUS, doors.SPEC_ON_CPUS)),
+        (doors.STORAGE_MODULE, (doors.STORAGE,)),
+    ):
+        path = source.joinpath(*module.split(".")[1:])
+        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        assert [
+            name for name in names if not re.search(rf"^(class {name}\b|from .* import .*\b{name}\b)", text, re.M)
+        ] == []
