@@ -21,7 +21,7 @@ have it in memory."""
 PROMPTS = len(BEFORE) + len(AFTER)
 HOST_BLOCKS = 20
 """Little more than one prompt has."""
-DISK_BYTES = 1 << 30
+DISK_BYTES = 256 << 20
 SMALLEST_FLIPPED_BYTES = 64 << 10
 """Smaller files describe others. It is the bytes of blocks that are to be wrong."""
 
@@ -102,6 +102,10 @@ class Server:
             on_request(results[-1])
             self.engine.call("settle")
         return results
+
+    def close(self) -> None:
+        """Shuts vLLM down, which releases folders and memory. Its process, which has nothing left to do, ends later."""
+        self.engine.call("end")
 
 
 def change_bytes(disk: Path) -> int:

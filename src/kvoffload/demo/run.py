@@ -141,7 +141,7 @@ def run_trials(config: ActConfig, out: Path, acts: int, progress: Progress) -> I
         server = start(TIERS, number)
         begin(server, "vLLM's own offloading", number)
         server.ask([*BEFORE, *AFTER], progress.request)
-        server.engine.end()
+        server.close()
         # The second starts while the first does.
         servers = [(tier, number, start([tier], number)) for tier, number in zip(TIERS, numbers, strict=False)]
         before = {}
@@ -151,7 +151,7 @@ def run_trials(config: ActConfig, out: Path, acts: int, progress: Progress) -> I
         change_bytes(disk)
         for tier, _, server in servers:
             yield Trial(tier.name, tier.is_ours, before[tier], server.ask(AFTER, progress.request))
-            server.engine.end()
+            server.close()
 
 
 def vllm_installed() -> bool:
