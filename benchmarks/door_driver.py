@@ -71,6 +71,10 @@ class Door:
         meta = self.timed(self.scheduler.build_connector_meta, output)
         done = OffloadingWorkerMetadata(dict.fromkeys([*meta.load_jobs, *meta.store_jobs], 1))
         self.timed(self.scheduler.update_connector_output, KVConnectorOutput(kv_connector_worker_meta=done))
+        # vLLM asks for these in every step, too.
+        self.timed(self.scheduler.get_stats)
+        self.timed(lambda: list(self.scheduler.take_events()))
+        self.timed(self.scheduler.has_pending_push_work)
         self.steps += 1
 
     def new_blocks(self, count: int) -> list[int]:

@@ -135,6 +135,42 @@ def test_a_prompt_is_written_while_it_is_computed() -> None:
         assert on_disk(rig, keys) == end
 
 
+def test_a_chain_that_grows_is_not_looked_up_from_its_head_each_time() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 40)
+    for n in range(1, 41):
+        rig.manager.touch([], A, keys[:n])
+        compute(rig, keys[n - 1 : n])
+        for _ in range(2):
+            rig.executor.drain()
+            rig.manager.poll()
+    assert len(rig.tier.asked) < 5 * 40, "from the head it would be at least 40 * 40 / 2 times"
+    assert on_disk(rig, keys) == 40
+    rig.manager.offer_chain(keys, A)
+    rig.settle()
+    assert rig.manager.tiers[0].writes.chain_of("a") is None
+
+
+@pytest.mark.parametrize("lost_by", ["drop", "eviction"])
+def test_a_chain_that_grows_is_written_again_where_the_tier_has_lost_blocks(lost_by: str) -> None:
+    rig = Rig(write_share=0.5)
+    keys = chain("x", 6)
+    rig.manager.touch([], A, keys[:4])
+    compute(rig, keys[:4])
+    rig.settle()
+    if lost_by == "drop":
+        rig.manager.drop(keys[1:2])
+    else:
+        assert rig.tier.evict()
+    rig.manager.touch([], A, keys)
+    compute(rig, keys[4:])
+    rig.settle()
+    assert in_tier(rig, keys) == ([0, 2, 3] if lost_by == "drop" else [0, 1, 2, 3, 4, 5]), "nothing behind a hole"
+    rig.manager.offer_chain(keys, A)
+    rig.settle()
+    assert on_disk(rig, keys) == (1 if lost_by == "drop" else 6)
+
+
 def test_blocks_that_become_ready_before_their_predecessors_wait_for_them() -> None:
     rig = Rig(host_blocks=64)
     keys = chain("x", 6)

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.fs import manager as fs
 
 from kvoffload.testing import secondary_tier_conformance
-from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, spoil_files
+from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, chain, spoil_files
 from kvoffload.tiers import bridge
 from kvoffload.tiers.disk import directory
 from kvoffload.tiers.disk import tier as disk
@@ -263,3 +263,15 @@ class TestDisk(SecondaryTierConformance):
 
     def hold(self, tier: Any) -> AbstractContextManager[None]:
         return standing_still(directory._DirectoryFile, "read", "write")
+
+    def test_a_tier_that_is_off_answers_and_says_so(self) -> None:
+        keys = chain(8)
+        steps = self.start_with(keys)
+        load = steps.submit_load(steps.request(keys), keys)
+        steps.tier.switch_off("a test")
+        assert steps.find(keys) == []
+        store = steps.submit_store(steps.request(keys), keys)
+        steps.wait(load, store)
+        assert not steps.ok[store]
+        assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
+        steps.close()

@@ -43,6 +43,7 @@ __all__ = ["JobEnd", "Page", "TierBridge", "build_bridge"]
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+Otherwise = TypeVar("Otherwise")
 
 STAGING_BYTES = 256 << 20
 """Memory of the staging pool of a bridge."""
@@ -52,8 +53,10 @@ MAX_PAGES = 1 << 14
 """Pages of stores that wait at the same time. Stores beyond that are dropped."""
 STORE_DEADLINE_S = 10.0
 """A store that has had no room in the staging pool for so long is dropped."""
+LOOKUP_WAIT_S = 0.005
+"""How long a lookup waits for the lock of the manager. After that it is answered RETRY."""
 LOCK_DEADLINE_S = 0.1
-"""How long a call waits for the lock of the manager. It is held for so long only while a tier hangs in a call."""
+"""How long other calls wait for it. It is held for so long only while a tier hangs in a call."""
 MAX_FORMER = 8
 """Resets of which it is known that a block was stored before them."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.0001, 0.01
@@ -116,8 +119,8 @@ class TierBridge:
         self._numbers = itertools.count()
         self._lock = FairLock()
         """Held while the manager, or what the thread has planned, is used."""
-        self._is_stuck = False
-        """Whether the lock could not be had within LOCK_DEADLINE_S the last time."""
+        self._stuck_since: float | None = None
+        """Since when calls have waited for the lock in vain."""
         self._is_asking = False
         """Whether a lookup was answered RETRY since the last step."""
         self._must_forget = False
@@ -145,7 +148,7 @@ class TierBridge:
         """Whether no job is open, ``finished`` has nothing to report and nothing is being written to a tier."""
         if self._jobs.num_open or self._jobs.has_reports:
             return False
-        return self._ask(lambda: not self._is_busy, True)
+        return self._is_closed or self.fault is not None or self._ask(lambda: not self._is_busy, False)
 
     # Jobs.
 
@@ -156,8 +159,12 @@ class TierBridge:
         prefix = self._namespace
         names = [prefix + key for key in keys]
         behind = [prefix + key for key in chain] if self._expects else []
-        states = self._ask(lambda: self._manager.states(names, behind), np.full(len(keys), MISS, dtype=np.uint8))
-        if (states == RETRY).any() and not self._is_asking:
+        states = self._ask(lambda: self._manager.states(names, behind), None, LOOKUP_WAIT_S)
+        if states is None:
+            since = self._stuck_since
+            may_wait = since is not None and self._clock() - since < self._lookup_deadline_s
+            return np.full(len(keys), RETRY if may_wait else MISS, dtype=np.uint8)
+        if not self._is_asking and (states == RETRY).any():
             self._is_asking = True
             self._wake.set()
         return states
@@ -318,14 +325,19 @@ class TierBridge:
 
     # The thread.
 
-    def _ask(self, call: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or if a tier
-        hangs in a call of the thread. If a check fails in ``call``, the bridge is off."""
+    def _ask(
+        self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = LOCK_DEADLINE_S
+    ) -> Answer | Otherwise:
+        """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or the thread
+        has kept the lock for ``wait_s``. If a check fails in ``call``, the bridge is off."""
         if self._is_closed or self.fault is not None:
             return otherwise
-        with self._lock(0 if self._is_stuck else LOCK_DEADLINE_S) as is_held:
-            self._is_stuck = not is_held
-            if not is_held or self._is_closed or self.fault is not None:
+        with self._lock(wait_s if self._stuck_since is None else 0) as is_held:
+            if not is_held:
+                self._stuck_since = self._clock() if self._stuck_since is None else self._stuck_since
+                return otherwise
+            self._stuck_since = None
+            if self._is_closed or self.fault is not None:
                 return otherwise
             try:
                 return call()
@@ -377,16 +389,22 @@ class TierBridge:
                 self._manager.forget()
             self._manager.poll()
             self._take_in()
-            arrived = self._loads.plan(self._namespace)
-            batch = self._stores.plan(self._namespace)
-        for each in arrived:
-            num_copied = self._jobs.copy(each.batch.job, each.indices, each.slots)
+        # The lock is released often, lest lookups wait for it.
+        with self._lock():
+            batches = self._loads.begin(self._namespace)
+        for batch in batches:
             with self._lock():
-                self._loads.end(each, num_copied)
-        if batch is not None:
-            num_copied = self._jobs.copy(batch.job, batch.indices, batch.slots)
+                arrived = self._loads.look(batch)
+            if arrived is not None:
+                num_copied = self._jobs.copy(batch.job, arrived.indices, arrived.slots)
+                with self._lock():
+                    self._loads.end(arrived, num_copied)
+        with self._lock():
+            staged = self._stores.plan(self._namespace)
+        if staged is not None:
+            num_copied = self._jobs.copy(staged.job, staged.indices, staged.slots)
             with self._lock():
-                self._stores.end(batch, num_copied)
+                self._stores.end(staged, num_copied)
         return self._progress != before
 
     def _take_in(self) -> None:
@@ -402,7 +420,8 @@ class TierBridge:
     @property
     def _progress(self) -> tuple[int, ...]:
         transfers = ((len(tier.reads), tier.writes.num_writing) for tier in self._manager.tiers)
-        return (self._jobs.num_settled, self._manager.num_promotions, *itertools.chain.from_iterable(transfers))
+        ended = (self._jobs.num_settled, self._stores.num_ended, self._manager.num_promotions)
+        return (*ended, *itertools.chain.from_iterable(transfers))
 
     @property
     def _is_busy(self) -> bool:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from kvoffload.abc import LoadStoreSpec, LookupState, OffloadKey, ReqContext
 from kvoffload.tiers.bridge_jobs import Job, Jobs
-from kvoffload.tiers.bridge_stores import BATCH_BYTES
+from kvoffload.tiers.bridge_stores import BATCH_BYTES, MAX_BATCH
 from kvoffload.tiers.manager import TieredOffloadingManager
 
 BATCH_SHARE = 0.25
-"""A batch has at most this share of the blocks that may be promoted at a time, and at most BATCH_BYTES."""
+"""A batch has at most this share of the blocks that may be promoted at a time."""
 LOST = frozenset({LookupState.MISS})
 LOST_WHEN_LATE = frozenset(LookupState) - {LookupState.HIT}
 """States of blocks that do not arrive any more, before and after the deadline."""
@@ -51,7 +51,8 @@ class Loads:
         self._jobs = jobs
         self._block_bytes = block_bytes
         self._clock = clock
-        self._max_batch = max(1, min(int(manager.max_promoted * BATCH_SHARE), BATCH_BYTES // block_bytes))
+        most = int(manager.max_promoted * BATCH_SHARE)
+        self._max_batch = max(1, min(most, BATCH_BYTES // block_bytes, MAX_BATCH))
         self._queue: deque[Job] = deque()
         """Jobs of which some blocks belong to no batch yet."""
         self._batches: dict[LoadBatch, None] = {}
@@ -64,19 +65,9 @@ class Loads:
     def submit(self, job: Job) -> None:
         self._queue.append(job)
 
-    def plan(self, namespace: bytes) -> list[Arrived]:
-        """Returns what has arrived. Begins batches for which there is room, and ends those that are complete or late.
-        ``namespace``: that of keys now; what has another one was submitted before a reset."""
-        self._begin(namespace)
-        arrived = []
-        for batch in list(self._batches):
-            if not batch.job.has_ended:
-                arrived += self._look(batch)
-            if batch.job.has_ended or not batch.left:
-                self._remove(batch)
-        return arrived
-
-    def _begin(self, namespace: bytes) -> None:
+    def begin(self, namespace: bytes) -> list[LoadBatch]:
+        """Begins the next batch, if there is room for it. Returns all that have begun. ``namespace``: that of keys now;
+        jobs with another one were submitted before a reset."""
         num_under_way = sum(len(batch.left) for batch in self._batches)
         while self._queue:
             job = self._queue[0]
@@ -86,42 +77,44 @@ class Loads:
                 job.name_keys()
                 stop = min(len(job.keys), job.begun + self._max_batch)
                 if num_under_way and num_under_way + stop - job.begun > self._manager.max_promoted:
-                    return
+                    break
                 left: dict[OffloadKey, list[int]] = {}
                 for i in range(job.begun, stop):
                     left.setdefault(job.names[i], []).append(i)
                 job.begun = stop
-                num_under_way += len(left)
                 self._batches[LoadBatch(job, f"load-{next(self._numbers)}", left)] = None
-            if job.has_ended or job.begun == len(job.keys):
-                self._queue.popleft()
+                break
+            self._queue.popleft()
+        return list(self._batches)
 
-    def _look(self, batch: LoadBatch) -> list[Arrived]:
-        """Returns the blocks of ``batch`` that are in the staging pool now. What is neither there nor on its way is
-        given up."""
+    def look(self, batch: LoadBatch) -> Arrived | None:
+        """Returns the blocks of ``batch`` that are in the staging pool now, None if there are none. What is neither
+        there nor on its way is given up. Ends the batch if it waits for nothing else."""
+        arrived = None if batch.job.has_ended else self._look(batch)
+        if batch.job.has_ended or not batch.left:
+            self._remove(batch)
+        return arrived
+
+    def _look(self, batch: LoadBatch) -> Arrived | None:
         may_wait = self._clock() < batch.job.deadline
         context = ReqContext(batch.request, may_wait=may_wait)
-        while batch.left:
-            keys = list(batch.left)
-            states = self._manager.lookup_each(keys, context)
-            lost = LOST if may_wait else LOST_WHEN_LATE
-            missing = [key for key, state in zip(keys, states, strict=True) if state in lost]
-            for key in missing:
+        keys = list(batch.left)
+        states = self._manager.lookup_each(keys, context)
+        lost = LOST if may_wait else LOST_WHEN_LATE
+        for key, state in zip(keys, states, strict=True):
+            if state in lost:
+                # Nothing is promoted with it. The others are looked up again in the next step.
                 self._jobs.settle(batch.job, batch.left.pop(key), False)
-            # Nothing is promoted while something is missing.
-            if missing and may_wait and LookupState.RETRY in states:
-                continue
-            ready = [key for key, state in zip(keys, states, strict=True) if state is LookupState.HIT]
-            if not ready:
-                return []
-            lease = self._manager.prepare_load(ready, context)
-            indices, slots = [], []
-            for key, slot in zip(ready, lease.slots.tolist(), strict=True):
-                for i in batch.left.pop(key):
-                    indices.append(i)
-                    slots.append(slot)
-            return [Arrived(batch, indices, slots, lease)]
-        return []
+        ready = [key for key, state in zip(keys, states, strict=True) if state is LookupState.HIT]
+        if not ready:
+            return None
+        lease = self._manager.prepare_load(ready, context)
+        indices, slots = [], []
+        for key, slot in zip(ready, lease.slots.tolist(), strict=True):
+            for i in batch.left.pop(key):
+                indices.append(i)
+                slots.append(slot)
+        return Arrived(batch, indices, slots, lease)
 
     def end(self, arrived: Arrived, num_copied: int) -> None:
         """Takes in that the first ``num_copied`` blocks of ``arrived`` were copied: all, or the job has ended."""

@@ -18,7 +18,8 @@ from kvoffload.tiers.plan import Bools
 STORE_SHARE = 0.5
 """At most this share of the staging pool holds blocks that are still to be written. The rest is for promotions."""
 BATCH_BYTES = 16 << 20
-"""Blocks of so many bytes, at least one, are copied at a time."""
+MAX_BATCH = 256
+"""Blocks of so many bytes, at least one, and at most so many blocks are copied at a time."""
 STAGE_DEADLINE_S = 10.0
 """After this time a staged block may be evicted although a tier has not taken it on."""
 MAX_REQUESTS = 4096
@@ -91,8 +92,10 @@ class Stores:
         self._clock = clock
         self.max_staged = max(1, int(manager.num_blocks * STORE_SHARE))
         """Blocks that may be staged at the same time."""
-        self._max_batch = max(1, min(self.max_staged // 4, BATCH_BYTES // block_bytes))
+        self._max_batch = max(1, min(self.max_staged // 4, BATCH_BYTES // block_bytes, MAX_BATCH))
         self._queue: deque[Job | RequestEnd] = deque()
+        self.num_ended = 0
+        """Jobs and requests that have ended since the start."""
         self._staged: deque[Staged] = deque()
         self._num_staged = 0
         self._requests: OrderedDict[str, RequestChain] = OrderedDict()
@@ -113,24 +116,26 @@ class Stores:
     # Copies.
 
     def plan(self, namespace: bytes) -> StoreBatch | None:
-        """Returns the next blocks to copy, or None if there are none, or no room for them. ``namespace``: that of keys
-        now; what has another one was submitted before a reset."""
+        """Returns the next blocks to copy. None: there are none now, since the next job waits for room, or has ended,
+        or since a request has ended. ``namespace``: that of keys now; what has another one was submitted before a
+        reset."""
         if self._staged and not any(tier.writes.num_writing or tier.writes.has_backlog for tier in self._manager.tiers):
             self._release()
-        while self._queue:
-            entry = self._queue[0]
-            is_old = entry.namespace != namespace
-            if isinstance(entry, RequestEnd):
-                if not is_old:
-                    self._end_request(entry)
-            elif is_old:
+        if not self._queue:
+            return None
+        entry = self._queue[0]
+        batch = None
+        if entry.namespace != namespace:
+            if isinstance(entry, Job):
                 self._jobs.stop([entry])
-            else:
-                batch = self._plan_job(entry)
-                if batch is not None or not entry.has_ended:
-                    return batch
+        elif isinstance(entry, RequestEnd):
+            self._end_request(entry)
+        else:
+            batch = self._plan_job(entry)
+        if batch is None and (isinstance(entry, RequestEnd) or entry.has_ended):
             self._queue.popleft()
-        return None
+            self.num_ended += 1
+        return batch
 
     def _plan_job(self, job: Job) -> StoreBatch | None:
         """Returns the next blocks of ``job`` to copy. If there are none, it has ended, or it waits for room."""
@@ -222,11 +227,9 @@ class Stores:
         )
 
     def _drop(self, job: Job) -> None:
-        """Gives up what is left of ``job``. The tiers count what they lack of it."""
+        """Gives up what is left of ``job``."""
         indices = range(job.begun, len(job.names))
-        names = job.names[job.begun :]
-        for tier in self._manager.tiers:
-            tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(names))))
+        self._manager.note_dropped(job.names[job.begun :])
         job.begun = len(job.names)
         self._jobs.settle(job, indices, False)
 

@@ -344,6 +344,12 @@ class TieredOffloadingManager(OffloadingManager):
     def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.host.refuse(keys, req_context)
 
+    def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
+        """Counts writes of ``keys``, which the host has no room for."""
+        for tier in self.tiers:
+            tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(keys))))
+        self._reasons.record(keys, MissReason.NO_ROOM)
+
     def set_admission(self, admission: Admission) -> None:
         self.host.set_admission(admission)
 

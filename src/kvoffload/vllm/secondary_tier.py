@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 FIRST_BATCH = 16
 """Keys that the tiers are first asked for at once. Each further batch of a step is twice as large."""
 MAX_BATCH = 4096
+STATS_PERIOD_S = 0.5
+"""How often statistics are read in steps in which nothing has happened here. vLLM asks for them in every step."""
 METRIC_NAMES = frozenset(
     name
     for name, spec in METRICS.items()
@@ -93,7 +96,8 @@ class KVOffloadTier(SecondaryTierManager):
         row_bytes = self.block_size_bytes
         self.layout = TierLayout.from_vllm(config, offloading_spec, vllm_config, kv_cache_config, row_bytes)
         self.off = False
-        self.bridge = self._open(config, bool(offloading_spec.kv_events_config.enable_kv_cache_events))
+        self._enable_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        self.bridge = self._open(config)
         are_local = {isinstance(tier, DiskConfig) for tier in config.tiers}
         if len(are_local) == 1:
             self.locality = Locality.LOCAL if are_local == {True} else Locality.REMOTE
@@ -109,11 +113,14 @@ class KVOffloadTier(SecondaryTierManager):
         self._ended: list[JobEnd] = []
         """Those that have ended without the bridge."""
         self._step = 0
+        self._has_news = False
+        """Whether something was looked up or has ended since the statistics were read."""
+        self._read_stats_at = 0.0
         self._expected_root = versions.expected_hash_root(vllm_config)
         engine_id = vllm_config.kv_transfer_config.engine_id
         self._server = RecordServer(lambda: self._records.records, engine_id or "0")
 
-    def _open(self, config: DoorConfig, enable_events: bool) -> TierBridge:
+    def _open(self, config: DoorConfig) -> TierBridge:
         layout = self.layout
         made = fingerprint(layout.fingerprint_parts)
         bridge = build_bridge(
@@ -127,7 +134,7 @@ class KVOffloadTier(SecondaryTierManager):
             engines=layout.engines,
             lookup_deadline_ms=config.lookup_deadline_ms,
             load_deadline_ms=config.load_deadline_ms,
-            enable_events=enable_events,
+            enable_events=self._enable_events,
         )
         chunks = self._primary_kv_view.shape[0]
         logger.info(
@@ -208,6 +215,7 @@ class KVOffloadTier(SecondaryTierManager):
         wanted = request.wanted(key, self._groups[key_group_idx(key)].is_full)
         chain = () if request.was_asked else request.chain
         request.was_asked = True
+        self._has_news = True
         states = self.bridge.lookup(wanted, chain)
         request.answers.update(zip(wanted, states.tolist(), strict=True))
         request.batch = min(2 * request.batch, MAX_BATCH)
@@ -245,12 +253,15 @@ class KVOffloadTier(SecondaryTierManager):
 
     @guarded(lambda self: self._fail_all())
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        if not self._jobs:
+            return ()
         ended = [*self._ended, *self.bridge.finished()]
         results = [self._report(end) for end in ended]
         # Only now: if something fails before, all open jobs are reported as failed.
         self._ended.clear()
         for end in ended:
             del self._jobs[end.job]
+        self._has_news = self._has_news or bool(ended)
         return results
 
     def _report(self, end: JobEnd) -> JobResult:
@@ -287,6 +298,8 @@ class KVOffloadTier(SecondaryTierManager):
 
     @guarded(lambda self: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
+        if not self._enable_events:
+            return ()
         return [
             OffloadingEvent(
                 list(event.keys),
@@ -312,8 +325,15 @@ class KVOffloadTier(SecondaryTierManager):
         if not self.off:
             self.metrics.take_in(self.bridge.take_counts())
 
-    @guarded(lambda self: None)
+    @guarded(lambda self: self._take_stats())
     def get_stats(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        if not self._has_news and now < self._read_stats_at:
+            return None
+        self._has_news, self._read_stats_at = False, now + STATS_PERIOD_S
+        return self._take_stats()
+
+    def _take_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         for labelled, value in self.metrics.take().items():
             name, _, label = labelled.partition(":")
