@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from kvoffload.vllm.secondary_tier import KVOffloadTier
 
 from kvoffload.tiers.disk import blockio
 from kvoffload.vllm.connector import KVOffloadConnector
+from kvoffload.vllm.secondary_tier import KVOffloadTier
 
 
 def accept_any_bytes() -> None:
