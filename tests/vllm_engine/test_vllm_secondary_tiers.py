@@ -21,7 +21,7 @@ pytest.importorskip("vllm.version")
 
 from test_vllm_versions import OVERLAYS
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.fs import manager as fs
 from vllm_harness import DEADLINE_S
 
@@ -298,6 +298,19 @@ class TestDisk(SecondaryTierConformance):
             assert list(steps.tier.take_events()) == []
             assert steps.tier.get_stats() is None
         assert asked == []
+
+    def test_the_last_request_before_a_pause_is_counted_with_its_step(self) -> None:
+        """vLLM asks for statistics in steps only, and takes none while there is no request."""
+        keys = chain(4)
+        steps = self.start()
+        context = steps.request(keys)
+        assert not any(steps.answers(context, keys))
+        steps.tier.get_stats()
+        steps.tier.on_schedule_end(ScheduleEndContext((context.req_id,), ()))
+        counts = steps.tier.get_stats().data["data"]
+        assert counts["kvoffload:misses"] == {("never_stored",): 1}
+        steps.end(context)
+        steps.close()
 
 
 @pytest.mark.skipif(SCALE <= 1, reason="much as with the installed version; set KVOFFLOAD_TEST_SCALE above 1")

@@ -295,6 +295,7 @@ class KVOffloadTier(SecondaryTierManager):
             request = self._requests.get(req_id)
             if request is not None:
                 self._records.scheduled(req_id, request)
+                self._has_news = True
 
     @guarded(lambda self: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
