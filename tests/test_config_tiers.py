@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvoffload import ConfigError, OffloadConfig, Tier, TierConfig, TierContext
+from kvoffload.config import DoorConfig
 from kvoffload.tiers.config import BUILTIN
 from kvoffload.tiers.disk.config import DiskConfig
 
@@ -237,3 +238,23 @@ def test_two_tiers_that_are_the_same() -> None:
     name = f"kind='{HERE}:OwnConfig'"
     assert refused(own(), own()) == f"tiers[1].{name}: the same tier as tiers[0].{name}; remove one of them"
     assert len(make(own(), own(label="another"), {"kind": f"{HERE}:PlainConfig"}).tiers) == 3
+
+
+def test_one_tier_behind_another_engine_is_named_as_it_was_given() -> None:
+    disk = {"kind": "disk", "dir": "/cache", "bytes": "1GiB"}
+    single = DoorConfig.from_mapping({"tier": disk, "policy": None}, "secondary_tiers[2].")
+    several = DoorConfig.from_mapping({"tiers": [disk]}, "secondary_tiers[2].")
+    assert single.tiers == several.tiers == (DiskConfig("/cache", GIB),)
+    assert [entry.setting for entry in single.tier_entries] == ["secondary_tiers[2].tier.dir='/cache'"]
+    assert [entry.setting for entry in several.tier_entries] == ["secondary_tiers[2].tiers[0].dir='/cache'"]
+    assert DoorConfig(several.tiers).names == ("tiers[0]",)
+    for wrong, said in (
+        ({"tier": disk | {"bytes": 0}}, "x.tier.bytes=0: "),
+        ({"tiers": [disk, disk]}, "x.tiers[1].dir='/cache': tiers[0].dir='/cache' has the same directory"),
+        ({"tier": disk, "engines_per_node": 0}, "x.engines_per_node=0: "),
+        ({"tier": disk, "names": ["a"]}, "x.names=['a']: unknown option"),
+        ({"tiers": []}, "x.tier is not set: add a tier"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            DoorConfig.from_mapping(wrong, "x.")
+        assert str(error.value).startswith(said)
