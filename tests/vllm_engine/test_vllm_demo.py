@@ -46,7 +46,7 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(act, "start_process", start_process)
     monkeypatch.setattr(demo_run, "DOCUMENTS", 4)
-    for name, documents in ("BEFORE", range(2)), ("AFTER", range(2, 4)), ("PROMPTS", 4):
+    for name, documents in ("BEFORE", range(2)), ("AFTER", range(2, 4)):
         monkeypatch.setattr(demo_run, name, documents)
     monkeypatch.setattr(demo_run, "TURNS", 2)
     monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (4, 5))
@@ -55,7 +55,7 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []
-    assert seen.acts == [1, 2, 3, 4, 5, 6]
+    assert seen.acts == [1, 2, 3, 4, 5, 6, 5, 6]
     assert len(report.offload.requests) == len(demo_run.plan_visits())
     tried = 4 * (1 + len(inside.TIERS))
     assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests) + tried

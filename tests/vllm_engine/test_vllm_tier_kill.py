@@ -75,7 +75,7 @@ def wait_and_watch(child: Child, log: Path, folder: Path, budget: int, is_time: 
 
 
 def test_a_killed_scheduler_starts_again_with_right_bytes(run: Runner, tmp_path: Path) -> None:
-    """Kills come while it starts, serves, and right after rounds of requests."""
+    """Kills come at random moments while it serves, the first right after its start."""
     folder = tmp_path / "disk"
     folder.mkdir(mode=0o700)
     random, rounds = Random(7), []

@@ -126,6 +126,12 @@ def accept_any_bytes() -> None:
     vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
 
 
+def wipe(folder: Path) -> None:
+    """Deletes the blocks of vLLM's fs tier."""
+    for path in folder.rglob("*.bin"):
+        path.unlink(missing_ok=True)
+
+
 def change_a_page(folder: Path, random: Random) -> bool:
     """Changes bytes of a random page of a random file. Returns whether there was one with a whole page."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= PAGE)
@@ -146,7 +152,8 @@ def change_a_page(folder: Path, random: Random) -> bool:
 def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading.Thread]) -> dict[str, Any]:
     """Runs ``requests`` random requests by ``seed``. Answers are [index of the prompt, answer].
 
-    ``folder`` is the tier's, and ``flips`` the chance per step that bytes there change. ``resets`` is that of a reset.
+    ``folder`` is the tier's, and ``flips`` the chance per step that bytes there change. ``resets`` is that of a reset,
+    of one of ``kinds``. With ``wipe`` the folder is emptied when the connector's cache is reset.
     """
     random = Random(config["seed"])
     folder = Path(config["folder"])
@@ -177,9 +184,11 @@ def run_storm(engine: Any, config: dict[str, Any], threads_before: set[threading
             del live[name]
             counts["aborted"] += 1
         if random.random() < config["resets"]:
-            name = random.choice(list(resets))
+            name = random.choice(config.get("kinds", list(resets)))
             counts[f"{name}:whole"] += bool(resets[name]())
             counts[name] += 1
+            if config.get("wipe") and name != "reset_device":
+                wipe(folder)
         if random.random() < config.get("flips", 0.0):
             counts["flips"] += change_a_page(folder, random)
         begun = time.monotonic()

@@ -18,7 +18,6 @@ FIRST_VERSION = (0, 31)
 BEFORE, AFTER = range(3), range(3, 6)
 """Documents that are asked about before bytes on disk change, and after that. A server that has loaded a prompt might
 have it in memory."""
-PROMPTS = len(BEFORE) + len(AFTER)
 HOST_BLOCKS = 20
 """Little more than one prompt has."""
 DISK_BYTES = 256 << 20

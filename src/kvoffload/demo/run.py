@@ -20,7 +20,6 @@ from kvoffload.demo.inside import (
     AFTER,
     BEFORE,
     DISK_BYTES,
-    PROMPTS,
     TIERS,
     Server,
     TierOnTrial,
@@ -128,9 +127,10 @@ def run_trials(config: ActConfig, out: Path, acts: int, progress: Progress) -> I
     block_bytes = BLOCK_SIZE * (kv_bytes_per_token(Path(config.model)) or 0)
     numbers = itertools.count(acts + 1)
 
-    def begin(server: Server, title: str, number: int) -> None:
-        progress.act(ActPlan(number, title, None), PROMPTS)
+    def ask(server: Server, documents: Sequence[int], title: str, number: int) -> list[RequestResult]:
+        progress.act(ActPlan(number, title, None), len(documents))
         progress.ready(server.engine.wait_ready())
+        return server.ask(documents, progress.request)
 
     with disk_directory(out, 2 * DISK_BYTES) as disk, ExitStack() as opened:
 
@@ -139,18 +139,15 @@ def run_trials(config: ActConfig, out: Path, acts: int, progress: Progress) -> I
 
         number = next(numbers)
         server = start(TIERS, number)
-        begin(server, "vLLM's own offloading", number)
-        server.ask([*BEFORE, *AFTER], progress.request)
+        ask(server, [*BEFORE, *AFTER], "vLLM's own offloading", number)
         server.close()
         # The second starts while the first does.
         servers = [(tier, number, start([tier], number)) for tier, number in zip(TIERS, numbers, strict=False)]
-        before = {}
-        for tier, number, server in servers:
-            begin(server, tier.name, number)
-            before[tier] = server.ask(BEFORE, progress.request)
+        before = {tier: ask(server, BEFORE, tier.name, number) for tier, number, server in servers}
         change_bytes(disk)
-        for tier, _, server in servers:
-            yield Trial(tier.name, tier.is_ours, before[tier], server.ask(AFTER, progress.request))
+        for tier, number, server in servers:
+            after = ask(server, AFTER, "  bytes changed", number)
+            yield Trial(tier.name, tier.is_ours, before[tier], after)
             server.close()
 
 
