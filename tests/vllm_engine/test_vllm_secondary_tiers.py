@@ -284,6 +284,25 @@ class TestDisk(SecondaryTierConformance):
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
         steps.close()
 
+    def test_a_request_that_began_before_a_reset_stores_nothing(self) -> None:
+        """Its device blocks may have been computed with other weights."""
+        keys = chain(8)
+        steps = self.start()
+        before = steps.request(keys)
+        steps.tier.drain_jobs()
+        job = steps.submit_store(before, keys)
+        steps.wait(job)
+        assert not steps.ok[job]
+        steps.end(before)
+        self.settle(steps)
+        assert steps.find(keys) == []
+        after = steps.request(keys)
+        steps.wait(steps.submit_store(after, keys))
+        steps.end(after)
+        self.settle(steps)
+        assert steps.find(keys) == keys
+        steps.close()
+
     def test_an_idle_step_does_not_ask_the_bridge(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its lock may be held by the thread that copies."""
         steps = self.start_with(chain(8))
