@@ -170,8 +170,9 @@ $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
 
 # Where it cannot be had, its tests are skipped.
 sglang: | $(VENV_VLLM)/.stamp
-	@test -d $(VENV_VLLM)/sglang || { echo "Unpacking $(SGLANG)."; rm -rf $(VENV_VLLM)/sglang.part; \
+	@test -e "$(VENV_VLLM)/sglang/$(SGLANG)" || { echo "Unpacking $(SGLANG)."; rm -rf $(VENV_VLLM)/sglang.part; \
 		$(VENV_VLLM)/bin/python tools/sglang_source.py $(SGLANG) $(VENV_VLLM)/sglang.part && \
+		touch "$(VENV_VLLM)/sglang.part/$(SGLANG)" && rm -rf $(VENV_VLLM)/sglang && \
 		mv $(VENV_VLLM)/sglang.part $(VENV_VLLM)/sglang; } || echo "make: tests with SGLang will be skipped"
 
 # Debian's User Mode Linux and NFS tools, unpacked, not installed: a test then runs servers on real NFS mounts.

@@ -44,7 +44,16 @@ OTHERS = {
     ),
 }
 """Attributes that the adapter reads of objects whose class its annotations do not name."""
-ARGUMENTS = ("model_path", "revision", "download_dir", "enable_lora", "dp_size", "nnodes", "weight_version")
+ARGUMENTS = (
+    "model_path",
+    "revision",
+    "download_dir",
+    "enable_lora",
+    "dp_size",
+    "nnodes",
+    "weight_version",
+    "hicache_storage_backend",
+)
 """Arguments of SGLang that the adapter reads, besides those of ``fingerprint.py``."""
 PARALLEL = ("tp_rank", "tp_size", "pp_rank", "pp_size", "dp_rank")
 DYNAMIC = {"ParallelContext", "_ConfigBag"}

@@ -427,6 +427,46 @@ def test_a_flush_forgets_everything_until_the_next_start(start: Start) -> None:
     assert loaded(again, tokens(6, 7)) == []
 
 
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_a_backend_that_is_attached_again_knows_of_a_flush(is_attached: bool, start: Start) -> None:
+    pool = mha_pool()
+    rank = start(pool)
+    chain, want = stored(rank)
+    settled(rank)
+    if is_attached:
+        rank.flush()
+        assert rank.hits(chain).storage_hit_count == 0
+    rank.close()
+    if not is_attached:
+        pool.clear()
+    # The weights may be others than those in the files, from which the fingerprint is.
+    again = start(pool)
+    assert loaded(again, chain) == []
+    again.close()
+    assert loaded(start(mha_pool()), chain) == want
+
+
+def test_a_backend_that_is_attached_again_without_a_flush_finds_its_pages(start: Start) -> None:
+    pool = mha_pool()
+    rank = start(pool)
+    chain, want = stored(rank)
+    settled(rank).close()
+    assert loaded(start(pool), chain) == want
+
+
+def test_a_backend_that_a_running_server_attaches_needs_a_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "arguments", lambda: {"hicache_storage_backend": None, "weight_version": "default"})
+    options = extra_config(tier=DISK, model_fingerprint=None)
+    with pytest.raises(ValueError, match="started without --hicache-storage-backend"):
+        KVOffloadStorage(parts.storage_config(extra_config=options), {})
+    # The pages are then of the version that clients have set, not of the one that the server began with.
+    monkeypatch.setattr(engine, "weights", lambda: ("/model", "2"))
+    made = KVOffloadStorage(parts.storage_config(extra_config=extra_config(tier=DISK)), {})
+    assert made._weights == ("/model", "default")
+
+
 def test_other_weights_forget_everything(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = start()
     chain, want = stored(rank)

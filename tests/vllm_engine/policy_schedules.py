@@ -22,6 +22,22 @@ class CarelessCachePolicy(cache_policy.AutoCachePolicy):
         return [(key, self._chunks[key]) for key in list(self._chunks)[:n]]
 
 
+class FailingCachePolicy(cache_policy.AutoCachePolicy):
+    """A bug outside of the policy itself, such as that of a version of vLLM whose requests have other attributes."""
+
+    def _chain(self, *_: Any) -> Any:
+        raise AttributeError("planted")
+
+
+class BrokenCachePolicy(cache_policy.AutoCachePolicy):
+    """A bug in what every method begins with, after the first chunks."""
+
+    def _enter(self, keys: Any) -> None:
+        if len(self._chunks) > 3:
+            raise RuntimeError("planted")
+        super()._enter(keys)
+
+
 @dataclass
 class Request:
     context: ReqContext
@@ -228,6 +244,31 @@ def chains() -> dict[str, Any]:
     return seen
 
 
+class _Counting(dict[Any, Any]):
+    """Chunks that count how often it is asked whether one is there."""
+
+    num_asked = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_asked += 1
+        return super().__contains__(key)
+
+
+def one_by_one(num_chunks: int) -> float:
+    """Stores a chain chunk by chunk in one step, as vLLM does when chunks are promoted from a secondary tier. Returns
+    how often per chunk the policy has looked for one."""
+    manager, _ = fill("LRUCachePolicy", num_chunks, list(range(1000, 1000 + num_chunks)), num_chunks)
+    policy = manager._policy
+    policy._chunks = counting = _Counting(policy._chunks)
+    policy.__dict__["get"] = counting.get
+    request = begin("promoting", list(range(2000, 2000 + num_chunks // 2)), 1)
+    manager.on_new_request(request.context)
+    for key in request.chain:
+        assert manager.prepare_store([key], request.context) is not None
+    policy.check_integrity()
+    return counting.num_asked / len(request.chain)
+
+
 def one_use() -> dict[str, Any]:
     """A request that asks often, and a reset in the middle of another."""
     manager, first = fill("LRUCachePolicy", 4, [1, 2], 1)
@@ -263,3 +304,19 @@ def starts_over() -> dict[str, Any]:
     second = serve(manager, "second", [3, 4, 5], 3)
     policy.check_integrity()
     return {"policy": type(policy._policy).__name__, "left": left_of(manager, first) + left_of(manager, second)}
+
+
+def keeps_failing() -> dict[str, Any]:
+    """Policies that fail in every call. vLLM serves on."""
+    manager = CPUOffloadingManager(4, "FailingCachePolicy", __name__)
+    requests = [serve(manager, str(i), [10 * i, 10 * i + 1], 2) for i in range(3)]
+    manager._policy.check_integrity()
+    left = left_of(manager, requests[-1])
+    manager = CPUOffloadingManager(6, "BrokenCachePolicy", __name__)
+    first, second = begin("first", [1, 2, 3], 1), begin("second", [4, 5], 1)
+    for request in (first, second):
+        manager.on_new_request(request.context)
+        assert manager.prepare_store(request.chain, request.context) is not None
+    manager.complete_store(second.chain, second.context, success=False)
+    manager.complete_store(first.chain, first.context)
+    return {"left": left, "after_failed_stores": left_of(manager, second), "first": left_of(manager, first)}

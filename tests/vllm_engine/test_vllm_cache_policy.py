@@ -52,9 +52,18 @@ def test_a_request_is_one_use(seen: Run) -> None:
     assert seen["one_use"] == {"uses": [[], [0, 1]], "after": [0, 1], "running": [0, 1, 2]}
 
 
+def test_promotions_of_a_long_chain_cost_as_much_each_as_those_of_a_short_one(seen: Run) -> None:
+    short, long = seen["one_by_one"]
+    assert long < short + 1
+
+
 def test_a_policy_that_fails_is_replaced_by_lru(seen: Run) -> None:
     assert seen["starts_over"] == {"policy": "LRUPolicy", "left": [0, 0, 1, 2]}
     assert "LRU evicts from vLLM's host memory" in seen.log
+
+
+def test_a_bug_in_every_call_does_not_reach_vllm(seen: Run) -> None:
+    assert seen["keeps_failing"] == {"left": [0, 1], "after_failed_stores": [], "first": [0, 1, 2]}
 
 
 def test_replays_find_the_same(seen: Run) -> None:

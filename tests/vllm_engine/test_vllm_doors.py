@@ -28,6 +28,7 @@ pytestmark = pytest.mark.vllm
 LONG = pytest.mark.skipif(SCALE <= 1, reason="more starts of vLLM; set KVOFFLOAD_TEST_SCALE above 1")
 
 SPEC = {"spec_name": "HostTieringSpec", "spec_module_path": "kvoffload.vllm.host_spec"}
+AUTO = {"eviction_policy": "AutoCachePolicy", "cache_policy_module_path": "kvoffload.vllm.cache_policy"}
 LARGE, SMALL = 64 << 20, 1 << 20
 """Sizes of vLLM's host memory: one has room for all prompts, and the other for less than two of them."""
 
@@ -53,6 +54,7 @@ def check(run: Run, expected: list[Any]) -> None:
     # vLLM releases its host memory, so no view of it is left.
     assert "Removed mmap file" in run.log
     assert "BufferError" not in run.log
+    assert "AutoCachePolicy failed" not in run.log
 
 
 def tier_tokens(run: Run) -> int:
@@ -183,7 +185,7 @@ def test_an_older_version_says_what_to_use_instead(run: Runner, tmp_path: Path) 
 
 
 def test_windows_and_chunks_of_several_blocks(run: Runner, gemma3_expected: list[Any], tmp_path: Path) -> None:
-    options = with_tier(SMALL, tier=disk(tmp_path / "disk")) | {"blocks_per_chunk": 2}
+    options = with_tier(SMALL, tier=disk(tmp_path / "disk")) | {"blocks_per_chunk": 2} | AUTO
     for _ in range(2):
         result = run("offloading", rounds=1, offloading=options, **GEMMA3)
         check(result, gemma3_expected)
@@ -191,7 +193,7 @@ def test_windows_and_chunks_of_several_blocks(run: Runner, gemma3_expected: list
 
 
 def test_states(run: Runner, tmp_path: Path) -> None:
-    options, model = with_tier(SMALL, tier=disk(tmp_path / "disk")), with_lfm2(prompts=6, max_tokens=24)
+    options, model = with_tier(SMALL, tier=disk(tmp_path / "disk")) | AUTO, with_lfm2(prompts=6, max_tokens=24)
     computed = run("offloading", rounds=1, offloading=options, **model)
     assert tier_tokens(computed) == 0
     result = run("offloading", rounds=1, offloading=options, **model)

@@ -27,6 +27,13 @@ def weights() -> tuple[str, str] | None:
     return str(get_model().model_path), str(get_serving().weight_version)
 
 
+def weights_at_start(arguments: dict[str, Any]) -> tuple[str, str] | None:
+    """Returns what ``weights`` would return if clients had set no version since the server was started with
+    ``arguments``."""
+    now = weights()
+    return now and (now[0], str(arguments.get("weight_version", now[1])))
+
+
 def place_on_node(config: HiCacheStorageConfig, arguments: dict[str, Any], per_node: int | None) -> tuple[int, int]:
     """Returns the index of this rank among the ranks on its node, each of which has a backend, and how many these are.
     ``per_node``: their number, if the user says it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ KV = "kv"
 """SGLang's name of the pool with the KV of the tokens. All others hold something beside it for the same pages."""
 REPLICATED = {"MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool"}
 """Classes of host pools in which all tensor-parallel ranks of a model with replicated KV hold the same bytes."""
+_FIRST_STATES: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""By host pool, its ``mem_state`` when a backend was attached to it for the first time. A server may detach its backend
+and attach another one, which then has to know that there was a flush in between."""
 
 
 class HostPages:
@@ -47,7 +51,8 @@ class HostPages:
         self.parts = 1
         self.is_of_rank = bool(rank)
         """Whether this rank has bytes of its own beside KV that all ranks share."""
-        self._mem_state = getattr(pool, "mem_state", None)
+        state = getattr(pool, "mem_state", None)
+        self._mem_state = None if state is None else _FIRST_STATES.setdefault(pool, weakref.ref(state))()
         self._buffers = _buffers(pool)
         self._starts = [start for start, _ in self._buffers]
         sizes = self._addressed_sizes()
@@ -68,7 +73,8 @@ class HostPages:
         self._padding = np.zeros(self.parts * block_bytes - self.nbytes, np.uint8)
 
     def was_cleared(self) -> bool:
-        """Returns whether SGLang has cleared the pool since the last call: it does when it flushes its caches."""
+        """Returns whether SGLang has cleared the pool since the last call, or since a backend was first attached to it:
+        it does when it flushes its caches."""
         state = getattr(self.pool, "mem_state", None)
         cleared, self._mem_state = state is not self._mem_state, state
         return cleared

@@ -109,7 +109,7 @@ class KVOffloadStorage(HiCacheStorage):
         self._chained: list[HostPages] = []
         """The pools without whose pages no page behind them can be used: that of the KV, then others."""
         self._bridge: TierBridge | None = None
-        self._weights = engine.weights()
+        self._weights = engine.weights_at_start(self._arguments)
         self._lock = threading.Lock()
         self._logged: set[str] = set()
         ranks = {
@@ -325,6 +325,15 @@ class KVOffloadStorage(HiCacheStorage):
         if not hasattr(HiCacheStorage, "on_host_pools_registered"):
             raise ConfigError(
                 "this version of SGLang does not say when its host pools are complete; use 0.5.23 or later"
+            )
+        if (
+            self._arguments
+            and not self._arguments.get("hicache_storage_backend")
+            and not self._options.model_fingerprint
+        ):
+            raise ConfigError(
+                "the server was started without --hicache-storage-backend, and SGLang does not say whether its weights "
+                f'were updated since; start it with that, or add "model_fingerprint" to {EXTRA_CONFIG}'
             )
         if self._arguments.get("enable_lora"):
             raise ConfigError(

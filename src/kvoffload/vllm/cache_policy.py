@@ -66,19 +66,24 @@ class _Use:
     """New blocks that the policy does not admit. Once there are any, it admits none after them."""
 
 
-def _starts_over(method: Callable[..., Result]) -> Callable[..., Result]:
-    """After an exception in ``method``, lets plain LRU go on with the chunks that vLLM knows, and calls it again."""
+def _starts_over(method: Callable[..., Result]) -> Callable[..., Result | None]:
+    """After an exception in ``method``, lets plain LRU go on with the chunks that vLLM knows, and calls it again. Makes
+    it return None if that fails too: then vLLM's scheduler goes on without a use, or without room for a store."""
 
     @functools.wraps(method)
-    def wrapper(self: PolicyAdapter, *args: Any) -> Result:
-        try:
-            return method(self, *args)
-        except Exception:
-            logger.exception(
-                "%s failed: from now on LRU evicts from vLLM's host memory; please report this", type(self).__name__
-            )
-            self._start_over()
-            return method(self, *args)
+    def wrapper(self: PolicyAdapter, *args: Any) -> Result | None:
+        for _ in range(2):
+            try:
+                return method(self, *args)
+            except Exception:
+                if not self._has_failed:
+                    logger.exception(
+                        "%s failed: from now on LRU evicts from vLLM's host memory; please report this",
+                        type(self).__name__,
+                    )
+                self._has_failed = True
+                self._start_over()
+        return None
 
     return wrapper
 
@@ -103,6 +108,7 @@ class PolicyAdapter(CachePolicy):
         # The scheduler looks up one key at a time: this costs no call of a Python function.
         self.__dict__["get"] = self._chunks.get
         self._policy = make_policy(self.policy, cache_capacity)
+        self._has_failed = False
         self._reset()
         logger.info(
             "kvoffload's policy %s evicts from vLLM's host memory of %s chunks (%s)",
@@ -295,7 +301,10 @@ class PolicyAdapter(CachePolicy):
             # No block leaves for the tail of its own chain, if others can.
             more = table.idle(np.concatenate((kept, use.held)))
             kept = more if n <= table.num_evictable - len(more) else kept
-            use.due = entering = [key for key in use.due if key not in self._chunks]
+            if use.due and use.due[-1] in self._chunks:
+                # Others have stored it.
+                use.due = [key for key in use.due if key not in self._chunks]
+            entering = use.due
         else:
             entering = [key for key in protected if key not in self._chunks]
         table.mark_busy(kept, True)
@@ -319,8 +328,12 @@ class PolicyAdapter(CachePolicy):
 
     @_starts_over
     def remove(self, key: OffloadKey) -> None:
-        self._settle()
-        if self._chunks.pop(key, None) is None:
+        try:
+            self._settle()
+        finally:
+            # vLLM gives its memory to another chunk, whatever fails here.
+            chunk = self._chunks.pop(key, None)
+        if chunk is None:
             return
         slots = self._table.find([key])
         if self._is_aside[slots].any():
@@ -351,6 +364,11 @@ class PolicyAdapter(CachePolicy):
         self._table.insert(keys, slots)
         if use is not None:
             self._storing = None
+            # Those that are stored next are at the end, so promotions, which vLLM stores one by one, cost little each.
+            if use.due[-len(keys) :] == keys:
+                del use.due[-len(keys) :]
+            elif use.due:
+                use.due = [key for key in use.due if key not in chunks]
             if use.refused:
                 is_aside = np.fromiter(map(use.refused.__contains__, keys), np.bool_, len(keys))
                 self._is_aside[slots[is_aside]] = True
