@@ -419,6 +419,21 @@ def test_jobs_that_come_during_a_reset_do_not_cross_it() -> None:
     assert rig.held(chain("y", 1)) == []
 
 
+def test_a_reset_in_the_middle_of_a_step_forgets_nothing_that_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = BridgeRig(staging=8)
+    keys, poll = chain("x", 12), rig.manager.poll
+
+    def reset_meanwhile() -> None:
+        monkeypatch.setattr(rig.manager, "poll", poll)
+        rig.bridge.reset()
+        rig.bridge.store(1, keys, rig.foreign.fill(range(12), keys), keys, "r")
+
+    monkeypatch.setattr(rig.manager, "poll", reset_meanwhile)
+    rig.step()
+    assert [(end.job, end.ok) for end in rig.settle()] == [(1, True)]
+    assert rig.load(keys).ok
+
+
 class Shared(SpyTier):
     is_shared = True
 
@@ -540,6 +555,19 @@ def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.
     assert not thread.is_alive()
 
 
+def test_calls_do_not_pile_up_while_a_tier_hangs_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge_module, "MAX_INBOX", 8)
+    rig = BridgeRig()
+    keys = chain("x", 1)
+    for i in range(20):
+        rig.bridge.store(i, keys, rig.foreign.fill([0], keys), keys, f"request {i}")
+        rig.bridge.end_request(f"request {i}", keys)
+    assert len(rig.bridge._inbox) == 8
+    assert {end.job for end in rig.bridge.finished()} == set(range(4, 20))
+    assert {(end.job, end.ok) for end in rig.settle()} == {(i, True) for i in range(4)}
+    assert rig.store(keys, keys).ok
+
+
 class Buggy(SpyTier):
     """Breaks a check of kvoffload's own."""
 
@@ -573,7 +601,10 @@ def test_a_check_that_fails_switches_the_bridge_off(where: str, caplog: pytest.L
     assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
     assert "THE TIERS MEMORY ARE OFF" in caplog.text
     rig.bridge.load(3, keys, rig.foreign.pages(range(4)), "l")
-    assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(3, False)]
+    rig.bridge.store(4, keys, rig.foreign.pages(range(4)), keys, "r")
+    rig.bridge.end_request("r", keys)
+    assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(3, False), (4, False)]
+    assert not rig.bridge._inbox
     rig.bridge.close()
     rig.foreign.close()
 
