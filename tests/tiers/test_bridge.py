@@ -478,7 +478,7 @@ def test_a_closed_bridge_refers_to_nothing_and_does_nothing() -> None:
         == bridge.put(keys[:4], foreign.pages(range(4)), keys)
         == [False] * 4
     )
-    assert bridge.explain(keys[0]).reason is MissReason.NEVER_STORED
+    assert bridge.explain(keys[0]).reason is MissReason.NOT_IN_TIME
     assert (bridge.take_counts(), list(bridge.take_events()), bridge.is_idle) == ({}, [], True)
     foreign.close()
     del rig
@@ -553,6 +553,18 @@ def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.
     rig.tier.go_on.set()
     thread.join(60)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("call", ["explain", "take_counts", "take_events", "lookup"])
+def test_calls_of_a_scheduler_do_not_wait_for_what_the_thread_does(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge_module, "LOCK_DEADLINE_S", 60.0)
+    rig = BridgeRig(enable_events=True)
+    arguments = {"explain": [chain("x", 1)[0]], "lookup": [chain("x", 1)]}.get(call, [])
+    began = time.monotonic()
+    with rig.bridge._lock():
+        result = getattr(rig.bridge, call)(*arguments)
+    assert time.monotonic() - began < 30
+    assert call != "explain" or result.reason is MissReason.NOT_IN_TIME
 
 
 def test_calls_do_not_pile_up_while_a_tier_hangs_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

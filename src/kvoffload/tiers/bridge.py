@@ -56,10 +56,11 @@ MAX_INBOX = 4096
 """
 STORE_DEADLINE_S = 10.0
 """A store that has had no room in the staging pool for so long is dropped."""
-LOOKUP_WAIT_S = 0.005
-"""How long a lookup waits for the lock of the manager. After that it is answered RETRY."""
+CALL_WAIT_S = 0.005
+"""How long calls of an engine's scheduler wait for the lock of the manager. After that a lookup is answered RETRY. The
+thread may hold it longer: for long chains, or while a tier hangs in a call."""
 LOCK_DEADLINE_S = 0.1
-"""How long other calls wait for it. It is held for so long only while a tier hangs in a call."""
+"""How long other calls wait for it."""
 MAX_FORMER = 8
 """Resets of which it is known that a block was stored before them."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.0001, 0.01
@@ -145,6 +146,7 @@ class TierBridge:
                 for tier in self._manager.tiers
             },
             dict.fromkeys(self.names, "off"),
+            LOCK_DEADLINE_S,
         )
 
     @property
@@ -152,7 +154,7 @@ class TierBridge:
         """Whether no job is open, ``finished`` has nothing to report and nothing is being written to a tier."""
         if self._jobs.num_open or self._jobs.has_reports:
             return False
-        return self._is_closed or self.fault is not None or self._ask(lambda: not self._is_busy, False)
+        return self._is_closed or self.fault is not None or self._ask(lambda: not self._is_busy, False, LOCK_DEADLINE_S)
 
     # Jobs.
 
@@ -163,7 +165,7 @@ class TierBridge:
         prefix = self._namespace
         names = [prefix + key for key in keys]
         behind = [prefix + key for key in chain] if self._expects else []
-        states = self._ask(lambda: self._manager.states(names, behind), None, LOOKUP_WAIT_S)
+        states = self._ask(lambda: self._manager.states(names, behind), None)
         if states is None:
             since = self._stuck_since
             may_wait = since is not None and self._clock() - since < self._lookup_deadline_s
@@ -306,8 +308,8 @@ class TierBridge:
     # What others show.
 
     def explain(self, key: OffloadKey) -> Miss:
-        """Returns why ``key`` cannot be loaded now."""
-        return self._ask(lambda: self._explain(key), Miss(MissReason.NEVER_STORED))
+        """Returns why ``key`` cannot be loaded now: NOT_IN_TIME also if the bridge is busy or off."""
+        return self._ask(lambda: self._explain(key), Miss(MissReason.NOT_IN_TIME))
 
     def _explain(self, key: OffloadKey) -> Miss:
         miss = self._manager.explain_miss(self._namespace + key)
@@ -332,9 +334,7 @@ class TierBridge:
 
     # The thread.
 
-    def _ask(
-        self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = LOCK_DEADLINE_S
-    ) -> Answer | Otherwise:
+    def _ask(self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = CALL_WAIT_S) -> Answer | Otherwise:
         """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or the thread
         has kept the lock for ``wait_s``. If a check fails in ``call``, the bridge is off."""
         if self._is_closed or self.fault is not None:
