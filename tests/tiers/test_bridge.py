@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -559,10 +560,10 @@ def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.
 def test_calls_of_a_scheduler_do_not_wait_for_what_the_thread_does(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge_module, "LOCK_DEADLINE_S", 60.0)
     rig = BridgeRig(enable_events=True)
-    arguments = {"explain": [chain("x", 1)[0]], "lookup": [chain("x", 1)]}.get(call, [])
+    arguments: dict[str, list[Any]] = {"explain": [chain("x", 1)[0]], "lookup": [chain("x", 1)]}
     began = time.monotonic()
     with rig.bridge._lock():
-        result = getattr(rig.bridge, call)(*arguments)
+        result = getattr(rig.bridge, call)(*arguments.get(call, []))
     assert time.monotonic() - began < 30
     assert call != "explain" or result.reason is MissReason.NOT_IN_TIME
 

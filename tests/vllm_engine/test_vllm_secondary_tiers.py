@@ -275,3 +275,9 @@ class TestDisk(SecondaryTierConformance):
         assert not steps.ok[store]
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
         steps.close()
+
+    def test_a_check_that_fails_in_the_bridge_shows_in_the_metrics(self) -> None:
+        steps = self.start()
+        steps.tier.bridge._switch_off(AssertionError("planted"))
+        assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
+        steps.close()

@@ -52,8 +52,7 @@ MIN_STAGING_BLOCKS = 32
 MAX_PAGES = 1 << 14
 """Pages of stores that wait at the same time. Stores beyond that are dropped."""
 MAX_INBOX = 4096
-"""Calls that the thread has not seen yet. Only while a tier hangs in a call are there so many; those beyond are dropped.
-"""
+"""Calls that the thread has not seen yet. There are so many only while a tier hangs; those beyond are dropped."""
 STORE_DEADLINE_S = 10.0
 """A store that has had no room in the staging pool for so long is dropped."""
 CALL_WAIT_S = 0.005
