@@ -26,6 +26,8 @@ CHAIN_CHUNKS = 512
 """Chunks per prompt that the tiers hold."""
 PAUSE_S = 0.03
 """Between two steps of a request."""
+SHORT_PAUSE_S = 0.005
+"""The same where many requests come one after the other."""
 DEADLINE_S = 60.0
 
 
@@ -145,6 +147,25 @@ class Door:
         self.step(request, BLOCK_TOKENS * n)
         self.settle()
         self.end(request)
+
+    def under_load(self, n: int) -> None:
+        """In each of ``n`` steps one request arrives whose chunks nobody has, and another one stores 64 chunks."""
+        finished: list[Any] = []
+        for _ in range(n):
+            asking = self.request(hashes(64, f"asked {self.count}"))
+            self.timed(self.scheduler.get_num_new_matched_tokens, asking, 0)
+            storing = self.request(hashes(64, f"stored {self.count}"), looks_up=False)
+            self.timed(self.scheduler.get_num_new_matched_tokens, storing, 0)
+            for request in finished:
+                self.timed(self.scheduler.request_finished, request)
+            self.step(storing, BLOCK_TOKENS * 64, finished)
+            finished = [asking, storing]
+            for request in finished:
+                request.status = RequestStatus.FINISHED_ABORTED
+            time.sleep(SHORT_PAUSE_S)
+        for request in finished:
+            self.timed(self.scheduler.request_finished, request)
+        self.step(finished=finished)
 
     def idle(self, n: int) -> None:
         for _ in range(n):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.door_driver import Door
 
 LOOKUPS, STORES = (64, 512), (8, 64)
-IDLE_STEPS = 100
+BUSY_STEPS, IDLE_STEPS = 20, 100
 SLOT_BYTES = 4096 + 256 + 256
 TIERS = ("fs", "kvoffload")
 
@@ -61,6 +61,7 @@ def steps(folder: Path, num_chunks: int, rounds: int) -> list[Row]:
         cases[f"{n} chunks from the tier"] = partial(Door.load_hits, n=n)
     for n in STORES:
         cases[f"{n} chunks stored"] = partial(Door.store, n=n)
+    cases[f"{BUSY_STEPS} steps, in each 64 chunks looked up and 64 stored"] = partial(Door.under_load, n=BUSY_STEPS)
     cases[f"{IDLE_STEPS} steps without requests"] = partial(Door.idle, n=IDLE_STEPS)
     rows = []
     for what, case in cases.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -155,17 +154,18 @@ def from_an_index(text: str) -> list[str]:
 
 
 def is_importable(name: str) -> bool:
-    """Whether ``name`` is a module, even if something that it imports is not installed, or an attribute of a module."""
+    """Whether ``name`` is a module, or an attribute of one, even if something that it imports is not installed."""
     parent, _, attribute = name.rpartition(".")
     path = SOURCE.parent.joinpath(*name.split("."))
     if path.is_dir() or path.with_suffix(".py").is_file():
         return True
-    with contextlib.suppress(ModuleNotFoundError):
-        if importlib.util.find_spec(name) is not None:
-            return True
-    with contextlib.suppress(ModuleNotFoundError):
+    try:
         return hasattr(importlib.import_module(parent), attribute)
-    return False
+    except ModuleNotFoundError:
+        module = path.parent.with_suffix(".py")
+        return (
+            module.is_file() and re.search(rf"^(class|def) {attribute}\b", module.read_text(), re.MULTILINE) is not None
+        )
 
 
 def table(text: str, heading: str) -> list[list[str]]:

@@ -14,7 +14,10 @@ from typing import Any
 from benchmarks.peers import faults, systems
 from benchmarks.peers.board_mooncake import MooncakeStore
 from kvoffload.demo.shared import mooncake
+from kvoffload.demo.shared.object_store import CREDENTIALS, ObjectStore
 from kvoffload.demo.shared.processes import free_ports
+from kvoffload.demo.shared.redis import RedisStore
+from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 
 HOST_BYTES = 160 << 20
 CACHE_BYTES = 64 << 20
@@ -24,7 +27,8 @@ PEER_DISK_BYTES = 128 << 20
 STORE_BYTES = 192 << 20
 SMALL_STORE_BYTES = 24 << 20
 LOAD_DEADLINE_MS = 20_000
-"""Long, so that a busy machine does not turn answers from the cache into misses."""
+LOOKUP_DEADLINE_MS = 5_000
+"""Both are long, so that a busy machine does not turn answers from the cache into misses."""
 
 
 class NotApplicableError(Exception):
@@ -190,9 +194,7 @@ class PeerSystem(FolderSystem):
     def close(self) -> None:
         # Engines and servers that were killed leave memory behind.
         for settings in self._given:
-            for directory, pattern in self.peer.leftovers(settings):
-                for path in directory.glob(pattern):
-                    path.unlink(missing_ok=True)
+            systems.remove_leftovers(self.peer, settings)
 
 
 class VLLMOwn(PeerSystem):
@@ -335,7 +337,7 @@ class KVOffloadMooncake(MooncakeSystem):
                 "host_bytes": HOST_BYTES,
                 "tiers": [{"kind": "mooncake", "master": self.address}],
                 "load_deadline_ms": LOAD_DEADLINE_MS,
-                "lookup_deadline_ms": 5000,
+                "lookup_deadline_ms": LOOKUP_DEADLINE_MS,
                 "load_only_if_faster": False,
             },
         }
@@ -383,6 +385,130 @@ class MooncakeDisk(ServedDisk):
         return mooncake.missing()
 
 
+class StoreSystem(System):
+    """A cache in one of the demo's stores, which runs from ``missing`` to ``close``."""
+
+    store: ServerStore
+
+    @classmethod
+    def make(cls, logs: Path) -> ServerStore:
+        raise NotImplementedError
+
+    def missing(self) -> str | None:
+        try:
+            self.store = self.make(self.work)
+        except StoreMissingError as error:
+            return str(error)
+        return None
+
+    def empty(self) -> None:
+        self.store.kill()
+        self.store.start()
+
+    def flip(self) -> int:
+        return self.store.corrupt()
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[Callable[[], None]]:
+        self.empty()
+        self.store.fill()
+        yield lambda: None
+        self.store.drain()
+
+    def stop_service(self) -> None:
+        self.store.kill()
+
+    def start_service(self) -> None:
+        self.store.start()
+
+    def close(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+        super().close()
+
+
+class InVLLM(System):
+    """vLLM's own offloading with a tier of kvoffload below its host memory."""
+
+    module = "kvoffload.vllm.secondary_tier"
+    tier_class = "KVOffloadTier"
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self._given: list[tuple[systems.VLLM, systems.Settings]] = []
+
+    def tier(self) -> dict[str, Any]:
+        """Returns the entry of the option ``tier``."""
+        raise NotImplementedError
+
+    def connector(self) -> dict[str, Any]:
+        deadlines = {"load_deadline_ms": LOAD_DEADLINE_MS, "lookup_deadline_ms": LOOKUP_DEADLINE_MS}
+        entry = {"type": self.tier_class, "module_path": self.module, "tier": self.tier(), **deadlines}
+        peer = systems.VLLMWithTier(entry)
+        settings = peer.settings(self.work, HOST_BYTES, CACHE_BYTES)
+        self._given.append((peer, settings))
+        assert settings.connector is not None
+        return settings.connector
+
+    def close(self) -> None:
+        super().close()
+        for peer, settings in self._given:
+            systems.remove_leftovers(peer, settings)
+
+
+class TierDisk(InVLLM, FolderSystem):
+    name = "kvoffload's tier in vLLM's own offloading, disk"
+    kind = "disk"
+
+    def tier(self) -> dict[str, Any]:
+        return {"kind": self.kind, "dir": str(self.folder), "bytes": CACHE_BYTES}
+
+
+class UnverifiedTierDisk(TierDisk):
+    name = "control: kvoffload's tier without verification"
+    note = "kvoffload's tier in vLLM's own offloading with the comparison of checksums taken out."
+    is_control = True
+    module = "benchmarks.peers.board_unverified"
+    tier_class = "UnverifiedKVOffloadTier"
+
+
+class TierSharedDir(TierDisk):
+    name = "kvoffload's tier in vLLM's own offloading, shared directory"
+    kind = "shared_dir"
+
+
+class TierRedis(InVLLM, StoreSystem):
+    name = "kvoffload's tier in vLLM's own offloading, Redis"
+    note = "Bytes are changed in the server's memory, which it loses when it restarts."
+
+    @classmethod
+    def make(cls, logs: Path) -> ServerStore:
+        return RedisStore(logs)
+
+    def tier(self) -> dict[str, Any]:
+        return self.store.entry()
+
+
+class TierObjectStore(TierRedis):
+    name = "kvoffload's tier in vLLM's own offloading, object store (moto)"
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.environment = CREDENTIALS
+
+    @classmethod
+    def make(cls, logs: Path) -> ServerStore:
+        return ObjectStore(logs)
+
+
+class TierMooncake(InVLLM, MooncakeSystem):
+    name = "kvoffload's tier in vLLM's own offloading, Mooncake Store"
+    note = KVOffloadMooncake.note
+
+    def tier(self) -> dict[str, Any]:
+        return {"kind": "mooncake", "master": self.address}
+
+
 SYSTEMS: tuple[type[System], ...] = (
     KVOffloadDisk,
     UnverifiedKVOffloadDisk,
@@ -390,6 +516,12 @@ SYSTEMS: tuple[type[System], ...] = (
     KVOffloadMooncake,
     VLLMOwn,
     VLLMOwnOnCPU,
+    TierDisk,
+    UnverifiedTierDisk,
+    TierSharedDir,
+    TierRedis,
+    TierObjectStore,
+    TierMooncake,
     MooncakeConnector,
     MooncakeDisk,
     LMCacheDisk,

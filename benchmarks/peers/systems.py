@@ -352,6 +352,13 @@ class System(ABC):
         return Running(self.name, process, replies, services, disk_dir, self.leftovers(settings))
 
 
+def remove_leftovers(system: System, settings: Settings) -> None:
+    """Removes the files that killed engines with these settings have left outside their folders."""
+    for directory, pattern in system.leftovers(settings):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
 def environment() -> dict[str, str]:
     """Returns the environment variables of every engine."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
@@ -421,8 +428,7 @@ class VLLM(System):
         if self.module is not None:
             options["spec_module_path"] = self.module
         if disk_bytes is not None:
-            # This tier has no limit: the disk budget cannot be given.
-            options["secondary_tiers"] = [{"type": "fs", "root_dir": str(self.disk_dir(work_dir))}]
+            options["secondary_tiers"] = [self.secondary(self.disk_dir(work_dir))]
         connector = {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
@@ -431,9 +437,28 @@ class VLLM(System):
         }
         return Settings(connector, source="https://docs.vllm.ai/en/v0.32.0/features/kv_offloading_usage/")
 
+    def secondary(self, disk_dir: Path) -> dict[str, Any]:
+        """Returns the entry of the tier below host memory."""
+        # This tier has no limit: the disk budget cannot be given.
+        return {"type": "fs", "root_dir": str(disk_dir)}
+
     def leftovers(self, settings: Settings) -> list[tuple[Path, str]]:
         assert settings.connector is not None
         return [(Path("/dev/shm"), f"vllm_offload_{settings.connector['engine_id']}*")]
+
+
+class VLLMWithTier(VLLM):
+    """The same with a tier of kvoffload, of any kind, in the place of vLLM's own."""
+
+    name = "vllm-kvoffload"
+    title = "vLLM's OffloadingConnector with a tier of kvoffload, host spec of this benchmark"
+
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        """``entry``: that of the tier in the option ``secondary_tiers``."""
+        self._entry = dict(entry)
+
+    def secondary(self, disk_dir: Path) -> dict[str, Any]:
+        return self._entry
 
 
 class VLLMAsIs(VLLM):

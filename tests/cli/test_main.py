@@ -139,11 +139,14 @@ def test_imports_match_the_declared_dependencies() -> None:
     found = third_party_imports()
     assert set(cli.EXTRA) == extras["plots"]
     assert {name for name in found if any(path.startswith("cli/") for path in found[name])} <= core
+    of_vllm = ("testing/secondary_tier_conformance.py", "testing/vllm_servers.py")
     rooms = {
         **dict.fromkeys(extras["plots"], ("lab/", "demo/")),
         **dict.fromkeys(extras["testing"], ("testing/",)),
-        "vllm": ("vllm/", "demo/"),
-        "torch": ("vllm/", "transfer/cuda/kernels.py", "transfer/cuda/torch_device.py"),
+        "vllm": ("vllm/", "demo/", *of_vllm),
+        "sglang": ("sglang/",),
+        "prometheus_client": ("vllm/", "sglang/"),
+        "torch": ("vllm/", "sglang/", "transfer/cuda/kernels.py", "transfer/cuda/torch_device.py", *of_vllm),
         "triton": ("transfer/cuda/kernels.py",),
         "transformers": ("demo/engine.py",),
         "huggingface_hub": ("fingerprints.py",),

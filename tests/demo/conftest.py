@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvoffload.demo.act import ActResult
+from kvoffload.demo.inside import AFTER, BEFORE, Trial
 from kvoffload.demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.run import TURNS, known_answers, plan_visits
@@ -77,6 +79,21 @@ def changed(act: ActResult, index: int, **fields: Any) -> ActResult:
     return ActResult(act.info, requests, act.summary, act.control)
 
 
+def make_trials(baseline: ActResult) -> list[Trial]:
+    """Returns what vLLM answers with a tier that does not verify, and with one that does."""
+    first = {request.document: request for request in reversed(baseline.requests)}
+
+    def asked(documents: Iterable[int], **changes: Any) -> list[RequestResult]:
+        return [replace(first[document], index=document, **changes) for document in documents]
+
+    found = {"disk_tokens": 1920, "source": Source.DISK}
+    before = asked(BEFORE, **found)
+    return [
+        Trial("theirs", False, before, asked(AFTER, **found, output_tokens=[0, 0, 0])),
+        Trial("ours", True, before, asked(AFTER)),
+    ]
+
+
 @pytest.fixture
 def baseline() -> ActResult:
     return make_act(offload=False)
@@ -94,4 +111,4 @@ def restart(baseline: ActResult) -> ActResult:
 
 @pytest.fixture
 def report(baseline: ActResult, offload: ActResult, restart: ActResult) -> Report:
-    return make_report([baseline, offload, restart], model="made up", seed=0)
+    return make_report([baseline, offload, restart], model="made up", seed=0, trials=make_trials(baseline))

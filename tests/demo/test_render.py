@@ -71,6 +71,14 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+def test_tiers_in_vllm_are_shown(report: Report) -> None:
+    page = render_page(report)
+    assert '<td>theirs</td><td>3 of 3</td>\n<td class="changed">3 of 3</td>\n<td>0</td>' in page
+    assert "<td>ours</td><td>3 of 3</td>\n<td>0 of 3</td>\n<td>3</td>" in page
+    assert "theirs 3 of 3 3 of 3 0 ours 3 of 3 0 of 3 3" in terminal_text(report)
+    assert "Inside vLLM" not in render_page(replace(report, trials=()))
+
+
 @pytest.mark.parametrize("replayed", [20_000, 10_000])
 def test_the_replay_is_shown(report: Report, replayed: int) -> None:
     agreement = Agreement(64, {"device": 30_000, "host": 20_000}, {"device": 30_000, "host": replayed}, 7)

@@ -12,7 +12,7 @@ from kvoffload.demo.protocol import Source, classify
 from kvoffload.demo.replay import Agreement
 from kvoffload.demo.report import Report, compare, make_report
 
-from .conftest import changed, make_act, make_restart
+from .conftest import changed, make_act, make_restart, make_trials
 
 
 def test_a_good_run_has_no_failures(report: Report) -> None:
@@ -137,6 +137,26 @@ def test_a_run_without_host_hits_fails(baseline: ActResult, restart: ActResult) 
     assert "Nothing was loaded from host memory" in sentence
     assert report.to_dict()["ttft_ms"]["host"] == {"p50": None, "p95": None, "count": 0}
     assert report.to_dict()["load_gbps"] is None
+
+
+def test_what_tiers_in_vllm_answer_is_counted(report: Report) -> None:
+    theirs, ours = json.loads(json.dumps(report.to_dict()))["inside_vllm"]
+    assert [theirs[name] for name in ("found", "wrong", "computed")] == [3, 3, 0]
+    assert [ours[name] for name in ("found", "wrong", "computed")] == [3, 0, 3]
+
+
+def test_tiers_in_vllm_can_fail(baseline: ActResult, offload: ActResult, restart: ActResult) -> None:
+    theirs, ours = make_trials(baseline)
+    wrong = [replace(request, output_tokens=[0, 0, 0]) for request in ours.before]
+    computed = [replace(request, source=Source.RECOMPUTE) for request in ours.before]
+    for trials, words in (
+        ([theirs, replace(ours, after=theirs.after)], "ours: 3 of 3 answers are wrong after bytes"),
+        ([theirs, replace(ours, before=wrong)], "ours: 3 of 3 answers differ from those without offloading"),
+        ([theirs, replace(ours, before=computed)], "ours: no prompt was loaded"),
+        ([replace(theirs, after=ours.after), ours], "theirs: changed bytes changed no answer"),
+    ):
+        (sentence,) = make_report([baseline, offload, restart], "made up", 0, trials=trials).failures
+        assert words in sentence
 
 
 @pytest.mark.parametrize(

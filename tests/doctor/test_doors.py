@@ -66,7 +66,7 @@ def test_right_configurations_are_valid(tmp_path: Path) -> None:
             assert found.pop("config.valid").text.startswith("every setting is valid: cpu_bytes_to_use 64 MiB")
             assert not [each for each in found.values() if each.level is not Level.NOTE]
     on_cpus = {"spec_name": "HostTieringSpec", "spec_module_path": "kvoffload.vllm.host_spec"}
-    assert set(check(extra(entry(tmp_path), **on_cpus))) == {"config.valid", "config.adapters"}
+    assert set(check(extra(entry(tmp_path), **on_cpus))) == {"config.valid", "config.refusals"}
     assert set(check(sglang(tmp_path))) == {"config.valid"}
 
 

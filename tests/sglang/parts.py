@@ -40,12 +40,10 @@ REPLACED = (
     "sglang.srt.platforms",
     "sglang.srt.server_args",
     "sglang.srt.utils",
-    "IPython",
-    "orjson",
-    "sgl_kernel",
-    "torchvision",
 )
 """Modules that need a GPU, other packages or an engine."""
+PACKAGES = ("IPython", "orjson", "sgl_kernel", "torchvision")
+"""Packages that SGLang imports. Other tests of the process must not find the replacements."""
 MODEL = "a model"
 
 
@@ -76,10 +74,13 @@ class _Replacement(types.ModuleType):
 
 
 class _Replacements:
-    """Finds the modules below REPLACED."""
+    """Finds the modules below ``names``."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if not any(name == each or name.startswith(f"{each}.") for each in REPLACED):
+        if not any(name == each or name.startswith(f"{each}.") for each in self._names):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
@@ -102,12 +103,14 @@ def page_hashes(tokens: Sequence[int], parent: bytes | None, page_size: int) -> 
     return hashes
 
 
+_packages = _Replacements(PACKAGES)
+sys.meta_path.insert(0, _packages)
 if "sglang" not in sys.modules:
     # SGLang's own package module imports its client, which needs other packages.
     _package = types.ModuleType("sglang")
     _package.__path__ = [str(SOURCE / "sglang")]
     sys.modules["sglang"] = _package
-    sys.meta_path.insert(0, _Replacements())
+    sys.meta_path.insert(0, _Replacements(REPLACED))
 
 storage_interface = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
 backend_factory = importlib.import_module("sglang.srt.mem_cache.storage.backend_factory")
@@ -119,6 +122,11 @@ mla = importlib.import_module("sglang.srt.mem_cache.pool_host.mla")
 mamba = importlib.import_module("sglang.srt.mem_cache.pool_host.mamba")
 dsa = importlib.import_module("sglang.srt.mem_cache.pool_host.dsa")
 group = importlib.import_module("sglang.srt.mem_cache.pool_host.group")
+
+sys.meta_path.remove(_packages)
+for _name in [name for name, module in sys.modules.items() if isinstance(module, _Replacement)]:
+    if _name.partition(".")[0] in PACKAGES:
+        del sys.modules[_name]
 
 HostPool = Any
 BUDGET = 1 << 30

@@ -58,7 +58,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"options": {"tier": TIER, "model_fingerprint": "2"}},
         *({"arguments": {name: "other"}} for name in SETTINGS),
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_what_shapes_pages_changes_the_fingerprint_and_its_words(other: dict[str, Any]) -> None:
     mine, said = identity_of()

@@ -4,8 +4,9 @@ CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written i
 many of the last rows of its embedding are drawn again), ``prompts`` (how many there are, by default PROMPTS),
 ``max_tokens`` (of an answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual),
 ``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options, or null),
-``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), and what the scenario
-reads. The caller sets the environment variables that vLLM reads.
+``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), ``offloading`` (instead of
+``connector``: the options of vLLM's own), and what the scenario reads. The caller sets the environment variables that
+vLLM reads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -906,6 +908,17 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
     return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
 
 
+def tier_storm(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs a storm on vLLM's own connector: see ``tier_storm``. ``unverified`` plants a bug in the disk tier."""
+    import tier_storm
+
+    tier_storm.shrink_staging()
+    if config.get("unverified"):
+        tier_storm.accept_any_bytes()
+    before = set(threading.enumerate())
+    return tier_storm.run_storm(Engine(config), config, before)
+
+
 def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     """Sleeps and wakes up once per entry of ``modes``, the pause modes of vLLM, each time under load and with stores in
     progress. Device blocks lose their content meanwhile.
@@ -1224,6 +1237,34 @@ def endless(config: dict[str, Any]) -> dict[str, Any]:
         engine.round()
 
 
+def tier_rounds(config: dict[str, Any]) -> dict[str, Any]:
+    """Asks each prompt alone on vLLM's own connector, and shuts down as a server does. ``cached`` has the number of
+    tokens per prompt that were not computed."""
+    engine = Engine(config)
+    outputs: list[Any] = []
+    for prompt in engine.prompts:
+        outputs += engine.llm.generate([{"prompt_token_ids": prompt}], engine.sampling(), use_tqdm=False)
+        engine.drain()
+    engine.close()
+    return {"outputs": [answer(each) for each in outputs], "cached": [each.num_cached_tokens or 0 for each in outputs]}
+
+
+def tier_endless(config: dict[str, Any]) -> dict[str, Any]:
+    """Asks the first prompt, then random ones, two at a time, until the process is killed. Writes a line of JSON per
+    answer to the file ``said``."""
+    engine, random = Engine(config), Random(config["seed"])
+    with open(config["said"], "w") as said:
+        for number in itertools.count():
+            chosen = [random.randrange(len(engine.prompts)) for _ in range(2)] if number else [0]
+            prompts = [{"prompt_token_ids": engine.prompts[i]} for i in chosen]
+            for index, output in zip(
+                chosen, engine.llm.generate(prompts, engine.sampling(), use_tqdm=False), strict=True
+            ):
+                line = {"prompt": index, "answer": answer(output), "cached": output.num_cached_tokens or 0}
+                print(json.dumps(line), file=said, flush=True)
+    raise AssertionError("not reached")
+
+
 class _Speculative:
     """The part of a speculative config that the adapter reads before it refuses it."""
 
@@ -1453,6 +1494,9 @@ SCENARIOS = {
         aborts,
         failed_load,
         storm,
+        tier_storm,
+        tier_rounds,
+        tier_endless,
         sleeps,
         updates,
         adapters,

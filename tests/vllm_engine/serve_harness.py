@@ -33,8 +33,9 @@ _TINY = [7, 8, 9]
 
 
 def readme_flag() -> str:
-    """Returns the value of ``--kv-transfer-config`` in README.md."""
-    (flag,) = re.findall(r"--kv-transfer-config '(\{.*?\})'", README.read_text(), re.DOTALL)
+    """Returns the value of ``--kv-transfer-config`` in README.md, that of kvoffload's own connector."""
+    flags = re.findall(r"--kv-transfer-config '(\{.*?\})'", README.read_text(), re.DOTALL)
+    (flag,) = (each for each in flags if '"KVOffloadConnector"' in each)
     return str(flag)
 
 

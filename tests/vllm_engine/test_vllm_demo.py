@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm_harness import Runner, set_up_demo
 
-from kvoffload.demo import act
+from kvoffload.demo import act, inside
 from kvoffload.demo import run as demo_run
 from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
 from kvoffload.testing.scale import SCALE
@@ -46,6 +46,8 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(act, "start_process", start_process)
     monkeypatch.setattr(demo_run, "DOCUMENTS", 4)
+    for name, documents in ("BEFORE", range(2)), ("AFTER", range(2, 4)):
+        monkeypatch.setattr(demo_run, name, documents)
     monkeypatch.setattr(demo_run, "TURNS", 2)
     monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (4, 5))
     monkeypatch.setattr(demo_run, "MAX_MODEL_LEN", 1280)
@@ -53,9 +55,10 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []
-    assert seen.acts == [1, 2, 3]
+    assert seen.acts == [1, 2, 3, 4, 5, 6, 5, 6]
     assert len(report.offload.requests) == len(demo_run.plan_visits())
-    assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests)
+    tried = 4 * (1 + len(inside.TIERS))
+    assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests) + tried
     assert len(report.restart.control) == 4
     assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
     assert report.ttft_ms[Source.HOST].count == 4
@@ -66,6 +69,9 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert report.replay.largest_difference <= 1
     assert min(report.replay.replayed.values()) > 1000
     assert list(tmp_path.glob("disk-*")) == []
+    theirs, ours = report.trials
+    assert (theirs.found, theirs.wrong, theirs.computed) == (2, 2, 0)
+    assert (ours.found, ours.wrong, ours.computed) == (2, 0, 2)
     data = report.to_dict()
     assert data["store_gbps"] > 0
     assert data["load_gbps"] > 0

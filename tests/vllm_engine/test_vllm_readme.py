@@ -1,4 +1,5 @@
-"""The README's "See it work in five minutes", tried literally: a fresh environment, vLLM's server, its output."""
+"""The README's "See it work in five minutes", and "Try it" of docs/engines.md, tried literally: a fresh environment,
+vLLM's server, its output."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm_harness import ENVIRONMENT, kill_session
 
 from kvoffload.demo.model import SPECIALS, write_model
+from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
@@ -136,9 +138,28 @@ def shell(checkout: Path, environment: dict[str, str]) -> Iterator[subprocess.Po
 def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> None:
     tried = steps((ROOT / "README.md").read_text(), "See it work in five minutes")
     assert [command for command, _ in tried if command == "pip install .\n"]
+    printed = try_all(shell, model, tried, "README.md")
+    for output in (printed, tried[-1][1]):
+        (found,) = re.findall(r"(\d+)% in\s+host memory", output)
+        assert int(found) > 40, "half of both prompts, less the last block"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.skipif(SCALE <= 1, reason="takes long; set KVOFFLOAD_TEST_SCALE=2")
+def test_the_offloading_of_the_engine(shell: subprocess.Popen[str], model: Path, tmp_path: Path) -> None:
+    tried = [("pip install .\n", ""), *steps((ROOT / "docs" / "engines.md").read_text(), "Try it")]
+    cache = str(tmp_path / "cache")
+    tried = [(command.replace("/tmp/kvoffload-cache", cache), quoted) for command, quoted in tried]
+    printed = try_all(shell, model, tried, "docs/engines.md")
+    assert re.search(r'kvoffload:tier_hit_tokens_total{.*tier="disk"} 1792', printed)
+
+
+def try_all(shell: subprocess.Popen[str], model: Path, tried: Sequence[tuple[str, str]], page: str) -> str:
+    """Runs all commands and compares what they print with what is quoted. Returns what the last one has printed."""
     assert shell.stdin is not None
     assert shell.stdout is not None
-    shell.stdin.write(f"MODEL={model}\n")
+    # The process group of a job is its own, as in a shell that somebody uses.
+    shell.stdin.write(f"set -m\nMODEL={model}\n")
     for command, quoted in tried:
         waits = f"{SETTLED}\n" if "reset_prefix_cache" in command else ""
         shell.stdin.write(f"{waits}{command}echo '{END}'$?\n")
@@ -147,13 +168,11 @@ def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> No
         while not (line := shell.stdout.readline()).startswith(END):
             assert line, f"the shell has ended: {lines}"
             lines.append(line)
-        printed = "".join(lines)
+        printed = "".join(line for line in lines if not line.startswith("[1]"))
         assert line == f"{END}0\n", printed
         if quoted:
-            assert shape(printed) == shape(quoted), f"README.md: quote this instead:\n{printed}"
-    for output in (printed, quoted):
-        (found,) = re.findall(r"(\d+)% in\s+host memory", output)
-        assert int(found) > 40, "half of both prompts, less the last block"
+            assert shape(printed) == shape(quoted), f"{page}: quote this instead:\n{printed}"
+    return printed
 
 
 def test_another_output_has_another_shape() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +19,19 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 
+from test_vllm_versions import OVERLAYS
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.fs import manager as fs
+from vllm_harness import DEADLINE_S
 
 from kvoffload.testing import secondary_tier_conformance
+from kvoffload.testing.scale import SCALE
 from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, chain, spoil_files
 from kvoffload.tiers import bridge
 from kvoffload.tiers.disk import directory
 from kvoffload.tiers.disk import tier as disk
+from kvoffload.vllm import secondary_tier
 
 BUDGET = 8 << 20
 
@@ -281,3 +289,74 @@ class TestDisk(SecondaryTierConformance):
         steps.tier.bridge._switch_off(AssertionError("planted"))
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
         steps.close()
+
+    def test_a_request_that_began_before_a_reset_stores_nothing(self) -> None:
+        """Its device blocks may have been computed with other weights."""
+        keys = chain(8)
+        steps = self.start()
+        before = steps.request(keys)
+        steps.tier.drain_jobs()
+        job = steps.submit_store(before, keys)
+        steps.wait(job)
+        assert not steps.ok[job]
+        steps.end(before)
+        self.settle(steps)
+        assert steps.find(keys) == []
+        after = steps.request(keys)
+        steps.wait(steps.submit_store(after, keys))
+        steps.end(after)
+        self.settle(steps)
+        assert steps.find(keys) == keys
+        steps.close()
+
+    def test_an_idle_step_does_not_ask_the_bridge(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its lock may be held by the thread that copies."""
+        steps = self.start_with(chain(8))
+        self.settle(steps)
+        steps.tier.get_stats()
+        asked: list[str] = []
+        for name in ("take_counts", "take_events", "finished", "lookup", "explain"):
+            monkeypatch.setattr(steps.tier.bridge, name, lambda *arguments, name=name: asked.append(name))
+        monkeypatch.setattr(secondary_tier, "time", SimpleNamespace(monotonic=lambda: 0.0))
+        for _ in range(3):
+            steps.step()
+            assert list(steps.tier.take_events()) == []
+            assert steps.tier.get_stats() is None
+        assert asked == []
+
+    def test_the_last_request_before_a_pause_is_counted_with_its_step(self) -> None:
+        """vLLM asks for statistics in steps only, and takes none while there is no request."""
+        keys = chain(4)
+        steps = self.start()
+        context = steps.request(keys)
+        assert not any(steps.answers(context, keys))
+        steps.tier.get_stats()
+        steps.tier.on_schedule_end(ScheduleEndContext((context.req_id,), ()))
+        counts = steps.tier.get_stats().data["data"]
+        assert counts["kvoffload:misses"] == {("never_stored",): 1}
+        steps.end(context)
+        steps.close()
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="much as with the installed version; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.parametrize("version", [version for version in OVERLAYS if version.startswith(("0.31", "0.33"))])
+def test_another_version_of_vllm(version: str) -> None:
+    """Ours passes, and vLLM's own fail the same tests."""
+    path = os.pathsep.join([str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"PYTHONPATH": path, "KVOFFLOAD_TEST_SCALE": "1"}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert child.returncode == 0, child.stdout
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="much as TestDisk; set KVOFFLOAD_TEST_SCALE above 1")
+class TestSharedDir(TestDisk):
+    """Ours, over a shared directory."""
+
+    serves_after_drain = False
+    """The weights may have changed, and other servers use these blocks."""
+
+    def entry(self, folder: Path) -> dict[str, Any]:
+        entry = super().entry(folder)
+        entry["tier"]["kind"] = "shared_dir"
+        return entry

@@ -28,7 +28,8 @@ def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: 
     """Show what kvoffload saves and that outputs do not change.
 
     Runs the same conversations on real vLLM without kvoffload and with it, then their last questions in a restarted
-    server that reads from disk, and, as a control, once more with bytes corrupted on purpose. Exit status 0: outputs
+    server that reads from disk, and, as a control, once more with bytes corrupted on purpose. Then runs vLLM's own
+    offloading on two tiers, its fs tier and kvoffload's, before and after bytes on disk change. Exit status 0: outputs
     are identical with kvoffload, the restarted server read from disk, and the corruption was detected; 1: one of these
     checks failed; 2: the demo could not run.
     """

@@ -38,12 +38,14 @@ class Probe:
     """
 
     def __init__(self, llm: Any) -> None:
+        from kvoffload.vllm.connector import KVOffloadConnector
+
         self._scheduler: Any = None
         self._asked: tuple[str, float] | None = None
         self.waited_s = 0.0
         try:
             connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-            self._scheduler = connector.connector_scheduler if connector is not None else None
+            self._scheduler = connector.connector_scheduler if isinstance(connector, KVOffloadConnector) else None
         except AttributeError as error:
             print(f"demo: cannot see kvoffload's counters: {error}", file=sys.stderr)
         if self._scheduler is not None:
@@ -106,7 +108,7 @@ class Act:
             max_num_batched_tokens=config.max_model_len,
             max_num_seqs=4,
             disable_log_stats=False,
-            kv_transfer_config=KVTransferConfig(**config.connector) if config.connector else None,
+            kv_transfer_config=KVTransferConfig(**_on_this_device(config.connector)) if config.connector else None,
         )
         self.params = vllm.SamplingParams(
             temperature=0.0, max_tokens=config.answer_tokens, ignore_eos=True, logprobs=1, detokenize=False
@@ -222,6 +224,11 @@ class Act:
         engine.step()
         return True
 
+    def forget(self) -> None:
+        """Empties the device's own cache."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the device's cache cannot be emptied: blocks are in use")
+
     def corrupt_loads(self) -> None:
         """Corrupts everything that is loaded from now on, after it was verified: the negative control."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -256,6 +263,17 @@ class Act:
         return str(current_platform.get_device_name())
 
 
+def _on_this_device(connector: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of KVTransferConfig. On a CPU vLLM's own offloading needs a worker that copies there."""
+    from vllm.platforms import current_platform
+
+    options = connector["kv_connector_extra_config"]
+    if options.get("spec_name") != "TieringOffloadingSpec" or not current_platform.is_cpu():
+        return connector
+    on_cpu = {"spec_name": "HostTieringSpec", "spec_module_path": "kvoffload.vllm.host_spec"}
+    return connector | {"kv_connector_extra_config": options | on_cpu}
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -280,6 +298,9 @@ class Engine:
 
     def settle(self) -> None:
         self._act.settle()
+
+    def forget(self) -> None:
+        self._act.forget()
 
     def corrupt_loads(self) -> None:
         self._act.corrupt_loads()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.demo.act import ActResult
+from kvoffload.demo.inside import Trial, from_disk
 from kvoffload.demo.protocol import RequestResult, Source
 from kvoffload.demo.replay import Agreement
 
@@ -47,6 +48,50 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgedTrial:
+    """A tier below vLLM's own host memory, and how its answers compare with those of vLLM alone."""
+
+    trial: Trial
+    versus_before: Comparison
+    versus_after: Comparison
+
+    @property
+    def found(self) -> int:
+        """How many prompts were loaded before bytes changed."""
+        return from_disk(self.trial.before)
+
+    @property
+    def wrong(self) -> int:
+        """How many answers were wrong after bytes had changed."""
+        return len(self.versus_after.different)
+
+    @property
+    def computed(self) -> int:
+        """How many prompts were computed again after bytes had changed."""
+        return len(self.trial.after) - from_disk(self.trial.after)
+
+    @property
+    def failures(self) -> list[str]:
+        name, asked = self.trial.tier, len(self.trial.after)
+        sentences = []
+        if self.versus_before.different:
+            sentences.append(
+                f"{name}: {len(self.versus_before.different)} of {len(self.trial.before)} answers differ from those "
+                "without offloading."
+            )
+        if not self.found:
+            sentences.append(f"{name}: no prompt was loaded, so the act proves nothing about it.")
+        if self.trial.is_ours and self.wrong:
+            sentences.append(f"{name}: {self.wrong} of {asked} answers are wrong after bytes on disk have changed.")
+        if not self.trial.is_ours and not self.wrong:
+            sentences.append(f"{name}: changed bytes changed no answer, so the acts with them prove nothing.")
+        return sentences
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"found": self.found, "wrong": self.wrong, "computed": self.computed} | self.trial.to_dict()
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The result of a demo, with its acts ``baseline``, ``offload`` and ``restart``.
 
@@ -66,6 +111,8 @@ class Report:
     versus_control: Comparison
     replay: Agreement | None = None
     """None if the trace was not replayed."""
+    trials: Sequence[JudgedTrial] = ()
+    """Empty if this vLLM does not take a tier of kvoffload."""
 
     @property
     def identical(self) -> bool:
@@ -180,7 +227,7 @@ class Report:
                 )
                 + "."
             )
-        return sentences
+        return sentences + [sentence for judged in self.trials for sentence in judged.failures]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the content of ``report.json``. Its keys are stable; new ones may be added."""
@@ -227,14 +274,21 @@ class Report:
                 for name, act in (("baseline", self.baseline), ("offload", self.offload), ("restart", self.restart))
             ],
             "control": [asdict(request) for request in self.restart.control],
+            "inside_vllm": [judged.to_dict() for judged in self.trials],
         }
 
 
 def make_report(
-    acts: Sequence[ActResult], model: str, seed: int, load_average: float = 0.0, replay: Agreement | None = None
+    acts: Sequence[ActResult],
+    model: str,
+    seed: int,
+    load_average: float = 0.0,
+    replay: Agreement | None = None,
+    trials: Sequence[Trial] = (),
 ) -> Report:
     """Compares the acts and returns the report. The acts: without kvoffload, with it, after the restart."""
     baseline, offload, restart = acts
+    first_seen = {request.document: request for request in reversed(baseline.requests)}
     repeated = [baseline.requests[request.index] for request in restart.requests]
     return Report(
         model=model,
@@ -248,6 +302,16 @@ def make_report(
         versus_restart=compare(repeated, restart.requests),
         versus_control=compare(repeated, restart.control),
         replay=replay,
+        trials=[
+            JudgedTrial(
+                trial,
+                *(
+                    compare([first_seen[request.document] for request in requests], requests)
+                    for requests in (trial.before, trial.after)
+                ),
+            )
+            for trial in trials
+        ],
     )
 
 

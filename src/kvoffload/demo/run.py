@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvoffload.demo.act import ActResult, run_act
 from kvoffload.demo.errors import DemoError
+from kvoffload.demo.inside import (
+    AFTER,
+    BEFORE,
+    DISK_BYTES,
+    TIERS,
+    Server,
+    TierOnTrial,
+    Trial,
+    change_bytes,
+    is_possible,
+)
 from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
 from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
 from kvoffload.demo.replay import replay_act
@@ -101,9 +113,42 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
                     with_control=plan.is_restart,
                 )
             )
+        trials = (
+            list(run_trials(config, out, len(acts), progress)) if model is None and is_possible(acts[0].info) else []
+        )
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
     agreement = replay_act(trace, acts[1].requests)
-    return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement)
+    return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement, trials=trials)
+
+
+def run_trials(config: ActConfig, out: Path, acts: int, progress: Progress) -> Iterator[Trial]:
+    """Runs the acts of ``inside``, behind so many ``acts``: one server stores prompts in all tiers, and then one per
+    tier is asked for them. Yields what came of each tier."""
+    block_bytes = BLOCK_SIZE * (kv_bytes_per_token(Path(config.model)) or 0)
+    numbers = itertools.count(acts + 1)
+
+    def ask(server: Server, documents: Sequence[int], title: str, number: int) -> list[RequestResult]:
+        progress.act(ActPlan(number, title, None), len(documents))
+        progress.ready(server.engine.wait_ready())
+        return server.ask(documents, progress.request)
+
+    with disk_directory(out, 2 * DISK_BYTES) as disk, ExitStack() as opened:
+
+        def start(tiers: Sequence[TierOnTrial], number: int) -> Server:
+            return opened.enter_context(Server(config, tiers, disk, block_bytes, out / f"act-{number}.log"))
+
+        number = next(numbers)
+        server = start(TIERS, number)
+        ask(server, [*BEFORE, *AFTER], "vLLM's own offloading", number)
+        server.close()
+        # The second starts while the first does.
+        servers = [(tier, number, start([tier], number)) for tier, number in zip(TIERS, numbers, strict=False)]
+        before = {tier: ask(server, BEFORE, tier.name, number) for tier, number, server in servers}
+        change_bytes(disk)
+        for tier, number, server in servers:
+            after = ask(server, AFTER, "  bytes changed", number)
+            yield Trial(tier.name, tier.is_ours, before[tier], after)
+            server.close()
 
 
 def vllm_installed() -> bool:

@@ -52,7 +52,10 @@ class TerminalProgress:
 
 def summary(report: Report) -> RenderableType:
     """Returns the tables at the end."""
-    return Group(Text(), _ttft_table(report), Text(), _facts_table(report))
+    tables = [_ttft_table(report), _facts_table(report)]
+    if report.trials:
+        tables.append(_trials_table(report))
+    return Group(*(each for table in tables for each in (Text(), table)))
 
 
 def verdict(report: Report) -> Text:
@@ -121,6 +124,19 @@ def _facts_table(report: Report) -> Table:
             for tier, measured in report.replay.measured.items()
         )
         table.add_row("replay of the trace agrees", _yes_no(report.replay.agrees, detail))
+    return table
+
+
+def _trials_table(report: Report) -> Table:
+    title = "vLLM's own offloading, after bytes on disk have changed"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column("tier below host memory")
+    for name in ("from disk before", "wrong answers after", "computed again"):
+        table.add_column(name, justify="right")
+    for judged in report.trials:
+        wrong = Text(f"{judged.wrong} of {len(judged.trial.after)}", style="bold red" if judged.wrong else "bold green")
+        found = f"{judged.found} of {len(judged.trial.before)}"
+        table.add_row(judged.trial.tier, found, wrong, str(judged.computed))
     return table
 
 

@@ -116,8 +116,10 @@ def read_vllm(extra: Mapping[str, Any], say: Say) -> Given:
     if not parts and not has_policy and not any(TIER in str(entry) for entry in entries):
         say("connector", "nothing in it is kvoffload's", f'add "secondary_tiers": [{_ENTRY_EXAMPLE}]')
     if parts:
-        text = "LoRA adapters are refused here: the scheduler's process does not see the bytes of an adapter"
-        say("adapters", text, 'with --enable-lora use "kv_connector": "KVOffloadConnector"', level=Level.NOTE)
+        text = (
+            "LoRA adapters, EAGLE and MTP are refused here: vLLM's keys do not name the bytes that KV then depends on"
+        )
+        say("refusals", text, 'with one of these use "kv_connector": "KVOffloadConnector"', level=Level.NOTE)
     in_shared_memory = spec in (TIERING_SPEC, TIERING_SPEC_ON_CPUS)
     return Given(parts, _cpu_bytes(extra, say), in_shared_memory, SPECS.get(spec))
 

@@ -303,6 +303,8 @@ class _Suite:
     """Seconds in which calls that may wait must end, whatever the medium does."""
     outlives = True
     """Whether a later process finds what was stored."""
+    serves_after_drain = True
+    """Whether blocks that are stored after ``drain_jobs`` are found. vLLM calls it when it resets its caches."""
     budget_bytes: int | None = None
     """The most bytes that ``bounded_entry`` allows the tier on its medium; None if the medium bounds itself."""
 
@@ -472,8 +474,9 @@ class SecondaryTierContract(_Suite):
         # vLLM goes on with the same tier.
         new = chain(4, "new")
         steps.store(new)
-        steps.await_found(new)
-        assert steps.load(new) == set(new)
+        if self.serves_after_drain:
+            steps.await_found(new)
+            assert steps.load(new) == set(new)
         self.within(self.bounded_s, steps.tier.drain_jobs)
         self.settle(steps)
 
@@ -624,10 +627,13 @@ class SecondaryTierLaws(_Suite):
             pytest.fail("chunks are promised again and again that cannot be loaded")
         assert steps.loaded[job] != set(keys), "the fault did not reach the medium"
         steps.end(context)
-        # Trouble ends by itself, and what is computed again is stored again.
+        # Trouble ends by itself, and what is computed again is stored again: sooner or later.
         for stored in (chain(4, "new"), keys):
-            steps.store_until_found(stored)
-            assert steps.load(stored) == set(stored)
+            for _ in range(len(stored) + 1):
+                steps.store_until_found(stored)
+                if (loaded := steps.load(stored)) == set(stored):
+                    break
+            assert loaded == set(stored)
 
     def test_what_the_medium_has_lost_is_a_miss(self) -> None:
         keys = chain(8)

@@ -228,7 +228,7 @@ class KVOffloadTier(SecondaryTierManager):
         request = self._request(context)
         keys, pages = self._named(job_metadata, request)
         self._take(job_metadata)
-        if keys:
+        if keys and not request.is_stale:
             self.bridge.store(job_metadata.job_id, keys, pages, request.chain, context.req_id)
         else:
             self._ended.append(JobEnd(job_metadata.job_id, False, frozenset(), False, 0, 0.0))
@@ -295,6 +295,7 @@ class KVOffloadTier(SecondaryTierManager):
             request = self._requests.get(req_id)
             if request is not None:
                 self._records.scheduled(req_id, request)
+                self._has_news = True
 
     @guarded(lambda self: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -350,11 +351,13 @@ class KVOffloadTier(SecondaryTierManager):
     @guarded(lambda self: None)
     def drain_jobs(self) -> None:
         """Ends all jobs. vLLM calls this when it resets its caches only, perhaps because the weights have changed: so
-        no block that was stored before is found by this process."""
+        no block that was stored before is found by this process, and nothing more is stored for the present requests.
+        """
         self.bridge.drain()
         self.bridge.reset()
         for request in self._requests.values():
             request.answers.clear()
+            request.is_stale = True
         logger.info("kvoffload: the cache was reset: this process finds no block that was stored before")
 
     def shutdown(self) -> None:

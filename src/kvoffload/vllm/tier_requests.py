@@ -42,6 +42,9 @@ class TierRequest:
     """The first missing chunk, when the tier was last asked."""
     was_asked: bool = False
     is_recorded: bool = False
+    is_stale: bool = False
+    """vLLM has reset its caches since the request began. What it stores now may have been computed with other weights,
+    and with windows vLLM stores device blocks that other requests own by then."""
 
     def extend(self, positions: Mapping[OffloadKey, int], groups: Sequence[KVGroup]) -> None:
         """Takes in the keys that vLLM has added to ``positions``, by the position at which their tokens end. Those that

@@ -1228,4 +1228,5 @@ def test_blocks_of_the_same_model_that_cannot_be_used_are_logged_with_the_reason
 
     assert start(FINGERPRINT, model="llama", weights="digest:1") == ""
     assert "other weights there" in start(OTHERS[0], model="llama", weights="digest:2")
-    assert start(OTHERS[1], model="mistral", weights="digest:3") == ""
+    assert start(OTHERS[1], model="mistral", weights="digest:3", long="x" * (15 << 10)) == ""
+    assert du(tmp_path / "disk") <= 1 << 20, "what is said of the blocks is within the budget"

@@ -18,6 +18,7 @@ import numpy as np
 from kvoffload.abc import ByteArray
 from kvoffload.demo.act import EngineProcess
 from kvoffload.demo.errors import DemoError
+from kvoffload.demo.flips import flip
 from kvoffload.tiers.disk.format import HEADER_BYTES, Header
 
 STALL_S = 30.0
@@ -187,11 +188,7 @@ class DirectoryStore(Store):
         return sorted(path for path in self.path.rglob("slab-*") if path.is_file())
 
     def corrupt(self) -> int:
-        slabs = self.slabs()
-        for slab in slabs:
-            with _opened(slab) as raw:
-                raw[3::1024] ^= 0x5A
-        return len(slabs)
+        return flip(self.slabs())
 
     def exchange(self) -> None:
         """Gives every slot of the slabs the bytes of the next slot: the values of other keys."""
