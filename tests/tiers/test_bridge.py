@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -419,6 +420,21 @@ def test_jobs_that_come_during_a_reset_do_not_cross_it() -> None:
     assert rig.held(chain("y", 1)) == []
 
 
+def test_a_reset_in_the_middle_of_a_step_forgets_nothing_that_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = BridgeRig(staging=8)
+    keys, poll = chain("x", 12), rig.manager.poll
+
+    def reset_meanwhile() -> None:
+        monkeypatch.setattr(rig.manager, "poll", poll)
+        rig.bridge.reset()
+        rig.bridge.store(1, keys, rig.foreign.fill(range(12), keys), keys, "r")
+
+    monkeypatch.setattr(rig.manager, "poll", reset_meanwhile)
+    rig.step()
+    assert [(end.job, end.ok) for end in rig.settle()] == [(1, True)]
+    assert rig.load(keys).ok
+
+
 class Shared(SpyTier):
     is_shared = True
 
@@ -463,7 +479,7 @@ def test_a_closed_bridge_refers_to_nothing_and_does_nothing() -> None:
         == bridge.put(keys[:4], foreign.pages(range(4)), keys)
         == [False] * 4
     )
-    assert bridge.explain(keys[0]).reason is MissReason.NEVER_STORED
+    assert bridge.explain(keys[0]).reason is MissReason.NOT_IN_TIME
     assert (bridge.take_counts(), list(bridge.take_events()), bridge.is_idle) == ({}, [], True)
     foreign.close()
     del rig
@@ -540,6 +556,31 @@ def test_a_tier_that_hangs_in_a_call_delays_nobody_for_long(monkeypatch: pytest.
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("call", ["explain", "take_counts", "take_events", "lookup"])
+def test_calls_of_a_scheduler_do_not_wait_for_what_the_thread_does(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge_module, "LOCK_DEADLINE_S", 60.0)
+    rig = BridgeRig(enable_events=True)
+    arguments: dict[str, list[Any]] = {"explain": [chain("x", 1)[0]], "lookup": [chain("x", 1)]}
+    began = time.monotonic()
+    with rig.bridge._lock():
+        result = getattr(rig.bridge, call)(*arguments.get(call, []))
+    assert time.monotonic() - began < 30
+    assert call != "explain" or result.reason is MissReason.NOT_IN_TIME
+
+
+def test_calls_do_not_pile_up_while_a_tier_hangs_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge_module, "MAX_INBOX", 8)
+    rig = BridgeRig()
+    keys = chain("x", 1)
+    for i in range(20):
+        rig.bridge.store(i, keys, rig.foreign.fill([0], keys), keys, f"request {i}")
+        rig.bridge.end_request(f"request {i}", keys)
+    assert len(rig.bridge._inbox) == 8
+    assert {end.job for end in rig.bridge.finished()} == set(range(4, 20))
+    assert {(end.job, end.ok) for end in rig.settle()} == {(i, True) for i in range(4)}
+    assert rig.store(keys, keys).ok
+
+
 class Buggy(SpyTier):
     """Breaks a check of kvoffload's own."""
 
@@ -573,7 +614,10 @@ def test_a_check_that_fails_switches_the_bridge_off(where: str, caplog: pytest.L
     assert rig.bridge.lookup(keys).tolist() == [MISS] * 4
     assert "THE TIERS MEMORY ARE OFF" in caplog.text
     rig.bridge.load(3, keys, rig.foreign.pages(range(4)), "l")
-    assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(3, False)]
+    rig.bridge.store(4, keys, rig.foreign.pages(range(4)), keys, "r")
+    rig.bridge.end_request("r", keys)
+    assert [(end.job, end.ok) for end in rig.bridge.finished()] == [(3, False), (4, False)]
+    assert not rig.bridge._inbox
     rig.bridge.close()
     rig.foreign.close()
 

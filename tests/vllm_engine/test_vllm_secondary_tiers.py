@@ -284,6 +284,12 @@ class TestDisk(SecondaryTierConformance):
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
         steps.close()
 
+    def test_a_check_that_fails_in_the_bridge_shows_in_the_metrics(self) -> None:
+        steps = self.start()
+        steps.tier.bridge._switch_off(AssertionError("planted"))
+        assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
+        steps.close()
+
     def test_a_request_that_began_before_a_reset_stores_nothing(self) -> None:
         """Its device blocks may have been computed with other weights."""
         keys = chain(8)

@@ -51,12 +51,15 @@ MIN_STAGING_BLOCKS = 32
 """Blocks of the staging pool at least, however large they are."""
 MAX_PAGES = 1 << 14
 """Pages of stores that wait at the same time. Stores beyond that are dropped."""
+MAX_INBOX = 4096
+"""Calls that the thread has not seen yet. There are so many only while a tier hangs; those beyond are dropped."""
 STORE_DEADLINE_S = 10.0
 """A store that has had no room in the staging pool for so long is dropped."""
-LOOKUP_WAIT_S = 0.005
-"""How long a lookup waits for the lock of the manager. After that it is answered RETRY."""
+CALL_WAIT_S = 0.005
+"""How long calls of an engine's scheduler wait for the lock of the manager. After that a lookup is answered RETRY. The
+thread may hold it longer: for long chains, or while a tier hangs in a call."""
 LOCK_DEADLINE_S = 0.1
-"""How long other calls wait for it. It is held for so long only while a tier hangs in a call."""
+"""How long other calls wait for it."""
 MAX_FORMER = 8
 """Resets of which it is known that a block was stored before them."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.0001, 0.01
@@ -115,7 +118,7 @@ class TierBridge:
         self._stores = Stores(manager, self._jobs, block_bytes, clock)
         self._loads = Loads(manager, self._jobs, block_bytes, clock)
         self._inbox: deque[Job | RequestEnd | list[OffloadKey]] = deque()
-        """What the thread has not seen yet. Keys are a chain that was used. Bounded by what the caller keeps open."""
+        """What the thread has not seen yet, at most MAX_INBOX. Keys are a chain that was used."""
         self._numbers = itertools.count()
         self._lock = FairLock()
         """Held while the manager, or what the thread has planned, is used."""
@@ -123,7 +126,8 @@ class TierBridge:
         """Since when calls have waited for the lock in vain."""
         self._is_asking = False
         """Whether a lookup was answered RETRY since the last step."""
-        self._must_forget = False
+        self._served = self._namespace
+        """The namespace of what the thread has seen: another one while it has not seen a reset."""
         self._is_closed = self._has_ended = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -141,6 +145,7 @@ class TierBridge:
                 for tier in self._manager.tiers
             },
             dict.fromkeys(self.names, "off"),
+            LOCK_DEADLINE_S,
         )
 
     @property
@@ -148,7 +153,7 @@ class TierBridge:
         """Whether no job is open, ``finished`` has nothing to report and nothing is being written to a tier."""
         if self._jobs.num_open or self._jobs.has_reports:
             return False
-        return self._is_closed or self.fault is not None or self._ask(lambda: not self._is_busy, False)
+        return self._is_closed or self.fault is not None or self._ask(lambda: not self._is_busy, False, LOCK_DEADLINE_S)
 
     # Jobs.
 
@@ -159,7 +164,7 @@ class TierBridge:
         prefix = self._namespace
         names = [prefix + key for key in keys]
         behind = [prefix + key for key in chain] if self._expects else []
-        states = self._ask(lambda: self._manager.states(names, behind), None, LOOKUP_WAIT_S)
+        states = self._ask(lambda: self._manager.states(names, behind), None)
         if states is None:
             since = self._stuck_since
             may_wait = since is not None and self._clock() - since < self._lookup_deadline_s
@@ -199,10 +204,8 @@ class TierBridge:
         job = Job(number, False, list(keys), list(pages), request, self._namespace, now, now + STORE_DEADLINE_S)
         job.chain, job.chain_length, job.is_use = chain, len(chain), is_use
         self._jobs.submit(job)
-        if not self._is_closed:
-            # Also if it has ended at once: then its request has a hole.
-            self._inbox.append(job)
-            self._wake.set()
+        # Also if it has ended at once: then its request has a hole.
+        self._post(job)
         return job
 
     def load(self, job: int, keys: Sequence[OffloadKey], pages: Sequence[Page], request: str) -> None:
@@ -215,10 +218,18 @@ class TierBridge:
         deadline = now + self._load_deadline_s
         job = Job(number, True, list(keys), list(pages), request, self._namespace, now, deadline)
         self._jobs.submit(job)
-        if not job.has_ended:
-            self._inbox.append(job)
-            self._wake.set()
+        self._post(job)
         return job
+
+    def _post(self, entry: Job | RequestEnd | list[OffloadKey]) -> None:
+        """Hands ``entry`` to the thread."""
+        if self._is_closed or self.fault is not None:
+            return
+        if len(self._inbox) < MAX_INBOX:
+            self._inbox.append(entry)
+            self._wake.set()
+        elif isinstance(entry, Job):
+            self._jobs.stop([entry])
 
     def finished(self) -> list[JobEnd]:
         """Returns the jobs that have ended since the last call, each once."""
@@ -227,9 +238,7 @@ class TierBridge:
     def end_request(self, request: str, chain: Sequence[OffloadKey]) -> None:
         """Takes in that a request has ended: it was one use of ``chain``, which is whole now. Call it once, after the
         last ``store`` of the request; for an aborted one too."""
-        if not self._is_closed:
-            self._inbox.append(RequestEnd(request, chain, len(chain), self._namespace))
-            self._wake.set()
+        self._post(RequestEnd(request, chain, len(chain), self._namespace))
 
     # Calls that wait.
 
@@ -238,8 +247,8 @@ class TierBridge:
         ``load_deadline_ms`` at the latest."""
         job = self._load(None, keys, pages, "")
         self._jobs.wait(job, self._load_deadline_s)
-        if job.done and not self._is_closed:
-            self._inbox.append([job.namespace + key for key in keys])
+        if job.done:
+            self._post([job.namespace + key for key in keys])
         return [i in job.done for i in range(len(keys))]
 
     def put(self, keys: Sequence[OffloadKey], pages: Sequence[Page], chain: Sequence[OffloadKey]) -> list[bool]:
@@ -276,7 +285,6 @@ class TierBridge:
         Drains first. Tiers of this process keep their blocks for the next one; shared tiers are switched off."""
         self._former.append((self._namespace, self._clock()))
         self._namespace = os.urandom(NAMESPACE_BYTES)
-        self._must_forget = True
         self._jobs.stop()
         self._wake.set()
 
@@ -299,13 +307,13 @@ class TierBridge:
     # What others show.
 
     def explain(self, key: OffloadKey) -> Miss:
-        """Returns why ``key`` cannot be loaded now."""
-        return self._ask(lambda: self._explain(key), Miss(MissReason.NEVER_STORED))
+        """Returns why ``key`` cannot be loaded now: NOT_IN_TIME also if the bridge is busy or off."""
+        return self._ask(lambda: self._explain(key), Miss(MissReason.NOT_IN_TIME))
 
     def _explain(self, key: OffloadKey) -> Miss:
         miss = self._manager.explain_miss(self._namespace + key)
         if miss.reason is MissReason.NEVER_STORED:
-            for former, since in reversed(self._former):
+            for former, since in reversed(list(self._former)):
                 tier = self._manager.explain_miss(former + key).tier
                 if tier is not None:
                     return Miss(MissReason.RESET, self._clock() - since, tier)
@@ -325,9 +333,7 @@ class TierBridge:
 
     # The thread.
 
-    def _ask(
-        self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = LOCK_DEADLINE_S
-    ) -> Answer | Otherwise:
+    def _ask(self, call: Callable[[], Answer], otherwise: Otherwise, wait_s: float = CALL_WAIT_S) -> Answer | Otherwise:
         """Returns what ``call`` returns with the lock held; ``otherwise`` if the bridge is off or closed, or the thread
         has kept the lock for ``wait_s``. If a check fails in ``call``, the bridge is off."""
         if self._is_closed or self.fault is not None:
@@ -382,16 +388,12 @@ class TierBridge:
         before = self._progress
         with self._lock():
             self._is_asking = False
-            if self._must_forget:
-                self._must_forget = False
-                self._stores.forget()
-                self._loads.forget()
-                self._manager.forget()
+            self._forget_if_reset()
             self._manager.poll()
             self._take_in()
         # The lock is released often, lest lookups wait for it.
         with self._lock():
-            batches = self._loads.begin(self._namespace)
+            batches = self._loads.begin(self._served)
         for batch in batches:
             with self._lock():
                 arrived = self._loads.look(batch)
@@ -400,16 +402,25 @@ class TierBridge:
                 with self._lock():
                     self._loads.end(arrived, num_copied)
         with self._lock():
-            staged = self._stores.plan(self._namespace)
+            staged = self._stores.plan(self._served)
         if staged is not None:
             num_copied = self._jobs.copy(staged.job, staged.indices, staged.slots)
             with self._lock():
                 self._stores.end(staged, num_copied)
         return self._progress != before
 
+    def _forget_if_reset(self) -> None:
+        if self._served != self._namespace:
+            self._served = self._namespace
+            self._stores.forget()
+            self._loads.forget()
+            self._manager.forget()
+
     def _take_in(self) -> None:
         while self._inbox:
             entry = self._inbox.popleft()
+            # What came after a reset must not be forgotten by it.
+            self._forget_if_reset()
             if isinstance(entry, list):
                 self._manager.touch(entry, None, [])
             elif isinstance(entry, Job) and entry.is_load:
@@ -435,6 +446,7 @@ class TierBridge:
             return
         self._has_ended = True
         self._jobs.close()
+        self._inbox.clear()
         try:
             with self._lock():
                 self._stores.forget()

@@ -323,6 +323,8 @@ class KVOffloadTier(SecondaryTierManager):
         }
 
     def _read_metrics(self) -> None:
+        if self.bridge.fault is not None:
+            self.metrics.set("off", 1)
         if not self.off:
             self.metrics.take_in(self.bridge.take_counts())
 
