@@ -37,10 +37,11 @@ class FairLock:
     def __call__(self, timeout_s: float = -1) -> Iterator[bool]:
         """Returns a context in which the lock is held: False, and it is not held, if others have kept it for
         ``timeout_s``. A negative one waits for ever."""
-        is_held = False
+        is_held, deadline = False, time.monotonic() + timeout_s
         if self._turn.acquire(timeout=timeout_s):
             try:
-                is_held = self._lock.acquire(timeout=timeout_s)
+                left_s = timeout_s if timeout_s < 0 else max(0.0, deadline - time.monotonic())
+                is_held = self._lock.acquire(timeout=left_s)
             finally:
                 self._turn.release()
         try:
