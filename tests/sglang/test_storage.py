@@ -328,6 +328,9 @@ def test_ranks_that_share_kv_have_states_of_their_own(
     for i in range(2):
         pools = {"kv": mla_pool(), "mamba": mamba_pool()}
         ranks.append(start(pools, tier=entry, rank=mla_rank(i)))
+        if i:
+            # It knows what the first rank has stored.
+            wait_until(lambda: loaded(ranks[-1], chain) != [])
         fill(pools["kv"], 1)
         fill(pools["mamba"], 10 + i)
         state = pools["mamba"].alloc(1)
