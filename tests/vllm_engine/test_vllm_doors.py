@@ -163,6 +163,7 @@ def test_hashes_with_an_unexpected_root_switch_the_tier_off(run: Runner, expecte
     assert "set PYTHONHASHSEED=0" in result.log
 
 
+@LONG
 def test_metrics_of_an_engine_in_another_process(run: Runner, expected: list[Any], copied: Path) -> None:
     """The frontend makes the metrics, without the tier."""
     result = run("rounds", rounds=1, multiprocessing=True, offloading=with_tier(tier=disk(copied)))
