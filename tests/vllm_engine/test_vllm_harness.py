@@ -28,7 +28,8 @@ sys.exit(int(sys.argv[1]))
 """
 FOREVER = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+group = int(sys.argv[1]) if len(sys.argv) > 1 else None
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], process_group=group)
 print(child.pid, flush=True)
 time.sleep(3600)
 """
@@ -72,8 +73,9 @@ def test_a_child_that_fails_says_why(start: Start, run: Runner) -> None:
         run("no such scenario")
 
 
-def test_a_child_that_is_killed_is_gone_with_its_session(start: Start) -> None:
-    child, log = start(FOREVER)
+@pytest.mark.parametrize("group", [[], ["0"]], ids=["one process group", "a group of its own"])
+def test_a_child_that_is_killed_is_gone_with_its_session(start: Start, group: list[str]) -> None:
+    child, log = start(FOREVER, *group)
     assert eventually(lambda: log.exists() and log.read_text().endswith("\n"), DEADLINE_S)
     command = Path(f"/proc/{int(log.read_text())}/cmdline")
     with pytest.raises(subprocess.TimeoutExpired):

@@ -278,10 +278,28 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
 
 
 def kill_session(child: Child | subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Sends SIGKILL to every process in the session of a child."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+    """Sends SIGKILL to every process in the session of a child, in whatever process group it is."""
+
+    def is_gone() -> bool:
+        members = _running(child.pid)
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not members
+
+    assert eventually(is_gone, DEADLINE_S)
     child.wait()
+
+
+def _running(session: int) -> list[int]:
+    """Returns the processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, own = path.read_text().rpartition(")")[2].split()[:4]
+            if int(own) == session and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
 
 
 def differences(got: list[Any], expected: list[Any]) -> list[int]:
