@@ -274,11 +274,6 @@ class DoorConfig:
         """All tiers, the fastest first, with what errors call them."""
         return [TierEntry(f"{name}.", tier) for name, tier in zip(self.names, self.tiers, strict=True)]
 
-    @property
-    def tier_names(self) -> list[str]:
-        """The names of these tiers in logs, metrics and events."""
-        return distinct_names(entry.config.kind for entry in self.tier_entries)
-
 
 def _check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raises ConfigError for an option that is not ``known``."""

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatch
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def find_model_dir(model: str, revision: str | None, cache_dir: str | None = Non
         return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except Exception:
         return None
+
+
+def model_dirs(model: str, revision: str | None, download_dir: str | None) -> list[Path]:
+    """Returns the directories with the files of ``model``. Engines load weights from ``download_dir``; some other files
+    always lie where Hugging Face's own library puts them."""
+    found = (find_model_dir(model, revision, place) for place in (download_dir, None))
+    return list(dict.fromkeys(folder for folder in found if folder is not None))
+
+
+def package_version(name: str) -> str | None:
+    """Returns the version of an installed package that may compute KV, or None if there is none."""
+    return next((each.version for each in distributions(name=name)), None)
 
 
 def is_commit(revision: str | None) -> bool:

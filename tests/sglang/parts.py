@@ -150,19 +150,7 @@ def mha_pool(
         scales=None,
         validate=lambda: None,
     )
-    with host_base.host_memory_budget_scope(BUDGET):
-        return mha.MHATokenToKVPoolHost(
-            info,
-            1.0,
-            0,
-            page_size,
-            layout,
-            pin_memory=False,
-            device_capacity_tokens=1,
-            start_layer=0,
-            end_layer=layers,
-            host_token_capacity=pages * page_size,
-        )
+    return _kv_pool(mha.MHATokenToKVPoolHost, info, layout, pages, page_size, layers)
 
 
 def mla_pool(layout: str = "page_first", pages: int = 64, page_size: int = 4, layers: int = 2) -> HostPool:
@@ -180,8 +168,14 @@ def mla_pool(layout: str = "page_first", pages: int = 64, page_size: int = 4, la
         scales=None,
         validate=lambda: None,
     )
+    return _kv_pool(mla.MLATokenToKVPoolHost, info, layout, pages, page_size, layers, target_layer_num=layers)
+
+
+def _kv_pool(
+    made: Any, info: SimpleNamespace, layout: str, pages: int, page_size: int, layers: int, **more: int
+) -> HostPool:
     with host_base.host_memory_budget_scope(BUDGET):
-        return mla.MLATokenToKVPoolHost(
+        return made(
             info,
             1.0,
             0,
@@ -191,8 +185,8 @@ def mla_pool(layout: str = "page_first", pages: int = 64, page_size: int = 4, la
             device_capacity_tokens=1,
             start_layer=0,
             end_layer=layers,
-            target_layer_num=layers,
             host_token_capacity=pages * page_size,
+            **more,
         )
 
 

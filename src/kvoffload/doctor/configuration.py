@@ -82,7 +82,7 @@ class Plan:
     staging_bytes: int = 0
     """What kvoffload takes beside the engine's host memory."""
     shared_memory_bytes: int = 0
-    """How much of ``host_bytes`` the engine takes in /dev/shm."""
+    """The part of ``host_bytes`` that the engine allocates in /dev/shm."""
     is_for_cpus: bool | None = None
     """Whether copies are made for an engine on CPUs. None: kvoffload finds out."""
     policy: str = "auto"

@@ -60,7 +60,7 @@ def worth_findings(
             yield Finding("worth.even", Level.NOTE, Area.WORTH, text, "", medium.tier, figures)
         else:
             result = (
-                "so most prefixes that are found there are computed" if is_gated else "and it is loaded all the same"
+                "so most prefixes that are found there are computed" if is_gated else "but it is loaded in any case"
             )
             text += f"{1 / ratio:.1f} times slower, {result}"
             fix = "use a faster medium, or remove the tier" if medium.tier else "do not offload this model here"

@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+PREFIX = "kvoffload:"
+"""What the names of METRICS begin with at an engine's endpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffload.abc import ConfigError
 from kvoffload.digests import DigestCache, file_digests
-from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
+from kvoffload.fingerprints import files_fingerprint, has_weights, is_commit, model_dirs, package_version
 from kvoffload.tiers.identity import MODEL, digest
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def fingerprint_parts(
     replicated = config.is_mla_model
     return {
         "pages": PAGES_VERSION,
-        "engine": [f"{name}={_version(name)}" for name in ("sglang", "torch", "transformers")],
+        "engine": [f"{name}={package_version(name)}" for name in ("sglang", "torch", "transformers")],
         "weights": _weights(options, config, arguments, digests),
         "draft": _draft(options, arguments, digests),
         "files": [_file(arguments.get(name), digests) for name in FILES],
@@ -183,9 +182,8 @@ def _draft(options: DoorConfig, arguments: Mapping[str, Any], digests: DigestCac
 def _files(model: str, revision: str | None, download_dir: str | None, digests: DigestCache) -> str:
     reason = "its weight files are not found on this machine"
     try:
-        for place in dict.fromkeys((download_dir, None)):
-            folder = find_model_dir(model, revision, place)
-            if folder is not None and has_weights(folder):
+        for folder in model_dirs(model, revision, download_dir):
+            if has_weights(folder):
                 return f"weights:{files_fingerprint(folder, digests)}"
         if is_commit(revision):
             return f"revision:{model}@{revision}"
@@ -210,7 +208,3 @@ def _file(path: object, digests: DigestCache) -> str | None:
     except OSError:
         # A name that is not a file stands for itself.
         return f"name:{path}"
-
-
-def _version(package: str) -> str | None:
-    return next((each.version for each in importlib.metadata.distributions(name=package)), None)

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kvoffload.observe.metrics import METRICS
-
-PREFIX = "kvoffload:"
+from kvoffload.observe.metrics import METRICS, PREFIX
 
 
 class ServerMetrics:

@@ -36,6 +36,7 @@ from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.tiers.opening import open_tiers
+from kvoffload.tiers.plan import ChainLayout
 from kvoffload.units import format_bytes
 
 __all__ = ["JobEnd", "Page", "TierBridge", "build_bridge"]
@@ -515,7 +516,7 @@ def build_bridge(
             engine=engine,
             engines=engines,
             groups=groups,
-            num_tokens=lambda blocks: tokens_in(groups, blocks),
+            num_tokens=ChainLayout(groups).tokens,
         )
         below = open_tiers(entries, context, opened)
         manager = TieredOffloadingManager(
@@ -554,12 +555,6 @@ def build_bridge(
     )
     bridge.start()
     return bridge
-
-
-def tokens_in(groups: Sequence[KVGroup], num_blocks: int) -> int:
-    """Returns how many tokens have all their KV in ``num_blocks`` blocks. States come on top."""
-    sizes = [group.block_tokens for group in groups if not group.state]
-    return int(num_blocks // sum(1 / size for size in sizes)) if sizes else 0
 
 
 def _admission(entry: TierConfig | None, bytes_per_block: int) -> ReuseFilter | None:

@@ -234,7 +234,7 @@ class Stores:
         self._jobs.settle(job, indices, False)
 
     def forget(self) -> None:
-        """Forgets all requests, and lets go of all staged blocks."""
+        """Forgets all requests, and unpins all staged blocks."""
         self._release(everything=True)
         self._requests.clear()
         self._num_keys = 0

@@ -35,6 +35,10 @@ class ChainLayout:
         self.kv_blocks_per_unit = sum(kv_blocks) or sum(self.blocks_per_unit)
         """Blocks per unit without states, of which most units have none."""
 
+    def tokens(self, num_blocks: int) -> int:
+        """Returns how many tokens have all their KV in ``num_blocks`` blocks. States come on top."""
+        return num_blocks * self.unit_tokens // self.kv_blocks_per_unit
+
     def split(self, keys: list[OffloadKey]) -> list[list[OffloadKey]]:
         """Returns the blocks of a chain by group, each in order."""
         if len(self.groups) == 1:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import vllm
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.policies import base
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
@@ -39,8 +38,6 @@ if not (hasattr(base, "ChunkStatus") and hasattr(CachePolicy, "on_request_finish
         "request has used; use vLLM 0.31 or later, or kvoffload's own connector, KVOffloadConnector"
     )
 
-# vLLM configures only the logger "vllm". As its child, the logger of kvoffload has the same handlers and level.
-logging.getLogger("kvoffload").parent = init_logger("vllm")
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")

@@ -20,7 +20,14 @@ from vllm.config.utils import normalize_value
 
 from kvoffload.abc import ConfigError
 from kvoffload.digests import DigestCache
-from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
+from kvoffload.fingerprints import (
+    files_fingerprint,
+    find_model_dir,
+    has_weights,
+    is_commit,
+    model_dirs,
+    package_version,
+)
 from kvoffload.tiers.identity import MODEL, SOFTWARE, VALUES, VARIABLES, digest
 from kvoffload.vllm import versions
 from kvoffload.vllm.nesting import page_layout
@@ -286,12 +293,10 @@ def _identity(config: OffloadConfig | DoorConfig, model: ModelConfig, load: Load
 
 
 def _folders(model: str, revision: str | None, download_dir: str | None) -> list[Path]:
-    """Returns the directories with the files of ``model``. vLLM loads weights from ``download_dir``; some other files
-    always lie where Hugging Face's own library puts them."""
+    """Returns the directories with the files of ``model``, none if they come from elsewhere than Hugging Face."""
     if getattr(envs, "VLLM_USE_MODELSCOPE", False) and not Path(model).is_dir():
         return []
-    found = (find_model_dir(model, revision, place) for place in (download_dir, None))
-    return list(dict.fromkeys(folder for folder in found if folder is not None))
+    return model_dirs(model, revision, download_dir)
 
 
 def _other_folders(model: ModelConfig, download_dir: str | None) -> list[Path]:
@@ -389,10 +394,7 @@ def _installed() -> list[str]:
         for entry in importlib.metadata.entry_points(group=group)
         if entry.dist is not None and entry.dist.name != "kvoffload"
     }
-    return [
-        f"{name}={next((d.version for d in importlib.metadata.distributions(name=name)), None)}"
-        for name in ("torch", "transformers", *sorted(plugins))
-    ]
+    return [f"{name}={package_version(name)}" for name in ("torch", "transformers", *sorted(plugins))]
 
 
 def _environment() -> dict[str, Any]:

@@ -12,12 +12,10 @@ from kvoffload.abc import ConfigError, MissReason
 from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.options import OPTIONS, UNKNOWN
-from kvoffload.observe.metrics import METRICS, merge
+from kvoffload.observe.metrics import METRICS, PREFIX, merge
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-PREFIX = "kvoffload:"
 
 
 @dataclass

@@ -23,13 +23,13 @@ from kvoffload.cache.keys import key_group_idx
 from kvoffload.config import DoorConfig
 from kvoffload.connector.guarded import guarded
 from kvoffload.fingerprints import fingerprint
-from kvoffload.observe.metrics import DEPRECATED, METRICS, Metrics
+from kvoffload.observe.metrics import DEPRECATED, METRICS, PREFIX, Metrics
 from kvoffload.observe.server import RecordServer
-from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge, tokens_in
+from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge
 from kvoffload.tiers.disk.config import DiskConfig
+from kvoffload.tiers.plan import ChainLayout
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
-from kvoffload.vllm.metrics import PREFIX
 
 if _reason := versions.reason_against_secondary_tiers("KVOffloadTier"):
     raise ConfigError(_reason)
@@ -141,7 +141,7 @@ class KVOffloadTier(SecondaryTierManager):
             "kvoffload: tiers below vLLM's host memory of %d chunks (%s each, %s tokens in all): %s",
             chunks,
             format_bytes(layout.block_bytes),
-            f"{tokens_in(layout.kv_groups, chunks):,}",
+            f"{ChainLayout(layout.kv_groups).tokens(chunks):,}",
             ", ".join(bridge.names) or "none",
         )
         return bridge
@@ -353,7 +353,6 @@ class KVOffloadTier(SecondaryTierManager):
         """Ends all jobs. vLLM calls this when it resets its caches only, perhaps because the weights have changed: so
         no block that was stored before is found by this process, and nothing more is stored for the present requests.
         """
-        self.bridge.drain()
         self.bridge.reset()
         for request in self._requests.values():
             request.answers.clear()

@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 from kvoffload.abc import ConfigError, KVGroup
 from kvoffload.config import DoorConfig
 from kvoffload.connector.parts import Parts
+from kvoffload.fingerprints import package_version
 from kvoffload.tiers.identity import digest
 from kvoffload.vllm import versions
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
@@ -197,7 +197,7 @@ def _rows(spec: OffloadingSpec, block_bytes: int) -> list[Any]:
         current_platform.device_type,
         str(current_platform.get_device_name()),
         str(current_platform.get_device_capability()),
-        [next((each.version for each in distributions(name=name)), None) for name in KERNELS],
+        [package_version(name) for name in KERNELS],
         platform.machine(),
         # Attention on a CPU packs KV for its instruction set.
         _cpu_features() if current_platform.device_type == "cpu" else None,
