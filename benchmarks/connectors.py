@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
-from kvoffload.testing.faults import ThreadedTransfer
 from kvoffload.vllm.connector import KVOffloadConnector
+from tests.sim.faults import ThreadedTransfer
 
 
 class ThreadedKVOffloadConnector(KVOffloadConnector):

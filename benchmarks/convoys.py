@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, publish
+from demo.engine import connector, sampling, start_llm
+from demo.model import write_model
 
 REQUESTS = 16
 BLOCK_SIZE = 128
@@ -68,42 +70,28 @@ def _ratio(these: Iterable[float], those: list[list[float]]) -> float:
 
 
 def _engine(directory: Path, prefix_blocks: int) -> Any:
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    from kvoffload.demo.model import write_model
-
     write_model(directory, seed=0)
-    return LLM(
-        model=str(directory),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
+    return start_llm(
+        directory,
+        connector({"host_bytes": "2GiB"}),
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=(prefix_blocks + 2) * (REQUESTS + 1),
         max_model_len=(prefix_blocks + 2) * BLOCK_SIZE,
         max_num_batched_tokens=8192,
         max_num_seqs=REQUESTS,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVOffloadConnector",
-            kv_connector_module_path="kvoffload.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"host_bytes": "2GiB"},
-        ),
     )
 
 
 def _convoy(llm: Any, prefix_blocks: int, requests: int, seed: int) -> list[float]:
     """Returns, per request, the seconds from the first step to the step that first computes tokens for it."""
     import numpy as np
-    from vllm import SamplingParams
 
     rng = np.random.default_rng(seed)
     prefix = rng.integers(5, 500, prefix_blocks * BLOCK_SIZE).tolist()
     prompts = [prefix + rng.integers(5, 500, SUFFIX_TOKENS).tolist() for _ in range(requests)]
-    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    params = sampling(1, logprobs=None)
     engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
-    llm.generate([{"prompt_token_ids": prefix}], sampling, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": prefix}], params, use_tqdm=False)
     while scheduler.has_requests():
         engine.step()
     assert llm.reset_prefix_cache()
@@ -119,7 +107,7 @@ def _convoy(llm: Any, prefix_blocks: int, requests: int, seed: int) -> list[floa
 
     scheduler.schedule = noting
     for i, prompt in enumerate(prompts):
-        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, sampling)
+        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
     start = time.perf_counter()
     while engine.has_unfinished_requests():
         engine.step()

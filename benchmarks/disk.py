@@ -33,12 +33,13 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import HostPool
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import pack_record
+from kvoffload.tiers.disk.format import FACTS, pack_records
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.tier import DiskTier
-from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.tiers.threads import NUM_THREADS
 
 BLOCK_SIZES = (2 << 20, 64 << 10)
@@ -138,7 +139,7 @@ def throughput(directory: Path, block_bytes: int, quick: bool) -> list[Row]:
     shuffled = np.random.default_rng(1).permutation(num_blocks)
     for i in range(ROUNDS):
         root = directory / f"tier{i}"
-        tier = open_disk_tier(str(root), nbytes * 5 // 4 + (64 << 20), [pool.handle().open()], FINGERPRINT)
+        tier = open_disk_tier(str(root), nbytes * 5 // 4 + (64 << 20), TierContext([pool.handle().open()], FINGERPRINT))
         keys = new_keys(num_blocks)
         slots = np.arange(num_blocks) % pool.num_blocks
         # The first writes to allocated room cost the file system more. fio does not have them, so they are not timed.
@@ -250,7 +251,7 @@ def lookup_cost(manager: OffloadingManager) -> dict[str, float]:
         manager.touch(keys, CONTEXT)
 
     def end() -> None:
-        manager.reorder_chain(keys, keys, CONTEXT)
+        manager.end_chain(keys, keys, CONTEXT)
 
     found = {"miss": cost(look_up)}
     manager.prepare_store(keys)
@@ -275,8 +276,8 @@ def scheduler_cost(directory: Path, quick: bool) -> list[Row]:
         host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, host_blocks))
         manager: OffloadingManager = host
         if name == "disk":
-            tier = open_disk_tier(str(directory / "cost"), 512 << 20, [pool.data], FINGERPRINT)
-            manager = TieredOffloadingManager(host, [tier], tokens_per_block=[BLOCK_TOKENS])
+            tier = open_disk_tier(str(directory / "cost"), 512 << 20, TierContext([pool.data], FINGERPRINT))
+            manager = TieredOffloadingManager(host, [tier], TieringSettings([BLOCK_TOKENS]))
         figures[name] = {"decode": decode_steps(manager, steps), **lookup_cost(manager)}
         manager.shutdown()
     rows = []
@@ -298,8 +299,8 @@ def promotion_cost(directory: Path) -> list[Row]:
     n = 4096
     pool = HostPool(3 * n, 4096)
     host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, 3 * n))
-    tier = open_disk_tier(str(directory / "promotion"), 512 << 20, [pool.data], FINGERPRINT)
-    manager = TieredOffloadingManager(host, [tier], tokens_per_block=[BLOCK_TOKENS], load_deadline_ms=60_000)
+    tier = open_disk_tier(str(directory / "promotion"), 512 << 20, TierContext([pool.data], FINGERPRINT))
+    manager = TieredOffloadingManager(host, [tier], TieringSettings([BLOCK_TOKENS], load_deadline_ms=60_000))
     keys = new_keys(n)
     down = up = 0.0
 
@@ -316,7 +317,7 @@ def promotion_cost(directory: Path) -> list[Row]:
         host.prepare_store(part)
         down += timed(partial(manager.complete_store, part))
         down += poll_until_idle()
-    down += timed(lambda: manager.offer_chain(keys, CONTEXT)) + poll_until_idle()
+    down += timed(lambda: manager.end_chain(keys, keys, CONTEXT)) + poll_until_idle()
     written = int((tier.contains(keys) == LookupState.HIT).sum())
     host.reset()
     up += timed(lambda: manager.lookup(keys, CONTEXT)) + timed(manager.poll)
@@ -340,17 +341,17 @@ def restart_time(directory: Path, quick: bool) -> list[Row]:
         files.grow()
     for start in range(0, num_slots, 4096):
         keys = new_keys(min(4096, num_slots - start))
-        records = [
-            pack_record(files.header, key, sequence=start + i, stored_at=0, hits=0, payload_checksum=i)
-            for i, key in enumerate(keys)
-        ]
-        files.write_records(start, np.concatenate(records))
+        facts = np.zeros(len(keys), dtype=FACTS)
+        facts["payload_checksum"] = np.arange(len(keys))
+        facts["sequence"] = start + np.arange(len(keys))
+        records = pack_records(files.header, keys, facts)
+        files.write_records(start, records.reshape(-1))
     files.close()
     pool = HostPool(1, 4096)
     begin = time.perf_counter()
-    tier = open_disk_tier(root, capacity, [pool.data], FINGERPRINT)
+    tier = open_disk_tier(root, capacity, TierContext([pool.data], FINGERPRINT))
     seconds = time.perf_counter() - begin
-    assert tier.num_blocks == num_slots
+    assert tier.stats().num_blocks == num_slots
     tier.close()
     shutil.rmtree(root)
     return [Row(f"start with {num_slots:,} blocks on disk", seconds, "s")]

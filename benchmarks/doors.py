@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.report import Row, publish
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import is_fingerprint, pack_record
+from kvoffload.tiers.disk.format import FACTS, is_fingerprint, pack_records
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def restart(folder: Path, num_chunks: int) -> list[Row]:
 
     capacity = num_chunks * SLOT_BYTES + (64 << 20)
     door = Door("kvoffload", folder, capacity)
-    namespace = door.tier.bridge._namespace
+    namespace = door.tier.bridge._thread.namespace
     door.scheduler.shutdown()
     root = folder / "kvoffload"
     # The group of every key is 0.
@@ -102,13 +102,11 @@ def restart(folder: Path, num_chunks: int) -> list[Row]:
         names = [raw[32 * i : 32 * i + 32] for i in range(count)]
         if start + count == num_chunks:
             names[-1:] = prompt
-        records = [
-            pack_record(
-                files.header, namespace + name + bytes(4), sequence=start + i, stored_at=0, hits=0, payload_checksum=i
-            )
-            for i, name in enumerate(names)
-        ]
-        files.write_records(start, np.concatenate(records))
+        facts = np.zeros(len(names), dtype=FACTS)
+        facts["payload_checksum"] = np.arange(len(names))
+        facts["sequence"] = start + np.arange(len(names))
+        records = pack_records(files.header, [namespace + name + bytes(4) for name in names], facts)
+        files.write_records(start, records.reshape(-1))
     files.close()
     begin = time.perf_counter()
     door = Door("kvoffload", folder, capacity)

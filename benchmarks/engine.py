@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
+from demo.engine import connector, sampling, start_llm
+from demo.model import write_model
 
 KVOFFLOAD, NOTHING, CONTROL = KINDS = ("kvoffload", "nothing", "control")
 DEVICE_TOKENS = 98_304
@@ -66,28 +68,15 @@ class Engine:
     """One vLLM engine in this process, and its requests of each kind."""
 
     def __init__(self, model: str, block_size: int) -> None:
-        from vllm import LLM, SamplingParams
-        from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._sampling: Callable[[int], Any] = lambda n: SamplingParams(
-            temperature=0, max_tokens=n, ignore_eos=True, detokenize=False
-        )
-        self._llm = LLM(
-            model=model,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
+        self._llm = start_llm(
+            model,
+            connector({"host_bytes": HOST_BYTES}, "SwitchedConnector", "benchmarks.connectors"),
             block_size=block_size,
             num_gpu_blocks_override=DEVICE_TOKENS // block_size,
             max_model_len=PROMPT_TOKENS + block_size,
             max_num_batched_tokens=PROMPT_BUDGET,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="SwitchedConnector",
-                kv_connector_module_path="benchmarks.connectors",
-                kv_role="kv_both",
-                kv_connector_extra_config={"host_bytes": HOST_BYTES},
-            ),
         )
         self._engine: Any = self._llm.llm_engine
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
@@ -124,7 +113,7 @@ class Engine:
     def _add(self, prompt: list[int], num_tokens: int) -> str:
         self._num_added += 1
         name = f"request-{self._num_added}"
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(num_tokens))
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling(num_tokens, logprobs=None))
         return name
 
     def _step(self) -> tuple[Step, set[str]]:
@@ -478,8 +467,6 @@ def main(out: Path, quick: bool) -> None:
     }
     scale = 8 if quick else 1
     with tempfile.TemporaryDirectory() as directory:
-        from kvoffload.demo.model import write_model
-
         write_model(Path(directory), seed=0)
         rows = [row for each in (measure_all, measure_small_blocks) for row in in_process(each, directory, scale)]
     publish("engine", "The engine with kvoffload, and with a connector that does nothing (95% intervals)", rows, out)

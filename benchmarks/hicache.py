@@ -73,7 +73,7 @@ def measure(parts: Any, folder: Path, layout: str, layers: int, heads: int, dim:
             control = Calls(made._generic_page_get, made._generic_page_set, request, (keys, indices))
             began = time.perf_counter()
             ours.time(times, "kvoffload", is_load)
-            while not is_load and not rank.storage._bridge.is_idle:
+            while not is_load and not rank.storage._transfers.bridge.is_idle:
                 time.sleep(0.001)
             if not is_load:
                 times["kvoffload: store until written"].append(time.perf_counter() - began)

@@ -33,7 +33,7 @@ from kvoffload.lab.replay import ReplayConfig
 from kvoffload.lab.replay import Run as Server
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import UNKNOWN, Trace
-from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 
 SYNTHETIC = ("synthetic:chat?requests=2000", "synthetic:agent?requests=2000")
 ENGINES = (2, 4, 8)
@@ -109,7 +109,7 @@ class Seat(CatalogTier):
     def is_busy(self) -> bool:
         return any(bool(seat._reads or seat._writes) for seat in (self, *self.others))
 
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         states = super().contains(keys)
         for other in self.others:
             absent = np.flatnonzero(states == MISS)
@@ -159,7 +159,7 @@ class Node:
                 seat.others = [other for other in seats if other is not seat]
                 server.tier = seat
                 server.manager = TieredOffloadingManager(
-                    server.host, [seat], tokens_per_block=[trace.block_tokens], clock=server.clock
+                    server.host, [seat], TieringSettings([trace.block_tokens]), clock=server.clock
                 )
 
     def serve(self) -> tuple[float, float, float]:

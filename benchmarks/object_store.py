@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
+from demo.stores import ObjectStore
 from kvoffload.abc import OffloadKey
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.demo.shared.object_store import ObjectStore, missing
 from kvoffload.tiers.object_store.bucket import Answer, Bucket
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import TRANSFERS, open_bucket
@@ -177,7 +177,7 @@ def measure(where: str, url: str, endpoint: str, block_bytes: int, shares: bool,
 
 
 def main(out: Path, quick: bool = False) -> None:
-    reason = missing()
+    reason = ObjectStore.missing()
     if reason is not None:
         print(f"\nobject_store: skipped, {reason}")
         return

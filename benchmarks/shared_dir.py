@@ -22,15 +22,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.abc import ByteArray, LookupState, OffloadKey
+from kvoffload.abc import LookupState, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import Header, pack_record
+from kvoffload.tiers.disk.format import FACTS, Header, pack_records
 from kvoffload.tiers.disk.journal import MAX_ENTRIES, JournalHeader
+from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.seats import HEARTBEAT_NAME, Heartbeat, SeatState, seat_name
-from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
-from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from kvoffload.tiers.threads import NUM_THREADS
 
 FINGERPRINT = "b" * 64
@@ -60,11 +61,11 @@ def write_index(root: Path, writer: int, num_blocks: int) -> list[OffloadKey]:
         index.write(header.pack().tobytes())
         for start in range(0, num_blocks, RECORDS_AT_ONCE):
             keys = new_keys(min(RECORDS_AT_ONCE, num_blocks - start))
-            records: list[ByteArray] = [
-                pack_record(header, key, sequence=start + i, stored_at=0, hits=0, payload_checksum=i)
-                for i, key in enumerate(keys)
-            ]
-            index.write(np.concatenate(records).tobytes())
+            facts = np.zeros(len(keys), dtype=FACTS)
+            facts["payload_checksum"] = np.arange(len(keys))
+            facts["sequence"] = start + np.arange(len(keys))
+            records = pack_records(header, keys, facts)
+            index.write(records.tobytes())
             if len(some) < LONG_PROMPT:
                 some += keys
     journal = JournalHeader(MAX_ENTRIES, 3 + writer, header.generation, 0)
@@ -91,9 +92,8 @@ def finding(directory: Path, quick: bool) -> list[Row]:
     root.mkdir(mode=0o700)
     some = [write_index(root, writer, num_blocks) for writer in range(NUM_WRITERS)]
     pool = HostPool(1024, SMALL_BYTES)
-    tier = SharedDirTier(
-        DirectoryStorage(root), [pool.data], fingerprint=FINGERPRINT, capacity_bytes=64 << 20, background=False
-    )
+    context, surroundings = TierContext([pool.data], FINGERPRINT), Surroundings(background=False)
+    tier = SharedDirTier(DirectoryStorage(root), context, 64 << 20, surroundings=surroundings)
     before = resident_bytes()
     start, cpu = time.perf_counter(), time.thread_time()
     tier.follow()
@@ -113,7 +113,6 @@ def finding(directory: Path, quick: bool) -> list[Row]:
         Row(f"{NUM_WRITERS} writers of {num_blocks:,} blocks found", seconds, "s"),
         Row("the same, per 1,000,000 blocks", seconds / found * 1e6, "s", "at most 5 s", 5 / (seconds / found * 1e6)),
         Row("processor time of that", cpu, "s"),
-        Row("memory per foreign block, arrays", tier.blocks.nbytes / found, "bytes"),
         Row("memory per foreign block, resident", resident / found, "bytes", "at most 200", 200 / (resident / found)),
         Row("a pass without changes", idle * 1e3, "ms"),
         *(
@@ -134,7 +133,8 @@ def cost(call: Callable[[], Any]) -> float:
 
 
 def open_tier(root: Path, capacity_bytes: int, pool: HostPool) -> SharedDirTier:
-    return open_shared_dir_tier(root, capacity_bytes, [pool.handle().open()], FINGERPRINT)
+    context = TierContext([pool.handle().open()], FINGERPRINT)
+    return SharedDirConfig(dir=str(root), bytes=capacity_bytes).open(context)
 
 
 def run(

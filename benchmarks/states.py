@@ -27,7 +27,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import Tenants
 from kvoffload.cli.lab import progress
-from kvoffload.connector.hits import HitSearch
+from kvoffload.connector import hits
 from kvoffload.connector.layout import Block, Layout
 from kvoffload.connector.request import NEVER, RequestState
 from kvoffload.connector.states import StateKeeper
@@ -206,7 +206,6 @@ class StateReplay:
         self.chunk = max(1, setting.chunk_tokens // size) * size
         self.layout, self.tenants = Layout(groups, None), Tenants(b"")
         self.manager = PolicyOffloadingManager(HostBackend(1, num_slots), make_policy(setting.policy, num_slots))
-        self.search = HitSearch(self.manager, self.layout, {})
         self.keeper = None if rule.keeper is None else rule.keeper(self.layout)
         self.found = Found(sum(turns.input_tokens))
         xxh = xxhash.xxh3_128_digest
@@ -226,7 +225,7 @@ class StateReplay:
         state.extend_keys()
         last = max(0, asked - 1) // size * size
         self.touch(state)
-        hit = self.search.longest(state, 0, may_wait=False)
+        hit = hits.longest(self.manager, self.layout, state, 0, may_wait=False)
         end = min(hit.end, last)
         found.hit_tokens += end
         found.hits += end > 0
@@ -242,7 +241,7 @@ class StateReplay:
             blocks = self.blocks(state, begun, at)
             begun = at
             if is_refused:
-                manager.refuse(blocks, state.context)
+                manager.prepare_store(blocks, state.context, behind_refused=True)
                 continue
             done, is_refused = self.store(blocks, state)
             found.blocks_stored += len(done) // max(1, len(self.layout.full))
@@ -251,10 +250,10 @@ class StateReplay:
                 for chosen in keeper.choose(state, [at], 0):
                     stored += self.store_state(state, chosen, keeper)
         used = () if keeper is None else keeper.end(request.request_id)
-        manager.reorder_chain(state.blocks.used_keys(used), stored, state.context)
+        manager.end_chain(state.blocks.used_keys(used), stored, state.context)
 
     def touch(self, state: RequestState) -> None:
-        last = self.search.last_state(state) if self.layout.states else 0
+        last = hits.last_state(self.manager, self.layout, state) if self.layout.states else 0
         used = state.blocks.used_keys([last] if last else [])
         self.manager.touch(used, state.context, state.blocks.keys_in_order())
 

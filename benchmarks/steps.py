@@ -5,15 +5,14 @@ tiers and other processes do not count. A figure is the median over several peri
 block has tokens, so that every request completes one block in it, and its time is divided by its steps. A full
 pool evicts a block for every block that is stored.
 
-Set ``KVOFFLOAD_BENCH_BASE`` to the source directory of another version of kvoffload to compare with it: the same
-measurements run in a second process that imports that version.
+Set ``KVOFFLOAD_BENCH_BASE`` to the directory ``src`` in a checkout of another version of kvoffload to compare with it:
+that checkout's own benchmark runs in a second process.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import os
 import statistics
@@ -29,31 +28,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
+from kvoffload.abc import KVGroup, PageGroup, ScheduledStep
+from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.host.pool import HostPool
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.transfer.inline import InlineTransfer
 
 DECODING = 256
 LARGE_POOL, SMALL_POOL = 32_768, 2048
 PAGE_BYTES = 64
 FINGERPRINT = "f" * 64
-HOMES = {
-    "HostBackend": "kvoffload.cache.slots",
-    "HostPool": "kvoffload.host.pool",
-    "InlineTransfer": "kvoffload.transfer.inline",
-    "KVGroup": "kvoffload.abc",
-    "LRUOffloadingManager": "kvoffload.cache.manager",
-    "OffloadingConnectorScheduler": "kvoffload.connector.scheduler",
-    "OffloadingConnectorWorker": "kvoffload.connector.worker",
-    "PageGroup": "kvoffload.abc",
-    "ScheduledStep": "kvoffload.abc",
-    "TieredOffloadingManager": "kvoffload.tiers.manager",
-    "WorkerReport": "kvoffload.connector.messages",
-    "open_disk_tier": "kvoffload.tiers.disk.start",
-}
-
-
-def named(name: str) -> Any:
-    """The object of that name, from the package itself where that exports it: modules differ between versions."""
-    package = importlib.import_module("kvoffload")
-    return getattr(package if hasattr(package, name) else importlib.import_module(HOMES[name]), name)
 
 
 @dataclass
@@ -79,8 +69,7 @@ class Engine:
 
     def __init__(self, manager: Any, block_tokens: int, spread: bool, has_worker: bool = False) -> None:
         self.block_tokens = block_tokens
-        self.scheduler = named("OffloadingConnectorScheduler")(manager, groups=[named("KVGroup")(block_tokens)])
-        self._step, self._report = named("ScheduledStep"), named("WorkerReport")
+        self.scheduler = OffloadingConnectorScheduler(manager, groups=[KVGroup(block_tokens)])
         self.worker = make_worker() if has_worker else None
         rng = np.random.default_rng(0)
         self.requests = []
@@ -93,7 +82,7 @@ class Engine:
             self.scheduler.update_state_after_alloc(request, request, 0)
         tables: dict[str, tuple[Sequence[int], ...]] = {each.request_id: (each.ids,) for each in self.requests}
         scheduled = {request.request_id: max(1, request.num_computed_tokens) for request in self.requests}
-        self.scheduler.build_connector_meta(self._step(scheduled, tables, frozenset(tables)))
+        self.scheduler.build_connector_meta(ScheduledStep(scheduled, tables, frozenset(tables)))
 
     def _new_block(self) -> int:
         self._next_block += 1
@@ -107,7 +96,7 @@ class Engine:
                 block_ids[request.request_id] = ([self._new_block()],)
             if request.num_tokens % self.block_tokens == 0:
                 request.block_hashes.append(os.urandom(32))
-        step = self._step({request.request_id: 1 for request in self.requests}, block_ids)
+        step = ScheduledStep({request.request_id: 1 for request in self.requests}, block_ids)
         start = time.thread_time_ns()
         meta = self.scheduler.build_connector_meta(step)
         spent = time.thread_time_ns() - start
@@ -117,9 +106,9 @@ class Engine:
             report = run_worker(self.worker, meta)
             in_worker = time.thread_time_ns() - start
         else:
-            report = self._report(done=dict.fromkeys(meta.stores, 1))
+            report = WorkerReport(done=dict.fromkeys(meta.stores, 1))
         start = time.thread_time_ns()
-        self.scheduler.update_connector_output(report or self._report())
+        self.scheduler.update_connector_output(report or WorkerReport())
         spent += time.thread_time_ns() - start
         for request in self.requests:
             request.num_computed_tokens += 1
@@ -135,7 +124,7 @@ class Engine:
 def make_worker() -> Any:
     views = [np.zeros((1 << 16, PAGE_BYTES), np.uint8)]
     pool = np.zeros((LARGE_POOL, PAGE_BYTES), np.uint8)
-    return named("OffloadingConnectorWorker")(named("InlineTransfer")([named("PageGroup")(views)], pool))
+    return OffloadingConnectorWorker(InlineTransfer([PageGroup(views)], pool))
 
 
 def run_worker(worker: Any, meta: Any) -> Any:
@@ -169,7 +158,7 @@ def measure(directory: Path, quick: bool) -> dict[str, float]:
     """Microseconds per step, by what is measured."""
 
     def host(num_blocks: int = LARGE_POOL) -> Any:
-        return named("LRUOffloadingManager")(named("HostBackend")(16, num_blocks))
+        return LRUOffloadingManager(HostBackend(16, num_blocks))
 
     found: dict[str, float] = {}
     found["nothing to store, scheduler half"], found["nothing to store, worker half"] = idle_steps(host(), 200)
@@ -185,10 +174,10 @@ def measure(directory: Path, quick: bool) -> dict[str, float]:
         found[f"{what}, scheduler half, all completed in the same step"], _ = run(host(), spread=False)
         found[f"{what}, scheduler half, full pool"], _ = run(host(SMALL_POOL))
         _, found[f"{what}, worker half"] = run(host(), worker=True)
-        pool = named("HostPool")(LARGE_POOL, 4096)
+        pool = HostPool(LARGE_POOL, 4096)
         root = str(directory / f"disk{block_tokens}")
-        tier = named("open_disk_tier")(root, 512 << 20, [pool.data], FINGERPRINT)
-        manager = named("TieredOffloadingManager")(host(), [tier], tokens_per_block=[block_tokens])
+        tier = open_disk_tier(root, 512 << 20, TierContext([pool.data], FINGERPRINT))
+        manager = TieredOffloadingManager(host(), [tier], TieringSettings([block_tokens]))
         found[f"{what}, scheduler half, with a disk tier"], _ = run(manager)
         manager.shutdown()
         pool.close()
@@ -203,10 +192,11 @@ def measure_here(quick: bool) -> dict[str, float]:
 
 
 def measure_base(source: str, quick: bool, module: str = "benchmarks.steps") -> Any:
-    """What ``module`` prints with the version in ``source``, in a process of its own."""
+    """What ``module`` of the checkout with the directory ``source`` prints, in a process of its own."""
     command = [sys.executable, "-m", module, *(["--quick"] if quick else [])]
     environment = {**os.environ, "PYTHONPATH": source}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    checkout = Path(source).resolve().parent
+    done = subprocess.run(command, env=environment, cwd=checkout, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

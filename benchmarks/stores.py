@@ -25,11 +25,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.report import Row, publish
+from demo.stores import MooncakeStore, RedisStore, Store, StoreMissingError
 from kvoffload.abc import OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.demo.shared.mooncake import MooncakeStore
-from kvoffload.demo.shared.redis import RedisStore
-from kvoffload.demo.shared.stores import Store, StoreMissingError
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext, load_tiers
 from kvoffload.tiers.remote.tier import RemoteTier
@@ -121,7 +119,7 @@ class TierSide:
         self._keys: dict[str, list[OffloadKey]] = {}
 
     def __enter__(self) -> TierSide:
-        self.settle(lambda: self.tier.is_connected)
+        self.settle(lambda: self.tier.stats().is_connected)
         return self
 
     def __exit__(
@@ -219,7 +217,7 @@ def scheduler_thread(side: TierSide) -> list[Row]:
         rows.append(Row(f"scheduler thread: {what}", (time.thread_time() - begun) / num_blocks * 1e6, "us/block"))
 
     chain = new_keys(LONG_PROMPT)
-    measure("expect of an unknown chain", LONG_PROMPT, lambda: tier.expect(chain))
+    measure("contains of an unknown chain", LONG_PROMPT, lambda: tier.contains(chain))
     measure("contains while the store is asked", LONG_PROMPT, lambda: tier.contains(chain))
     time.sleep(2.0)
     measure("poll with the answers", LONG_PROMPT, tier.poll)

@@ -92,7 +92,7 @@ def found_tokens(served: Iterable[Request], policy: CachePolicy, block_tokens: i
         if output is not None:
             stored = output.keys_to_store
             manager.complete_store(output.store_spec)
-        manager.reorder_chain(keys, stored)
+        manager.end_chain(keys, stored)
     manager.check_integrity()
     return [100 * f / max(1, a) for f, a in zip(found, asked, strict=True)]
 
@@ -159,7 +159,7 @@ def cost(num_blocks: int) -> Iterator[Row]:
                 output = manager.prepare_store(keys)
                 assert output is not None
                 manager.complete_store(output.store_spec)
-                manager.reorder_chain(keys, output.keys_to_store)
+                manager.end_chain(keys, output.keys_to_store)
                 middle = time.thread_time_ns()
                 manager.touch(keys)
                 manager.lookup(keys)

@@ -6,10 +6,8 @@ makes them too, with and without the wait. Each engine runs in a child process.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,7 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.report import Row, publish
+from demo.engine import connector, sampling, start_llm
+from demo.model import write_model
+from demo.process import kill_session
 
 BLOCK_SIZE = 128
 PROMPT_TOKENS = 2000
@@ -40,12 +43,10 @@ CONNECTORS = {
 def main(out: Path, quick: bool) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        from kvoffload.demo.model import write_model
-
         write_model(Path(directory), seed=0)
         for mode, (engine, environment) in MODES.items():
-            for name, connector in CONNECTORS.items():
-                config = {"model": directory, "engine": engine, "connector": connector, "prompts": 4 if quick else 8}
+            for name, kind in CONNECTORS.items():
+                config = {"model": directory, "engine": engine, "connector": kind, "prompts": 4 if quick else 8}
                 seconds = _in_child(config, environment)
                 device = seconds["device"]
                 if not name:
@@ -66,41 +67,28 @@ def _in_child(config: dict[str, Any], environment: dict[str, str]) -> dict[str, 
             measured: dict[str, float] = json.load(result)
         finally:
             # The engine's child processes do not end with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            kill_session(child)
     return measured
 
 
 def _measure(config: dict[str, Any]) -> dict[str, float]:
-    import numpy as np
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
     usual = config["connector"] == "KVOffloadConnector"
-    llm = LLM(
-        model=config["model"],
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
+    module = "kvoffload.vllm" if usual else "benchmarks.connectors"
+    llm = start_llm(
+        config["model"],
+        connector({"host_bytes": "2GiB"}, config["connector"], module),
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=64,
         max_model_len=PROMPT_TOKENS + BLOCK_SIZE,
         max_num_batched_tokens=PROMPT_TOKENS + BLOCK_SIZE,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=config["connector"],
-            kv_connector_module_path="kvoffload.vllm" if usual else "benchmarks.connectors",
-            kv_role="kv_both",
-            kv_connector_extra_config={"host_bytes": "2GiB"},
-        ),
         **config["engine"],
     )
-    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    params = sampling(1, logprobs=None)
     rng = np.random.default_rng(0)
 
     def seconds(prompt: list[int]) -> float:
         start = time.perf_counter()
-        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         return time.perf_counter() - start
 
     times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}

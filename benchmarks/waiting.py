@@ -6,7 +6,7 @@ tier, 4,200 wait for its answer, and 4,200 have found their whole chain in host 
 tables of origins, of open questions, of uses and of descriptions for events have had more entries than they may keep.
 Figures are CPU time of the calling thread, the median over several calls.
 
-Set ``KVOFFLOAD_BENCH_BASE`` to the source directory of another version of kvoffload to compare with it.
+Set ``KVOFFLOAD_BENCH_BASE`` to the directory ``src`` in a checkout of another version to compare with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
-from benchmarks.steps import BenchRequest, measure_base, named
-from kvoffload.abc import LookupState, OffloadKey, Slots, States, Tier, TierResult
+from benchmarks.steps import BenchRequest, measure_base
+from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep, Slots, States, Tier, TierResult, TierStats
 from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 
 HOST_BLOCKS = 1 << 15
 BLOCK_TOKENS = 16
@@ -57,7 +62,13 @@ class StubTier(Tier):
     def block_bytes(self) -> int:
         return 4096
 
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def stats(self) -> TierStats:
+        return TierStats()
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return []
+
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         states = {HELD: LookupState.HIT, UNKNOWN: LookupState.RETRY}
         found = [states.get(key[:1], LookupState.MISS) if self._knows else LookupState.MISS for key in keys]
         return np.array(found, dtype=np.uint8)
@@ -83,7 +94,7 @@ class StubTier(Tier):
     def wait(self, timeout_s: float) -> None:
         pass
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
         pass
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -101,19 +112,16 @@ class Server:
 
     def __init__(self) -> None:
         self.slow = StubTier("slow", knows=True)
-        host = named("LRUOffloadingManager")(named("HostBackend")(BLOCK_TOKENS, HOST_BLOCKS), enable_events=True)
-        self.manager = named("TieredOffloadingManager")(
+        host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, HOST_BLOCKS), enable_events=True)
+        self.manager = TieredOffloadingManager(
             host,
             [StubTier("fast", knows=False), self.slow],
-            tokens_per_block=[BLOCK_TOKENS],
-            lookup_deadline_ms=1e9,
-            load_deadline_ms=1e9,
-            load_only_if_faster=False,
+            TieringSettings([BLOCK_TOKENS], lookup_deadline_ms=1e9, load_deadline_ms=1e9, load_only_if_faster=False),
             clock=lambda: 1.0,
         )
-        self.scheduler = named("OffloadingConnectorScheduler")(
+        self.scheduler = OffloadingConnectorScheduler(
             self.manager,
-            groups=[named("KVGroup")(BLOCK_TOKENS)],
+            groups=[KVGroup(BLOCK_TOKENS)],
             describe_blocks=True,
             load_deadline_ms=1e9,
             clock=lambda: 1.0,
@@ -129,12 +137,10 @@ class Server:
 
     def step(self, scheduled: dict[str, int] | None = None, tables: dict[str, Any] | None = None) -> Any:
         scheduled = {"another": 1} if scheduled is None else scheduled
-        return self.scheduler.build_connector_meta(
-            named("ScheduledStep")(scheduled, tables or {}, frozenset(tables or ()))
-        )
+        return self.scheduler.build_connector_meta(ScheduledStep(scheduled, tables or {}, frozenset(tables or ())))
 
     def report(self, jobs: Sequence[int] = ()) -> None:
-        self.scheduler.update_connector_output(named("WorkerReport")(done=dict.fromkeys(jobs, 1)))
+        self.scheduler.update_connector_output(WorkerReport(done=dict.fromkeys(jobs, 1)))
 
     def compute(self, num_blocks: int) -> tuple[BenchRequest, list[int]]:
         """A request computes new blocks. Returns it with the jobs that store them."""
@@ -203,7 +209,8 @@ def measure(server: Server, rounds: int) -> dict[str, float]:
             server.report()
         timed("step", server.step)
         timed(
-            "state dropped from the host", lambda: server.manager.drop_from_host([make_offload_key(os.urandom(32), 0)])
+            "state dropped from the host",
+            lambda: server.manager.drop([make_offload_key(os.urandom(32), 0)], only_host=True),
         )
         keys = [make_offload_key(ABSENT + os.urandom(31), 0) for _ in range(LARGE)]
         timed(f"prepare_store of {LARGE} blocks", partial(server.manager.prepare_store, keys))

@@ -22,7 +22,7 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.lab.tier import CatalogTier
-from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 
 BLOCK_TOKENS = 16
 STEP_S = 0.02
@@ -70,7 +70,7 @@ class Engine:
         self.tier = CatalogTier(num_blocks, 1, "lru", self.clock, blocks_per_s)
         self.host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, HOST_BLOCKS))
         self.manager = TieredOffloadingManager(
-            self.host, [self.tier], tokens_per_block=[BLOCK_TOKENS], clock=self.clock
+            self.host, [self.tier], TieringSettings([BLOCK_TOKENS]), clock=self.clock
         )
         self.scheduler = OffloadingConnectorScheduler(self.manager, groups=[KVGroup(BLOCK_TOKENS)], clock=self.clock)
         self._next_block = 1

@@ -12,21 +12,23 @@ import pytest
 from kvoffload.tiers.disk import directory
 
 LONGEST = (
+    "test_vllm_versions.py",
     "test_vllm_serve.py",
+    "test_vllm_doors.py",
     "test_vllm_hybrids.py",
-    "test_vllm_disk.py",
-    "test_engine_model.py",
-    "test_vllm_groups.py",
-    "test_vllm_ranks.py",
     "test_vllm_shared.py",
+    "test_vllm_readme.py",
+    "test_vllm_disk.py",
+    "test_vllm_groups.py",
+    "test_vllm_demo.py",
+    "test_engine_model.py",
+    "test_vllm_ranks.py",
     "test_process.py",
     "test_servers.py",
     "test_proof.py",
     "test_shared_folder.py",
     "test_simulation.py",
     "test_stream_schedules.py",
-    "test_vllm_demo.py",
-    "test_vllm_versions.py",
     "test_store.py",
 )
 """The files that take longest, which begin first, so that one process does not wait for another at the end."""

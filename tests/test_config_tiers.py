@@ -250,7 +250,7 @@ def test_one_tier_behind_another_engine_is_named_as_it_was_given() -> None:
     assert DoorConfig(several.tiers).names == ("tiers[0]",)
     for wrong, said in (
         ({"tier": disk | {"bytes": 0}}, "x.tier.bytes=0: "),
-        ({"tiers": [disk, disk]}, "x.tiers[1].dir='/cache': tiers[0].dir='/cache' has the same directory"),
+        ({"tiers": [disk, disk]}, "x.tiers[1].dir='/cache': x.tiers[0].dir='/cache' has the same directory"),
         ({"tier": disk, "engines_per_node": 0}, "x.engines_per_node=0: "),
         ({"tier": disk, "names": ["a"]}, "x.names=['a']: unknown option"),
         ({"tiers": []}, "x.tier is not set: add a tier"),

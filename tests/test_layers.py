@@ -21,10 +21,11 @@ LAYERS = [
     {"host", "transfer", "observe", "fingerprints"},
     {"cache"},
     {"config", "tiers"},
+    {"tiering"},
     {"connector"},
     {"lab"},
     {"doctor"},
-    {"cli", "demo", "vllm", "sglang", "testing"},
+    {"cli", "vllm", "sglang", "testing"},
 ]
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may
 import anything, and only the top layer may import it."""
@@ -32,7 +33,7 @@ import anything, and only the top layer may import it."""
 VLLM_TESTING = ("kvoffload.testing.secondary_tier_conformance", "kvoffload.testing.vllm_servers")
 
 ENGINE_MODULES = {
-    "vllm": ("kvoffload.vllm", "kvoffload.demo.engine", *VLLM_TESTING),
+    "vllm": ("kvoffload.vllm", *VLLM_TESTING),
     "sglang": ("kvoffload.sglang",),
     "torch": (
         "kvoffload.vllm",
@@ -130,21 +131,21 @@ def test_rooms_do_not_import_each_other_in_a_cycle() -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("kvoffload.cache.table", "import kvoffload.tiers.manager"),
-        ("kvoffload.cache.table", "from kvoffload.tiers.manager import TieredOffloadingManager"),
+        ("kvoffload.cache.table", "import kvoffload.tiering.manager"),
+        ("kvoffload.cache.table", "from kvoffload.tiering.manager import TieredOffloadingManager"),
         ("kvoffload.cache.policies.lru", "from kvoffload import tiers"),
         ("kvoffload.abc.types", "def f():\n    from kvoffload.config import Config"),
         ("kvoffload.abc.types", "import kvoffload"),
         ("kvoffload.connector.scheduler", "if True:\n    import vllm.config"),
         ("kvoffload.connector.worker", "def f():\n    import torch"),
-        ("kvoffload.tiers.bridge", "from sglang.srt.mem_cache import hicache_storage"),
+        ("kvoffload.tiering.bridge", "from sglang.srt.mem_cache import hicache_storage"),
         ("kvoffload.vllm.connector", "import sglang"),
         ("kvoffload.transfer.copies", "from torch import Tensor"),
         ("kvoffload.transfer.cuda.transfer", "import torch"),
         ("kvoffload.transfer.cuda.driver", "import torch.cuda"),
         ("kvoffload.transfer.cuda.torch_device", "import triton"),
         ("kvoffload.transfer.cuda.kernels", "import vllm"),
-        ("kvoffload.testing.engine", "import torch"),
+        ("tests.sim.engine", "import torch"),
         ("kvoffload.connector.observer", "from opentelemetry import trace"),
         ("kvoffload.cache.manager", "from kvoffload.testing.reference import ReferenceLRUManager"),
     ],
@@ -164,7 +165,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("kvoffload.sglang.storage", "import torch\nfrom sglang.srt.mem_cache.hicache_storage import HiCacheStorage"),
         ("kvoffload.transfer.cuda.torch_device", "import torch"),
         ("kvoffload.transfer.cuda.kernels", "import torch\nimport triton.language as tl"),
-        ("kvoffload.testing.engine", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
+        ("kvoffload.testing.stateful", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
     ],
 )
 def test_a_correct_import_is_accepted(name: str, source: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import kvoffload
 from kvoffload.abc import ByteArray, PageGroup
-from kvoffload.testing.faults import SlowTransfer
+from tests.sim.faults import SlowTransfer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 EXAMPLE = EXAMPLES / "embed.py"

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "src" / "kvoffload" / "vllm"
-DEMO_ENGINE = ROOT / "src" / "kvoffload" / "demo" / "engine.py"
+DEMO_ENGINE = ROOT / "demo" / "engine.py"
 """The only module outside the adapter that imports vLLM."""
 ENGINES = ("vllm", "sglang")
 """Packages with an adapter: ``tools/interface_sglang.py`` checks SGLang's."""

@@ -21,16 +21,16 @@ from benchmarks.gpu.rig import DelayedDevice, Ready
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
-from kvoffload.testing.content import Access, Batch, EngineRequest, to_words
-from kvoffload.testing.engine import ModelEngine, Scenario
-from kvoffload.testing.faults import FailingTransfer, WrappedDevice, WrappedTransfer
-from kvoffload.testing.ranks import Rank, WrongBytes, layers_of, salt
-from kvoffload.testing.stream_ranks import Layout, StreamPlan, small_limits
-from kvoffload.testing.stream_schedules import plan
 from kvoffload.transfer.cuda import torch_device
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
+from tests.sim.content import Access, Batch, EngineRequest, to_words
+from tests.sim.engine import ModelEngine, Scenario
+from tests.sim.faults import FailingTransfer, WrappedDevice, WrappedTransfer
+from tests.sim.ranks import Rank, WrongBytes, layers_of, salt
+from tests.sim.stream_ranks import Layout, StreamPlan, small_limits
+from tests.sim.stream_schedules import plan
 
 SLOT_ALIGNMENT = 64
 DELAYS_S = (0.0, 0.0, 0.3e-3, 3e-3)

@@ -18,11 +18,11 @@ from benchmarks.gpu import cuda
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.host.registration import Registration
-from kvoffload.testing.faults import WrappedDevice
 from kvoffload.transfer.cuda import driver, torch_device
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
+from tests.sim.faults import WrappedDevice
 
 Blocks: TypeAlias = npt.NDArray[np.int64]
 JOB_DEADLINE_S = 60.0

@@ -23,8 +23,7 @@ def run(report: Report, options: Options) -> None:
         raise Skipped(f"needs {', '.join(missing)}" if missing else "not rehearsed: make test runs it on a CPU")
     deadline = time.monotonic() + options.seconds * 0.95
     _run(report, [sys.executable, "-m", "pytest", IDENTITY, "-q"], options.out / "identity.log", deadline)
-    command = "from kvoffload.cli import main; main()"
-    demo = [sys.executable, "-c", command, "demo", "--out", str(options.out / "demo")]
+    demo = [sys.executable, "-m", "demo", "--out", str(options.out / "demo")]
     _run(report, demo, options.out / "demo.log", deadline)
 
 

@@ -21,7 +21,7 @@ from benchmarks.peers.page import render_page
 from benchmarks.peers.report import publish, text
 from benchmarks.peers.summary import REFERENCE
 from benchmarks.peers.systems import SYSTEMS, System
-from kvoffload.demo.model import kv_bytes_per_token, write_model
+from demo.model import kv_bytes_per_token, write_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

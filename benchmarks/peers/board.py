@@ -30,7 +30,7 @@ from benchmarks.peers.board_judge import Answer, Asked, Cell, Outcome, is_right,
 from benchmarks.peers.board_process import ENVIRONMENT, CrashError, HangError, RefusedError, Running
 from benchmarks.peers.board_report import markdown, table_of, verdict
 from benchmarks.peers.board_systems import SYSTEMS, NotApplicableError, System
-from kvoffload.demo import model as demo_model
+from demo import model as demo_model
 
 PROMPTS = 8
 PROMPT_TOKENS = 400

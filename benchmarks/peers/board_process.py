@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
+import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from benchmarks.peers import board_engine
+from benchmarks.peers.board_engine import MAX_TOKENS
 from benchmarks.peers.board_judge import Answer, Asked, Outcome
+from demo.process import CommandedProcess, EndedError, RaisedError, SilentError, Start
 
 START_DEADLINE_S = 480.0
 ANSWER_DEADLINE_S = 120.0
@@ -30,9 +34,60 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "PYTHONHASHSEED": "0",
 }
+ENGINE = ("-m", "benchmarks.peers.board_engine")
 FORKS = multiprocessing.get_context("forkserver")
 """Importing vLLM takes longer than starting an engine of a small model, so that it is done once."""
-FORKS.set_forkserver_preload(list(board_engine.PRELOAD))
+FORKS.set_forkserver_preload(
+    [
+        ENGINE[1],
+        "transformers.models.llama",
+        "vllm",
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    ]
+)
+"""Names that do not exist are skipped."""
+
+
+class Forked:
+    """A process that is forked from one that has imported vLLM, and runs ``command``, Python with ``-m`` and a module.
+    See ``demo.process.start_process``."""
+
+    def __init__(self, command: Sequence[str], replies: int, log: Path, environment: Mapping[str, str]) -> None:
+        reading, writing = os.pipe()
+        with Connection(reading, writable=False) as input_, Connection(os.dup(replies), readable=False) as output:
+            arguments = (list(command[1:]), input_, output, str(log), dict(environment))
+            self._child = FORKS.Process(target=_become, args=arguments)
+            self._child.start()
+        assert self._child.pid is not None
+        self.pid = self._child.pid
+        self.stdin: IO[bytes] | None = os.fdopen(writing, "wb")
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._child.join(timeout)
+        if self._child.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return self._child.exitcode
+
+    def kill(self) -> None:
+        self._child.kill()
+
+
+def _become(command: list[str], input_: Connection, output: Connection, log: str, environment: dict[str, str]) -> None:
+    """Turns this forked process into the requested one."""
+    os.setsid()
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for source, target in ((input_.fileno(), 0), (descriptor, 1), (descriptor, 2)):
+        os.dup2(source, target)
+    sys.stdin = os.fdopen(0)
+    _, module, *_ = command
+    sys.argv = [module, str(output.fileno())]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class RefusedError(Exception):
@@ -51,7 +106,7 @@ class Running:
     """An engine that has started. As a context manager it leaves no process behind.
 
     ``connector`` has the fields of vLLM's ``KVTransferConfig``, or is None. Raises RefusedError, HangError or
-    CrashError if the engine does not start. ``program`` is what the process runs.
+    CrashError if the engine does not start.
     """
 
     def __init__(
@@ -60,18 +115,15 @@ class Running:
         connector: dict[str, Any] | None,
         log: Path,
         environment: Mapping[str, str] | None = None,
-        program: Callable[..., None] = board_engine.run,
+        program: Sequence[str] = ENGINE,
+        start: Start = Forked,
     ) -> None:
         self.log = log
-        self._conversation, theirs = FORKS.Pipe()
-        arguments = (theirs, str(log), {**ENVIRONMENT, **(environment or {})}, str(model), connector)
-        self._child = FORKS.Process(target=program, args=arguments)
-        self._child.start()
-        theirs.close()
+        config = {"model": str(model), "connector": connector}
+        variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        self._engine = CommandedProcess(program, log, config, variables, start=start)
         try:
-            reply = self._receive(START_DEADLINE_S)
-            if "refused" in reply:
-                raise RefusedError(shorten(reply["refused"]))
+            self._receive(START_DEADLINE_S, RefusedError)
         except BaseException:
             self.kill()
             raise
@@ -86,9 +138,9 @@ class Running:
         """Asks one prompt after the other. Calls ``answered`` with the number of answers after each."""
         answers: list[Answer] = []
         try:
-            self._send(do="ask", prompts=list(prompts))
             for prompt in prompts:
-                reply = self._receive(ANSWER_DEADLINE_S)
+                self._engine.send("ask", prompts=[prompt], max_tokens=MAX_TOKENS)
+                (reply,) = self._receive(ANSWER_DEADLINE_S)
                 answers.append(
                     Answer(
                         tokens=reply["tokens"],
@@ -108,53 +160,41 @@ class Running:
 
     def begin(self, prompts: Sequence[list[int]]) -> None:
         """Asks, without reading the answers."""
-        self._send(do="ask", prompts=list(prompts))
+        self._engine.send("ask", prompts=prompts, max_tokens=MAX_TOKENS)
 
     def settle(self) -> None:
         """Waits until what is to be stored is stored."""
-        self._send(do="settle")
+        self._engine.send("settle")
         self._receive(SETTLE_DEADLINE_S)
 
     def stop(self) -> None:
         """Shuts the engine down as a server does, then ends what is left."""
         with contextlib.suppress(HangError, CrashError):
-            self._send(do="close")
+            self._engine.send("close")
             self._receive(EXIT_DEADLINE_S)
-            self._child.join(EXIT_DEADLINE_S)
+            self._engine.end(EXIT_DEADLINE_S)
         self.kill()
 
     def kill(self) -> None:
         """Sends SIGKILL to all processes of the engine."""
-        assert self._child.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            # A child that has only just been forked is not the leader of a session yet.
-            if os.getsid(self._child.pid) == self._child.pid:
-                os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.kill()
-        self._child.join()
-        self._conversation.close()
+        self._engine.kill()
 
-    def _send(self, **message: Any) -> None:
+    def _receive(self, deadline_s: float, raised: type[Exception] | None = None) -> Any:
         try:
-            self._conversation.send(message)
-        except OSError as error:
+            return self._engine.receive(deadline_s)
+        except SilentError as error:
+            raise HangError(f"no answer in {deadline_s:.0f} s") from error
+        except RaisedError as error:
+            raise (raised or CrashError)(shorten(error.error)) from error
+        except EndedError as error:
             raise CrashError(self._last_words()) from error
-
-    def _receive(self, deadline_s: float) -> dict[str, Any]:
-        try:
-            if not self._conversation.poll(deadline_s):
-                raise HangError(f"no answer in {deadline_s:.0f} s")
-            reply: dict[str, Any] = self._conversation.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise CrashError(self._last_words()) from error
-        return reply
 
     def _last_words(self) -> str:
         """Returns the last line of the log that names an error, else how the process ended."""
-        self._child.join(EXIT_DEADLINE_S)
+        status = self._engine.status(EXIT_DEADLINE_S)
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         named = [line for line in lines if "Error" in line or "Exception" in line or "assert" in line]
-        return shorten(named[-1].strip() if named else f"exit status {self._child.exitcode}")
+        return shorten(named[-1].strip() if named else f"exit status {status}")
 
 
 def shorten(text: str) -> str:

@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import faults, systems
-from benchmarks.peers.board_mooncake import MooncakeStore
-from kvoffload.demo.shared import mooncake
-from kvoffload.demo.shared.object_store import CREDENTIALS, ObjectStore
-from kvoffload.demo.shared.processes import free_ports
-from kvoffload.demo.shared.redis import RedisStore
-from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
+from demo import stores
+from demo.stores import CREDENTIALS, ObjectStore, RedisStore, ServerStore, StoreMissingError
 
 HOST_BYTES = 160 << 20
 CACHE_BYTES = 64 << 20
@@ -284,107 +280,6 @@ class LMCacheDisk(ServedDisk):
         return None
 
 
-class MooncakeSystem(System):
-    """A cache in the memory of a Mooncake Store, which a process of its own owns."""
-
-    def __init__(self, work: Path) -> None:
-        super().__init__(work)
-        self._store = MooncakeStore(work, free_ports(2))
-        self._segment_bytes = STORE_BYTES
-
-    @property
-    def address(self) -> str:
-        return self._store.address
-
-    def missing(self) -> str | None:
-        return mooncake.missing()
-
-    def empty(self) -> None:
-        self._segment_bytes = STORE_BYTES
-        self._store.kill()
-        self._store.start(self._segment_bytes)
-
-    def flip(self) -> int:
-        return self._store.flip()
-
-    @contextlib.contextmanager
-    def full(self) -> Iterator[Callable[[], None]]:
-        self._store.kill()
-        self._segment_bytes = SMALL_STORE_BYTES
-        self._store.start(self._segment_bytes)
-        yield lambda: None
-
-    def stop_service(self) -> None:
-        self._store.kill()
-
-    def start_service(self) -> None:
-        self._store.start(self._segment_bytes)
-
-    def close(self) -> None:
-        self._store.kill()
-
-
-class KVOffloadMooncake(MooncakeSystem):
-    name = "kvoffload, Mooncake Store"
-    note = "There is no disk: bits are flipped in the store's memory, and the store is full."
-
-    def connector(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "KVOffloadConnector",
-            "kv_connector_module_path": "kvoffload.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "host_bytes": HOST_BYTES,
-                "tiers": [{"kind": "mooncake", "master": self.address}],
-                "load_deadline_ms": LOAD_DEADLINE_MS,
-                "lookup_deadline_ms": LOOKUP_DEADLINE_MS,
-                "load_only_if_faster": False,
-            },
-        }
-
-
-class MooncakeConnector(MooncakeSystem):
-    name = "Mooncake's connector in vLLM"
-    note = KVOffloadMooncake.note
-
-    def __init__(self, work: Path) -> None:
-        super().__init__(work)
-        config = work / "mooncake.json"
-        config.write_text(
-            json.dumps(
-                {
-                    "metadata_server": "P2PHANDSHAKE",
-                    "master_server_address": self.address,
-                    "protocol": "tcp",
-                    "device_name": "",
-                    "mode": "standalone-store",
-                    "global_segment_size": 0,
-                    "local_buffer_size": 64 << 20,
-                }
-            )
-        )
-        self.environment = {"MOONCAKE_CONFIG_PATH": str(config)}
-
-    def connector(self) -> dict[str, Any]:
-        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
-
-
-class MooncakeDisk(ServedDisk):
-    name = "Mooncake's connector in vLLM, disk"
-    note = (
-        "The store's processes were stopped with the engine, so that a second engine finds what is on disk only. Each "
-        "block was a file of its own: by default Mooncake writes 256 MiB or 500 blocks at once, and less never."
-    )
-    peer = systems.Mooncake(one_block_per_bucket=True)
-
-    def __init__(self, work: Path) -> None:
-        super().__init__(work)
-        self.environment = self.peer.settings(work, HOST_BYTES, PEER_DISK_BYTES).environment
-
-    def missing(self) -> str | None:
-        return mooncake.missing()
-
-
 class StoreSystem(System):
     """A cache in one of the demo's stores, which runs from ``missing`` to ``close``."""
 
@@ -425,6 +320,84 @@ class StoreSystem(System):
         if hasattr(self, "store"):
             self.store.close()
         super().close()
+
+
+class MooncakeSystem(StoreSystem):
+    """A cache in the memory of a Mooncake Store, which a process of its own owns."""
+
+    store: stores.MooncakeStore
+
+    @classmethod
+    def make(cls, logs: Path) -> stores.MooncakeStore:
+        return stores.MooncakeStore(logs, prefix="")
+
+    def empty(self) -> None:
+        self.store.segment_bytes = STORE_BYTES
+        super().empty()
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[Callable[[], None]]:
+        self.store.segment_bytes = SMALL_STORE_BYTES
+        super().empty()
+        yield lambda: None
+
+
+class KVOffloadMooncake(MooncakeSystem):
+    name = "kvoffload, Mooncake Store"
+    note = "There is no disk: bits are flipped in the store's memory, and the store is full."
+
+    def connector(self) -> dict[str, Any]:
+        return {
+            "kv_connector": "KVOffloadConnector",
+            "kv_connector_module_path": "kvoffload.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "host_bytes": HOST_BYTES,
+                "tiers": [{"kind": "mooncake", "master": self.store.address}],
+                "load_deadline_ms": LOAD_DEADLINE_MS,
+                "lookup_deadline_ms": LOOKUP_DEADLINE_MS,
+                "load_only_if_faster": False,
+            },
+        }
+
+
+class MooncakeConnector(MooncakeSystem):
+    name = "Mooncake's connector in vLLM"
+    note = KVOffloadMooncake.note
+
+    def connector(self) -> dict[str, Any]:
+        config = self.work / "mooncake.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": self.store.address,
+                    "protocol": "tcp",
+                    "device_name": "",
+                    "mode": "standalone-store",
+                    "global_segment_size": 0,
+                    "local_buffer_size": 64 << 20,
+                }
+            )
+        )
+        self.environment = {"MOONCAKE_CONFIG_PATH": str(config)}
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+
+
+class MooncakeDisk(ServedDisk):
+    name = "Mooncake's connector in vLLM, disk"
+    note = (
+        "The store's processes were stopped with the engine, so that a second engine finds what is on disk only. Each "
+        "block was a file of its own: by default Mooncake writes 256 MiB or 500 blocks at once, and less never."
+    )
+    peer = systems.Mooncake(one_block_per_bucket=True)
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.environment = self.peer.settings(work, HOST_BYTES, PEER_DISK_BYTES).environment
+
+    def missing(self) -> str | None:
+        return stores.MooncakeStore.missing()
 
 
 class InVLLM(System):
@@ -506,7 +479,7 @@ class TierMooncake(InVLLM, MooncakeSystem):
     note = KVOffloadMooncake.note
 
     def tier(self) -> dict[str, Any]:
-        return {"kind": "mooncake", "master": self.address}
+        return {"kind": "mooncake", "master": self.store.address}
 
 
 SYSTEMS: tuple[type[System], ...] = (

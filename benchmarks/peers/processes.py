@@ -1,17 +1,17 @@
-"""Processes with a log, a deadline and a process group, and what the kernel reports about them."""
+"""What the kernel and the logs report about processes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+
+from demo.process import kill_session
 
 STOP_S = 60.0
 """How long a process may take to end in order before it is killed."""
@@ -24,77 +24,12 @@ _FOLLOWING = ("Engine core initialization failed", "EngineDeadError", "EngineCor
 """Messages that only say that another process has failed."""
 
 
-class Process:
-    """A program in a session of its own, with its output in ``log``."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str],
-        cwd: Path | None = None,
-        stdin: int | IO[str] = subprocess.DEVNULL,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        self.log = log
-        with log.open("ab") as output:
-            self.popen = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                cwd=cwd,
-                pass_fds=pass_fds,
-                text=True,
-                start_new_session=True,
-            )
-
-    @property
-    def ended(self) -> bool:
-        return self.popen.poll() is not None
-
-    def pids(self) -> list[int]:
-        """Returns the process ids of the session, that of the program and of everything that it has started."""
-        return session_pids(self.popen.pid)
-
-    def stop(self, stop_s: float = STOP_S) -> bool:
-        """Ends the program with SIGTERM, and with SIGKILL past the deadline. Returns whether it ended by itself."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.popen.pid, signal.SIGTERM)
-        return self.end(stop_s)
-
-    def end(self, stop_s: float = STOP_S) -> bool:
-        """Waits for the program, and kills what is left past the deadline. Returns whether it ended by itself."""
-        try:
-            self.popen.wait(stop_s)
-            ended = True
-        except subprocess.TimeoutExpired:
-            ended = False
-        self.kill()
-        return ended
-
-    def kill(self) -> None:
-        """Kills the whole session, and waits until it is empty: its memory may take a while to return."""
-        deadline = time.monotonic() + STOP_S
-        while (pids := self.pids()) and time.monotonic() < deadline:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.popen.poll()
-            time.sleep(0.02)
-        self.popen.wait(STOP_S)
-
-
-def session_pids(session: int) -> list[int]:
-    """Returns the ids of the running processes of a session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            fields = _stat(int(entry.name))
-            if fields and int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry.name))
-    return sorted(found)
+def stop(process: subprocess.Popen[bytes], stop_s: float = STOP_S) -> None:
+    """Ends a program with SIGTERM, and what is left of its session with SIGKILL past the deadline."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(stop_s)
+    kill_session(process)
 
 
 def _stat(pid: int) -> list[str]:
@@ -130,10 +65,10 @@ def disk_usage(folder: Path | None) -> int:
     return total
 
 
-def wait_for_port(port: int, process: Process, deadline_s: float) -> bool:
+def wait_for_port(port: int, process: subprocess.Popen[bytes], deadline_s: float) -> bool:
     """Waits until ``process`` listens on ``port``. Returns False if it ends before, or if the deadline passes."""
     deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline and not process.ended:
+    while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return True
         time.sleep(0.1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -19,10 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from benchmarks.peers.processes import Process, disk_usage, failure, last_error, wait_for_port
-from kvoffload.demo.shared.processes import free_ports
+from benchmarks.peers.processes import disk_usage, failure, last_error, stop, wait_for_port
+from demo.process import (
+    CommandedProcess,
+    EndedError,
+    RaisedError,
+    SilentError,
+    free_ports,
+    kill_session,
+    session_pids,
+    start_program,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -33,10 +41,6 @@ MAX_TOKENS = 4096
 START_S = 300.0
 SERVICE_START_S = 180.0
 ENGINE: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-    "seed": 0,
-    "enforce_eager": True,
     "enable_prefix_caching": True,
     "block_size": BLOCK_SIZE,
     "num_gpu_blocks_override": DEVICE_BLOCKS,
@@ -104,8 +108,7 @@ class Running:
     def __init__(
         self,
         name: str,
-        engine: Process,
-        replies: IO[str],
+        engine: CommandedProcess,
         services: Sequence[Service],
         disk_dir: Path | None,
         leftovers: Sequence[tuple[Path, str]],
@@ -114,26 +117,24 @@ class Running:
         self.disk_dir = disk_dir
         self.services = list(services)
         self._engine = engine
-        self._replies = replies
         self._leftovers = leftovers
 
     def ask(self, prompts: list[list[int]], max_tokens: int = 16, deadline_s: float = 300.0) -> list[Answer]:
         """Answers ``prompts`` one after the other."""
-        reply = self._call({"do": "ask", "prompts": prompts, "max_tokens": max_tokens}, deadline_s)
+        reply = self._call("ask", deadline_s, prompts=prompts, max_tokens=max_tokens)
         return [Answer(**answer) for answer in reply]
 
     def converse(
         self, conversations: list[list[list[int]]], slots: int, max_tokens: int, deadline_s: float = 600.0
     ) -> tuple[list[Answer], float]:
         """Answers conversations, ``slots`` at a time. Returns the answers by conversation and turn, and the seconds."""
-        reply = self._call(
-            {"do": "converse", "conversations": conversations, "slots": slots, "max_tokens": max_tokens}, deadline_s
-        )
+        reply = self._call("converse", deadline_s, conversations=conversations, slots=slots, max_tokens=max_tokens)
         return [Answer(**answer) for answer in reply["answers"]], reply["wall_s"]
 
     def processes(self) -> list[int]:
         """Returns the ids of all running processes: of the engine and of the services."""
-        return [pid for each in (self._engine, *(s.process for s in self.services if s.process)) for pid in each.pids()]
+        sessions = [self._engine.pid, *(service.process.pid for service in self.services if service.process)]
+        return [pid for session in sessions for pid in session_pids(session)]
 
     @property
     def disk_bytes(self) -> int:
@@ -146,7 +147,7 @@ class Running:
         return self._engine.log.read_text(errors="replace")
 
     def alive(self) -> bool:
-        return not self._engine.ended
+        return self._engine.status() is None
 
     def restart_services(self) -> bool:
         """Kills the services and starts them again, with the engine running. Returns False if the system has none."""
@@ -159,13 +160,12 @@ class Running:
     def stop(self, stop_s: float = 60.0) -> bool:
         """Shuts down in order, the engine first. Returns whether the engine ended by itself within the deadline."""
         try:
-            self._call({"do": "close"}, stop_s)
-        except (AskError, HangError, OSError):
+            self._call("close", stop_s)
+        except (AskError, HangError):
             self.kill()
             return False
-        assert self._engine.popen.stdin is not None
-        self._engine.popen.stdin.close()
-        ended = self._engine.end(stop_s)
+        ended = self._engine.end(stop_s) is not None
+        self._engine.kill()
         for service in reversed(self.services):
             service.stop()
         self._clean()
@@ -179,36 +179,28 @@ class Running:
         self._clean()
 
     def _clean(self) -> None:
-        self._replies.close()
         for directory, pattern in self._leftovers:
             for path in directory.glob(pattern):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
-    def wait_until_ready(self, deadline_s: float) -> dict[str, Any]:
-        """Returns the version of vLLM and the seconds of its start."""
-        ready: dict[str, Any] = self._reply(deadline_s)
-        return ready
+    def wait_until_ready(self, deadline_s: float) -> None:
+        """Returns when the engine has started."""
+        self._receive(deadline_s)
 
-    def _call(self, command: dict[str, Any], deadline_s: float) -> Any:
-        assert self._engine.popen.stdin is not None
+    def _call(self, do: str, deadline_s: float, **arguments: Any) -> Any:
+        self._engine.send(do, **arguments)
+        return self._receive(deadline_s)
+
+    def _receive(self, deadline_s: float) -> Any:
         try:
-            self._engine.popen.stdin.write(json.dumps(command) + "\n")
-            self._engine.popen.stdin.flush()
-        except OSError as error:
+            return self._engine.receive(deadline_s)
+        except SilentError as error:
+            raise HangError(f"no answer within {deadline_s:.0f} s") from error
+        except RaisedError as error:
+            raise AskError(failure(self.log + "\n" + error.error)) from error
+        except EndedError as error:
             raise AskError(failure(self.log)) from error
-        return self._reply(deadline_s)
-
-    def _reply(self, deadline_s: float) -> Any:
-        if not select.select([self._replies], [], [], deadline_s)[0]:
-            raise HangError(f"no answer within {deadline_s:.0f} s")
-        line = self._replies.readline()
-        if not line:
-            raise AskError(failure(self.log))
-        reply = json.loads(line)
-        if isinstance(reply, dict) and "error" in reply:
-            raise AskError(failure(self.log + "\n" + reply["error"]))
-        return reply
 
 
 class Service:
@@ -216,27 +208,28 @@ class Service:
 
     def __init__(self, name: str, command: Sequence[str], port: int, work_dir: Path, env: Mapping[str, str]) -> None:
         self.name = name
-        self.process: Process | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._log = work_dir / f"{name}.log"
         self._command, self._port, self._work_dir, self._env = command, port, work_dir, env
 
     def start(self) -> None:
-        self.process = Process(self._command, self._work_dir / f"{self.name}.log", self._env, cwd=self._work_dir)
+        self.process = start_program(self._command, self._log, self._env, cwd=self._work_dir)
         if not wait_for_port(self._port, self.process, SERVICE_START_S):
             self.kill()
-            raise StartError(f"{self.name}: {failure(self.process.log.read_text(errors='replace'))}")
+            raise StartError(f"{self.name}: {failure(self._log.read_text(errors='replace'))}")
 
     def errors(self) -> str:
         """Returns the last error in the log; empty if there is none."""
-        message = self.process and last_error(self.process.log.read_text(errors="replace"))
+        message = self.process and last_error(self._log.read_text(errors="replace"))
         return f"{self.name}: {message}" if message else ""
 
     def stop(self) -> None:
         if self.process is not None:
-            self.process.stop(15.0)
+            stop(self.process, 15.0)
 
     def kill(self) -> None:
         if self.process is not None:
-            self.process.kill()
+            kill_session(self.process)
 
 
 class System(ABC):
@@ -326,30 +319,15 @@ class System(ABC):
         engine: Mapping[str, Any],
     ) -> Running:
         settings = self.settings(work_dir, host_bytes, disk_bytes)
-        config = {"engine": {**ENGINE, "model": str(model), **engine}, "connector": settings.connector}
+        config = {"model": str(model), "connector": settings.connector, "arguments": {**ENGINE, **engine}}
         (work_dir / "engine.json").write_text(json.dumps(config, indent=2) + "\n")
         log = work_dir / f"engine-{time.time_ns()}.log"
-        read, write = os.pipe()
+        variables = {**environment(), **settings.environment}
         try:
-            process = Process(
-                [self.python(), "-m", "benchmarks.peers.driver", str(write)],
-                log,
-                {**environment(), **settings.environment},
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                pass_fds=[write],
-            )
+            process = CommandedProcess(["-m", "demo.engine"], log, config, variables, self.python())
         except OSError as error:
-            os.close(read)
             raise StartError(str(error)) from error
-        finally:
-            os.close(write)
-        assert process.popen.stdin is not None
-        with contextlib.suppress(OSError):
-            process.popen.stdin.write(json.dumps(config) + "\n")
-            process.popen.stdin.flush()
-        replies = os.fdopen(read, "r", encoding="utf-8")
-        return Running(self.name, process, replies, services, disk_dir, self.leftovers(settings))
+        return Running(self.name, process, services, disk_dir, self.leftovers(settings))
 
 
 def remove_leftovers(system: System, settings: Settings) -> None:

@@ -51,8 +51,8 @@ class OffloadConfig:
     host_bytes: int
     """Host RAM for offloaded blocks on this node, including padding."""
     policy: str = "auto"
-    """The eviction policy: "auto", which tunes itself, another name in ``kvoffload.cache.policies.BUILTIN``, or your
-    own CachePolicy as "package.module:Class"."""
+    """The eviction policy: "auto", which tunes itself, "lru", "arc", or a
+    CachePolicy as "package.module:Class"."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None
@@ -251,16 +251,16 @@ class DoorConfig:
             if not given.get("tiers"):
                 example = {"kind": "disk", **DiskConfig.example}
                 raise ConfigError(f"tier is not set: add a tier, such as {json.dumps({'tier': example})}")
-            made = cls(**given)
+            tiers = given["tiers"]
+            names = [f"{prefix}tiers[{i}]" for i in range(len(tiers) if isinstance(tiers, Sequence) else 0)]
+            return cls(**given, names=(f"{prefix}tier",) if is_single else tuple(names))
         except ConfigError as error:
-            text = str(error).replace("tiers[0]", "tier") if is_single else str(error)
-            raise ConfigError(prefix + text) from error
-        names = ["tier"] if is_single else [f"tiers[{i}]" for i in range(len(made.tiers))]
-        return dataclasses.replace(made, names=tuple(prefix + name for name in names))
+            text = str(error)
+            raise ConfigError(text if text.startswith(prefix) else prefix + text) from error
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)
-        object.__setattr__(self, "tiers", load_tiers(self.tiers))
+        object.__setattr__(self, "tiers", load_tiers(self.tiers, self.names))
         if not self.names:
             object.__setattr__(self, "names", tuple(f"tiers[{i}]" for i in range(len(self.tiers))))
         check_distinct(self.tier_entries)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
+TESTED = ("0.30", "0.31", "0.32", "0.33")
+"""The minor versions of vLLM that are tested. Those before the first are refused."""
 TESTED_SGLANG = ("0.5",)
 
-FIRST_TO_FAIL_WHOLE_LOADS = "0.30"
-"""Models with several KV cache groups need this version: a failed load is then reported by request."""
-FIRST_TO_NAME_STATES = "0.30"
-"""Models with recurrent or convolutional layers need it: a step then names the device blocks that hold states."""
 FIRST_TO_DRAIN_HOLDERS_FIRST = "0.31"
 """Tiers need it: requests that hold device blocks are then scheduled first, so that a request may wait for a load."""
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+
 from benchmarks.peers import board
 from benchmarks.peers.board import FAULTS, run_cell, worse
 from benchmarks.peers.board_judge import Cell, Outcome
 from benchmarks.peers.board_process import CrashError, HangError, RefusedError
 from benchmarks.peers.board_report import markdown, table_of, verdict
 from benchmarks.peers.board_systems import SYSTEMS, FolderSystem, NotApplicableError
-from rich.console import Console
 
 RIGHT = Cell(Outcome.RIGHT, from_cache=8)
 MISS = Cell(Outcome.MISS, computed=8)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.peers import faults
 
-from kvoffload.demo import model
+from benchmarks.peers import faults
+from demo import model
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from benchmarks.peers.board_judge import TOLERANCE, Answer, Asked, Outcome, is_right, judge
 
 PROMPT_TOKENS = 100

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.peers import board_process
 from benchmarks.peers.board_judge import Outcome
 from benchmarks.peers.board_process import CrashError, HangError, RefusedError, Running
+from demo.process import start_process
 
-ANSWER = {"tokens": [1], "logprobs": [-0.5], "error": None, "cached_tokens": 2, "reported_tokens": 2, "ttft_ms": 1.0}
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
+ENGINE = """
+import os, signal, time
+from demo.process import Served, serve
 
+class Engine(Served):
+    '''Answers the first prompt, and then does what the connector says.'''
 
-def engine(conversation: Connection, log: str, environment: dict[str, str], model: str, kind: Any) -> None:
-    """Answers the first prompt, and then does what ``kind`` says."""
-    os.setsid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 2)
-    if kind == "refuses":
-        conversation.send({"refused": "ValueError: only on\n  GPUs"})
-        sys.exit(1)
-    if kind == "silent":
-        time.sleep(600)
-    if kind == "dies":
-        os._exit(3)
-    conversation.send({"ready": True})
-    while True:
-        command = conversation.recv()
-        if command["do"] == "close":
-            conversation.send({"closed": True})
-            return
-        for number, _ in enumerate(command["prompts"]):
-            if number == 1 and kind == "hangs":
-                time.sleep(600)
-            if number == 1 and kind == "raises":
-                raise AssertionError("success expected")
-            if number == 1 and kind == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            conversation.send(ANSWER)
+    def __init__(self, model, connector):
+        self.kind, self.asked = connector, 0
+        if self.kind == "refuses":
+            raise ValueError("only on\\n  GPUs")
+        if self.kind == "silent":
+            time.sleep(600)
+        if self.kind == "dies":
+            os._exit(3)
+
+    def ask(self, prompts, max_tokens):
+        self.asked += 1
+        if self.asked > 1 and self.kind == "hangs":
+            time.sleep(600)
+        if self.asked > 1 and self.kind == "raises":
+            raise AssertionError("success expected")
+        if self.asked > 1 and self.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [dict(tokens=[1], logprobs=[-0.5], error=None, cached_tokens=2, reported_tokens=2, ttft_ms=1.0)]
+
+serve(Engine)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +51,7 @@ def deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(kind: str, tmp_path: Path) -> Running:
     connector: Any = kind
-    return Running(tmp_path, connector, tmp_path / "log", program=engine)
+    return Running(tmp_path, connector, tmp_path / "log", program=("-c", ENGINE), start=start_process)
 
 
 def test_answers_arrive_in_order_and_the_engine_ends(tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.node import Memory, Node, Router, Seat
 
 from benchmarks import node
+from benchmarks.node import Memory, Node, Router, Seat
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.trace import Trace, make_trace
+from kvoffload.lab.trace import Trace
+from tests.lab.traces import make_trace
 
 BLOCK_TOKENS = 256
 

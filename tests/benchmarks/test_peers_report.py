@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from benchmarks.peers.__main__ import choose, main
 from benchmarks.peers.load import make_load
 from benchmarks.peers.measure import HOST_BYTES, Mixed, Result, Same, Times, block_bytes, compare, percentile

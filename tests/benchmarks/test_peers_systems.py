@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+
 from benchmarks.peers.load import Load
 from benchmarks.peers.measure import measure
-from benchmarks.peers.processes import Process, disk_usage, failure, session_pids, wait_for_port
+from benchmarks.peers.processes import disk_usage, failure, wait_for_port
 from benchmarks.peers.report import tables
 from benchmarks.peers.systems import AskError, HangError, Service, Settings, StartError, System
-
-from kvoffload.demo.shared.processes import free_ports
+from demo.process import free_ports, kill_session, session_pids, start_program
 
 FAKE_VLLM = '''
 import pathlib, sys, time, types
@@ -187,20 +187,20 @@ def test_the_cause_is_found_in_vllms_log() -> None:
 
 def test_a_kill_takes_the_children_too(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(3600)'])"
-    process = Process([sys.executable, "-c", code], tmp_path / "log", os.environ)
+    process = start_program([sys.executable, "-c", code], tmp_path / "log")
     deadline = time.monotonic() + 60
-    while len(process.pids()) < 2 and time.monotonic() < deadline:
+    while len(session_pids(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(process.pids()) == 2
-    process.kill()
-    assert session_pids(process.popen.pid) == []
+    assert len(session_pids(process.pid)) == 2
+    kill_session(process)
+    assert session_pids(process.pid) == []
 
 
 def test_a_port_is_awaited_no_longer_than_its_process_lives(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    process = Process([sys.executable, "-c", "pass"], tmp_path / "log", os.environ)
+    process = start_program([sys.executable, "-c", "pass"], tmp_path / "log")
     assert not wait_for_port(port, process, deadline_s=600.0)
-    assert process.ended
+    assert process.poll() is not None
 
 
 def test_disk_usage_counts_what_is_allocated(tmp_path: Path) -> None:

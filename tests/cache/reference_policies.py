@@ -5,7 +5,74 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvoffload.abc import OffloadKey, ReqContext
-from kvoffload.testing.reference import ReferenceARCManager, ReferenceLRUManager, ReferenceManager, unique
+from kvoffload.testing.reference import ReferenceLRUManager, ReferenceManager, unique
+
+
+class ReferenceARCManager(ReferenceManager):
+    """Adaptive Replacement Cache (Megiddo and Modha, FAST 2003). Every list has the oldest first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.t1: list[OffloadKey] = []
+        self.t2: list[OffloadKey] = []
+        self.b1: list[OffloadKey] = []
+        self.b2: list[OffloadKey] = []
+        self.target_t1_size = 0.0
+
+    def order_insert(self, key: OffloadKey) -> None:
+        self.t1.append(key)
+        for ghosts in (self.b1, self.b2):
+            if key in ghosts:
+                ghosts.remove(key)
+
+    def order_touch(self, key: OffloadKey) -> None:
+        if key in self.t1:
+            self.t1.remove(key)
+            (self.t2 if self.blocks[key].is_ready else self.t1).append(key)
+        elif key in self.t2:
+            self.t2.remove(key)
+            self.t2.append(key)
+        elif key in self.b1:
+            step = max(1.0, len(self.b2) / len(self.b1))
+            self.target_t1_size = min(float(self.capacity), self.target_t1_size + step)
+            self.b1.remove(key)
+            self.b1.append(key)
+        elif key in self.b2:
+            step = max(1.0, len(self.b1) / len(self.b2))
+            self.target_t1_size = max(0.0, self.target_t1_size - step)
+            self.b2.remove(key)
+            self.b2.append(key)
+
+    def order_move(self, key: OffloadKey, new: bool) -> None:
+        owner = self.t1 if key in self.t1 else self.t2
+        owner.remove(key)
+        owner.append(key)
+
+    def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
+        from_t1 = [key for key in self.t1 if key in evictable]
+        from_t2 = [key for key in self.t2 if key in evictable]
+        if from_t1 and (self.t1_is_long() or not from_t2):
+            victim = from_t1[0]
+            self.t1.remove(victim)
+            self.b1.append(victim)
+        else:
+            victim = from_t2[0]
+            self.t2.remove(victim)
+            self.b2.append(victim)
+        del self.b1[: -self.capacity]
+        del self.b2[: -self.capacity]
+        return victim
+
+    def t1_is_long(self) -> bool:
+        return len(self.t1) >= int(self.target_t1_size)
+
+    def order_remove(self, key: OffloadKey) -> None:
+        (self.t1 if key in self.t1 else self.t2).remove(key)
+
+    def order_clear(self) -> None:
+        for keys in (self.t1, self.t2, self.b1, self.b2):
+            keys.clear()
+        self.target_t1_size = 0.0
 
 
 class ReferenceTextbookARCManager(ReferenceARCManager):
@@ -178,8 +245,12 @@ class ReferenceS3FIFOManager(ReferenceManager):
         self.ghost.append(key)
         del self.ghost[: -self.max_ghost]
 
-    def reorder_chain(
-        self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey], req_context: ReqContext | None = None
+    def end_chain(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
     ) -> None:
         """Before the first eviction, the part of the chain that is in small is its tail."""
         mine = [key for key in reversed(unique(keys)) if key in self.blocks and key in stored]

@@ -7,11 +7,13 @@ import pytest
 from kvoffload.abc import ConfigError, LookupState, MissReason, OffloadingManager, ReqContext
 from kvoffload.cache import admission
 from kvoffload.cache.admission import FilterReusedOffloadingManager, ReuseFilter, tracker_size
-from kvoffload.cache.manager import ARCOffloadingManager, LRUOffloadingManager
+from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.policies.engine_arc import ARCOffloadingManager
 from kvoffload.testing.conformance import ManagerConformance, keys, letters
-from kvoffload.testing.reference import ReferenceARCManager, ReferenceFilter, ReferenceLRUManager
+from kvoffload.testing.reference import ReferenceFilter, ReferenceLRUManager
 from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from tests.cache.reference_policies import ReferenceARCManager
 
 R1, R2, R3 = (ReqContext(name) for name in ("r1", "r2", "r3"))
 
@@ -315,10 +317,10 @@ def test_what_was_stored_before_can_be_loaded_whatever_the_counts_say() -> None:
     backing.complete_store(keys("ab"))
     manager = FilterReusedOffloadingManager(backing)
     assert manager.lookup(keys("abc"), R1) == 2
-    assert manager.lookup_each(keys("ac"), R1) == [LookupState.HIT, LookupState.MISS]
+    assert manager.lookup_each(keys("ac"), R1).tolist() == [LookupState.HIT, LookupState.MISS]
     manager.prepare_load(keys("ab"), R1)
     manager.complete_load(keys("ab"), R1)
-    assert (manager.num_blocks, manager.num_used_blocks) == (2, 2)
+    assert (manager.num_blocks, manager.take_counts()["pool_used_blocks"]) == (2, 2)
 
 
 def test_a_key_kept_out_is_explained() -> None:
@@ -347,7 +349,7 @@ def test_a_key_that_the_tracker_has_forgotten_is_distinguished_from_one_that_was
     assert reason(manager, "a") is MissReason.FORGOTTEN, "three requests have asked, and the tracker knows of one"
     assert manager.explain_miss(keys("a")[0]).age_s is not None
     assert reason(manager, "b") is MissReason.NOT_ADMITTED
-    manager.refuse(keys("ac"))
+    manager.prepare_store(keys("ac"), behind_refused=True)
     assert manager.explain_miss(keys("a")[0]).reason is MissReason.FORGOTTEN
 
 

@@ -13,8 +13,8 @@ from kvoffload.abc import Hints, IntegrityError, OffloadKey, ReqContext
 from kvoffload.cache import hints as hints_module
 from kvoffload.cache.hints import FACTOR, HintedBlocks
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.policies import KNOWN, make_policy
 from kvoffload.testing.conformance import keys, letters
 from kvoffload.testing.scale import scaled
 
@@ -48,7 +48,7 @@ class Cache:
         if output is not None:
             stored = output.keys_to_store
             self.manager.complete_store(output.store_spec, context)
-        self.manager.reorder_chain(chain, stored, context)
+        self.manager.end_chain(chain, stored, context)
         self.manager.check_integrity()
         return [] if output is None else output.evicted_keys
 
@@ -59,9 +59,7 @@ class Cache:
 
     @property
     def hints(self) -> HintedBlocks:
-        hints = self.manager._hints
-        assert hints is not None
-        return hints
+        return self.manager._hints
 
 
 def test_the_blocks_of_a_session_that_has_ended_leave_first_tail_first() -> None:
@@ -112,7 +110,7 @@ def test_what_others_have_used_while_the_request_ran_is_shared() -> None:
     assert output is not None
     manager.complete_store(output.store_spec)
     manager.touch(keys("ab"), cache.context(None))
-    manager.reorder_chain(chain, chain, context)
+    manager.end_chain(chain, chain, context)
     assert cache.request("uvwz") == "cx"
 
 
@@ -208,7 +206,7 @@ def test_a_store_that_fails_leaves_nothing_to_take() -> None:
     cache.manager.touch(chain, context)
     output = cache.manager.prepare_store(chain, context)
     assert output is not None
-    cache.manager.reorder_chain(chain, chain, context)
+    cache.manager.end_chain(chain, chain, context)
     cache.manager.complete_store(output.store_spec, success=False)
     assert cache.request("xy") == ""
     assert cache.request("uv") == "ba"
@@ -327,7 +325,7 @@ class Model:
 @pytest.mark.parametrize("policy", ["lru", "arc", "auto", "s3fifo", "lirs"])
 @pytest.mark.parametrize("seed", range(scaled(3)))
 def test_random_requests_evict_what_was_dropped_and_only_that(policy: str, seed: int) -> None:
-    assert policy in BUILTIN
+    assert policy in KNOWN
     rng = random.Random(seed)
     cache, model = Cache(rng.randint(6, 9), policy), Model()
     tails = [rng.choices(keys("abcdefghijklpqrstu"), k=rng.randint(1, 5)) for _ in range(12)]

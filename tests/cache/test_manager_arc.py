@@ -5,20 +5,19 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import OffloadingManager
-from kvoffload.cache.manager import ARCOffloadingManager
-from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.policies.engine_arc import ARCOffloadingManager, EngineARCPolicy
 from kvoffload.testing.conformance import ManagerConformance, keys, letters
-from kvoffload.testing.reference import ReferenceARCManager
 from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from tests.cache.reference_policies import ReferenceARCManager
 
 
 def make_arc(num_blocks: int) -> ARCOffloadingManager:
     return ARCOffloadingManager(HostBackend(16, num_blocks), enable_events=True)
 
 
-def policy_of(manager: ARCOffloadingManager) -> ARCPolicy:
-    assert isinstance(manager.policy, ARCPolicy)
+def policy_of(manager: ARCOffloadingManager) -> EngineARCPolicy:
+    assert isinstance(manager.policy, EngineARCPolicy)
     return manager.policy
 
 

@@ -215,7 +215,7 @@ def test_a_policy_that_breaks_its_promise_is_stopped_before_harm_is_done(policy:
     manager.prepare_load(keys("a"))
     with pytest.raises(IntegrityError, match=policy.__name__):
         manager.prepare_store(keys("xy"))
-    assert manager.lookup_each(keys("abc")) == [LookupState.HIT] * 3
+    assert manager.lookup_each(keys("abc")).tolist() == [LookupState.HIT] * 3
 
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)
@@ -386,7 +386,7 @@ def test_slots_in_transfer_come_back_when_their_transfers_end(call: str, by_leas
     manager.complete_load(load if by_lease else [b"a", b"b"])
     manager.complete_store(output.store_spec if by_lease else [b"c"])
     manager.check_integrity()
-    assert (manager.num_used_blocks, manager.lookup_each([b"c"])) == (1, [LookupState.MISS])
+    assert (manager.num_used_blocks, manager.lookup_each([b"c"]).tolist()) == (1, [LookupState.MISS])
     manager.complete_store(again.store_spec)
     assert [event.keys for event in manager.take_events()] == [[b"d"]]
 
@@ -399,7 +399,7 @@ def test_a_lease_can_be_completed_in_parts() -> None:
     manager.complete_store(replace(spec, slots=spec.slots[1:2]))
     manager.complete_store(replace(spec, slots=spec.slots[2:]), success=False)
     states = [LookupState.PENDING, LookupState.HIT, LookupState.MISS]
-    assert manager.lookup_each([b"a", b"b", b"c"]) == states
+    assert manager.lookup_each([b"a", b"b", b"c"]).tolist() == states
     manager.complete_store(spec)
     assert manager.pin(spec).tolist() == [True, True, False]
     manager.check_integrity()
@@ -407,6 +407,18 @@ def test_a_lease_can_be_completed_in_parts() -> None:
         manager.complete_load(spec)
     manager.complete_load(replace(spec, slots=spec.slots[:2]))
     assert manager.num_available_blocks == 4
+
+
+def test_a_lease_with_a_key_twice_is_pinned_once() -> None:
+    manager = make_lru(2)
+    stored(manager, "a")
+    lease = manager.prepare_load(keys("aa"))
+    manager.complete_load(lease)
+    assert manager.pin(lease).tolist() == [True, True]
+    manager.check_integrity()
+    manager.complete_load(lease)
+    assert manager.num_available_blocks == 2
+    manager.check_integrity()
 
 
 def test_a_drop_spares_the_rest_and_leaves_idle_slots_free() -> None:

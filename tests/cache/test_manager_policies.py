@@ -12,14 +12,14 @@ from hypothesis import settings
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadingManager, OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import BUILTIN, make_policy
-from kvoffload.cache.policies.arc import TextbookARCPolicy
-from kvoffload.cache.policies.fifo import FIFOPolicy
-from kvoffload.cache.policies.lirs import LIRSPolicy
-from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
-from kvoffload.cache.policies.sieve import SIEVEPolicy
-from kvoffload.cache.policies.twoq import TwoQPolicy
+from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.policies import KNOWN, make_policy
+from kvoffload.lab.policies.fifo import FIFOPolicy
+from kvoffload.lab.policies.lirs import LIRSPolicy
+from kvoffload.lab.policies.s3fifo import S3FIFOPolicy
+from kvoffload.lab.policies.sieve import SIEVEPolicy
+from kvoffload.lab.policies.twoq import TwoQPolicy
 from kvoffload.testing.conformance import keys, letters
 from kvoffload.testing.reference import ReferenceLRUManager, ReferenceManager
 from kvoffload.testing.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
@@ -41,7 +41,7 @@ class Case:
     state_of_reference: Callable[[Any], object] = lambda reference: None
 
 
-def arc_state(policy: TextbookARCPolicy) -> object:
+def arc_state(policy: ARCPolicy) -> object:
     return len(policy.t1), len(policy.t2), list(policy.b1), list(policy.b2), policy.target_t1_size
 
 
@@ -78,7 +78,7 @@ def on_a_host(policy: CachePolicy, must_store: bool = False) -> PolicyOffloading
 
 
 def machine(name: str, policy: type[CachePolicy] | None = None) -> type[ManagerMachine]:
-    case, policy = CASES[name], policy or BUILTIN[name]
+    case, policy = CASES[name], policy or KNOWN[name]
 
     def compare(manager: Any, reference: Any) -> None:
         assert case.state(manager.policy) == case.state_of_reference(reference)
@@ -117,7 +117,7 @@ class InsertsTheHeadFirst(FIFOPolicy):
         super().insert(slots[::-1], keys[::-1])
 
 
-class ForgetsNoGhost(TextbookARCPolicy):
+class ForgetsNoGhost(ARCPolicy):
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         before = [*self.b1, *self.b2]
         super().insert(slots, keys)
@@ -125,7 +125,7 @@ class ForgetsNoGhost(TextbookARCPolicy):
         self.b2.add([key for key in before if key not in here])
 
 
-class NeverAtItsTarget(TextbookARCPolicy):
+class NeverAtItsTarget(ARCPolicy):
     def access(self, access: Access) -> None:
         super().access(access)
         self.last_was_in_b2 = False
@@ -232,7 +232,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> No
     manager = make_manager(name, 12)
     for part in ("abc", "abcdefg", CHAIN):
         store(manager, part)
-    manager.reorder_chain(keys(CHAIN), keys(CHAIN))
+    manager.end_chain(keys(CHAIN), keys(CHAIN))
     left = leaving_order(manager)
     assert all(CHAIN.startswith(present) for present in left), left
     assert len(left) > 5
@@ -253,7 +253,7 @@ def test_a_chain_that_was_used_again_loses_its_tail_first_too(name: str) -> None
         manager.touch(keys(turn))
         output = manager.prepare_store(keys(turn))
         assert output is not None
-        manager.reorder_chain(keys(turn), output.keys_to_store)
+        manager.end_chain(keys(turn), output.keys_to_store)
         manager.complete_store(output.keys_to_store)
     left = leaving_order(manager)
     assert all(CHAIN.startswith(present) for present in left), left
@@ -289,10 +289,10 @@ def test_blocks_behind_a_refused_block_are_remembered_like_it(name: str, asked: 
         for number in [*range(22)] * 3:
             used_three_times(manager, number)
         if asked:
-            manager.refuse(keys(CHAIN))
+            manager.prepare_store(keys(CHAIN), behind_refused=True)
         manager.touch(keys(CHAIN))
         if is_recorded:
-            manager.refuse(keys(CHAIN))
+            manager.prepare_store(keys(CHAIN), behind_refused=True)
             manager.check_integrity()
             manager.touch(keys(CHAIN))
         output = manager.prepare_store(keys(CHAIN))
@@ -302,7 +302,7 @@ def test_blocks_behind_a_refused_block_are_remembered_like_it(name: str, asked: 
     assert stored == [CHAIN, CHAIN] if asked else stored[0] == CHAIN != stored[1]
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", KNOWN)
 def test_a_manager_that_must_store_refuses_nothing(name: str) -> None:
     manager = make_manager(name, 20, must_store=True)
     for number in range(40):

@@ -8,15 +8,9 @@ import pytest
 
 from kvoffload.abc import Miss, MissReason
 from kvoffload.cache.misses import MissMemory
+from tests.clock import Clock
 
 NEVER = Miss(MissReason.NEVER_STORED)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def key(i: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Native parts of policies, side by side with the plain versions: ghosts, shadows, key queues and hashes of keys."""
+"""Native parts of policies, side by side with the reference: ghosts, shadows, key queues and hashes of keys."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, 
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import auto, tournament
 from kvoffload.cache.policies.auto import PlainAutoPolicy
-from kvoffload.cache.policies.ghosts import PlainGhostTable, plain_same_keys
-from kvoffload.cache.policies.pair import PlainListPair
-from kvoffload.cache.policies.queues import PlainKeyQueue
 from kvoffload.cache.policies.tournament import RULES, SHADOW_GHOSTS, PlainShadows
 from kvoffload.cache.slots import HostBackend
-from kvoffload.native import load
+from kvoffload.native import load, reference
 from tests.native.twins import make_key, same_answer
 
 native: Any = load("_ghosts")
@@ -84,12 +81,6 @@ def test_only_keys_of_bytes_have_a_hash() -> None:
         native.key_hashes(5)
 
 
-@given(st.lists(st.sampled_from([b"", b"a", b"b" * 40]), max_size=4), st.lists(st.sampled_from([b"a", b"b" * 40])))
-def test_lists_of_keys_are_equal_in_both_versions(a: list[bytes], b: list[bytes]) -> None:
-    assert native.same_keys(a, tuple(b)) == plain_same_keys(a, tuple(b))
-    assert native.same_keys(a, tuple(bytes(bytearray(key)) for key in a))
-
-
 # Ghosts.
 
 SMALL = [1, 5, 16, 17, 32]
@@ -99,55 +90,43 @@ capacities = st.sampled_from([*SMALL, 33, 60, 200])
 class Tables:
     """A plain and a native table that get the same calls."""
 
-    def __init__(self, capacity: int, plain: type[PlainGhostTable] = PlainGhostTable) -> None:
+    def __init__(self, capacity: int, plain: type[reference.GhostTable] = reference.GhostTable) -> None:
         self.plain, self.native = plain(capacity), native.GhostTable(capacity)
         self.clock = 0
 
     def seen(self, hashes: np.ndarray) -> None:
-        """Compares what is remembered of ``hashes``. Entries may be in other places of their buckets."""
-        found = [(table, table.find(hashes)) for table in (self.plain, self.native)]
-        here = [(entries >= 0).tolist() for _, entries in found]
-        # As one bool: where CI is set, pytest takes minutes to describe how long lists differ.
-        same = here[0] == here[1]
-        assert same
-        described = [
-            (table.stamps(entries[entries >= 0]).tolist(), table.is_marked(entries).tolist())
-            for table, entries in found
-        ]
-        same = described[0] == described[1]
-        assert same
+        """Compares what is remembered of ``hashes``."""
+        for name in ("stamps", "is_marked"):
+            answers = [getattr(table, name)(hashes).tolist() for table in (self.plain, self.native)]
+            # As one bool: where CI is set, pytest takes minutes to describe how long lists differ.
+            same = answers[0] == answers[1]
+            assert same
         assert len(self.plain) == len(self.native)
 
-    def add(self, hashes: np.ndarray, new: bool) -> None:
+    def add(self, hashes: np.ndarray) -> None:
         stamps = np.arange(self.clock, self.clock + len(hashes))
         self.clock += len(hashes)
-        if new:
-            for table in (self.plain, self.native):
-                entries = table.find(hashes)
-                table.remove(entries[entries >= 0])
-        self.plain.add(hashes, stamps, new)
-        self.native.add(hashes, stamps, new)
+        self.plain.add(hashes, stamps)
+        self.native.add(hashes, stamps)
 
     def change(self, hashes: np.ndarray, remove: bool) -> None:
         for table in (self.plain, self.native):
-            entries = table.find_again(hashes, table.find(hashes))
-            entries = entries[entries >= 0]
             if remove:
-                table.remove(entries)
+                table.remove(hashes)
             else:
-                table.mark(entries, np.arange(len(entries)) % 2 == 0)
+                table.mark_above(hashes, self.clock - self.plain._capacity // 2)
 
 
 names = st.lists(st.integers(0, 300), unique=True, max_size=60)
 
 
-@given(capacities, st.lists(st.tuples(st.sampled_from(["add", "add new", "remove", "mark"]), names), max_size=20))
+@given(capacities, st.lists(st.tuples(st.sampled_from(["add", "add", "remove", "mark"]), names), max_size=20))
 def test_ghosts_are_the_same(capacity: int, script: list[tuple[str, list[int]]]) -> None:
     tables = Tables(capacity)
     everything = plain_key_hashes([b"%d" % name for name in range(301)])
     for call, chosen in script:
-        if call.startswith("add"):
-            tables.add(everything[chosen], call == "add new")
+        if call == "add":
+            tables.add(everything[chosen])
         else:
             tables.change(everything[chosen], call == "remove")
         tables.seen(everything)
@@ -160,33 +139,36 @@ def test_ghosts_are_the_same_on_a_long_walk(capacity: int) -> None:
     for step in range(80):
         chosen = everything[rng.permutation(4 * capacity)[: rng.integers(1, 2 + capacity // 2)]]
         if step % 4 < 2:
-            tables.add(chosen, bool(step % 4))
+            tables.add(chosen)
         else:
             tables.change(chosen, step % 4 == 2)
         tables.seen(everything[rng.permutation(4 * capacity)[:capacity]])
     tables.seen(everything)
 
 
-class OverwritesTheLatest(PlainGhostTable):
-    def _put_in_order(self, buckets: Any) -> None:
-        super()._put_in_order(buckets)
-        self._next_way[buckets] = self._ways - 1
+class OverwritesTheLatest(reference.GhostTable):
+    def add(self, hashes: Any, stamps: Any) -> None:
+        for i in range(len(hashes)):
+            ((home, _),) = self._homes(hashes[i : i + 1])
+            if len(self._buckets[home]) == self._ways:
+                self._buckets[home].popitem()
+            super().add(hashes[i : i + 1], stamps[i : i + 1])
 
 
-class RemembersTooMuch(PlainGhostTable):
-    def _without_forgotten(self, entries: Any) -> Any:
-        return entries
+class RemembersTooMuch(reference.GhostTable):
+    def _entries(self, hashes: Any) -> Any:
+        return [self._buckets[home].get(tag) for home, tag in self._homes(hashes)]
 
 
 @pytest.mark.parametrize("planted", [OverwritesTheLatest, RemembersTooMuch])
-def test_a_planted_difference_of_ghosts_is_found(planted: type[PlainGhostTable]) -> None:
+def test_a_planted_difference_of_ghosts_is_found(planted: type[reference.GhostTable]) -> None:
     rng = np.random.default_rng(0)
     everything = rng.integers(0, MOST, 2000, dtype=np.uint64, endpoint=True)
     tables = Tables(300, planted)
 
     def churn() -> None:
         for _ in range(40):
-            tables.add(everything[rng.permutation(2000)[:200]], False)
+            tables.add(everything[rng.permutation(2000)[:200]])
             tables.change(everything[rng.permutation(2000)[:200]], True)
             tables.seen(everything)
 
@@ -201,29 +183,22 @@ def test_stamps_of_32_bits_keep_their_order_for_ever() -> None:
     for exponent in range(28, 60):
         latest = 1 << exponent
         table.add(hashes[1:], np.array([latest - 10, latest]))
-        old, early, late = table.stamps(table.find(hashes)).tolist()
+        old, early, late = table.stamps(hashes).tolist()
         assert (early, late) == (latest - 10, latest)
         assert old <= early
-    table.mark(table.find(hashes), np.array([True, False, True]))
+    table.mark_above(hashes, -1)
     table.add(hashes[1:2], np.array([latest * 4]))
-    assert table.is_marked(table.find(hashes)).tolist() == [True, False, True]
+    assert table.is_marked(hashes).tolist() == [True, False, True]
 
 
 def test_native_ghosts_refuse_what_they_cannot_take() -> None:
     table = native.GhostTable(100)
     hashes = plain_key_hashes([b"a", b"b"])
-    for wrong in ([10_000], [-1]):
-        for call in (table.stamps, table.remove, lambda at: table.mark(at, np.ones(1, dtype=np.bool_))):
-            with pytest.raises(IndexError):
-                call(np.array(wrong))
-    with pytest.raises(IndexError):
-        table.is_marked(np.array([10_000]))
     with pytest.raises(IndexError):
         table.add(hashes, np.array([1]))
-    with pytest.raises(IndexError):
-        table.find_again(hashes, np.array([1]))
-    with pytest.raises(TypeError):
-        table.find(np.array([0.5]))
+    for call in (table.stamps, table.is_marked, table.remove, lambda hashes: table.mark_above(hashes, 0)):
+        with pytest.raises(TypeError):
+            call(np.array([0.5]))
     with pytest.raises(ValueError, match="capacity"):
         native.GhostTable(0)
 
@@ -231,8 +206,9 @@ def test_native_ghosts_refuse_what_they_cannot_take() -> None:
 # Shadows.
 
 
-def make_native_shadows(capacity: int) -> Any:
-    return tournament.Shadows(capacity, RULES)
+def both_shadows(capacity: int, plain: type[PlainShadows] = PlainShadows) -> tuple[Any, Any]:
+    arguments = capacity, RULES, SHADOW_GHOSTS * capacity
+    return plain(*arguments), native.Shadows(*arguments)
 
 
 def follow(pair: tuple[Any, Any], chains: list[np.ndarray], limit: int = MOST) -> None:
@@ -251,8 +227,7 @@ short_chains = st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=40)
 
 @given(st.integers(1, 20), short_chains)
 def test_shadows_are_the_same(capacity: int, chains: list[list[int]]) -> None:
-    pair = PlainShadows(capacity, RULES), make_native_shadows(capacity)
-    follow(pair, [np.array(chain, dtype=np.uint64) for chain in chains])
+    follow(both_shadows(capacity), [np.array(chain, dtype=np.uint64) for chain in chains])
 
 
 def long_chains(seed: int, num: int) -> list[np.ndarray]:
@@ -270,22 +245,18 @@ def long_chains(seed: int, num: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("capacity", [40, 300])
 def test_shadows_are_the_same_on_a_long_walk(capacity: int) -> None:
-    follow((PlainShadows(capacity, RULES), make_native_shadows(capacity)), long_chains(capacity, 600))
+    follow(both_shadows(capacity), long_chains(capacity, 600))
 
 
 def test_shadows_see_the_same_sample() -> None:
-    follow((PlainShadows(50, RULES), make_native_shadows(50)), long_chains(3, 200), limit=2**62)
+    follow(both_shadows(50), long_chains(3, 200), limit=2**62)
 
 
 class KeepsMoreGhosts(PlainShadows):
-    """The ghosts of all shadows but LRU's are never forgotten."""
+    """The ghosts of all shadows are never forgotten."""
 
-    def access(self, hashes: Any, limit: int) -> Any:
-        before, tournament.SHADOW_GHOSTS = SHADOW_GHOSTS, 100
-        try:
-            return super().access(hashes, limit)
-        finally:
-            tournament.SHADOW_GHOSTS = before
+    def __init__(self, capacity: int, rules: Any, max_ghosts: int) -> None:
+        super().__init__(capacity, rules, 25 * max_ghosts)
 
 
 class SeesTheTailFirst(PlainShadows):
@@ -296,11 +267,11 @@ class SeesTheTailFirst(PlainShadows):
 @pytest.mark.parametrize("planted", [KeepsMoreGhosts, SeesTheTailFirst])
 def test_a_planted_difference_of_shadows_is_found(planted: type[PlainShadows]) -> None:
     with pytest.raises(AssertionError):
-        follow((planted(40, RULES), make_native_shadows(40)), long_chains(40, 300))
+        follow(both_shadows(40, planted), long_chains(40, 300))
 
 
 def test_native_shadows_refuse_what_they_cannot_take() -> None:
-    shadows = make_native_shadows(10)
+    _, shadows = both_shadows(10)
     with pytest.raises(TypeError):
         shadows.access(np.array([0.5]), MOST)
     with pytest.raises(OverflowError):
@@ -319,8 +290,8 @@ class Serving:
     def __init__(self, capacity: int, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]) -> None:
         with monkeypatch.context() as patched:
             # All parts of the plain policy are plain.
-            patched.setattr(auto, "ListPair", PlainListPair)
-            patched.setattr(auto, "GhostTable", PlainGhostTable)
+            patched.setattr(auto, "ListPair", reference.ListPair)
+            patched.setattr(auto, "GhostTable", reference.GhostTable)
             patched.setattr(tournament, "Shadows", PlainShadows)
             policies = [plain(capacity)]
         policies.append(auto.AutoPolicy(capacity))
@@ -343,8 +314,8 @@ class Serving:
             )
             answers[-1] = found, answers[-1]
             if output is not None and output.refused_keys:
-                manager.refuse(chain[cut:])
-            manager.reorder_chain(chain, stored)
+                manager.prepare_store(chain[cut:], behind_refused=True)
+            manager.end_chain(chain, stored)
             leases.append(None if output is None else output.store_spec)
         assert answers[0] == answers[1]
         self.stores.append(leases)
@@ -361,7 +332,7 @@ class Serving:
                 manager.reset()
 
     def check(self) -> None:
-        states = [manager.policy_state() for manager in self.managers]
+        states = [manager.policy.state() for manager in self.managers]
         assert states[0] == states[1]
         for manager in self.managers:
             manager.check_integrity()
@@ -466,7 +437,7 @@ def drive(queues: tuple[Any, Any], script: list[tuple[str, Any]]) -> None:
 
 @given(st.integers(1, 12), st.lists(queue_calls, max_size=30))
 def test_key_queues_are_the_same(limit: int, script: list[tuple[str, Any]]) -> None:
-    drive((PlainKeyQueue(limit), native.KeyQueue(limit)), script)
+    drive((reference.KeyQueue(limit), native.KeyQueue(limit)), script)
 
 
 def walk_of_a_queue() -> list[tuple[str, Any]]:
@@ -480,10 +451,10 @@ def walk_of_a_queue() -> list[tuple[str, Any]]:
 
 
 def test_key_queues_are_the_same_on_a_long_walk() -> None:
-    drive((PlainKeyQueue(1000), native.KeyQueue(1000)), walk_of_a_queue())
+    drive((reference.KeyQueue(1000), native.KeyQueue(1000)), walk_of_a_queue())
 
 
-class MovesNoMember(PlainKeyQueue):
+class MovesNoMember(reference.KeyQueue):
     def add(self, keys: Any) -> None:
         super().add([key for key in keys if key not in self])
 

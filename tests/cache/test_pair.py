@@ -1,4 +1,4 @@
-"""The two lists of ``AutoPolicy``: both versions, with the plainest model, and with each other."""
+"""The two lists of ``AutoPolicy``: native code and the reference, each alone and with each other."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.abc import IntegrityError
-from kvoffload.cache.policies.pair import PlainListPair
-from kvoffload.cache.policies.recency import PlainRecencyList
 from kvoffload.native import load
+from kvoffload.native.reference import ListPair
 
 CAPACITY = 24
 native = load("_ghosts")
-VERSIONS = [PlainListPair] if native is None else [PlainListPair, native.ListPair]
-versions = pytest.mark.parametrize("make", VERSIONS, ids=["plain", "native"][: len(VERSIONS)])
+VERSIONS = [ListPair] if native is None else [ListPair, native.ListPair]
+versions = pytest.mark.parametrize("make", VERSIONS, ids=["reference", "native"][: len(VERSIONS)])
 needs_native = pytest.mark.skipif(native is None, reason="there is no native code")
 
 slot_lists = st.lists(st.integers(0, CAPACITY - 1), unique=True, max_size=8)
@@ -72,10 +71,10 @@ def follow(pairs: list[Any], script: list[tuple[str, list[int], int]]) -> None:
 @given(st.lists(calls, max_size=40))
 def test_both_versions_are_the_same(script: list[tuple[str, list[int], int]]) -> None:
     assert native is not None
-    follow([PlainListPair(CAPACITY), native.ListPair(CAPACITY)], script)
+    follow([ListPair(CAPACITY), native.ListPair(CAPACITY)], script)
 
 
-class SkipsTooMuch(PlainListPair):
+class SkipsTooMuch(ListPair):
     """Passes over busy members that are more recent than all victims."""
 
     def pop_oldest(self, n: int, busy: Any) -> Any:
@@ -84,7 +83,7 @@ class SkipsTooMuch(PlainListPair):
         return victims
 
 
-class ForgetsThePlace(PlainListPair):
+class ForgetsThePlace(ListPair):
     """A skipped member comes back as the most recent one."""
 
     def mark_evictable(self, slots: Any) -> None:
@@ -94,7 +93,7 @@ class ForgetsThePlace(PlainListPair):
 
 @needs_native
 @pytest.mark.parametrize("planted", [SkipsTooMuch, ForgetsThePlace])
-def test_a_planted_difference_is_found(planted: type[PlainListPair]) -> None:
+def test_a_planted_difference_is_found(planted: type[ListPair]) -> None:
     assert native is not None
     script = [
         ("insert", [1, 2, 3, 4], 0b1010),
@@ -102,13 +101,13 @@ def test_a_planted_difference_is_found(planted: type[PlainListPair]) -> None:
         ("mark_evictable", [2], 0),
         ("pop_oldest", [], 2),
     ]
-    follow([PlainListPair(CAPACITY), native.ListPair(CAPACITY)], script)
+    follow([ListPair(CAPACITY), native.ListPair(CAPACITY)], script)
     with pytest.raises(AssertionError):
         follow([planted(CAPACITY), native.ListPair(CAPACITY)], script)
 
 
 @versions
-def test_a_use_moves_what_is_ready_and_positions_are_on_one_clock(make: type[PlainListPair]) -> None:
+def test_a_use_moves_what_is_ready_and_positions_are_on_one_clock(make: type[ListPair]) -> None:
     pair = make(8)
     none_busy = np.zeros(8, dtype=np.bool_)
     pair.insert(array([0, 1, 2, 3]), np.array([False, False, False, True]))
@@ -121,7 +120,7 @@ def test_a_use_moves_what_is_ready_and_positions_are_on_one_clock(make: type[Pla
 
 
 @versions
-def test_the_integrity_check_finds_a_wrong_set_of_members(make: type[PlainListPair]) -> None:
+def test_the_integrity_check_finds_a_wrong_set_of_members(make: type[ListPair]) -> None:
     pair = make(8)
     pair.insert(array([0, 1]), np.array([False, True]))
     pair.check_integrity(array([0, 1]))
@@ -152,26 +151,10 @@ def test_native_code_refuses_what_it_cannot_take() -> None:
     pair.check_integrity(array([]))
 
 
-def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = PlainListPair(400)
-    pair.insert(np.arange(400), np.arange(400) % 2 == 0)
-    steps: list[int] = []
-    pop = PlainRecencyList.pop_with_positions
-
-    def note_and_pop(*args: Any) -> Any:
-        steps.append(1)
-        return pop(*args)
-
-    monkeypatch.setattr(PlainRecencyList, "pop_with_positions", note_and_pop)
-    slots, _ = pair.pop_oldest(200, np.zeros(400, dtype=np.bool_))
-    assert slots.tolist() == list(range(200))
-    assert len(steps) < 10
-
-
 @needs_native
 def test_many_skipped_members_come_back_in_order() -> None:
     assert native is not None
-    pair, plain = native.ListPair(5000), PlainListPair(5000)
+    pair, plain = native.ListPair(5000), ListPair(5000)
     rng = np.random.default_rng(0)
     for each in (pair, plain):
         each.insert(np.arange(5000), np.arange(5000) % 3 == 0)

@@ -16,21 +16,22 @@ import pytest
 from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.policies import make_policy
-from kvoffload.cache.policies.arc import ARCPolicy, TextbookARCPolicy
-from kvoffload.cache.policies.fifo import FIFOPolicy
-from kvoffload.cache.policies.lirs import LIRSPolicy
+from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
-from kvoffload.cache.policies.sieve import SIEVEPolicy
-from kvoffload.cache.policies.twoq import TwoQPolicy
+from kvoffload.lab.policies.engine_arc import EngineARCPolicy
+from kvoffload.lab.policies.fifo import FIFOPolicy
+from kvoffload.lab.policies.lirs import LIRSPolicy
+from kvoffload.lab.policies.s3fifo import S3FIFOPolicy
+from kvoffload.lab.policies.sieve import SIEVEPolicy
+from kvoffload.lab.policies.twoq import TwoQPolicy
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.trace import make_trace
 from kvoffload.testing.conformance import PolicyConformance
+from tests.lab.traces import make_trace
 
 POLICIES: list[Callable[[int], CachePolicy]] = [
     LRUPolicy,
+    EngineARCPolicy,
     ARCPolicy,
-    TextbookARCPolicy,
     FIFOPolicy,
     LIRSPolicy,
     S3FIFOPolicy,
@@ -82,19 +83,19 @@ class TestLRU(PolicyConformance):
 
 class TestARC(PolicyConformance):
     def make_policy(self, capacity: int) -> CachePolicy:
-        return ARCPolicy(capacity)
+        return EngineARCPolicy(capacity)
 
     def test_blocks_touched_again_outlive_newer_ones(self) -> None:
         policy = self.full(4)
         touch(policy, [2, 0])
-        assert isinstance(policy, ARCPolicy)
+        assert isinstance(policy, EngineARCPolicy)
         assert (len(policy.t1), len(policy.t2)) == (2, 2)
         assert self.evict(policy, 4) == [1, 3, 2, 0]
         assert list(policy.b1) == slot_keys([1, 3])
         assert list(policy.b2) == slot_keys([2, 0])
 
     def test_integrity_check_finds_a_target_out_of_range(self) -> None:
-        policy = ARCPolicy(2)
+        policy = EngineARCPolicy(2)
         policy.check_integrity(array([]))
         policy.target_t1_size = 2.5
         with pytest.raises(IntegrityError):
@@ -102,7 +103,7 @@ class TestARC(PolicyConformance):
 
     def test_integrity_check_finds_a_block_that_is_in_both_lists(self) -> None:
         policy = self.full(3)
-        assert isinstance(policy, ARCPolicy)
+        assert isinstance(policy, EngineARCPolicy)
         policy.lists[1].append(array([1]))
         with pytest.raises(IntegrityError):
             policy.check_integrity(array([0, 1, 2]))
@@ -110,7 +111,7 @@ class TestARC(PolicyConformance):
 
 class TestTextbookARC(PolicyConformance):
     def make_policy(self, capacity: int) -> CachePolicy:
-        return TextbookARCPolicy(capacity)
+        return ARCPolicy(capacity)
 
 
 class TestFIFO(PolicyConformance):
@@ -238,7 +239,7 @@ def test_eviction_time_does_not_grow_with_blocks_in_use(make: Callable[[int], Ca
 
 def test_policies_are_made_by_name_or_import_path() -> None:
     assert type(make_policy("lru", 7)) is LRUPolicy
-    assert type(make_policy("arc", 7)) is TextbookARCPolicy
+    assert type(make_policy("arc", 7)) is ARCPolicy
     own = make_policy(f"{__name__}:OwnPolicy", 7)
     assert type(own) is OwnPolicy
     assert own.capacity == 7

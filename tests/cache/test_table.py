@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import IntegrityError
-from kvoffload.cache.table import BlockTable, PlainBlockTable
+from kvoffload.cache.table import BlockTable
+from tests.native.twins import PlainBlockTable
 
 
 def keys(*names: str) -> list[bytes]:
@@ -47,22 +48,6 @@ def test_leading_ready_beyond_one_chunk() -> None:
     table.set_ready(np.arange(5000)[np.arange(5000) != 3777])
     assert table.leading_ready(names) == 3777
     assert table.leading_ready(names[:3777]) == 3777
-
-
-def test_last_ready_passes_over_what_is_written_or_absent(table: BlockTable) -> None:
-    assert table.last_ready(keys("b", "a", "c", "x")) == 1
-    assert table.last_ready(keys("c", "x")) == -1
-    assert table.last_ready([]) == -1
-
-
-@pytest.mark.parametrize("ready", [4999, 4800, 4743, 3777, 1, 0])
-def test_last_ready_beyond_one_chunk(ready: int) -> None:
-    table = BlockTable(5000)
-    names = [i.to_bytes(4, "big") for i in range(5000)]
-    table.insert(names, np.arange(5000))
-    table.set_ready(np.array([0, ready]) if ready else np.array([0]))
-    assert table.last_ready(names) == ready
-    assert table.last_ready(names[:ready]) == (0 if ready else -1)
 
 
 def test_pins_nest_and_count_once_per_call(table: BlockTable) -> None:
@@ -122,6 +107,7 @@ def test_removal_from_any_state(table: BlockTable) -> None:
         lambda table: table.busy.__setitem__(2, True),
         lambda table: setattr(table, "num_evictable", 1),
         lambda table: table.key_of.__setitem__(2, b"other"),
+        lambda table: table.key_of.__setitem__(2, b"b"),
         lambda table: table.drop_all() is None or table.ref_cnt.__setitem__(1, 0),
     ],
 )
@@ -156,7 +142,7 @@ def answer(found: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", [PlainBlockTable, BlockTable])
-def test_slots_of_a_request(kind: type[PlainBlockTable]) -> None:
+def test_slots_of_a_request(kind: type[BlockTable]) -> None:
     table = kind(8)
     table.insert(keys("a", "b", "c", "d"), slots(5, 1, 7, 2))
     assert answer(table.set_ready(slots(1, -1, 2, 1))) == [[1, 2], []]
@@ -173,7 +159,7 @@ def test_slots_of_a_request(kind: type[PlainBlockTable]) -> None:
 
 
 @pytest.mark.parametrize("kind", [PlainBlockTable, BlockTable])
-def test_only_idle_blocks_are_evicted(kind: type[PlainBlockTable]) -> None:
+def test_only_idle_blocks_are_evicted(kind: type[BlockTable]) -> None:
     table = kind(8)
     table.insert(keys("a", "b", "c", "d"), slots(5, 1, 7, 2))
     table.set_ready(slots(1, 2, 7))

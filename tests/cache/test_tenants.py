@@ -28,6 +28,7 @@ from kvoffload.cache.policies.auto import AutoPolicy, PlainAutoPolicy
 from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
+from kvoffload.lab.policies import path_of
 from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
 
 NAMES = ("a", "b", OTHER)
@@ -48,7 +49,7 @@ def shares(num_blocks: int, guaranteed: Sequence[int], quota: Sequence[int] | No
 
 
 def manager(made: Shares, policy: str = "lru", must_store: bool = False) -> PolicyOffloadingManager:
-    chosen = make_policy(policy, made.num_blocks, made)
+    chosen = make_policy(path_of(policy), made.num_blocks, made)
     return PolicyOffloadingManager(HostBackend(16, made.num_blocks), chosen, enable_events=True, must_store=must_store)
 
 
@@ -58,7 +59,7 @@ def tenant_policy(of: PolicyOffloadingManager) -> TenantPolicy:
 
 
 def held(of: PolicyOffloadingManager) -> list[int]:
-    return [use.num_blocks for use in of.tenant_uses()]
+    return [use.num_blocks for use in of.room.uses()]
 
 
 def store(to: PolicyOffloadingManager, keys: list[OffloadKey], hints: Hints | None = None) -> bool:
@@ -68,7 +69,7 @@ def store(to: PolicyOffloadingManager, keys: list[OffloadKey], hints: Hints | No
     output = to.prepare_store(keys, context)
     if output is not None:
         to.complete_store(output.store_spec)
-        to.reorder_chain(keys, output.keys_to_store, context)
+        to.end_chain(keys, output.keys_to_store, context)
     to.check_integrity()
     return output is not None
 
@@ -161,7 +162,7 @@ def test_a_store_over_the_quota_is_refused_and_changes_nothing() -> None:
     lease = of.prepare_load(chain("b", 0, 3))
     assert of.prepare_store(chain("b", 10, 1)) is None
     assert of.explain_miss(key("b", 10)).reason is MissReason.OVER_QUOTA
-    assert of.tenant_uses()[1].num_refused == 1
+    assert of.room.uses()[1].num_refused == 1
     assert store(of, chain("a", 0, 1)), "others are not concerned"
     of.complete_load(lease)
     assert store(of, chain("b", 10, 1))
@@ -170,7 +171,7 @@ def test_a_store_over_the_quota_is_refused_and_changes_nothing() -> None:
 def test_a_refused_store_counts_for_the_tenant_that_is_over_its_quota() -> None:
     of = manager(shares(12, [0, 0, 0], [2, 12, 12]))
     assert of.prepare_store([*chain("a", 0, 3), *chain("b", 0, 1)]) is None
-    assert [use.num_refused for use in of.tenant_uses()] == [1, 0, 0]
+    assert [use.num_refused for use in of.room.uses()] == [1, 0, 0]
 
 
 def test_how_long_blocks_are_idle_is_known_of_each_tenant() -> None:
@@ -201,7 +202,7 @@ def test_hints_say_which_blocks_a_tenant_loses_and_not_which_tenant_does() -> No
     assert store(of, chain("b", 10, 2))
     assert [present(of, chain("a", first, 4)) for first in (10, 0)] == [2, 4]
     assert present(of, chain("b", 0, 4)) == 4
-    assert [use.num_evicted for use in of.tenant_uses()] == [2, 0, 0]
+    assert [use.num_evicted for use in of.room.uses()] == [2, 0, 0]
 
 
 def test_hints_take_nothing_of_what_is_guaranteed_when_several_tenants_share_a_store() -> None:
@@ -225,12 +226,12 @@ def test_a_session_number_that_two_tenants_have_takes_nothing_of_the_other() -> 
     output = of.prepare_store(others, dropping)
     assert output is not None
     of.complete_store(output.store_spec)
-    of.reorder_chain(others, output.keys_to_store, dropping)
+    of.end_chain(others, output.keys_to_store, dropping)
     of.drop(others[4:])
     output = of.prepare_store(first, context)
     assert output is not None
     of.complete_store(output.store_spec)
-    of.reorder_chain(first, output.keys_to_store, context)
+    of.end_chain(first, output.keys_to_store, context)
     assert store(of, chain("b", 10, 3))
     assert present(of, first) == 4
 
@@ -256,9 +257,9 @@ def test_promoted_blocks_keep_to_the_quota_too() -> None:
 def test_how_many_blocks_a_tenant_can_have() -> None:
     of = manager(shares(10, (4, 1, 0), (10, 3, 10)))
     assert [of.most_blocks(key(name, 0)) for name in NAMES] == [9, 3, 5]
-    assert [of.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 10]
+    assert [of.room.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 10]
     assert store(of, chain("a", 0, 6))
-    assert [of.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 6]
+    assert [of.room.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 6]
 
 
 def test_dropped_and_reset_blocks_do_not_count() -> None:
@@ -337,7 +338,7 @@ class Checked:
         assert can or output.refused_keys, "there was no room"
         self.num_stored += len(output.keys_to_store)
         self.writing.append(output.store_spec)
-        self.of.reorder_chain(keys, output.keys_to_store, context)
+        self.of.end_chain(keys, output.keys_to_store, context)
 
     def can_store(self, name: str, keys: list[OffloadKey], num_new: int) -> bool:
         """Counts block by block whether there is room, as the documentation says."""
@@ -538,9 +539,9 @@ def test_native_and_plain_auto_serve_tenants_alike() -> None:
             output = of.prepare_store(keys)
             assert output is not None
             of.complete_store(output.store_spec)
-            of.reorder_chain(keys, output.keys_to_store)
+            of.end_chain(keys, output.keys_to_store)
             outputs.append((output.keys_to_store, output.evicted_keys, list(output.refused_keys)))
         assert outputs[0] == outputs[1]
         num_evicted += len(outputs[0][1])
     assert num_evicted > 500
-    assert pair[0].tenant_uses() == pair[1].tenant_uses()
+    assert pair[0].room.uses() == pair[1].room.uses()

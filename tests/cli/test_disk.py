@@ -21,11 +21,12 @@ import pytest
 from kvoffload import cli
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.cli import inspect as tools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, IDENTITY_NAME, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
 from kvoffload.tiers.disk.identities import write_identity
 from kvoffload.tiers.disk.start import open_disk_tier
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")
@@ -79,9 +80,7 @@ def fill(path: Path, fingerprint: str = FINGERPRINT, keys: list[bytes] | None = 
     tier = DiskTier(
         DirectoryStorage(path),
         [make_pool(0), make_pool(1)],
-        fingerprint=fingerprint,
-        capacity_bytes=4 << 20,
-        slab_bytes=SLOTS_PER_SLAB * BLOCK_BYTES,
+        DiskSettings(fingerprint, 4 << 20, slab_bytes=SLOTS_PER_SLAB * BLOCK_BYTES),
     )
     write(tier, make_keys() if keys is None else keys)
     return tier
@@ -216,7 +215,10 @@ def test_blocks_of_changed_weights_are_marked_transient(tmp_path: Path) -> None:
 
 def test_engines_of_one_server(tmp_path: Path) -> None:
     pools = [make_pool(0), make_pool(1)]
-    tiers = [open_disk_tier(tmp_path / "cache", 8 << 20, pools, FINGERPRINT, engine=i, engines=2) for i in range(2)]
+    tiers = [
+        open_disk_tier(tmp_path / "cache", 8 << 20, TierContext(pools, FINGERPRINT, engine=i, engines=2))
+        for i in range(2)
+    ]
     for i, tier in enumerate(tiers):
         write(tier, make_keys(3 + i))
     tiers[0].close()
@@ -428,7 +430,7 @@ def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> 
     """The server replaces all blocks after the index was read and before the first payload is."""
     path = tmp_path / "cache"
     tier = fill(path)
-    room = tier.capacity_bytes // BLOCK_BYTES
+    room = tier.files.capacity_bytes // BLOCK_BYTES
     write(tier, make_keys(room))
 
     def payloads() -> list[bytes]:
@@ -639,7 +641,9 @@ def test_fingerprints_are_shown_in_words(tmp_path: Path) -> None:
 
 
 def test_an_identity_of_somebody_else_is_not_trusted(tmp_path: Path) -> None:
-    open_disk_tier(tmp_path / "cache", 8 << 20, [make_pool(0)], FINGERPRINT, identity={"model": "llama"}).close()
+    open_disk_tier(
+        tmp_path / "cache", 8 << 20, TierContext([make_pool(0)], FINGERPRINT, identity={"model": "llama"})
+    ).close()
     path = tmp_path / "cache" / FINGERPRINT / IDENTITY_NAME
     for text in ('{"model": "\\u001b[2J"}', "[" * 10_000, "{"):
         path.write_text(text)

@@ -365,8 +365,8 @@ def test_last_counts_back_from_now_for_a_server(start: Callable[..., int]) -> No
 def test_a_server_that_cannot_be_read_is_reported_and_the_others_are_read(start: Callable[..., int]) -> None:
     good = start("good", some_records())
     fake = (
-        "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(f'\\0kvoffload/{os.getpid()}/fake');"
-        "s.listen(); print('ready', flush=True)\nwhile True: s.accept()[0].sendall(b'nonsense')"
+        "import os; from kvoffload.observe.server import _listen; _, s = _listen(f'{os.getpid()}-fake');"
+        "print('ready', flush=True)\nwhile True: s.accept()[0].sendall(b'nonsense')"
     )
     with subprocess.Popen([sys.executable, "-c", fake], stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -17,6 +17,7 @@ import kvoffload
 from kvoffload import cli
 from kvoffload.abc import MissReason
 from kvoffload.observe.records import RequestRecord
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
 
 testing = pytest.importorskip("click.testing")
@@ -29,9 +30,9 @@ def test_version() -> None:
 
 
 def test_help_names_every_option() -> None:
-    result = testing.CliRunner().invoke(cli.group(), ["demo", "--help"])
+    result = testing.CliRunner().invoke(cli.group(), ["explain", "--help"])
     assert result.exit_code == 0
-    for option in ("--out", "--text", "--model", "--json", "--seed"):
+    for option in ("--pid", "--json"):
         assert option in result.output
 
 
@@ -84,13 +85,12 @@ def test_every_command_works_without_extras(tmp_path: Path) -> None:
     record = RequestRecord(1.0, "r", 100, 16, 64, "ab", MissReason.EVICTED, 2.0)
     Path(log).write_text(json.dumps(record.to_dict()))
     pool = np.zeros((4, 4096), dtype=np.uint8)
-    open_disk_tier(disk, 8 << 20, [pool], "0" * 64).close()
+    open_disk_tier(disk, 8 << 20, TierContext([pool], "0" * 64)).close()
     lines = [{"timestamp": i, "input_length": 1024, "output_length": 1, "hash_ids": [i, 9]} for i in range(9)]
     Path(trace).write_text("\n".join(map(json.dumps, lines)))
     wanted = [
         ("--help", 0, "replay"),
         ("--version", 0, "kvoffload"),
-        ("demo --help", 0, "--seed"),
         ("doctor --help", 0, "--prefill-speed"),
         ("doctor --config /no/such/file", 2, "cannot be read"),
         (f"explain {log}", 0, "evicted"),
@@ -110,10 +110,10 @@ def test_every_command_works_without_extras(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_reported_before_any_work(tmp_path: Path) -> None:
     trace, page = str(tmp_path / "none"), str(tmp_path / "page.html")
-    for status, out, err in plain([["demo"], ["replay", trace, "--html", page], ["size", trace, "--html", page]]):
+    for status, out, err in plain([["replay", trace, "--html", page], ["size", trace, "--html", page]]):
         assert (status, out) == (2, "")
         assert err.count("\n") == 1
-        assert "need jinja2, which is not installed; run pip install jinja2 matplotlib" in err
+        assert "plots need jinja2, which is not installed; run pip install jinja2 matplotlib" in err
 
 
 def third_party_imports() -> dict[str, set[str]]:
@@ -141,32 +141,20 @@ def test_imports_match_the_declared_dependencies() -> None:
     assert {name for name in found if any(path.startswith("cli/") for path in found[name])} <= core
     of_vllm = ("testing/secondary_tier_conformance.py", "testing/vllm_servers.py")
     rooms = {
-        **dict.fromkeys(extras["plots"], ("lab/", "demo/")),
+        **dict.fromkeys(extras["plots"], ("lab/",)),
         **dict.fromkeys(extras["testing"], ("testing/",)),
-        "vllm": ("vllm/", "demo/", *of_vllm),
+        "vllm": ("vllm/", *of_vllm),
         "sglang": ("sglang/",),
         "prometheus_client": ("vllm/", "sglang/"),
         "torch": ("vllm/", "sglang/", "transfer/cuda/kernels.py", "transfer/cuda/torch_device.py", *of_vllm),
         "triton": ("transfer/cuda/kernels.py",),
-        "transformers": ("demo/engine.py",),
         "huggingface_hub": ("fingerprints.py",),
-        "mooncake": ("tiers/mooncake/", "demo/shared/"),
+        "mooncake": ("tiers/mooncake/",),
         "obstore": ("tiers/object_store/",),
         "opentelemetry": ("observe/spans.py",),
-        **dict.fromkeys(("moto", "werkzeug"), ("demo/shared/",)),
     }
     for name in found.keys() - core:
         assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"
-
-
-def test_the_demo_without_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    result = testing.CliRunner().invoke(cli.group(), ["demo", "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert "pip install vllm" in result.output
-    assert not (tmp_path / "out").exists()
 
 
 SHORT_HELP = """

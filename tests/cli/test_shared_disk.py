@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffload import cli
-from kvoffload.tiers.shared_dir.seats import GATE_NAME, HEARTBEAT_NAME, SILENT_S
+from kvoffload.tiers.shared_dir.seats import CLOCK_NAME, HEARTBEAT_NAME, SILENT_S
 from tests.tiers.shared_dir.rig import FINGERPRINT, Server, capacity
 
 testing = pytest.importorskip("click.testing")
@@ -88,7 +88,7 @@ def test_clear_refuses_while_a_writer_serves_and_removes_all_afterwards(path: Pa
     assert "writer-0 is in use by process 1 on host-a" in " ".join(result.output.split())
     servers[0].tier.close()
     assert run("clear", str(path), "--yes").exit_code == 0
-    assert {each.name for each in path.iterdir()} == {GATE_NAME, "writer-0", "writer-1", "writer-2"}
+    assert {each.name for each in path.iterdir()} == {CLOCK_NAME, "writer-0", "writer-1", "writer-2"}
     assert not list(path.rglob("slab-*"))
     assert not list(path.rglob("journal"))
 

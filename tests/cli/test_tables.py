@@ -95,6 +95,7 @@ def test_explain(tmp_path: Path, terminal: bool) -> None:
             reasons[i % len(reasons)],
             345_600.0,
             13_000,
+            tier_tokens={"disk": 13_000},
         )
         for i in range(20_000)
     )

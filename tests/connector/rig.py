@@ -23,20 +23,13 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.adapters import DROPPED, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from tests.clock import Clock
 
 TOKENS = 4
 """Tokens per device block."""
 
 
 REMOTE_DECODE = {"do_remote_decode": True}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class SpyManager(LRUOffloadingManager):
@@ -56,7 +49,7 @@ class SpyManager(LRUOffloadingManager):
         self.lookups.append(list(keys))
         return None if self.unknown else super().lookup(keys, req_context)
 
-    def poll(self) -> bool:
+    def poll(self, timeout_s: float = 0.0) -> bool:
         return self.has_news
 
     def touch(
@@ -69,21 +62,23 @@ class SpyManager(LRUOffloadingManager):
         self.touches.append(list(keys))
         super().touch(keys, req_context, chain, found)
 
-    def reorder_chain(
+    def end_chain(
         self,
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
         found: Slots | None = None,
     ) -> None:
         self.reorders.append((list(keys), list(stored)))
-        super().reorder_chain(keys, stored, req_context, found)
+        super().end_chain(keys, stored, req_context, chain, found)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
-        self.asked_stores.append(list(keys))
-        return super().prepare_store(keys, req_context)
+        if not behind_refused:
+            self.asked_stores.append(list(keys))
+        return super().prepare_store(keys, req_context, behind_refused)
 
 
 @dataclass(eq=False)

@@ -22,8 +22,8 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.connector.build import tokens_per_block
 from kvoffload.host.pool import HostPool
+from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk import config as disk_config
-from kvoffload.tiers.manager import TieredOffloadingManager
 from tests.connector.rig import FakeBlocks, FakeRequest, prompt
 
 TOKENS, SLOT, BLOCKS = 16, 4096, 8
@@ -290,7 +290,7 @@ def test_a_disk_that_fails_at_the_start_leaves_the_host(
     output = half.manager.prepare_store(keys)
     assert output is not None
     half.manager.complete_store(output.store_spec)
-    assert half.manager.lookup_each(keys) == [LookupState.HIT]
+    assert half.manager.lookup_each(keys).tolist() == [LookupState.HIT]
 
 
 def test_a_directory_that_another_server_uses_is_refused(make: Builder, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.connector import build
 from kvoffload.host.pool import HostPool
 from kvoffload.testing.tiers import MemoryTier
-from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiering.manager import TieredOffloadingManager
 
 SLOT, BLOCKS, MIB = 4096, 8, 1 << 20
 HERE = __name__
@@ -180,12 +180,12 @@ def test_a_threshold_of_a_tier_keeps_blocks_from_that_tier_alone(make: Builder) 
         output = manager.prepare_store(keys)
         assert output is not None
         manager.complete_store(output.store_spec)
-        manager.offer_chain(keys, context)
+        manager.end_chain(keys, [], context)
         for _ in range(100):
             manager.poll()
             for tier in OPENED:
                 tier.executor.wait(0.0)
-        assert [tier.num_blocks for tier in OPENED] == [int(is_admitted), 1]
+        assert [tier.stats().num_blocks for tier in OPENED] == [int(is_admitted), 1]
 
 
 def test_the_log_says_what_is_on_a_disk(make: Builder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,8 +15,6 @@ import pytest
 from kvoffload.abc import BoundaryState, KVGroup, ScheduledStep, TransferSpec
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta
-from kvoffload.testing.content import EngineRequest
-from kvoffload.testing.engine import BrokenPromise, ModelEngine, Scenario
 from kvoffload.testing.scale import scaled
 from tests.connector.test_engine_model import (
     Bug,
@@ -28,9 +26,11 @@ from tests.connector.test_engine_model import (
     silent_updates,
     sleeps,
 )
+from tests.sim.content import EngineRequest
+from tests.sim.engine import BrokenPromise, ModelEngine, Scenario
 
-SEEDS = scaled(140)
-CHUNKS = 4
+SEEDS = scaled(70)
+CHUNKS = 2
 PLANTED_SEEDS = 400
 
 

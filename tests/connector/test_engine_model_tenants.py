@@ -16,9 +16,9 @@ from kvoffload.abc import CachePolicy
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.tenants import Shares, TenantConfig, Tenants
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.testing import engine as model
-from kvoffload.testing.content import EngineRequest
-from kvoffload.testing.scenario import Scenario, make_requests
+from tests.sim import engine as model
+from tests.sim.content import EngineRequest
+from tests.sim.scenario import Scenario, make_requests
 
 SEEDS = 60
 TENANTS = Tenants(b"", [TenantConfig("a"), TenantConfig("b")])
@@ -58,7 +58,7 @@ def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
         engine = model.ModelEngine(Scenario.random(seed))
         engine.run()
         counts["loaded"] += sum(engine.loaded_blocks)
-        for use in engine.policy_manager.tenant_uses():
+        for use in engine.policy_manager.room.uses():
             counts[f"evicted of {use.name}"] += use.num_evicted
             counts["refused"] += use.num_refused
     expected = ("loaded", "refused", *(f"evicted of {name}" for name in TENANTS.names))

@@ -59,7 +59,7 @@ def test_block_sizes_that_divide_are_taken(hash_block_size: int | None) -> None:
 def test_states_are_not_counted_among_the_blocks_of_a_chain() -> None:
     states = [KVGroup(16, state=True)] * 3
     layout = Layout([KVGroup(8), KVGroup(16, sliding_window=32), *states], None)
-    assert (layout.align, layout.blocks_per_align, layout.states) == (16, 3, (2, 3, 4))
+    assert (layout.align, layout.chains.kv_blocks_per_unit, layout.states) == (16, 3, (2, 3, 4))
     assert layout.longest_chain(20) == 5 * 16, "17 blocks, and a state of each group"
     assert layout.longest_chain(2) == 0
     assert Layout(states, None).longest_chain(20) == 5 * 16

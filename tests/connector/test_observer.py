@@ -18,9 +18,9 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import WorkerReport
+from tests.clock import Clock
 from tests.connector.rig import (
     TOKENS,
-    Clock,
     FakeRequest,
     Rig,
     only,
@@ -69,13 +69,13 @@ class CountingManager(PolicyOffloadingManager):
 
     def take_counts(self) -> Mapping[str, float]:
         self.asked += 1
-        return {"disk_write_blocks": 1, "disk_blocks": self.asked}
+        return {**super().take_counts(), "tier_write_blocks:disk": 1, "tier_blocks:disk": self.asked}
 
 
 def counting_rig() -> tuple[Rig, CountingManager, CountingPolicy]:
-    policy = CountingPolicy(16)
-    manager = CountingManager(HostBackend(TOKENS, 16), policy)
-    return Rig(manager=manager), manager, policy
+    policy, clock = CountingPolicy(16), Clock()
+    manager = CountingManager(HostBackend(TOKENS, 16), policy, clock=clock)
+    return Rig(manager=manager, clock=clock), manager, policy
 
 
 def test_a_step_reads_no_gauges() -> None:
@@ -92,15 +92,15 @@ def test_metrics_are_read_when_they_are_taken_and_those_of_the_policy_rarely() -
     rig, manager, policy = counting_rig()
     metrics = rig.half.metrics
     first = metrics.take()
-    assert (first["disk_blocks"], first["policy_rule:a"], first["policy_score:a"]) == (1, 1, 1)
+    assert (first["tier_blocks:disk"], first["policy_rule:a"], first["policy_score:a"]) == (1, 1, 1)
     rig.store(prompt(8))
     asked = policy.asked
     taken = metrics.take()
-    assert (taken["pool_used_blocks"], taken["disk_blocks"], taken["disk_write_blocks"]) == (2, 2, 1)
+    assert (taken["pool_used_blocks"], taken["tier_blocks:disk"], taken["tier_write_blocks:disk"]) == (2, 2, 1)
     assert policy.asked == asked
     rig.clock.now += 1.0
     assert metrics.take()["policy_score:a"] == asked + 1
-    assert metrics.snapshot()["disk_write_blocks"] == manager.asked == 4
+    assert metrics.snapshot()["tier_write_blocks:disk"] == manager.asked == 4
     assert policy.asked == asked + 1
 
 

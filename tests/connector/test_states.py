@@ -6,9 +6,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvoffload.abc import BoundaryState, KVGroup, LookupState, ReqContext, ScheduledStep
+from kvoffload.abc import (
+    BoundaryState,
+    KVGroup,
+    LookupState,
+    Need,
+    ReqContext,
+    ScheduledStep,
+    States,
+)
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
@@ -148,11 +157,10 @@ class Memory:
 class Forgetful(LRUOffloadingManager):
     """Finds states that it does not have."""
 
-    def lookup_last(self, keys: Sequence[bytes], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
-        return len(keys) - 1, LookupState.HIT
-
-    def lookup_each(self, keys: Sequence[bytes], req_context: ReqContext | None = None) -> list[LookupState]:
-        return [LookupState.HIT] * len(keys)
+    def lookup_each(
+        self, keys: Sequence[bytes], req_context: ReqContext | None = None, need: Need = Need.ALL
+    ) -> States:
+        return np.full(len(keys), LookupState.HIT, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("bug", [None, "by position", "another boundary", "no state"])
@@ -259,7 +267,7 @@ def test_a_chain_longer_than_the_pool_has_a_state_at_the_end_of_what_is_stored()
 def test_a_state_that_is_refused_keeps_nothing_else_from_being_stored() -> None:
     """The reuse filter has not seen the text that follows the prompt."""
     rig = GroupRig()
-    rig.manager.set_admission(ReuseFilter(2))
+    rig.manager.admission = ReuseFilter(2)
     for _ in range(2):
         request = rig.request(22)
         rig.admit(request)
@@ -276,7 +284,7 @@ def test_a_state_that_is_refused_keeps_nothing_else_from_being_stored() -> None:
 
 def test_behind_a_refused_block_no_state_is_stored() -> None:
     rig = GroupRig()
-    rig.manager.set_admission(ReuseFilter(2))
+    rig.manager.admission = ReuseFilter(2)
     request = rig.request(42)
     rig.admit(request)
     assert not rig.step(request, 42, rig.offer(40)).stores
@@ -582,13 +590,11 @@ def test_few_calls_look_up_a_long_chain() -> None:
             self.calls += 1
             return super().lookup(keys, req_context)
 
-        def lookup_each(self, keys: Sequence[bytes], req_context: ReqContext | None = None) -> list[LookupState]:
+        def lookup_each(
+            self, keys: Sequence[bytes], req_context: ReqContext | None = None, need: Need = Need.ALL
+        ) -> States:
             self.calls += 1
-            return super().lookup_each(keys, req_context)
-
-        def lookup_last(self, keys: Sequence[bytes], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
-            self.calls += 1
-            return super().lookup_last(keys, req_context)
+            return super().lookup_each(keys, req_context, need)
 
     manager = Counting(HostBackend(1, 1000))
     rig = GroupRig(num_host_blocks=1000, manager=manager)

@@ -18,7 +18,7 @@ from kvoffload.cache.admission import TenantAdmission
 from kvoffload.cache.keys import make_offload_key, namespace
 from kvoffload.cache.tenants import OTHER, TenantConfig, Tenants
 from kvoffload.connector.options import MAX_TENANT_CHARS, RequestOptions
-from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiering.manager import TieredOffloadingManager
 from tests.connector.rig import FakeRequest, Rig, prompt
 from tests.connector.test_tiered_scheduler import TieredRig
 
@@ -123,11 +123,11 @@ def asked_below(stored: list[int]) -> list[tuple[str, list[OffloadKey]]]:
     used.manager.host.drop(used.manager.host._table.key_of[used.manager.host._table.slots()[:1]].tolist())
     calls: list[tuple[str, list[OffloadKey]]] = []
     tier = used.manager.tier
-    for name in ("contains", "read", "expect"):
+    for name in ("contains", "read"):
         method = getattr(tier, name)
 
         def call(keys: list[OffloadKey], *rest: Any, name: str = name, method: Any = method) -> Any:
-            calls.append((name, list(keys)))
+            calls.append((name, [*keys, *(rest[0] if name == "contains" and rest else ())]))
             return method(keys, *rest)
 
         setattr(tier, name, call)
@@ -174,12 +174,11 @@ class Server:
         output = self.manager.prepare_store(keys, context)
         assert output is not None
         self.manager.complete_store(output.store_spec, context)
-        self.manager.reorder_chain(keys, output.keys_to_store, context)
-        self.manager.offer_chain(keys, context)
+        self.manager.end_chain(keys, output.keys_to_store, context)
         deadline = time.monotonic() + DEADLINE_S
         while self.manager.has_pending_writes or self.manager.has_transfers:
             self.manager.poll()
-            self.manager.wait(0.01)
+            self.manager.poll(0.01)
             assert time.monotonic() < deadline, "the tiers do not write"
         self.manager.check_integrity()
 
@@ -216,12 +215,10 @@ def test_tiers_keep_to_quotas_and_restart_with_smaller_ones(servers: list[Server
     for first in range(0, 30, 3):
         server.store(server.keys("a", first, 3))
         server.store(server.keys("b", first, 3))
-    uses = {tier: {use.name: use.num_blocks for use in uses} for tier, uses in server.manager.uses_by_tier().items()}
-    assert uses["host"]["a"] == 16
-    assert uses["disk"] == {"a": 8, "b": 30, OTHER: 0}
-    assert uses["shared_dir"]["a"] == 6
-    server.half.metrics.take()
-    assert server.half.metrics.snapshot()["tenant_blocks:a,disk"] == 8
+    uses = server.half.metrics.snapshot()
+    assert uses["tenant_blocks:a,host"] == 16
+    assert [uses[f"tenant_blocks:{name},disk"] for name in ("a", "b", OTHER)] == [8, 30, 0]
+    assert uses["tenant_blocks:a,shared_dir"] == 6
     servers.pop().half.shutdown()
     servers.append(server := Server(tmp_path, tenants(3 * SLOT)))
     assert server.held(server.keys("a", 0, 30))[1] == 3
@@ -250,7 +247,7 @@ def test_a_request_waits_for_no_more_than_its_tenant_can_have(servers: list[Serv
     context, deadline = ReqContext("r"), time.monotonic() + DEADLINE_S / 2
     while (found := server.manager.lookup(server.keys("a", 0, 12), context)) is None:
         server.manager.poll()
-        server.manager.wait(0.01)
+        server.manager.poll(0.01)
         assert time.monotonic() < deadline, "it waits for blocks that it cannot have"
     assert found == 2
     assert server.held(server.keys("a", 0, 12))[0] == 2
@@ -275,7 +272,7 @@ def test_each_tenant_has_a_reuse_filter_of_its_own() -> None:
     names, manager = Tenants(namespace(FINGERPRINT), config.tenants), half.manager
     mine = [names.of("a").namespace + bytes([i]) for i in range(3)]
     theirs = [names.of("b").namespace + bytes([i]) for i in range(3)]
-    admission = manager._admission  # type: ignore[attr-defined]
+    admission = manager.admission  # type: ignore[attr-defined]
     assert isinstance(admission, TenantAdmission)
     first, second = admission._admissions[:2]
     admission.count(mine, None)

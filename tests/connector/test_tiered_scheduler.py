@@ -23,24 +23,22 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
-from kvoffload.tiers.breaker import MAX_FAILURES, PAUSE_S
-from kvoffload.tiers.manager import TieredOffloadingManager
-from tests.connector.rig import TOKENS, Clock, FakeRequest, Rig, prompt
+from kvoffload.testing.executor import SteppedExecutor
+from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.tiering.health import MAX_FAILURES, PAUSE_S
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.clock import Clock
+from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
 from tests.counting import lines_of
+from tests.tiering.rig import arrived
 
 SLOT_BYTES = 4096
 
 
 class ShyTier(MemoryTier):
-    """Takes on no read while it ``refuses``. ``failed_lookups`` is what the test says."""
+    """Takes on no read while it ``refuses``."""
 
     refuses = False
-    failed_lookups = 0
-
-    @property
-    def num_failed_lookups(self) -> int:
-        return self.failed_lookups
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         return [] if self.refuses else super().read(keys, slots)
@@ -62,13 +60,14 @@ class SpyManager(TieredOffloadingManager):
             HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), enable_events, clock=clock
         )
         tokens = [TOKENS] * len(groups)
-        super().__init__(host, [self.tier], tokens_per_block=tokens, groups=groups, load_deadline_ms=1000, clock=clock)
+        super().__init__(host, [self.tier], TieringSettings(tokens, groups=groups, load_deadline_ms=1000), clock=clock)
         self.waits: list[float] = []
         self.prefills: list[tuple[int, float]] = []
 
-    def wait(self, timeout_s: float) -> None:
-        self.waits.append(timeout_s)
-        super().wait(timeout_s)
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        if timeout_s:
+            self.waits.append(timeout_s)
+        return super().poll(timeout_s)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self.prefills.append((num_tokens, seconds))
@@ -107,7 +106,7 @@ def test_a_request_waits_for_its_blocks_and_loads_them() -> None:
     record = rig.half.records[-1]
     assert (record.host_tokens, record.disk_tokens, record.missed_key) == (0, 8, None)
     assert record.tier_tokens == {"memory": 8}
-    assert rig.half.metrics.snapshot()["disk_hit_tokens"] == 8
+    assert rig.half.metrics.snapshot()["tier_hit_tokens:memory"] == 8
     assert rig.half.metrics.snapshot()["promoted_blocks"] == 2
 
 
@@ -152,7 +151,7 @@ def test_events_are_described_by_any_request_that_waits() -> None:
     rig.arrive()
     assert all(event.blocks and all(event.blocks) for event in take_events(rig))
     rig.half.request_finished(FakeRequest("r2", []))
-    rig.manager.drop_from_host(rig.keys(prompt(8)))
+    rig.manager.drop(rig.keys(prompt(8)), only_host=True)
     list(rig.half.take_events())
     assert not len(rig.half.observer._coming)
 
@@ -210,7 +209,7 @@ def test_an_offer_is_looked_up_again_when_room_was_made_for_a_test_read_that_was
     rig.store(prompt(16))
     while rig.half.has_pending_work() or rig.manager.has_transfers:
         rig.arrive()
-    rig.manager.tier.failed_lookups = MAX_FAILURES
+    rig.manager.tier.num_failed_lookups = MAX_FAILURES
     rig.step()
     rig.clock.now += 2 * PAUSE_S
     rig.step()
@@ -341,14 +340,14 @@ def test_nothing_is_kept_for_a_request_that_does_not_wait_any_more(ending: str) 
     request = FakeRequest("r", prompt(9))
     rig.look_up(request)
     rig.arrive()
-    assert rig.manager.num_promoted(ReqContext("r")) == 2
+    assert arrived(rig.manager, ReqContext("r")) == {"memory": 2}
     if ending == "finished":
         rig.half.request_finished(request)
     elif ending == "declined":
         rig.start(request)
     else:
         rig.report(*rig.load(request).loads)
-    assert rig.manager.num_promoted(ReqContext("r")) == 0
+    assert arrived(rig.manager, ReqContext("r")) == {}
     assert rig.manager.host.num_available_blocks == rig.manager.num_blocks
 
 
@@ -361,7 +360,7 @@ def test_windows_are_promoted_after_the_blocks_before_them() -> None:
     keys = [key[:-1] + bytes([g]) for key in rig.keys(prompt(12)) for g in range(2)]
     manager.prepare_store(keys)
     manager.complete_store(keys)
-    manager.offer_chain(keys)
+    manager.end_chain(keys, [])
     for _ in range(2):
         manager.executor.drain()
         manager.poll()
@@ -427,5 +426,5 @@ def test_shutting_down_closes_the_tiers_even_when_offloading_is_off() -> None:
     rig = TieredRig()
     rig.half.switch_off("a test")
     rig.half.shutdown()
-    assert rig.manager.tier.used_bytes == 0
+    assert rig.manager.tier.stats().used_bytes == 0
     rig.half.shutdown()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvoffload.abc import ScheduledStep
+from tests.clock import Clock
 from tests.connector.group_rig import FULL, HYBRID, OTHER, STATE, GroupRig
-from tests.connector.rig import Clock, FakeRequest
+from tests.connector.rig import FakeRequest
 from tests.connector.test_tiered_scheduler import SpyManager
 
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import KVGroup, OffloadKey, ReqContext, ScheduledStep, Slots
+from kvoffload.abc import (
+    KVGroup,
+    Need,
+    OffloadKey,
+    ReqContext,
+    ScheduledStep,
+    Slots,
+    States,
+)
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import LRUOffloadingManager
@@ -52,23 +60,22 @@ class StrictManager(LRUOffloadingManager):
         self.touches.append((list(keys), None if chain is None else list(chain)))
         super().touch(keys, req_context, chain, found)
 
-    def reorder_chain(
+    def end_chain(
         self,
         keys: Keys,
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
+        chain: Keys | None = None,
         found: Slots | None = None,
     ) -> None:
         self.check(keys)
         self.reorders.append(list(keys))
-        super().reorder_chain(keys, stored, req_context, found)
+        self.offers.append(list(chain or ()))
+        super().end_chain(keys, stored, req_context, chain, found)
 
-    def offer_chain(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        self.offers.append(list(keys))
-
-    def lookup_last(self, keys: Keys, req_context: ReqContext | None = None) -> Any:
-        self.num_searches += 1
-        return super().lookup_last(keys, req_context)
+    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
+        self.num_searches += need is Need.LAST
+        return super().lookup_each(keys, req_context, need)
 
 
 def used(rig: GroupRig, request: FakeRequest, *ends: int) -> list[OffloadKey]:
@@ -154,7 +161,7 @@ def test_a_whole_chain_would_be_noticed() -> None:
     with pytest.raises(Phantom):
         rig.manager.touch(whole(rig, request))
     with pytest.raises(Phantom):
-        rig.manager.reorder_chain(whole(rig, request), [])
+        rig.manager.end_chain(whole(rig, request), [])
 
 
 class Whole(LRUOffloadingManager):
@@ -170,8 +177,8 @@ class Whole(LRUOffloadingManager):
         self.chain = list(chain or ())
         super().touch(self.chain, req_context, found=found)
 
-    def reorder_chain(self, keys: Keys, *args: Any, **more: Any) -> None:
-        super().reorder_chain(self.chain, *args, **more)
+    def end_chain(self, keys: Keys, *args: Any, **more: Any) -> None:
+        super().end_chain(self.chain, *args, **more)
 
 
 def test_a_state_behind_which_a_conversation_went_on_is_evicted_first() -> None:
@@ -202,7 +209,7 @@ def test_without_states_chains_are_whole_and_no_state_is_looked_for() -> None:
         rig.compute(request)
         rig.finish(request)
         keys = [rig.key(request, g, end) for end in range(SIZE, 42, SIZE) for g in range(len(groups))]
-        assert manager.calls == [("touch", keys), ("reorder_chain", keys), ("offer_chain", keys)]
+        assert manager.calls == [("touch", keys), ("end_chain", keys), ("whole chain", keys)]
 
 
 class LRU(LRUOffloadingManager):
@@ -216,17 +223,19 @@ class LRU(LRUOffloadingManager):
         self.calls.append(("touch", list(keys)))
         super().touch(keys, req_context)
 
-    def reorder_chain(  # type: ignore[override]
-        self, keys: Keys, stored: Collection[OffloadKey], req_context: ReqContext | None = None
+    def end_chain(  # type: ignore[override]
+        self,
+        keys: Keys,
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Keys | None = None,
     ) -> None:
-        self.calls.append(("reorder_chain", list(keys)))
-        super().reorder_chain(keys, stored, req_context)
+        self.calls += [("end_chain", list(keys)), ("whole chain", list(chain or ()))]
+        super().end_chain(keys, stored, req_context)
 
-    def offer_chain(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        self.calls.append(("offer_chain", list(keys)))
-
-    def lookup_last(self, keys: Keys, req_context: ReqContext | None = None) -> Any:
-        raise AssertionError("there are no states")
+    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
+        assert need is not Need.LAST, "there are no states"
+        return super().lookup_each(keys, req_context, need)
 
 
 # The order.
@@ -278,7 +287,7 @@ class Deaf(LRUOffloadingManager):
 
 def states_after_two_requests(manager: LRUOffloadingManager, num_requests: int) -> list[list[int]]:
     rig = GroupRig(manager=manager)
-    manager.set_admission(ReuseFilter(2))
+    manager.admission = ReuseFilter(2)
     for _ in range(num_requests):
         request = rig.request(42)
         rig.compute(request, 40)

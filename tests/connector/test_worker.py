@@ -15,9 +15,9 @@ from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import CHECK_DEADLINE_S, IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool, padded_slot_bytes
-from kvoffload.testing.faults import WrappedTransfer
 from kvoffload.transfer.inline import InlineTransfer
 from tests.connector.rig import LoadedAdapters
+from tests.sim.faults import WrappedTransfer
 
 LAYERS, BLOCKS, PAGE = 2, 8, 16
 NOTHING = StepMeta()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvoffload.demo.act import ActResult
-from kvoffload.demo.inside import AFTER, BEFORE, Trial
-from kvoffload.demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
-from kvoffload.demo.report import Report, make_report
-from kvoffload.demo.run import TURNS, known_answers, plan_visits
+from demo.act import ActResult
+from demo.inside import AFTER, BEFORE, Trial
+from demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
+from demo.report import Report, make_report
+from demo.run import TURNS, known_answers, plan_visits
 
 INFO = EngineInfo("0.0.0", "CPU, 2 cores", 20.0)
 TTFT = {Source.RECOMPUTE: 700.0, Source.DEVICE: 40.0, Source.HOST: 60.0, Source.DISK: 90.0}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from kvoffload.demo import act
-from kvoffload.demo.act import run_act
-from kvoffload.demo.errors import DemoError
-from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
+from demo import act, process
+from demo.act import run_act
+from demo.process import DemoError
+from demo.protocol import ActConfig, EngineInfo, RequestResult
 
 VISITS = [(0, 0), (0, 0)]
 CONFIG = ActConfig(
@@ -21,7 +20,7 @@ CONFIG = ActConfig(
 
 PRELUDE = """
 import json, os, sys, time
-out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+out = os.fdopen(int(sys.argv[-1]), "w", buffering=1)
 config = json.loads(sys.stdin.readline())
 def send(message): out.write(json.dumps(message) + "\\n")
 def command(name): assert json.loads(sys.stdin.readline())["do"] == name
@@ -39,8 +38,7 @@ def summary():
 
 def run(tmp_path: Path, program: str, seen: list[EngineInfo | RequestResult] | None = None) -> act.ActResult:
     note = (seen if seen is not None else []).append
-    command = (sys.executable, "-c", PRELUDE + program)
-    return run_act(CONFIG, tmp_path / "act.log", note, note, command)
+    return run_act(CONFIG, tmp_path / "act.log", note, note, ("-c", PRELUDE + program))
 
 
 def test_a_whole_act(tmp_path: Path) -> None:
@@ -59,8 +57,7 @@ command("summary"); send(dict(wall_s=3.0, metrics={}))
 command("corrupt_loads"); send(None)
 request(0, "repeat"); request(1, "repeat"); summary()
 """
-    command = (sys.executable, "-c", PRELUDE + program)
-    result = run_act(CONFIG, tmp_path / "act.log", print, print, command, with_control=True)
+    result = run_act(CONFIG, tmp_path / "act.log", print, print, ("-c", PRELUDE + program), with_control=True)
     assert result.control == result.requests
     assert len(result.control) == 2
     assert result.summary.wall_s == 3.0
@@ -78,13 +75,13 @@ def test_a_crash_shows_the_log(tmp_path: Path) -> None:
 
 def test_an_engine_that_never_reads_its_configuration(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="ended too early"):
-        run_act(CONFIG, tmp_path / "act.log", print, print, (sys.executable, "-c", "pass"))
+        run_act(CONFIG, tmp_path / "act.log", print, print, ("-c", "pass"))
 
 
 def test_a_silent_engine_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(act, "REQUEST_DEADLINE_S", 0.3)
+    monkeypatch.setattr(process, "REPLY_DEADLINE_S", 0.3)
     start = time.monotonic()
-    with pytest.raises(DemoError, match="was silent for"):
+    with pytest.raises(DemoError, match="silent for"):
         run(tmp_path, "print(os.getpid(), flush=True); info(); time.sleep(60)")
     assert time.monotonic() - start < 30
     pid = int((tmp_path / "act.log").read_text())
@@ -98,7 +95,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
 
     program = PRELUDE + "print(os.getpid(), flush=True); info(); time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
-        run_act(CONFIG, tmp_path / "act.log", interrupt, interrupt, (sys.executable, "-c", program))
+        run_act(CONFIG, tmp_path / "act.log", interrupt, interrupt, ("-c", program))
     pid = int((tmp_path / "act.log").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

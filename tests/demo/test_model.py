@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.demo import model
+from demo import model
 
 
 def test_safetensors_file(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.demo import run
-from kvoffload.demo.act import ActResult
-from kvoffload.demo.errors import DemoError
-from kvoffload.demo.model import write_model
+from demo import run
+from demo.act import ActResult
+from demo.model import write_model
+from demo.process import DemoError
 
 
 def test_there_are_at_least_sixty_requests() -> None:
@@ -78,7 +78,7 @@ def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> Non
     write_model(tmp_path, seed=0)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    act = run.make_config(tmp_path, builtin=True, text=None, seed=0)
+    act = run.make_config(tmp_path, True, None, 0, run.DOCUMENTS, run.plan_visits())
     assert act.max_model_len == 1024
     lengths = [tokens + run.QUESTION_TOKENS for _, tokens in act.documents]
     room = act.device_blocks * act.block_size

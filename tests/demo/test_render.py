@@ -12,21 +12,25 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 rich_console = pytest.importorskip("rich.console")
 
-from kvoffload.demo.act import ActResult  # noqa: E402
-from kvoffload.demo.page import render_page  # noqa: E402
-from kvoffload.demo.replay import Agreement  # noqa: E402
-from kvoffload.demo.report import Report, make_report  # noqa: E402
-from kvoffload.demo.terminal import summary, verdict  # noqa: E402
+from demo import pages  # noqa: E402
+from demo.act import ActResult  # noqa: E402
+from demo.replay import Agreement  # noqa: E402
+from demo.report import Report, make_report  # noqa: E402
+from demo.view import render, terminal_table, verdict  # noqa: E402
 from kvoffload.lab import figures, plots  # noqa: E402
 
 from .conftest import make_act, make_restart  # noqa: E402
+
+
+def render_page(report: Report) -> str:
+    return render(pages.page(report))
 
 
 def test_page_is_self_contained(report: Report) -> None:
     page = render_page(report)
     assert page.count("<svg") == 3
     assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
-    assert "Outputs are identical, and the corruption was detected." in page
+    assert "Outputs are identical with kvoffload and after a restart, and the corruption was detected." in page
     assert "the first missing block" not in page or "never stored (16)" in page
 
 
@@ -73,8 +77,8 @@ def luminance(colour: str) -> float:
 
 def test_tiers_in_vllm_are_shown(report: Report) -> None:
     page = render_page(report)
-    assert '<td>theirs</td><td>3 of 3</td>\n<td class="changed">3 of 3</td>\n<td>0</td>' in page
-    assert "<td>ours</td><td>3 of 3</td>\n<td>0 of 3</td>\n<td>3</td>" in page
+    assert '<td>theirs</td><td>3 of 3</td><td class="changed">3 of 3</td><td>0</td>' in page
+    assert "<td>ours</td><td>3 of 3</td><td>0 of 3</td><td>3</td>" in page
     assert "theirs 3 of 3 3 of 3 0 ours 3 of 3 0 of 3 3" in terminal_text(report)
     assert "Inside vLLM" not in render_page(replace(report, trials=()))
 
@@ -120,8 +124,9 @@ def test_bypassing_the_page_cache_is_claimed_only_if_it_happened(
 
 def terminal_text(report: Report) -> str:
     console = rich_console.Console(width=100, record=True, file=io.StringIO())
-    console.print(summary(report))
-    console.print(verdict(report))
+    for table in pages.tables(report):
+        console.print(terminal_table(table))
+    console.print(verdict(pages.page(report), report.warnings))
     return " ".join(console.export_text().split())
 
 

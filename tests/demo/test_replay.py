@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from demo.act import ActResult
+from demo.process import DemoError
+from demo.protocol import RequestResult
+from demo.replay import replay_act
 from kvoffload.cache.keys import hash_blocks
-from kvoffload.demo.act import ActResult
-from kvoffload.demo.errors import DemoError
-from kvoffload.demo.protocol import RequestResult
-from kvoffload.demo.replay import replay_act
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.trace import TraceRecorder
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvoffload.demo.act import ActResult
-from kvoffload.demo.protocol import Source, classify
-from kvoffload.demo.replay import Agreement
-from kvoffload.demo.report import Report, compare, make_report
+from demo.act import ActResult
+from demo.protocol import Source, classify
+from demo.replay import Agreement
+from demo.report import Report, compare, make_report
 
 from .conftest import changed, make_act, make_restart, make_trials
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.demo.errors import DemoError
-from kvoffload.demo.text import load_documents
+from demo.process import DemoError
+from demo.text import load_documents
 
 
 def test_the_standard_library_has_enough_text() -> None:

@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
+from demo.process import free_ports
 from kvoffload.abc import MissReason
-from kvoffload.demo.shared.processes import free_ports
-from kvoffload.observe.metrics import DEPRECATED, METRICS
+from kvoffload.observe.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 GRAFANA = ROOT / "deploy" / "grafana"
@@ -58,7 +58,7 @@ NAME = re.compile(r"kvoffload:(\w+)(?:\{([^}]*)\})?")
 
 
 def faults(text: str) -> list[str]:
-    """Names of metrics in queries that kvoffload does not export or will not for long, and labels they do not have."""
+    """Names of metrics in queries that kvoffload does not export, and labels they do not have."""
     found = []
     for written, selectors in NAME.findall(text):
         name = written.removesuffix("_total")
@@ -66,8 +66,6 @@ def faults(text: str) -> list[str]:
         if spec is None or (spec.kind == "counter") != written.endswith("_total"):
             found.append(written)
             continue
-        if name in DEPRECATED:
-            found.append(f"{written} is deprecated")
         known = LABELS | set(spec.labels)
         found += [f"{written}{{{label}}}" for label in re.findall(r"(\w+)(?:=|!=)", selectors) if label not in known]
     return found
@@ -92,7 +90,6 @@ def test_queries_name_only_metrics_that_are_exported() -> None:
         ("rate(kvoffload:nothing_total[5m])", "nothing_total"),
         ("kvoffload:host_hit_tokens", "host_hit_tokens"),
         ("kvoffload:off_total", "off_total"),
-        ("rate(kvoffload:disk_read_bytes_total[5m])", "disk_read_bytes_total is deprecated"),
         ('kvoffload:pool_blocks{tier="disk"}', "pool_blocks{tier}"),
     ],
 )
@@ -103,12 +100,10 @@ def test_a_wrong_metric_is_found(query: str, fault: str) -> None:
 
 def test_every_metric_is_shown_somewhere() -> None:
     seen = shown("\n".join(EXPRESSIONS) + ALERTS)
-    assert METRICS.keys() - DEPRECATED.keys() - seen == NOT_SHOWN.keys()
+    assert METRICS.keys() - seen == NOT_SHOWN.keys()
     # Negative control: a metric that only one panel shows is missed without that panel.
     without = [expr for expr in EXPRESSIONS if "wait_seconds" not in expr]
-    assert METRICS.keys() - DEPRECATED.keys() - shown("\n".join(without) + ALERTS) == NOT_SHOWN.keys() | {
-        "wait_seconds"
-    }
+    assert METRICS.keys() - shown("\n".join(without) + ALERTS) == NOT_SHOWN.keys() | {"wait_seconds"}
 
 
 def test_panels_are_described_and_do_not_overlap() -> None:

@@ -33,6 +33,7 @@ DISK = Plan(host_bytes=GIB, tiers=[PlannedTier("disk", "disk", "disk_", 100.0)])
         (None, DISK, "engine.missing", Level.NOTE),
         ("0.32.0", DISK, "engine.tested", Level.OK),
         ("0.32.0+cpu", DISK, "engine.tested", Level.OK),
+        ("0.29.2", Plan(), "engine.too_old", Level.PROBLEM),
         ("0.30.1", DISK, "engine.too_old", Level.PROBLEM),
         ("0.30.1", Plan(), "engine.tested", Level.OK),
         ("0.33.0", DISK, "engine.tested", Level.OK),
@@ -69,7 +70,6 @@ def test_versions_are_those_of_the_adapter() -> None:
     source = (Path(supported.__file__).parent / "vllm" / "versions.py").read_text()
     since = dict(re.findall(r'"(\w+)": "(0\.\d+)"', source))
     assert since["_holds_kv_blocks"] == supported.FIRST_TO_DRAIN_HOLDERS_FIRST
-    assert since["KVConnectorTransferResults"] == supported.FIRST_TO_FAIL_WHOLE_LOADS
 
 
 HYBRID = {**LLAMA, "layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}
@@ -78,24 +78,22 @@ LATENT = {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_di
 
 
 @pytest.mark.parametrize(
-    ("config", "vllm", "id", "level"),
+    ("config", "id", "level"),
     [
-        (LLAMA, None, "model.served", Level.OK),
-        (WINDOWS, "0.32.0", "model.served", Level.OK),
-        (WINDOWS, "0.29.0", "model.groups", Level.PROBLEM),
-        (HYBRID, None, "model.states", Level.NOTE),
-        (HYBRID, "0.29.0", "model.states", Level.PROBLEM),
-        (LATENT, "0.32.0", "model.latent", Level.NOTE),
-        ({**LLAMA, "is_encoder_decoder": True}, None, "model.cross_attention", Level.PROBLEM),
-        ({"text_config": {**LLAMA, "cross_attention_layers": [3]}}, None, "model.cross_attention", Level.PROBLEM),
-        ({**LLAMA, "model_type": "bert"}, None, "model.no_kv", Level.PROBLEM),
-        ({**LLAMA, "canvas_length": 32}, None, "model.diffusion", Level.PROBLEM),
-        ({**LLAMA, "use_bidirectional_attention": True}, None, "model.not_causal", Level.PROBLEM),
-        ({**LLAMA, "param_sink_number": 4}, None, "model.untested_kind", Level.PROBLEM),
+        (LLAMA, "model.served", Level.OK),
+        (WINDOWS, "model.served", Level.OK),
+        (HYBRID, "model.states", Level.NOTE),
+        (LATENT, "model.latent", Level.NOTE),
+        ({**LLAMA, "is_encoder_decoder": True}, "model.cross_attention", Level.PROBLEM),
+        ({"text_config": {**LLAMA, "cross_attention_layers": [3]}}, "model.cross_attention", Level.PROBLEM),
+        ({**LLAMA, "model_type": "bert"}, "model.no_kv", Level.PROBLEM),
+        ({**LLAMA, "canvas_length": 32}, "model.diffusion", Level.PROBLEM),
+        ({**LLAMA, "use_bidirectional_attention": True}, "model.not_causal", Level.PROBLEM),
+        ({**LLAMA, "param_sink_number": 4}, "model.untested_kind", Level.PROBLEM),
     ],
 )
-def test_models(config: dict[str, Any], vllm: str | None, id: str, level: Level) -> None:
-    (found,) = support_findings(config, vllm)
+def test_models(config: dict[str, Any], id: str, level: Level) -> None:
+    (found,) = support_findings(config)
     assert (found.id, found.level) == (id, level)
     assert found.fix or level in (Level.OK, Level.NOTE)
 

@@ -75,6 +75,11 @@ def test_one_wrong_setting_of_the_disk_is_one_error(wrong: dict[str, str]) -> No
     assert len(configuration.read_config(OffloadConfig, both).errors) == 2
 
 
+def test_a_key_that_looks_like_an_entry_is_an_unknown_key() -> None:
+    (error,) = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tiers[3]": 1}).errors
+    assert error.startswith("tiers[3]=1: unknown option")
+
+
 def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:
     """What is not kvoffload's counts against the budget, and is never removed."""
     tmp_path.chmod(0o700)

@@ -7,7 +7,7 @@ import pytest
 from kvoffload.abc import ConfigError
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import ModelShape
-from kvoffload.lab.trace import make_trace
+from tests.lab.traces import make_trace
 
 MODEL = ModelShape("small", 64.0, 1.0, 1.0)
 TRACE = make_trace("made", 16, [0.0], [16 * 1999], [0], [range(1999)])

@@ -12,8 +12,8 @@ from kvoffload.abc import ConfigError
 from kvoffload.lab.curves import LRUCurve, hit_curve
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.trace import Trace, make_trace
-from tests.lab.traces import TRACES
+from kvoffload.lab.trace import Trace
+from tests.lab.traces import TRACES, make_trace
 
 REAL = [
     pytest.param(name, marks=pytest.mark.skipif(not (TRACES / name).exists(), reason=f"no {name} in KVOFFLOAD_TRACES"))

@@ -14,11 +14,12 @@ import pytest
 
 from kvoffload.abc import CachePolicy
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import BUILTIN
-from kvoffload.cache.policies.lirs import LIRSPolicy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.policies import KNOWN
+from kvoffload.lab.policies.lirs import LIRSPolicy
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.trace import Trace, make_trace
+from kvoffload.lab.trace import Trace
+from tests.lab.traces import make_trace
 
 libcachesim = pytest.importorskip("libcachesim")
 
@@ -32,13 +33,13 @@ class LIRSWithFewerKeys(LIRSPolicy):
 
 
 ALGORITHMS: dict[str, tuple[type[CachePolicy], Callable[..., object]]] = {
-    "fifo": (BUILTIN["fifo"], libcachesim.FIFO),
-    "lru": (BUILTIN["lru"], libcachesim.LRU),
-    "arc": (BUILTIN["arc"], libcachesim.ARC),
-    "s3fifo": (BUILTIN["s3fifo"], libcachesim.S3FIFO),
-    "sieve": (BUILTIN["sieve"], libcachesim.Sieve),
+    "fifo": (KNOWN["fifo"], libcachesim.FIFO),
+    "lru": (KNOWN["lru"], libcachesim.LRU),
+    "arc": (KNOWN["arc"], libcachesim.ARC),
+    "s3fifo": (KNOWN["s3fifo"], libcachesim.S3FIFO),
+    "sieve": (KNOWN["sieve"], libcachesim.Sieve),
     "lirs": (LIRSWithFewerKeys, libcachesim.LIRS),
-    "2q": (BUILTIN["2q"], libcachesim.TwoQ),
+    "2q": (KNOWN["2q"], libcachesim.TwoQ),
 }
 CAPACITIES = (30, 300)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError, Hints, MissReason
-from kvoffload.cache.policies import BUILTIN
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.lab.model import ModelShape
+from kvoffload.lab.policies import KNOWN
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
-from kvoffload.lab.trace import Trace, make_trace
-from tests.lab.traces import TRACES, needs_traces
+from kvoffload.lab.trace import Trace
+from tests.lab.traces import TRACES, make_trace, needs_traces
 
 SIZE = 16
 """Tokens per block."""
@@ -215,7 +215,7 @@ def test_a_full_disk_evicts_too() -> None:
     assert result.tiers[-1].evicted_blocks > 0
 
 
-@pytest.mark.parametrize("policy", sorted(BUILTIN))
+@pytest.mark.parametrize("policy", sorted(KNOWN))
 def test_tiers_only_add_hits_for_every_policy(policy: str) -> None:
     trace = random_trace(3, requests=100)
     results = [replay(trace, ReplayConfig(policy, 40, device, disk)) for device, disk in ((0, 0), (0, 200), (20, 200))]
@@ -230,7 +230,7 @@ def test_tiers_only_add_hits_for_every_policy(policy: str) -> None:
 def test_no_policy_beats_the_clairvoyant_one(capacity: int) -> None:
     trace = random_trace(4, requests=150)
     bound = replay(trace, ReplayConfig(CLAIRVOYANT, capacity)).prefix_hit_tokens
-    found = [replay(trace, ReplayConfig(policy, capacity)).prefix_hit_tokens for policy in BUILTIN]
+    found = [replay(trace, ReplayConfig(policy, capacity)).prefix_hit_tokens for policy in KNOWN]
     assert max(found) < bound
 
 

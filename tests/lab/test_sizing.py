@@ -12,8 +12,9 @@ from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.sizing import Prices, Sizing, size
-from kvoffload.lab.trace import Trace, make_trace
+from kvoffload.lab.sizing import Choices, Prices, Sizing, size
+from kvoffload.lab.trace import Trace
+from tests.lab.traces import make_trace
 
 GIB = 1 << 30
 MODEL = ModelShape("model", bytes_per_token=GIB / 256, linear_flops_per_token=1e10, attention_flops_per_pair=0.0)
@@ -32,7 +33,7 @@ def answer(chat: Trace) -> Sizing:
 
 
 def test_without_a_disk_the_result_equals_a_replay(chat: Trace) -> None:
-    (setting,) = size(chat, MODEL, ram=[200 * GIB], speeds=SPEEDS).settings
+    (setting,) = size(chat, MODEL, Choices(ram=[200 * GIB]), speeds=SPEEDS).settings
     result = replay(chat, ReplayConfig("lru", 200), model=MODEL, speeds=SPEEDS)
     assert setting.served_pct == setting.ram_pct == pytest.approx(result.prefix_hit_tokens_pct)
     assert setting.disk_pct == 0.0
@@ -46,7 +47,7 @@ def test_without_a_disk_the_result_equals_a_replay(chat: Trace) -> None:
 @pytest.mark.parametrize(("ram", "disk"), [(100, 400), (200, 800), (40, 600)])
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_with_a_disk_the_result_is_close_to_a_replay(chat: Trace, policy: str, ram: int, disk: int) -> None:
-    found = size(chat, MODEL, policy=policy, ram=[ram * GIB], disk=[disk * GIB], processes=1)
+    found = size(chat, MODEL, Choices(policy=policy, ram=[ram * GIB], disk=[disk * GIB]), processes=1)
     (setting,) = found.settings
     result = replay(chat, ReplayConfig(policy, ram, disk_blocks=disk))
     assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=1.5)
@@ -55,9 +56,9 @@ def test_with_a_disk_the_result_is_close_to_a_replay(chat: Trace, policy: str, r
 
 
 def test_ram_limits_how_much_a_request_gets_from_disk(chat: Trace) -> None:
-    small = size(chat, MODEL, ram=[4 * GIB], disk=[2048 * GIB]).settings[0]
+    small = size(chat, MODEL, Choices(ram=[4 * GIB], disk=[2048 * GIB])).settings[0]
     result = replay(chat, ReplayConfig("lru", 4, disk_blocks=2048))
-    large = size(chat, MODEL, ram=[400 * GIB], disk=[2048 * GIB]).settings[0]
+    large = size(chat, MODEL, Choices(ram=[400 * GIB], disk=[2048 * GIB])).settings[0]
     assert small.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=2.0)
     assert small.served_pct < large.served_pct - 20.0
 
@@ -82,8 +83,8 @@ def test_the_answer_in_sentences(answer: Sizing) -> None:
 
 
 def test_the_answer_without_a_disk(chat: Trace) -> None:
-    found = size(chat, MODEL, ram=[256 * GIB])
-    more = size(chat, MODEL, ram=[512 * GIB]).settings[0].served_pct - found.settings[0].served_pct
+    found = size(chat, MODEL, Choices(ram=[256 * GIB]))
+    more = size(chat, MODEL, Choices(ram=[512 * GIB])).settings[0].served_pct - found.settings[0].served_pct
     assert found.answer.startswith(f"256 GiB RAM serves {found.settings[0].served_pct:.1f}% of prompt tokens. ")
     assert f"The next 256 GiB of RAM would add {more:.1f} points." in found.answer
 
@@ -133,9 +134,9 @@ def test_a_target_that_no_setting_meets(chat: Trace) -> None:
 
 
 def test_more_than_the_trace_can_fill_gives_a_warning(chat: Trace) -> None:
-    (warning,) = size(chat, MODEL, ram=[2 * chat.num_distinct * GIB]).warnings
+    (warning,) = size(chat, MODEL, Choices(ram=[2 * chat.num_distinct * GIB])).warnings
     assert "too short to predict" in warning
-    assert size(chat, MODEL, ram=[chat.num_distinct * GIB // 2]).warnings == ()
+    assert size(chat, MODEL, Choices(ram=[chat.num_distinct * GIB // 2])).warnings == ()
 
 
 def test_a_trace_without_repetitions() -> None:
@@ -157,8 +158,8 @@ def test_json_is_complete(answer: Sizing) -> None:
 
 def test_invalid_settings(chat: Trace) -> None:
     with pytest.raises(ConfigError, match=r"ram=1 MiB: too small for one block of 1 GiB .* give many times that"):
-        size(chat, MODEL, ram=[1 << 20])
+        size(chat, MODEL, Choices(ram=[1 << 20]))
     with pytest.raises(ConfigError, match="disk=1 MiB: too small for one block"):
-        size(chat, MODEL, disk=[1 << 20])
+        size(chat, MODEL, Choices(disk=[1 << 20]))
     with pytest.raises(ConfigError, match="combinations, but at most 1,000"):
-        size(chat, MODEL, ram=[n * GIB for n in range(1, 41)], disk=[n * GIB for n in range(1, 41)])
+        size(chat, MODEL, Choices(ram=[n * GIB for n in range(1, 41)], disk=[n * GIB for n in range(1, 41)]))

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.states import BOUND, RULES, Setting, boundaries, run, turns_of
 
 from benchmarks import states
-from kvoffload.lab.trace import Trace, make_trace
+from benchmarks.states import BOUND, RULES, Setting, boundaries, run, turns_of
+from kvoffload.lab.trace import Trace
+from tests.lab.traces import make_trace
 
 SIZE = 10
 ANSWER = 25

@@ -11,9 +11,9 @@ import pytest
 
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.trace import UNKNOWN, Trace, TraceError, make_trace
+from kvoffload.lab.trace import UNKNOWN, Trace, TraceError
 from kvoffload.lab.writer import write_trace
-from tests.lab.traces import TRACES, needs_traces
+from tests.lab.traces import TRACES, make_trace, needs_traces
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -1,8 +1,9 @@
-"""The native index, table and lists give the answers of the plain ones, whatever the calls."""
+"""The native table and lists give the answers of the reference, whatever the calls."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,23 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.cache.index import KeyIndex
-from kvoffload.cache.policies.recency import NO_END, PlainRecencyList
-from kvoffload.cache.slots import FreeSlots, PlainFreeSlots
-from kvoffload.cache.table import BlockTable, PlainBlockTable
-from kvoffload.native import load
+from kvoffload.abc import IntegrityError
+from kvoffload.cache.slots import check_slots
+from kvoffload.cache.table import BlockTable
+from kvoffload.native import load, reference
+from kvoffload.native.reference import NO_END
 from kvoffload.testing.scale import SCALE
-from tests.native.twins import Odd, Twins, array, make_key, same_answer, some
+from tests.native.twins import Odd, PlainBlockTable, Twins, array, make_key, same_answer, some
 
 native: Any = load("_cache")
-pytestmark = pytest.mark.skipif(native is None, reason="there is no native code here")
+lists: Any = load("_ghosts")
+pytestmark = pytest.mark.skipif(None in (native, lists), reason="there is no native code here")
 
 STEPS = 20
 SEEDS = st.integers(0, 2**32)
 EXAMPLES = settings(max_examples=int(30 * SCALE), deadline=None)
 
 
-# The index.
+# The keys of the table.
 
 
 def insert(rng: random.Random, twins: Twins, held: dict[Any, int], free: set[int]) -> None:
@@ -59,7 +61,7 @@ def insert(rng: random.Random, twins: Twins, held: dict[Any, int], free: set[int
         free.difference_update(slots)
 
 
-def ask_index(rng: random.Random, twins: Twins, num_keys: int) -> None:
+def ask_keys(rng: random.Random, twins: Twins, num_keys: int) -> None:
     asked = rng.choices([make_key(i) for i in range(num_keys)], k=rng.randint(0, num_keys))
     twins.call("find", asked)
     twins.call("find", tuple(asked))
@@ -69,40 +71,45 @@ def ask_index(rng: random.Random, twins: Twins, num_keys: int) -> None:
     twins.call("split", [*asked, {}])
 
 
-def drive_index(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
-    twins, free = Twins(plain, other), set(range(capacity))
+def drive_keys(rng: random.Random, twins: Twins, capacity: int) -> None:
+    free = set(range(capacity))
     held: dict[Any, Any] = {}
     for _ in range(STEPS):
         action = rng.randrange(4)
         if action == 0:
             insert(rng, twins, held, free)
+            twins.call("set_ready", array(list(held.values())))
         elif action == 1:
             gone = some(rng, held)
             twins.call("remove", array([held[key] for key in gone]))
             free.update(held.pop(key) for key in gone)
         elif action == 2 and rng.random() < 0.3:
-            twins.call("clear")
+            twins.call("drop_all")
             held, free = {}, set(range(capacity))
         else:
-            ask_index(rng, twins, 2 * capacity)
+            ask_keys(rng, twins, 2 * capacity)
             key = make_key(rng.randrange(2 * capacity))
             assert twins.call("get", key) == held.get(key, -1)
-        twins.call("slots")
+        twins.call("held")
         twins.call("holds", array(some(rng, range(capacity))))
         twins.check()
 
 
+def tables(capacity: int, plain: Any = PlainBlockTable) -> Twins:
+    return Twins(plain(capacity), BlockTable(capacity))
+
+
 @EXAMPLES
 @given(seed=SEEDS, capacity=st.integers(1, 200))
-def test_index(seed: int, capacity: int) -> None:
-    drive_index(random.Random(seed), KeyIndex(capacity), native.KeyIndex(capacity), capacity)
+def test_keys(seed: int, capacity: int) -> None:
+    drive_keys(random.Random(seed), tables(capacity), capacity)
 
 
 def test_large_batches_of_bytes() -> None:
     """Several chunks, no Python code in between."""
     rng = random.Random(0)
     capacity = 3000
-    twins = Twins(KeyIndex(capacity), native.KeyIndex(capacity))
+    twins = tables(capacity)
     keys = [rng.randbytes(36) for _ in range(2 * capacity)]
     for start in range(0, capacity, 1000):
         twins.call("insert", keys[start : start + 1000], np.arange(start, start + 1000)[::-1])
@@ -113,27 +120,28 @@ def test_large_batches_of_bytes() -> None:
         assert same_answer(partial(tuple, plain), partial(tuple, other), "split")
         gone = np.array(rng.sample(range(capacity), 700))
         removed = twins.call("remove", gone)
-        twins.check()
         twins.call("insert", removed, gone)
-        twins.check()
+    twins.call("set_ready", np.arange(capacity))
+    twins.check()
 
 
 def test_keys_of_one_bucket_leave_one_by_one() -> None:
     """More of them than a bucket has places, so that some are in the dict."""
-    twins = Twins(KeyIndex(40), native.KeyIndex(40))
+    twins = tables(40)
     keys = [Odd([1, i]) for i in range(30)]
     twins.call("insert", keys, np.arange(30))
     for slot in random.Random(0).sample(range(30), 30):
         assert twins.call("remove", array([slot])) == [keys[slot]]
         twins.call("find", keys)
-        twins.check()
+        twins.plain.check_keys()
+        twins.native.check_keys()
 
 
 class Slots:
     """A plain and a native stack of free slots, as twins."""
 
-    def __init__(self, capacity: int, plain: type[PlainFreeSlots] = PlainFreeSlots) -> None:
-        self.twins = Twins(plain(capacity), FreeSlots(capacity))
+    def __init__(self, capacity: int, plain: type[reference.FreeSlots] = reference.FreeSlots) -> None:
+        self.twins = Twins(plain(capacity), native.FreeSlots(capacity))
         self.capacity = capacity
         self.unknown, self.taken = list(range(capacity)), set[int]()
 
@@ -143,7 +151,8 @@ class Slots:
             new = [self.unknown.pop() for _ in range(rng.randint(0, len(self.unknown)))]
             self.twins.call("add", array(new)[:: rng.choice([1, -1])])
         elif action == 1 and self.unknown:
-            self.twins.call("allocate", array(self.unknown[-1:]))
+            for each in (self.twins.plain, self.twins.native):
+                each.allocated[self.unknown[-1]] = True
             self.taken.add(self.unknown.pop())
         elif action < 4:
             slots = self.twins.call("take", rng.randint(-1, len(self.twins.plain) + 1))
@@ -158,7 +167,7 @@ class Slots:
             self.twins.call("add", array([0, self.capacity]))
         assert len(self.twins.plain) == len(self.twins.native)
         for each in (self.twins.plain, self.twins.native):
-            each.check_integrity(self.capacity - len(self.unknown))
+            check_slots(each, self.capacity - len(self.unknown))
 
 
 @EXAMPLES
@@ -172,8 +181,8 @@ def test_free_slots(seed: int, capacity: int) -> None:
 # The table.
 
 
-def drive_table(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
-    twins, free = Twins(plain, other), set(range(capacity))
+def drive_table(rng: random.Random, twins: Twins, capacity: int) -> None:
+    plain, other, free = twins.plain, twins.native, set(range(capacity))
     held: dict[Any, Any] = {}
     pinned: list[int] = []
     writing: set[int] = set()
@@ -224,9 +233,9 @@ def drive_table(rng: random.Random, plain: Any, other: Any, capacity: int) -> No
 
 
 def ask_table(rng: random.Random, twins: Twins, capacity: int) -> None:
-    ask_index(rng, twins, 2 * capacity)
+    ask_keys(rng, twins, 2 * capacity)
     asked = rng.choices([make_key(i) for i in range(2 * capacity)], k=rng.randint(0, 2 * capacity))
-    for name in ("find_in_transfer", "leading_ready", "last_ready"):
+    for name in ("find_in_transfer", "leading_ready"):
         twins.call(name, asked)
     for key in asked[:3]:
         twins.call("status", key)
@@ -252,12 +261,12 @@ def ask_table(rng: random.Random, twins: Twins, capacity: int) -> None:
 @EXAMPLES
 @given(seed=SEEDS, capacity=st.integers(1, 60))
 def test_table(seed: int, capacity: int) -> None:
-    drive_table(random.Random(seed), PlainBlockTable(capacity), BlockTable(capacity), capacity)
+    drive_table(random.Random(seed), tables(capacity), capacity)
 
 
 def test_the_first_block_that_is_not_ready_is_found_in_every_chunk() -> None:
     keys, slots = [b"%d" % i for i in range(600)], np.arange(600)
-    twins = Twins(PlainBlockTable(600), BlockTable(600))
+    twins = tables(600)
     twins.call("insert", keys, slots)
     for first in (*range(120, 137), *range(250, 260), 384, 512, 599):
         twins.call("set_ready", np.delete(slots, first))
@@ -267,6 +276,46 @@ def test_the_first_block_that_is_not_ready_is_found_in_every_chunk() -> None:
     twins.call("set_ready", slots)
     twins.call("drop", array([300]))
     assert twins.call("leading_ready", tuple(keys)) == 300
+
+
+def plant(name: str, value: int) -> Callable[[Any], None]:
+    """Returns what adds ``value`` to a count."""
+    return lambda table: setattr(table, name, getattr(table, name) + value)
+
+
+def put(name: str, slot: int, value: object) -> Callable[[Any], None]:
+    return lambda table: getattr(table, name).__setitem__(slot, value)
+
+
+WRONG: dict[str, Callable[[Any], None]] = {
+    "one evictable block too many": plant("num_evictable", 1),
+    "one evictable block too few": plant("num_evictable", -1),
+    "one dropped block too many": plant("num_dropped", 1),
+    "another key in a slot": put("key_of", 0, b"another"),
+    "a key in two slots": lambda table: table.insert([b"a"], array([5])),
+    "two keys in a slot": lambda table: table.insert([b"e"], array([0])),
+    "fewer than no pins": put("ref_cnt", 0, -2),
+    "a pin without a mark": put("ref_cnt", 0, 1),
+    "a mark without a pin": put("busy", 0, True),
+    "a pin without a mark any more": put("busy", 1, False),
+    "an idle block that was dropped": put("dropped", 0, True),
+    "a pin of a free slot": put("ref_cnt", 5, 1),
+    "a mark of a free slot": put("busy", 5, True),
+}
+
+
+@pytest.mark.parametrize("make", [PlainBlockTable, BlockTable])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_table_that_is_wrong_is_noticed(make: Callable[[int], Any], wrong: str) -> None:
+    table = make(6)
+    table.insert([b"a", b"b", b"c", b"d"], np.arange(4))
+    table.set_ready(np.arange(3))
+    table.pin(np.array([1, 2]))
+    table.drop(np.array([2]))
+    table.check_integrity()
+    WRONG[wrong](table)
+    with pytest.raises(IntegrityError):
+        table.check_integrity()
 
 
 # The lists.
@@ -336,21 +385,21 @@ def drive_lists(rng: random.Random, pairs: list[Twins], capacity: int) -> None:
 @EXAMPLES
 @given(seed=SEEDS, capacity=st.integers(1, 40))
 def test_list(seed: int, capacity: int) -> None:
-    twins = Twins(PlainRecencyList(capacity), native.RecencyList(capacity))
+    twins = Twins(reference.RecencyList(capacity), lists.RecencyList(capacity))
     drive_lists(random.Random(seed), [twins], capacity)
 
 
 @EXAMPLES
 @given(seed=SEEDS, capacity=st.integers(1, 40))
 def test_two_lists_with_one_clock(seed: int, capacity: int) -> None:
-    pairs = [Twins(PlainRecencyList(capacity), native.RecencyList(capacity)) for _ in range(2)]
+    pairs = [Twins(reference.RecencyList(capacity), lists.RecencyList(capacity)) for _ in range(2)]
     drive_lists(random.Random(seed), pairs, capacity)
 
 
 # Planted differences, which the tests above must find.
 
 
-class StaleIndex(KeyIndex):
+class StaleTable(PlainBlockTable):
     """Finds one key that has left."""
 
     def find(self, keys: Any) -> Any:
@@ -368,18 +417,16 @@ class MisplacedTable(PlainBlockTable):
         return idle, freed
 
 
-class HastyList(PlainRecencyList):
+class HastyList(reference.RecencyList):
     """Skips busy members beyond the last one that it removes."""
 
     def pop_with_positions(self, n: int, busy: Any, before: int = NO_END) -> Any:
         popped = super().pop_with_positions(n, busy, before)
-        first, at = super().pop_with_positions(1, busy, before)
-        self.put_back(first, at)
-        self.mark_evictable(first)
+        self.put_back(*super().pop_with_positions(1, busy, before))
         return popped
 
 
-class LastSlotFirst(PlainFreeSlots):
+class LastSlotFirst(reference.FreeSlots):
     """Hands out the lowest slot of those on top first."""
 
     def take(self, n: int) -> Any:
@@ -387,19 +434,19 @@ class LastSlotFirst(PlainFreeSlots):
 
 
 def drive_planted(plant: str, rng: random.Random) -> None:
-    if plant == "index":
-        drive_index(rng, StaleIndex(20), native.KeyIndex(20), 20)
+    if plant == "keys":
+        drive_keys(rng, tables(20, StaleTable), 20)
     elif plant == "table":
-        drive_table(rng, MisplacedTable(20), BlockTable(20), 20)
+        drive_table(rng, tables(20, MisplacedTable), 20)
     elif plant == "list":
-        drive_lists(rng, [Twins(HastyList(20), native.RecencyList(20))], 20)
+        drive_lists(rng, [Twins(HastyList(20), lists.RecencyList(20))], 20)
     else:
         slots = Slots(20, LastSlotFirst)
         for _ in range(2 * STEPS):
             slots.step(rng)
 
 
-@pytest.mark.parametrize("plant", ["index", "table", "list", "slots"])
+@pytest.mark.parametrize("plant", ["keys", "table", "list", "slots"])
 def test_a_planted_difference_is_found(plant: str) -> None:
     def drive_many() -> None:
         for seed in range(200):

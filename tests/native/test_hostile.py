@@ -16,11 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.cache.policies.ghosts import PlainGhostTable
-from kvoffload.cache.policies.pair import PlainListPair
-from kvoffload.cache.policies.queues import PlainKeyQueue
 from kvoffload.cache.policies.tournament import RULES
-from kvoffload.native import load
+from kvoffload.native import load, reference
 
 cache: Any = load("_cache")
 ghosts: Any = load("_ghosts")
@@ -30,9 +27,8 @@ pytestmark = pytest.mark.skipif(None in (cache, ghosts, copies), reason="there i
 MOST = 2**64 - 1
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "KeyIndex": lambda: cache.KeyIndex(8),
     "BlockTable": lambda: cache.BlockTable(8),
-    "RecencyList": lambda: cache.RecencyList(8),
+    "RecencyList": lambda: ghosts.RecencyList(8),
     "GhostTable": lambda: ghosts.GhostTable(8),
     "Shadows": lambda: ghosts.Shadows(8, RULES, 32),
     "KeyQueue": lambda: ghosts.KeyQueue(8),
@@ -63,11 +59,31 @@ def test_an_object_is_not_made_again() -> None:
         pair.discard(np.array([10**9]))
 
 
+class Shifting:
+    """A number that is another one whenever it is asked for."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __index__(self) -> int:
+        self.value *= 2
+        return self.value
+
+
+def test_all_arrays_of_an_object_have_the_same_size() -> None:
+    table, slots = cache.BlockTable(Shifting()), cache.FreeSlots(Shifting())
+    assert {len(each) for each in (table.key_of, table.ref_cnt, table.busy, table.dropped)} == {table.num_blocks}
+    with pytest.raises(IndexError):
+        slots.add(np.arange(len(slots.allocated) + 1))
+    with pytest.raises(IndexError):
+        table.pin(np.array([table.num_blocks]))
+
+
 def test_arrays_that_callers_see_cannot_be_resized() -> None:
     # Nothing else may refer to the array: numpy then refuses anyway.
-    index, table = cache.KeyIndex(1000), cache.BlockTable(1000)
+    table = cache.BlockTable(1000)
     with pytest.raises(ValueError, match="resize"):
-        index.key_of.resize(0)
+        table.key_of.resize(0)
     with pytest.raises(ValueError, match="resize"):
         table.ref_cnt.resize(0)
     with pytest.raises(ValueError, match="resize"):
@@ -102,18 +118,17 @@ def test_arrays_of_any_kind_mean_the_same(kind: str) -> None:
     slots, flags, none = np.array([5, 0, 7, 2]), np.array([True, False, False, True]), np.zeros(8, dtype=np.bool_)
     hashes = np.array([1 << 40, 5, 1 << 63, 77], dtype=np.uint64)
     answers = []
-    for pair, table in ((PlainListPair(8), PlainGhostTable(50)), (ghosts.ListPair(8), ghosts.GhostTable(50))):
+    for pair, table in ((reference.ListPair(8), reference.GhostTable(50)), (ghosts.ListPair(8), ghosts.GhostTable(50))):
         pair.insert(change(slots), change(flags))
         pair.use(change(slots[:2]), change(flags[:2]))
         table.add(change(hashes), change(slots))
-        entries = table.find(change(hashes))
-        table.mark(change(entries), change(flags))
-        marked, stamps = table.is_marked(change(entries)), table.stamps(change(entries))
-        answers.append([each.tolist() for each in (*pair.pop_oldest(9, change(none)), entries >= 0, marked, stamps)])
+        table.mark_above(change(hashes), 4)
+        marked, stamps = table.is_marked(change(hashes)), table.stamps(change(hashes))
+        answers.append([each.tolist() for each in (*pair.pop_oldest(9, change(none)), marked, stamps)])
     assert answers[0] == answers[1]
-    index = cache.KeyIndex(8)
-    index.insert([b"a", b"b", b"c", b"d"], change(slots))
-    assert index.find([b"d", b"a"]).tolist() == [2, 5]
+    blocks = cache.BlockTable(8)
+    blocks.insert([b"a", b"b", b"c", b"d"], change(slots))
+    assert blocks.find([b"d", b"a"]).tolist() == [2, 5]
 
 
 class Tagged(bytes):
@@ -122,7 +137,7 @@ class Tagged(bytes):
 
 def test_a_key_queue_takes_bytes_of_a_subclass_and_nothing_else() -> None:
     keys = [Tagged(b"abc"), b"d"]
-    for queue in (PlainKeyQueue(4), ghosts.KeyQueue(4)):
+    for queue in (reference.KeyQueue(4), ghosts.KeyQueue(4)):
         queue.add(keys)
         assert queue.holds([b"abc", Tagged(b"d"), b"e"]).tolist() == [True, True, False]
         assert Tagged(b"abc") in queue
@@ -163,13 +178,12 @@ keys = [b"%d" % i for i in range(2000)]
 homes = np.array([hash(key) for key in keys]).tolist()
 ready, none_busy = [True] * 2000, np.zeros(2000, dtype=np.bool_)
 for _ in range(20):
-    index, table = cache.KeyIndex(2000), cache.BlockTable(2000)
-    pair, recent = ghosts.ListPair(2000), cache.RecencyList(2000)
-    for target in (index, table):
-        call(lambda slots: target.insert(keys, slots, homes))
-        target.remove(np.flatnonzero([key is not None for key in target.key_of]))
-        target.insert(keys, np.arange(2000))
-        call(target.remove)
+    table = cache.BlockTable(2000)
+    pair, recent = ghosts.ListPair(2000), ghosts.RecencyList(2000)
+    call(lambda slots: table.insert(keys, slots, homes))
+    table.remove(np.flatnonzero([key is not None for key in table.key_of]))
+    table.insert(keys, np.arange(2000))
+    call(table.remove)
     call(lambda slots: table.chain(slots, []))
     call(table.idle)
     call(table.evict)
@@ -187,7 +201,7 @@ print("survived")
 """
 
 COMPARISONS = """
-index = cache.KeyIndex(10)
+index = cache.BlockTable(10)
 
 class Key:
     asks = False
@@ -265,7 +279,7 @@ def test_names_that_are_chosen_to_collide_cost_no_more_than_others() -> None:
 
 
 def test_keys_that_are_chosen_to_collide_are_split_as_fast_as_others() -> None:
-    index = cache.KeyIndex(10)
+    index = cache.BlockTable(10)
     together, apart = [n << 20 for n in range(CHOSEN)], list(range(CHOSEN))
     assert {hash(key) % (1 << 15) for key in together} == {0}
     times = [cpu_s(partial(index.split, keys)) for keys in (together, apart)]

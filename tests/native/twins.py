@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvoffload.abc import IntegrityError
+from kvoffload.cache.table import BlockTable
+from kvoffload.native import reference
+
+if TYPE_CHECKING:
+    PlainBlockTable = BlockTable
+else:
+    methods = {name: each for name, each in vars(BlockTable).items() if name not in ("__dict__", "__weakref__")}
+    PlainBlockTable = type("PlainBlockTable", (reference.BlockTable,), methods)
+"""The table of a manager on that of the reference, whatever native code there is."""
 
 
 class Odd(bytes):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.observe.metrics import DEPRECATED, METRICS, Metrics, merge
-from kvoffload.tiers.counts import SUMMED
+from kvoffload.observe.metrics import METRICS, Metrics, merge
 
 
 def test_counters_add_up_and_gauges_are_replaced() -> None:
@@ -117,23 +116,12 @@ def test_every_metric_is_described(name: str) -> None:
 
 def test_counts_of_a_tier_are_taken_in_under_its_label() -> None:
     metrics = Metrics()
-    metrics.take_in({"tier_read_bytes:disk": 5, "tier_off:disk": 1, "disk_read_bytes": 5, "disk_off": 1})
+    metrics.take_in({"tier_read_bytes:disk": 5, "tier_off:disk": 1})
     metrics.take_in({"tier_read_bytes:disk-2": 2, "tier_read_bytes:disk": 1, "tier_off:disk": 0})
     assert metrics.snapshot() == {
         "tier_read_bytes:disk": 6,
         "tier_read_bytes:disk-2": 2,
         "tier_off:disk": 0,
-        "disk_read_bytes": 5,
-        "disk_off": 1,
     }
     with pytest.raises(ValueError, match="takes a tier"):
         metrics.take_in({"tier_read_bytes": 1})
-
-
-def test_what_replaces_a_deprecated_metric_is_of_the_same_kind_and_has_a_label() -> None:
-    for name, new in DEPRECATED.items():
-        assert METRICS[name].label is None
-        assert METRICS[new].label == "tier"
-        assert METRICS[name].kind == METRICS[new].kind
-        assert new in METRICS[name].help
-    assert {f"disk_{name}" for name in SUMMED} <= DEPRECATED.keys()

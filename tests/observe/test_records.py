@@ -17,7 +17,7 @@ from kvoffload.observe.records import MAX_PERIODS, Period, ReasonSummary, Reques
 # Records.
 
 HIT = RequestRecord(1.5, "r1", 100, 16, 64)
-FROM_DISK = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64)
+FROM_DISK = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64, tier_tokens={"disk": 64})
 FROM_TIERS = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64, tier_tokens={"disk": 16, "shared_dir": 48})
 MISSED = RequestRecord(2.5, "r2", 100, 16, 0, "ab" * 36, MissReason.EVICTED, 12.34)
 REFUSED = RequestRecord(
@@ -79,10 +79,7 @@ def test_optional_fields_may_be_left_out() -> None:
     assert RequestRecord.from_dict(data) == HIT
 
 
-def test_the_tier_of_older_records_is_the_disk() -> None:
-    data = FROM_DISK.to_dict()
-    del data["tier_tokens"]
-    assert RequestRecord.from_dict(data).found_below == {"disk": 64}
+def test_tokens_of_a_period_are_summed_by_tier() -> None:
     period = Period.of([FROM_DISK, FROM_TIERS], 0.0, 60.0)
     assert (period.disk_tokens, period.tier_tokens) == (128, {"disk": 80, "shared_dir": 48})
 

@@ -11,8 +11,10 @@ import os
 import re
 import select
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -66,6 +68,14 @@ sys.stdin.read()
 Start = Callable[..., RunningServer]
 
 
+@pytest.fixture(autouse=True)
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's runtime directory: its path is short, as the paths of sockets must be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        yield Path(path)
+
+
 def record(i: int) -> RequestRecord:
     return RequestRecord(float(i), f"r{i}", 100, 16, 64)
 
@@ -88,7 +98,7 @@ def start() -> Iterator[Start]:
 
         def run(name: str = "engine", count: int = 3, appending: bool = False) -> RunningServer:
             process = stack.enter_context(child(name, count, appending))
-            return RunningServer(process.pid, name)
+            return at(process.pid, name)
 
         yield run
 
@@ -106,15 +116,34 @@ def serve() -> Iterator[Callable[..., RecordServer]]:
         yield run
 
 
+def at(pid: int, name: str) -> RunningServer:
+    return RunningServer(pid, name, Path(os.environ["XDG_RUNTIME_DIR"]) / "kvoffload")
+
+
 def here(name: str = "here") -> RunningServer:
-    return RunningServer(os.getpid(), name)
+    return at(os.getpid(), name)
+
+
+def path_of(server: RunningServer) -> Path:
+    return server.directory / f"{server.pid}-{server.name}"
 
 
 def connect(server: RunningServer) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(TIMEOUT_S)
-    sock.connect(f"\0kvoffload/{server.pid}/{server.name}")
+    sock.connect(os.fspath(path_of(server)))
     return sock
+
+
+@contextlib.contextmanager
+def listening(name: str) -> Iterator[socket.socket]:
+    """A socket of this process that is none of ours."""
+    path = path_of(here(name))
+    path.parent.mkdir(0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen(0)
+        yield listener
 
 
 def read_all(sock: socket.socket) -> bytes:
@@ -142,9 +171,11 @@ def test_every_server_is_found(start: Start) -> None:
     assert set(servers) <= set(running_servers())
 
 
-def test_a_killed_server_leaves_nothing_behind() -> None:
+def test_a_killed_server_is_not_found_and_the_next_one_removes_its_socket(
+    serve: Callable[..., RecordServer], start: Start
+) -> None:
     with child("engine", 3, False) as process:
-        server = RunningServer(process.pid, "engine")
+        server = at(process.pid, "engine")
         connection = connect(server)
         assert server in running_servers()
         process.kill()
@@ -153,6 +184,15 @@ def test_a_killed_server_leaves_nothing_behind() -> None:
         with pytest.raises(RecordsError, match="does not answer"):
             read_records(server, TIMEOUT_S)
         connection.close()
+    running = start()
+    # As of a process with the id of this one, as the first of every container has.
+    with listening("here"):
+        pass
+    kept = server.directory / "notes"
+    kept.touch()
+    serve(lambda: [record(1)])
+    assert set(server.directory.iterdir()) == {kept, path_of(running), path_of(here())}
+    assert read_records(here(), TIMEOUT_S).records == [record(1)]
 
 
 def test_records_read_during_appends_are_consecutive(start: Start) -> None:
@@ -209,7 +249,7 @@ def test_a_client_that_never_reads_is_disconnected_after_the_deadline(
         gone = select.poll()
         gone.register(deaf, 0)
         assert gone.poll(TIMEOUT_S * 1000) == [(deaf.fileno(), select.POLLHUP)]
-        monkeypatch.undo()
+        monkeypatch.setattr(records, "CLIENT_DEADLINE_S", TIMEOUT_S)
         assert read_records(here(), TIMEOUT_S).records[0] == record(0)
         left = read_all(deaf)
     assert 0 < left.count(b"\n") < len(many), "it got what the socket buffers, and no more"
@@ -237,6 +277,7 @@ def test_close_ends_the_thread_even_while_a_client_does_not_read(
         read_all(deaf)
     server.close()
     assert here() not in running_servers()
+    assert not path_of(here()).exists()
 
 
 def test_the_name_of_a_closed_server_can_be_reused(serve: Callable[..., RecordServer]) -> None:
@@ -253,7 +294,7 @@ def test_a_name_in_use_is_only_a_warning(serve: Callable[..., RecordServer], cap
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
     assert "kvoffload explain" in warning.getMessage()
-    assert f"@kvoffload/{os.getpid()}/here" in warning.getMessage()
+    assert str(path_of(here())) in warning.getMessage()
     second.close()
     second.close()
     assert read_records(here(), TIMEOUT_S).records == [record(1)], "the first goes on"
@@ -265,93 +306,143 @@ def test_a_name_is_sanitised_so_that_it_can_be_found(serve: Callable[..., Record
     assert here("engine_0___" + "x" * 53) in running_servers()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused_and_the_error_names_the_owner(start: Start) -> None:
-    server = start()
-    end, other = os.pipe()
+@pytest.mark.parametrize("is_set", [False, True])
+def test_without_a_runtime_directory_sockets_are_in_tmp(
+    serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch, runtime_dir: Path, is_set: bool
+) -> None:
+    """Also with one in which the path would be longer than the kernel takes."""
+    if is_set:
+        long = runtime_dir / ("x" * 100)
+        long.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    else:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+    serve(lambda: [record(1)], "y" * 64)
+    server = RunningServer(os.getpid(), "y" * 64, Path(f"/tmp/kvoffload-{os.geteuid()}"))
+    assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
+    assert server in running_servers()
+    assert read_records(server, TIMEOUT_S).records == [record(1)]
+
+
+@contextlib.contextmanager
+def another_user(act: Callable[[], Any]) -> Iterator[tuple[int, Any]]:
+    """Runs ``act`` in a child process of another user, which ends with the context. Gives its id and the result."""
+    end, result = os.pipe()
+    ending, end_now = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.close(end_now)
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
-            found = server in running_servers()
-            with connect(server) as sock:
-                answer = read_all(sock).decode()
-            try:
-                read_records(server, TIMEOUT_S)
-                message = ""
-            except RecordsError as error:
-                message = str(error)
-            os.write(other, json.dumps([found, answer, message]).encode())
-        finally:
-            os._exit(0)
-    os.close(other)
-    with open(end, "rb") as pipe:
-        found, answer, message = json.loads(pipe.read())
-    os.waitpid(pid, 0)
-    assert found
-    assert answer == ""
-    assert "belongs to user 0" in message
-    assert "run this command as that user" in message
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_root_does_not_read_what_another_user_serves() -> None:
-    ready, starting = os.pipe()
-    ending, end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(end)
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-            server = RecordServer(lambda: [record(1)], "fake")
-            os.write(starting, b"x")
+            done = act()
+            os.write(result, json.dumps(done if isinstance(done, list) else None).encode())
+            os.close(result)
             os.read(ending, 1)
-            server.close()
         finally:
             os._exit(0)
-    fake = RunningServer(pid, "fake")
     try:
-        os.read(ready, 1)
-        assert fake in running_servers()
-        with pytest.raises(RecordsError, match=r"fake\) was ignored: it belongs to user 65534; run this command as"):
-            read_records(fake, TIMEOUT_S)
+        os.close(result)
+        with open(end, "rb") as pipe:
+            yield pid, json.loads(pipe.read())
     finally:
-        for descriptor in (end, ending, ready, starting):
-            os.close(descriptor)
+        os.close(end_now)
+        os.close(ending)
         os.waitpid(pid, 0)
 
 
-def test_a_flood_of_other_users_connections_is_slowed_down_by_pauses(
-    serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
+def problem(server: RunningServer, of_any_user: bool = False) -> str:
+    with pytest.raises(RecordsError) as raised:
+        read_records(server, TIMEOUT_S, of_any_user)
+    return str(raised.value)
+
+
+only_as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@only_as_root
+def test_another_user_is_refused_and_the_error_names_the_owner(start: Start, runtime_dir: Path) -> None:
+    """Nor can another user connect: nobody may enter the directory."""
+    runtime_dir.chmod(0o755)
+    server = start()
+
+    def act() -> list[Any]:
+        try:
+            connect(server).close()
+            connected = True
+        except PermissionError:
+            connected = False
+        return [server in running_servers(), connected, problem(server, True)]
+
+    with another_user(act) as (_, (found, connected, message)):
+        assert found
+        assert not connected
+        assert f"belongs to user 0; run this command as that user, or as root with --pid {server.pid}" in message
+
+
+@only_as_root
+def test_root_reads_what_another_user_serves_only_if_it_asks_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with another_user(lambda: RecordServer(lambda: [record(1)], "fake")) as (pid, _):
+        fake = RunningServer(pid, "fake", Path("/tmp/kvoffload-65534"))
+        assert fake in running_servers()
+        assert "(fake) was ignored: it belongs to user 65534; run this command as" in problem(fake)
+        assert read_records(fake, TIMEOUT_S, of_any_user=True).records == [record(1)]
+        # A socket that the other user has named like one of another process.
+        path_of(fake).rename(fake.directory / f"{os.getpid()}-fake")
+        found = RunningServer(os.getpid(), "fake", fake.directory)
+        assert f"process {pid} of user 65534 answers in its place" in problem(found, True)
+        (fake.directory / f"{os.getpid()}-fake").unlink()
+
+
+@only_as_root
+def test_a_server_that_another_user_has_made_a_directory_for_says_so(
+    serve: Callable[..., RecordServer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    runtime_dir: Path,
 ) -> None:
-    server = serve(lambda: [record(1)])
-    monkeypatch.setattr(records, "peer_uid", lambda sock: os.geteuid() + 1)
-    began = time.monotonic()
-    for _ in range(3 * records.REFUSALS_AT_ONCE):
-        with connect(here()) as stranger:
-            assert read_all(stranger) == b""
-    monkeypatch.setattr(records, "peer_uid", lambda sock: os.geteuid())
-    for _ in range(2 * records.REFUSALS_AT_ONCE):
-        assert read_records(here(), TIMEOUT_S).records == [record(1)]
-    assert server.num_pauses == 3, "the server's own user must not be slowed down"
-    assert time.monotonic() - began >= 3 * records.REFUSAL_PAUSE_S
+    """Everybody may make directories in /tmp."""
+    mine = runtime_dir / "tmp"
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: mine.mkdir(0o700), "belongs to user 65534: remove it"),
+        (lambda: mine.mkdir(0o755), f"chmod 700 {mine}"),
+        (lambda: mine.symlink_to(runtime_dir), "is no directory: remove it"),
+        (lambda: mine.touch(), "is no directory: remove it"),
+    ]
+    for make, fix in cases:
+        make()
+        os.chown(mine, 65534, 65534, follow_symlinks=False)
+        monkeypatch.setattr(records, "_own_directory", lambda name: records._private(mine))
+        caplog.clear()
+        serve(lambda: [record(1)])
+        (warning,) = caplog.records
+        assert fix in warning.getMessage()
+        assert here() not in running_servers()
+        mine.rmdir() if mine.is_dir() and not mine.is_symlink() else mine.unlink()
+
+
+@only_as_root
+def test_the_runtime_directory_of_another_user_is_not_used(
+    serve: Callable[..., RecordServer], runtime_dir: Path
+) -> None:
+    """As of the session from which a server was started with su."""
+    os.chown(runtime_dir, 65534, 65534)
+    serve(lambda: [record(1)])
+    assert RunningServer(os.getpid(), "here", Path(f"/tmp/kvoffload-{os.geteuid()}")) in running_servers()
+    assert not list(runtime_dir.iterdir())
 
 
 def test_connecting_to_a_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other users who connect all the time cannot keep the server's own user out."""
+    """As if many wanted the records at once."""
     pauses: list[float] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy, contextlib.ExitStack() as strangers:
-        busy.bind(f"\0kvoffload/{os.getpid()}/busy")
-        busy.listen(0)
+    with listening("busy") as busy, contextlib.ExitStack() as strangers:
         with contextlib.suppress(BlockingIOError):
             while True:
                 stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 stranger.setblocking(False)
-                stranger.connect(f"\0kvoffload/{os.getpid()}/busy")
+                stranger.connect(os.fspath(path_of(here("busy"))))
 
         def sleep(seconds: float) -> None:
             pauses.append(seconds)
@@ -360,7 +451,7 @@ def test_connecting_to_a_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(time, "sleep", sleep)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            records.connect(sock, f"\0kvoffload/{os.getpid()}/busy", time.monotonic() + TIMEOUT_S)
+            records.connect(sock, os.fspath(path_of(here("busy"))), time.monotonic() + TIMEOUT_S)
         assert len(pauses) == 3
 
 
@@ -373,9 +464,7 @@ def answer() -> Iterator[Callable[[bytes], RunningServer]]:
     with contextlib.ExitStack() as stack:
 
         def run(content: bytes) -> RunningServer:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            listener.bind(f"\0kvoffload/{os.getpid()}/fake")
-            listener.listen()
+            listener = stack.enter_context(listening("fake"))
 
             def serve_one() -> None:
                 client, _ = listener.accept()
@@ -444,39 +533,31 @@ def test_an_answer_of_empty_lines_is_not_kept(answer: Answer) -> None:
 
 
 def test_a_silent_server_is_given_up_after_the_timeout() -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"\0kvoffload/{os.getpid()}/mute")
-        listener.listen()
-        with pytest.raises(RecordsError, match=r"\(mute\) does not answer: timed out"):
-            read_records(here("mute"), 0.2)
+    with listening("mute"), pytest.raises(RecordsError, match=r"\(mute\) does not answer: timed out"):
+        read_records(here("mute"), 0.2)
 
 
 def test_a_server_that_does_not_exist_is_named() -> None:
     with pytest.raises(RecordsError, match=r"process 1 \(gone\) does not answer"):
-        read_records(RunningServer(1, "gone"), TIMEOUT_S)
+        read_records(at(1, "gone"), TIMEOUT_S)
 
 
-def test_malformed_socket_names_are_not_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pid = os.getpid()
-    names = [
-        f"kvoffload/{pid}/",
-        f"kvoffload/{pid}/a b",
-        f"kvoffload/x{pid}/a",
-        f"kvoffload/{pid}/a/b",
-        f"xkvoffload/{pid}/a",
-    ]
-    hostile = f"kvoffload/{pid}/a\nx x x zzz x x x @kvoffload/{pid}/b\x1b[2J"
+def test_malformed_socket_names_are_not_servers(monkeypatch: pytest.MonkeyPatch, runtime_dir: Path) -> None:
+    pid, home = os.getpid(), runtime_dir / "kvoffload"
+    names = [f"{pid}-", f"{pid}-a b", f"x{pid}-a", f"{pid}-\x1b[2J", f"{pid}/{pid}-a"]
+    hostile = f"{pid}-a\nx x x zzz x x x /kvoffload/{pid}-b\x1b[2J"
     before = set(running_servers())
     with contextlib.ExitStack() as stack:
         for name in [*names, hostile]:
+            (home / name).parent.mkdir(0o700, parents=True, exist_ok=True)
             sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            sock.bind("\0" + name)
+            sock.bind(f"{home}/{name}")
             sock.listen()
         bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        bound.bind(f"\0kvoffload/{pid}/does-not-listen")
+        bound.bind(f"{home}/{pid}-does-not-listen")
         # The part of a name before a line break looks like one of ours, but nothing answers there.
         assert {server for server in running_servers() if server.pid == pid} - before == {here("a")}
-    monkeypatch.setattr(records, "PROC_NET_UNIX", tmp_path / "none")
+    monkeypatch.setattr(records, "PROC_NET_UNIX", runtime_dir / "none")
     assert running_servers() == []
 
 

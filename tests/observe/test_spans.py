@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvoffload.observe import spans as spans_module
 from kvoffload.observe.spans import RequestSpans
-from kvoffload.testing.engine import ModelEngine, Scenario
 from kvoffload.testing.scale import scaled
 from tests.connector.rig import FakeRequest, Rig, only, prompt, start_together
 from tests.connector.test_tiered_scheduler import TieredRig
+from tests.sim.engine import ModelEngine, Scenario
 
 BLOCK_BYTES = 100
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

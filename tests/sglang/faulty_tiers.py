@@ -35,7 +35,7 @@ class HangingTier(MemoryTier):
 
 
 class RaisingTier(MemoryTier):
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         raise RuntimeError("a bug of the tier")
 
 

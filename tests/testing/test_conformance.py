@@ -25,23 +25,25 @@ from kvoffload.abc import (
     IntegrityError,
     LoadStoreSpec,
     LookupState,
+    Need,
     OffloadingEvent,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     Slots,
+    States,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import BackendConformance, ManagerConformance, PolicyConformance
 from kvoffload.testing.reference import (
-    ReferenceARCManager,
     ReferenceFilter,
     ReferenceLRUManager,
     ReferenceManager,
     unique,
 )
 from kvoffload.testing.stateful import manager_machine, walk
+from tests.cache.reference_policies import ReferenceARCManager
 
 Keys = Sequence[OffloadKey]
 Context = ReqContext | None
@@ -66,7 +68,9 @@ class EvictsItsOwnPrefix(ReferenceLRUManager):
 
 
 class EvictsThenGivesUp(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
             for victim in [key for key in self.order if key in self.evictable(keys)]:
@@ -77,7 +81,9 @@ class EvictsThenGivesUp(ReferenceLRUManager):
 
 
 class MovesBeforeItGivesUp(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None and self.order:
             self.order.append(self.order.pop(0))
@@ -85,7 +91,9 @@ class MovesBeforeItGivesUp(ReferenceLRUManager):
 
 
 class EvictsOneMore(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is not None and output.evicted_keys and self.evictable(keys):
             victim = self.order_evict(self.evictable(keys))
@@ -96,7 +104,9 @@ class EvictsOneMore(ReferenceLRUManager):
 
 
 class EvictsWithoutSaying(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         return output and PrepareStoreOutput(output.keys_to_store, output.store_spec, [])
 
@@ -110,13 +120,17 @@ class EvictsNewest(ReferenceLRUManager):
 
 
 class RefusesAnEmptyStore(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         return output if output and output.keys_to_store else None
 
 
 class ReadyTooEarly(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is not None:
             self.complete_store(output.keys_to_store)
@@ -136,8 +150,10 @@ class ReportsWritingAsHit(ReferenceLRUManager):
 
 
 class ReportsWritingAsMiss(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None) -> list[LookupState]:
-        return [LookupState.HIT if self.state(key) is LookupState.HIT else LookupState.MISS for key in keys]
+    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
+        states = super().lookup_each(keys)
+        states[states == LookupState.PENDING] = LookupState.MISS
+        return states
 
 
 class FailureLeaksTheSlot(ReferenceLRUManager):
@@ -208,7 +224,9 @@ class BecomingReadyMoves(ReferenceLRUManager):
 
 
 class DuplicateLeaksASlot(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         new = set() if output is None else set(output.keys_to_store)
         for _ in range(sum(key in new for key in keys) - len(new)):
@@ -220,7 +238,9 @@ class DuplicateLeaksASlot(ReferenceLRUManager):
 
 
 class SlotsInAnotherOrder(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
             return None
@@ -229,12 +249,16 @@ class SlotsInAnotherOrder(ReferenceLRUManager):
 
 
 class KeysInAnotherOrder(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         return super().prepare_store(sorted(keys))
 
 
 class StoresAgainWhatIsInFlight(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
             return None
@@ -265,34 +289,42 @@ class LookupTouches(ReferenceLRUManager):
 
 
 class LookupEachStopsAtAMiss(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None) -> list[LookupState]:
-        n = super().lookup(keys) or 0
-        return super().lookup_each(keys)[:n] + [LookupState.MISS] * (len(keys) - n)
+    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
+        states = super().lookup_each(keys)
+        states[super().lookup(keys) :] = LookupState.MISS
+        return states
 
 
-class LookupLastFindsTheFirst(ReferenceLRUManager):
-    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
-        ready = [i for i, key in enumerate(keys) if self.state(key) is LookupState.HIT]
-        return (ready[0], LookupState.HIT) if ready else (-1, LookupState.MISS)
+class LookupOfTheLastFindsTheFirst(ReferenceLRUManager):
+    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
+        states = super().lookup_each(keys)
+        if need is Need.LAST:
+            states[int((states == LookupState.HIT).argmax()) + 1 :] = LookupState.MISS
+        return states
 
 
-class LookupLastStopsAtAMiss(ReferenceLRUManager):
-    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
-        run = self.lookup(keys) or 0
-        return run - 1, LookupState.HIT if run else LookupState.MISS
+class LookupOfTheLastStopsAtAMiss(ReferenceLRUManager):
+    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
+        states = super().lookup_each(keys)
+        if need is Need.LAST:
+            states[super().lookup(keys) :] = LookupState.MISS
+        return states
 
 
-class LookupLastFindsBlocksBeingWritten(ReferenceLRUManager):
-    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
-        known = [i for i, key in enumerate(keys) if self.state(key) is not LookupState.MISS]
-        return (known[-1], LookupState.HIT) if known else (-1, LookupState.MISS)
+class LookupOfTheLastFindsBlocksBeingWritten(ReferenceLRUManager):
+    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
+        states = super().lookup_each(keys)
+        if need is Need.LAST:
+            states[states == LookupState.PENDING] = LookupState.HIT
+        return states
 
 
-class LookupLastTouches(ReferenceLRUManager):
-    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
-        last, state = super().lookup_last(keys)
-        self.touch(keys[last : last + 1] if state is LookupState.HIT else [])
-        return last, state
+class LookupOfTheLastTouches(ReferenceLRUManager):
+    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
+        states = super().lookup_each(keys)
+        if need is Need.LAST:
+            self.touch([key for key, state in zip(keys, states, strict=True) if state == LookupState.HIT][-1:])
+        return states
 
 
 class PinsBeforeItChecks(ReferenceLRUManager):
@@ -389,7 +421,9 @@ class SaysItTwice(ReferenceLRUManager):
 
 
 class SaysReadyTooEarly(ReferenceLRUManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is not None:
             self.announce(output.keys_to_store, removed=False)
@@ -421,23 +455,25 @@ class WrongMedium(ReferenceLRUManager):
 
 
 class ResetInSilence(ReferenceLRUManager):
-    def reset(self) -> None:
+    def reset(self, keep_shared: bool = False) -> bool:
         waiting = list(self.events)
         super().reset()
         self.events = waiting
+        return False
 
 
 class ResetAnnouncesWhatNeverWas(ReferenceLRUManager):
-    def reset(self) -> None:
+    def reset(self, keep_shared: bool = False) -> bool:
         self.announce([key for key, block in self.blocks.items() if not block.is_ready], removed=True)
-        super().reset()
+        return super().reset()
 
 
 class ResetFreesSlotsInTransfer(ReferenceLRUManager):
-    def reset(self) -> None:
+    def reset(self, keep_shared: bool = False) -> bool:
         super().reset()
         self.free_slots += [block.slot for block in self.leaving.values()]
         self.leaving.clear()
+        return False
 
 
 class ResetLeaksSlotsInTransfer(ReferenceLRUManager):
@@ -447,12 +483,13 @@ class ResetLeaksSlotsInTransfer(ReferenceLRUManager):
 
 
 class ResetSparesPinnedBlocks(ReferenceLRUManager):
-    def reset(self) -> None:
+    def reset(self, keep_shared: bool = False) -> bool:
         pinned = {key: block for key, block in self.blocks.items() if block.ref_cnt > 0}
         super().reset()
         for key in pinned:
             self.blocks[key] = self.leaving.pop(key)
             self.order_insert(key)
+        return False
 
 
 class LateCompletionRevives(ReferenceLRUManager):
@@ -468,7 +505,9 @@ class LateCompletionRevives(ReferenceLRUManager):
 class ForgetsOldTransfersOfAKey(ReferenceLRUManager):
     """Stores a key again while its old transfer runs: the old completion is taken for the new one's."""
 
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         old = {key: self.leaving.pop(key) for key in keys if key in self.leaving}
         output = super().prepare_store(keys)
         if output is None:
@@ -573,7 +612,9 @@ class ARCTouchOfABlockBeingWrittenRaises(ReferenceARCManager):
 
 
 class ARCGivesUpBelowTarget(ReferenceARCManager):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         below = len(self.t1) < int(self.target_t1_size)
         if below and not set(self.t2) & self.evictable(keys) and not self.free_slots:
             return None if any(self.held(key) is None for key in keys) else super().prepare_store(keys)
@@ -645,7 +686,9 @@ class CountsUpToTheFirstMiss(ReferenceFilter):
 
 
 class CountsStores(ReferenceFilter):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         self.count(keys, req_context)
         return super().prepare_store(keys)
 
@@ -657,7 +700,9 @@ class CountsDuplicates(ReferenceFilter):
 
 
 class LetsInOneTooEarly(ReferenceFilter):
-    def prepare_store(self, keys: Keys, req_context: Context = None) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
         return self.backing.prepare_store([key for key in keys if self.counts.get(key, 0) > 1])
 
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.shared_memory import SharedMemory, SharedMemoryTier, SharedValue
-from kvoffload.testing.storage import SimulatedStorage
+from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.tier_conformance import TierConformance
-from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor, checksum_of
+from kvoffload.testing.tiers import MemoryTier, checksum_of
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.executor import Executor
+from tests.asking_tier import AskingTier
+from tests.sim.plain_shared import PlainSharedTier
+from tests.sim.storage import SimulatedStorage
+from tests.sim.stores import ClientState, SimulatedClient, SimulatedStore, StoreFaults, StoreValue
 
 Keys = Sequence[OffloadKey]
 
@@ -57,45 +61,54 @@ class TestAskingTier(MemoryTierConformance):
     tier_class = AskingTier
 
 
-class SharedMemoryTierConformance(TierConformance):
-    """The suite for SharedMemoryTier and its subclasses with a bug."""
+class PlainSharedTierConformance(TierConformance):
+    """The suite for PlainSharedTier and its subclasses with a bug."""
 
-    shared_class: type[SharedMemoryTier] = SharedMemoryTier
+    shared_class: type[PlainSharedTier] = PlainSharedTier
     max_under_way = 10
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        return self.on(SharedMemory(), pools)
+        return self.on(SimulatedStore(time.monotonic), pools)
 
-    def on(self, medium: SharedMemory, pools: Sequence[ByteArray]) -> Tier:
+    def on(self, store: SimulatedStore, pools: Sequence[ByteArray]) -> Tier:
         executor = SteppedExecutor(max_queued=self.max_under_way)
-        return self.shared_class(medium, pools, executor, time.monotonic)
+        state = ClientState(object(), StoreFaults, Random(0), lambda: None, executor.stall)
+        return self.shared_class(SimulatedClient(store, state), pools, executor, time.monotonic)
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         return self.another(tier, pools)
 
     def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
-        assert isinstance(tier, SharedMemoryTier)
-        return self.on(tier.medium, pools)
+        return self.on(store_of(tier), pools)
 
     def hold(self, tier: Tier) -> AbstractContextManager[None]:
-        assert isinstance(tier, SharedMemoryTier)
+        assert isinstance(tier, PlainSharedTier)
         assert isinstance(tier.executor, SteppedExecutor)
         return tier.executor.hold()
 
     def spoil(self, tier: Tier) -> bool:
-        assert isinstance(tier, SharedMemoryTier)
-        for value in tier.medium.values.values():
-            value.raw[0][7] ^= 1
+        for value in values_of(tier).values():
+            value.data = value.data ^ np.uint8(1)
         return True
 
     def lose(self, tier: Tier, names: str) -> bool:
-        assert isinstance(tier, SharedMemoryTier)
+        assert isinstance(tier, PlainSharedTier)
         for key in keys(names):
-            del tier.medium.values[tier.name_of(key)]
+            del values_of(tier)[tier.name_of(key)]
         return True
 
 
-class TestSharedMemoryTier(SharedMemoryTierConformance):
+def store_of(tier: Tier) -> SimulatedStore:
+    assert isinstance(tier, PlainSharedTier)
+    assert isinstance(tier.client, SimulatedClient)
+    return tier.client.store
+
+
+def values_of(tier: Tier) -> dict[str, StoreValue]:
+    return store_of(tier).values
+
+
+class TestPlainSharedTier(PlainSharedTierConformance):
     pass
 
 
@@ -112,17 +125,9 @@ def disk_bytes(pools: Sequence[ByteArray], num_blocks: int) -> int:
 def make_disk_tier(
     storage: Storage, pools: Sequence[ByteArray], num_blocks: int, executor: Executor | None = None, **settings: Any
 ) -> DiskTier:
-    block_bytes = sum(pool.shape[1] for pool in pools)
-    capacity = disk_bytes(pools, num_blocks)
-    return DiskTier(
-        storage,
-        pools,
-        fingerprint=FINGERPRINT,
-        capacity_bytes=capacity,
-        executor=executor,
-        slab_bytes=3 * block_bytes,
-        **settings,
-    )
+    settings["slab_bytes"] = 3 * sum(pool.shape[1] for pool in pools)
+    kept = DiskSettings(FINGERPRINT, disk_bytes(pools, num_blocks), **settings)
+    return DiskTier(storage, pools, kept, executor=executor)
 
 
 def spoil_slabs(storage: Storage) -> bool:
@@ -249,7 +254,7 @@ class HidesRefusals(MemoryTier):
 
 
 class ReadyTooEarly(MemoryTier):
-    def contains(self, keys: Keys) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         return np.array([LookupState.HIT if key in self.blocks else LookupState.MISS for key in keys], np.uint8)
 
 
@@ -274,23 +279,23 @@ class EvictsTheNewest(MemoryTier):
 
 
 class TouchesForwards(MemoryTier):
-    def touch(self, keys: Keys) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         super().touch(list(reversed(keys)))
 
 
 class TouchDoesNothing(MemoryTier):
-    def touch(self, keys: Keys) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         pass
 
 
 class TouchOfUnknownRaises(MemoryTier):
-    def touch(self, keys: Keys) -> None:
+    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         for key in reversed(keys):
             self.blocks.move_to_end(key)
 
 
 class ContainsTouches(MemoryTier):
-    def contains(self, keys: Keys) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         self.touch(keys)
         return super().contains(keys)
 
@@ -378,7 +383,7 @@ class KeepsBadBlocks(MemoryTier):
 class TruncatesKeys(MemoryTier):
     """Pads keys to a fixed length, and does not keep their own."""
 
-    def contains(self, keys: Keys) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         return super().contains([key.rstrip(b"\0") for key in keys])
 
     def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
@@ -428,27 +433,26 @@ class TakesOnEverything(MemoryTier):
 
 
 class UsedBytesLag(MemoryTier):
-    @property
-    def capacity_bytes(self) -> int:
-        return (self.max_blocks - 1) * self.block_bytes
+    def stats(self) -> TierStats:
+        return super().stats()._replace(capacity_bytes=(self.max_blocks - 1) * self.block_bytes)
 
 
 # Shared tiers with one bug each.
 
 
-class ResetDeletes(SharedMemoryTier):
+class ResetDeletes(PlainSharedTier):
     def reset(self) -> None:
         self.delete(list(self.written))
         super().reset()
 
 
-class ResetDeletesEverything(SharedMemoryTier):
+class ResetDeletesEverything(PlainSharedTier):
     def reset(self) -> None:
         super().reset()
-        self.medium.values.clear()
+        values_of(self).clear()
 
 
-class ResetOnlyForgets(SharedMemoryTier):
+class ResetOnlyForgets(PlainSharedTier):
     """Goes on after the reset."""
 
     def reset(self) -> None:
@@ -456,7 +460,7 @@ class ResetOnlyForgets(SharedMemoryTier):
         self.answers.clear()
 
 
-class WritesAfterAReset(SharedMemoryTier):
+class WritesAfterAReset(PlainSharedTier):
     was_reset = False
 
     def reset(self) -> None:
@@ -472,27 +476,27 @@ class WritesAfterAReset(SharedMemoryTier):
         return taken
 
 
-class ResetLosesResults(SharedMemoryTier):
+class ResetLosesResults(PlainSharedTier):
     def reset(self) -> None:
         super().reset()
         self.executor.close(0.0)
         self.ended.clear()
 
 
-class DeletesWhatOthersHaveWritten(SharedMemoryTier):
+class DeletesWhatOthersHaveWritten(PlainSharedTier):
     def delete(self, keys: Keys) -> None:
         self.written.update(keys)
         super().delete(keys)
 
 
-class DeleteIsForgotten(SharedMemoryTier):
+class DeleteIsForgotten(PlainSharedTier):
     """A block that was deleted is found again at once."""
 
     def delete(self, keys: Keys) -> None:
         pass
 
 
-class RemembersMissesForGood(SharedMemoryTier):
+class RemembersMissesForGood(PlainSharedTier):
     def ask_for(self, keys: Keys) -> None:
         super().ask_for(keys)
         for key in keys:
@@ -500,49 +504,49 @@ class RemembersMissesForGood(SharedMemoryTier):
             self.answers[key] = is_there, until if is_there else float("inf")
 
 
-class NeverAnswers(SharedMemoryTier):
+class NeverAnswers(PlainSharedTier):
     def ask_for(self, keys: Keys) -> None:
         self.asking.difference_update(keys)
 
 
-class AnswersMissUntilItKnows(SharedMemoryTier):
-    def contains(self, keys: Keys) -> States:
+class AnswersMissUntilItKnows(PlainSharedTier):
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         states = super().contains(keys)
         states[states == LookupState.RETRY] = LookupState.MISS
         return states
 
 
-class GuessesHits(SharedMemoryTier):
-    def contains(self, keys: Keys) -> States:
+class GuessesHits(PlainSharedTier):
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         states = super().contains(keys)
         states[states == LookupState.RETRY] = LookupState.HIT
         return states
 
 
-class IsNotMarkedAsShared(SharedMemoryTier):
+class IsNotMarkedAsShared(PlainSharedTier):
     is_shared = False
 
 
-class SeesOnlyItsOwn(SharedMemoryTier):
-    def name_of(self, key: OffloadKey) -> bytes:
-        return b"%d" % id(self) + key
+class SeesOnlyItsOwn(PlainSharedTier):
+    def name_of(self, key: OffloadKey) -> str:
+        return f"{id(self)}/{key.hex()}"
 
 
-class OverwritesOthers(SharedMemoryTier):
+class OverwritesOthers(PlainSharedTier):
     """Writes again what is there, and says that it has moved bytes."""
 
     def write_block(self, key: OffloadKey, slot: int) -> None:
-        self.medium.values.pop(self.name_of(key), None)
+        values_of(self).pop(self.name_of(key), None)
         super().write_block(key, slot)
 
-    def contains(self, keys: Keys) -> States:
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         states = super().contains(keys)
         for key in keys:
             self.answers.pop(key, None)
         return states
 
 
-class HeldIsAFailure(SharedMemoryTier):
+class HeldIsAFailure(PlainSharedTier):
     def poll(self) -> list[TierResult]:
         return [
             TierResult(r.key, r.is_read, TierError.IO) if r.ok and not r.is_read and not r.nbytes else r
@@ -550,19 +554,19 @@ class HeldIsAFailure(SharedMemoryTier):
         ]
 
 
-class LostIsOk(SharedMemoryTier):
+class LostIsOk(PlainSharedTier):
     def poll(self) -> list[TierResult]:
         return [TierResult(r.key, r.is_read) if r.is_read and r.error else r for r in super().poll()]
 
 
-class LostIsAFailureOfTheMedium(SharedMemoryTier):
+class LostIsAFailureOfTheMedium(PlainSharedTier):
     """Evictions by the medium would open the circuit breaker."""
 
     def poll(self) -> list[TierResult]:
         return [TierResult(r.key, True, TierError.IO) if r.is_read and r.error else r for r in super().poll()]
 
 
-class StillClaimsWhatIsLost(SharedMemoryTier):
+class StillClaimsWhatIsLost(PlainSharedTier):
     def poll(self) -> list[TierResult]:
         before = dict(self.answers)
         results = super().poll()
@@ -572,43 +576,49 @@ class StillClaimsWhatIsLost(SharedMemoryTier):
         return results
 
 
-class SharesWithoutVerifying(SharedMemoryTier):
+class SharesWithoutVerifying(PlainSharedTier):
+    def is_right(self, key: OffloadKey, parts: Sequence[ByteArray]) -> bool:
+        return True
+
+
+class ReadsTheValueOfAnotherKey(PlainSharedTier):
+    """Takes values of whatever key, if their checksum is right."""
+
+    def name_of(self, key: OffloadKey) -> str:
+        return super().name_of(key)[:3]
+
+
+class StoresAView(PlainSharedTier):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.views: dict[OffloadKey, int] = {}
+
+    def write_block(self, key: OffloadKey, slot: int) -> None:
+        super().write_block(key, slot)
+        self.views[key] = slot
+
     def read_block(self, key: OffloadKey, slot: int) -> None:
-        value = self.medium.values.get(self.name_of(key))
-        if value is not None:
-            value.checksum = checksum_of(value.raw)
+        value = values_of(self).get(self.name_of(key))
+        if value is not None and key in self.views:
+            payloads = [pool[self.views[key]] for pool in self.pools]
+            value.data = np.concatenate([self.checksum(key, payloads), *payloads])
         super().read_block(key, slot)
 
 
-class ReadsTheValueOfAnotherKey(SharedMemoryTier):
-    """Takes values of whatever key, if their checksum is right."""
-
-    def name_of(self, key: OffloadKey) -> bytes:
-        return super().name_of(key)[:2]
-
-
-class StoresAView(SharedMemoryTier):
-    def write_block(self, key: OffloadKey, slot: int) -> None:
-        super().write_block(key, slot)
-        value = self.medium.values.get(self.name_of(key))
-        if isinstance(value, SharedValue) and value.writer is self:
-            value.raw = [pool[slot] for pool in self.pools]
-
-
-class CloseDeletes(SharedMemoryTier):
+class CloseDeletes(PlainSharedTier):
     def close(self) -> None:
         for key in self.written:
-            self.medium.remove(self.name_of(key), self)
+            self.client.remove([self.name_of(key)])
         super().close()
 
 
-class ExpectOfNothingRaises(SharedMemoryTier):
-    def expect(self, keys: Keys) -> None:
-        super().expect(list(keys[:1]) + list(keys[1:]))
-        assert keys[0]
+class AsksAheadOnly(PlainSharedTier):
+    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
+        assert ahead
+        return super().contains(keys, ahead)
 
 
-class ReportsLookups(SharedMemoryTier):
+class ReportsLookups(PlainSharedTier):
     """Reports a lookup like a transfer."""
 
     def ask_for(self, keys: Keys) -> None:
@@ -616,10 +626,8 @@ class ReportsLookups(SharedMemoryTier):
         self.ended.append(TierResult(keys[0], True, TierError.GONE))
 
 
-class FailedLookupsGoBackwards(SharedMemoryTier):
-    @property
-    def num_failed_lookups(self) -> int:
-        return -1
+class FailedLookupsGoBackwards(PlainSharedTier):
+    num_failed_lookups = -1
 
 
 class ForgetsThatItsEvictionsWereTaken(MemoryTier):
@@ -641,8 +649,8 @@ BUGS = [
     bug
     for bug in list(globals().values())
     if isinstance(bug, type)
-    and issubclass(bug, MemoryTier | SharedMemoryTier)
-    and bug not in (MemoryTier, AskingTier, SharedMemoryTier)
+    and issubclass(bug, MemoryTier | PlainSharedTier)
+    and bug not in (MemoryTier, AskingTier, PlainSharedTier)
 ]
 
 
@@ -662,8 +670,8 @@ def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def failures(bug: type[Tier]) -> list[str]:
     """Returns the first test that fails for ``bug``, or nothing."""
-    if issubclass(bug, SharedMemoryTier):
-        suite = type("Suite", (SharedMemoryTierConformance,), {"shared_class": bug})()
+    if issubclass(bug, PlainSharedTier):
+        suite = type("Suite", (PlainSharedTierConformance,), {"shared_class": bug})()
     else:
         suite = type("Suite", (MemoryTierConformance,), {"tier_class": bug})()
     for name, case in cases(suite):
@@ -678,7 +686,7 @@ def failures(bug: type[Tier]) -> list[str]:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_suite_catches_a_wrong_tier(
-    bug: type[MemoryTier | SharedMemoryTier], monkeypatch: pytest.MonkeyPatch
+    bug: type[MemoryTier | PlainSharedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.testing.tier_conformance.DEADLINE_S", 0.2)
     found = failures(bug)
@@ -688,4 +696,4 @@ def test_the_suite_catches_a_wrong_tier(
 
 def test_the_suite_accepts_a_right_tier() -> None:
     assert failures(MemoryTier) == []
-    assert failures(SharedMemoryTier) == []
+    assert failures(PlainSharedTier) == []

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import IntegrityError, LookupState, OffloadKey, Slots
-from kvoffload.cache.index import KeyIndex
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.table import PlainBlockTable
+from kvoffload.cache.table import BlockTable
 from kvoffload.tiers.catalog import RESTORED_AT_ONCE, Catalog
+from tests.native.twins import PlainBlockTable
 
 
 def key(name: int) -> OffloadKey:
@@ -63,20 +63,20 @@ def present(catalog: Catalog, most: int = 40) -> list[int]:
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of keys in each lookup of the index, the plain one."""
+    """The number of keys in each lookup of the table, that of the reference."""
     monkeypatch.setattr("kvoffload.cache.manager.BlockTable", PlainBlockTable)
     counts: list[int] = []
 
     def counted(name: str) -> None:
-        method = getattr(KeyIndex, name)
+        method = getattr(PlainBlockTable, name)
 
-        def look_up(index: KeyIndex, sought: Sequence[OffloadKey]) -> object:
+        def look_up(index: BlockTable, sought: Sequence[OffloadKey]) -> object:
             counts.append(len(sought))
             return method(index, sought)
 
-        monkeypatch.setattr(KeyIndex, name, look_up)
+        monkeypatch.setattr(PlainBlockTable, name, look_up)
 
-    counted("find")
+    counted("find_in_transfer")
     counted("split")
     return counts
 

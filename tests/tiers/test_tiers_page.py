@@ -17,7 +17,7 @@ from kvoffload.abc import ByteArray, KVGroup, Tier
 from kvoffload.testing.tier_conformance import TierConformance
 
 PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
-MAX_LINES = 60
+MAX_LINES = 65
 
 
 def example(number: int = 0) -> str:
@@ -65,7 +65,7 @@ class TestTheExample(TierConformance):
             block[0][7] ^= 1
         return True
 
-    def test_it_has_at_most_sixty_lines(self) -> None:
+    def test_it_is_as_short_as_the_page_says(self) -> None:
         lines = [line for line in example().splitlines() if line.strip()]
         assert 30 < len(lines) <= MAX_LINES
         assert f"{MAX_LINES} lines" in PAGE.read_text()

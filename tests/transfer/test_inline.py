@@ -18,6 +18,7 @@ from kvoffload.transfer import inline
 from kvoffload.transfer.blocks import merge_views
 from kvoffload.transfer.copies import copy_lists
 from kvoffload.transfer.inline import InlineTransfer
+from tests.clock import Clock
 
 BLOCKS = 12
 
@@ -186,17 +187,6 @@ def test_a_result_has_the_number_of_bytes_copied() -> None:
     assert (result.job_id, result.ok, result.nbytes) == (5, True, 2 * 48)
     assert result.seconds >= 0
     assert transfer.poll(busy=False) == [], "a result is reported once"
-
-
-class Clock:
-    """A clock that advances by ``tick`` seconds whenever it is read."""
-
-    def __init__(self, tick: float = 0.0) -> None:
-        self.now, self.tick = 100.0, tick
-
-    def __call__(self) -> float:
-        self.now += self.tick
-        return self.now
 
 
 @pytest.fixture(autouse=True)

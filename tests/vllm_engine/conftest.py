@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 from vllm_harness import GEMMA3, Run, Runner
 
+from demo.process import with_demo
+
+# Engines import from the checkout, in their processes too.
+os.environ |= with_demo(os.environ)
+
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from demo.engine import connector, sampling, start_llm
+
 BLOCK_SIZE = 32
 DEVICE_BLOCKS = 24
 MAX_TOKENS = 36
@@ -137,7 +139,7 @@ class TierJobs:
     """Counts what the tiers of this process have accepted and not reported yet."""
 
     def __init__(self) -> None:
-        from kvoffload.tiers.guard import GuardedTier
+        from kvoffload.tiering.health import GuardedTier
 
         self.pending: Counter[tuple[str, bytes, bool]] = Counter()
         """Number of jobs per tier, key and direction; True is a read."""
@@ -163,7 +165,7 @@ class TierJobs:
 
 def connector_module(name: str) -> str:
     """Returns the module that defines the connector ``name``."""
-    own = {"KVOffloadConnector": "kvoffload.vllm", "CorruptedKVOffloadConnector": "kvoffload.demo.corrupted"}
+    own = {"KVOffloadConnector": "kvoffload.vllm", "CorruptedKVOffloadConnector": "demo.corrupted"}
     return own.get(name, "faulty_connectors")
 
 
@@ -179,8 +181,7 @@ class Engine:
             _expect_another_root()
         self._max_tokens = config.get("max_tokens", MAX_TOKENS)
         self._tiers = TierJobs()
-        from vllm.config import KVEventsConfig, KVTransferConfig
-        from vllm.entrypoints.llm import LLM
+        from vllm.config import KVEventsConfig
 
         if config.get("force_async"):
             _allow_async_scheduling()
@@ -189,33 +190,22 @@ class Engine:
         if config.get("connector_class") == "BlocksFirstKVOffloadConnector":
             _allow_blocks_first()
         arguments: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
             "block_size": BLOCK_SIZE,
             "num_gpu_blocks_override": DEVICE_BLOCKS,
-            "dtype": "float32",
             "max_model_len": 512,
             "max_num_batched_tokens": 1024,
             "disable_log_stats": False,
-            "seed": 0,
             **config.get("engine", {}),
         }
+        transfer = None
         if config.get("connector") is not None:
             name = config.get("connector_class", "KVOffloadConnector")
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector=name,
-                kv_connector_module_path=None if config.get("plugin") else connector_module(name),
-                kv_role="kv_both",
-                kv_connector_extra_config=config["connector"],
-            )
+            module = None if config.get("plugin") else connector_module(name)
+            transfer = connector(config["connector"], name, module)
         if config.get("offloading") is not None:
             # Its host memory has a name in /dev/shm.
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="OffloadingConnector",
-                kv_role="kv_both",
-                engine_id=f"driver-{os.getpid()}",
-                kv_connector_extra_config=config["offloading"],
-            )
+            transfer = connector(config["offloading"], "OffloadingConnector", None)
+            transfer["engine_id"] = f"driver-{os.getpid()}"
         if config.get("draft"):
             # The model is its own draft model, so correct KV gives correct drafts.
             draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
@@ -227,7 +217,7 @@ class Engine:
             arguments["speculative_config"] = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
         if config.get("events"):
             arguments["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        self.llm: Any = LLM(model=str(model), **arguments)
+        self.llm: Any = start_llm(model, transfer, **arguments)
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(_make_room_for_hidden_states)
         self.prompts = make_prompts(config.get("prompts", PROMPTS))
@@ -288,7 +278,7 @@ class Engine:
         """Makes copies take many steps, and a share of them fail."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from kvoffload.testing.faults import FailingTransfer, SlowTransfer
+        from tests.sim.faults import FailingTransfer, SlowTransfer
 
         worker = get_kv_transfer_group().connector_worker
         worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), failing, seed)
@@ -309,10 +299,7 @@ class Engine:
         return self.scheduler.connector.connector_scheduler
 
     def sampling(self, **changes: Any) -> Any:
-        from vllm.sampling_params import SamplingParams
-
-        settings = {"max_tokens": self._max_tokens, "logprobs": 1, "detokenize": False, "ignore_eos": True}
-        return SamplingParams(temperature=0, **{**settings, **changes})
+        return sampling(**{"max_tokens": self._max_tokens, **changes})
 
     def round(self, prompts: list[list[int]] | None = None, lora_request: Any = None, **sampling: Any) -> list[Any]:
         """Runs every prompt once and returns the answers."""
@@ -839,7 +826,7 @@ def failed_load(config: dict[str, Any]) -> dict[str, Any]:
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from kvoffload.testing.faults import FailingTransfer
+    from tests.sim.faults import FailingTransfer
 
     engine = Engine(config)
     everything = [token for prompt in engine.prompts for token in prompt]
@@ -1128,7 +1115,7 @@ class _Life:
         engine.drain()
         engine.settle()
         after = engine.offload.metrics.snapshot()
-        counted = ("host_hit_tokens", "disk_hit_tokens", "weight_changes", "load_failures")
+        counted = ("host_hit_tokens", "tier_hit_tokens:disk", "weight_changes", "load_failures")
         self.counts[name] = {key: after.get(key, 0) - before.get(key, 0) for key in counted}
 
     def result(self) -> dict[str, Any]:
@@ -1303,7 +1290,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.fingerprints import fingerprint
-    from kvoffload.vllm import KVOffloadConnector, versions
+    from kvoffload.vllm import KVOffloadConnector
     from kvoffload.vllm.fingerprint import fingerprint_parts
     from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
@@ -1351,8 +1338,6 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         seed = changes.pop("PYTHONHASHSEED", None)
         if seed is not None:
             os.environ["PYTHONHASHSEED"] = seed
-        before.append((versions, "NAMES_STATES", versions.NAMES_STATES))
-        versions.NAMES_STATES = changes.pop("names_states", versions.NAMES_STATES)
         if changes.pop("multi_connector", False):
             sys.modules[MULTI_CONNECTOR] = vllm
         # Versions before 0.33 lack it, and later ones set it only without a connector.

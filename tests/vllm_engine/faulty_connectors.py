@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferSpec
-from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
 from kvoffload.tiers.disk import blockio
 from kvoffload.vllm import connector, versions
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
+from tests.sim.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
 
 
 class SlowKVOffloadConnector(KVOffloadConnector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload import ConfigError, Tier, TierConfig, TierContext
-from kvoffload.abc import ByteArray, OffloadKey, Slots, States, TierError, TierResult
+from kvoffload.abc import ByteArray, OffloadKey, Slots, States, TierError, TierResult, TierStats
 from kvoffload.tiers.threads import IOThreads
 
 
@@ -49,11 +49,13 @@ class FolderTier(Tier):
         self.moving: set[OffloadKey] = set()
         self.ended: deque[TierResult] = deque()
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.held)
+    def stats(self) -> TierStats:
+        return TierStats(num_blocks=len(self.held))
 
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def take_evicted(self) -> list[OffloadKey]:
+        return []
+
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         return np.array([key in self.held for key in keys], dtype=np.uint8)
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -97,7 +99,7 @@ class FolderTier(Tier):
             (self.held.add if result.ok else self.held.discard)(result.key)
         return results
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
         pass
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -22,11 +21,11 @@ from typing import Any, Self
 from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS, connector_module
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
+from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually
 
+from demo.process import HOST, free_ports, kill_session, session_pids
 from kvoffload.observe.metrics import METRICS
 
-HOST = "127.0.0.1"
 README = Path(__file__).parents[2] / "README.md"
 _TINY = [7, 8, 9]
 """A prompt shorter than a block."""
@@ -48,12 +47,6 @@ def flag(connector: str = "KVOffloadConnector", **options: Any) -> str:
     return json.dumps(config)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        return int(sock.getsockname()[1])
-
-
 class Server:
     """A server. As a context manager it waits until the server answers, and ends it.
 
@@ -71,7 +64,7 @@ class Server:
     ) -> None:
         self.model = str(model)
         self._log = log
-        port = free_port()
+        (port,) = free_ports(1)
         self.url = f"http://{HOST}:{port}"
         command = ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", self.model]
         command += ["--host", HOST, "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--seed", "0"]
@@ -206,12 +199,8 @@ class Server:
     # What the operating system sees.
 
     def processes(self) -> Iterator[Path]:
-        """Yields /proc/PID of every live process in the server's session."""
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(session) == self.process.pid and state != "Z":
-                    yield process
+        """Returns /proc/PID of every live process in the server's session."""
+        return (Path(f"/proc/{pid}") for pid in session_pids(self.process.pid))
 
     def pools(self) -> dict[int, int]:
         """Returns the bytes of each host pool that the server holds, by inode."""
@@ -285,11 +274,11 @@ def named_segments(process: Path) -> set[Path]:
     return set()
 
 
-def abstract_sockets() -> dict[int, list[str]]:
-    """Returns the names of kvoffload's listening sockets by process id."""
-    found: dict[int, list[str]] = {}
+def record_sockets() -> dict[int, list[Path]]:
+    """Returns kvoffload's listening sockets by process id."""
+    found: dict[int, list[Path]] = {}
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
-        match = re.search(r"@kvoffload/(\d+)/(\S+)", line)
+        match = re.search(r"(/\S*/kvoffload(?:-\d+)?/(\d+)-\S+)$", line)
         if match:
-            found.setdefault(int(match[1]), []).append(match[2])
+            found.setdefault(int(match[2]), []).append(Path(match[1]))
     return found

@@ -17,7 +17,7 @@ from kvoffload.testing.scale import SCALE
 pytestmark = pytest.mark.vllm
 
 MODULE = "kvoffload.vllm.cache_policy"
-VERSIONS = [None, *(version for version in OVERLAYS if version != "0.28.0" and SCALE > 1)]
+VERSIONS = [None, *(version for version in OVERLAYS if version >= "0.31" and SCALE > 1)]
 """None: the installed version."""
 
 
@@ -72,10 +72,10 @@ def test_replays_find_the_same(seen: Run) -> None:
     assert "package.module:Class" in seen["unknown"]
 
 
-@pytest.mark.skipif("0.28.0" not in OVERLAYS, reason="no older vLLM here: run make overlays")
+@pytest.mark.skipif("0.30.0" not in OVERLAYS, reason="no older vLLM here: run make overlays")
 @pytest.mark.skipif(SCALE <= 1, reason="another start of vLLM; set KVOFFLOAD_TEST_SCALE above 1")
 def test_an_older_version_is_refused(run: Runner) -> None:
-    assert "use vLLM 0.31 or later" in run("cache_policies", seeds=1, steps=1, **in_version("0.28.0"))["refused"]
+    assert "use vLLM 0.31 or later" in run("cache_policies", seeds=1, steps=1, **in_version("0.30.0"))["refused"]
 
 
 def test_vllm_answers_the_same_with_auto(run: Runner, expected: list[Any]) -> None:

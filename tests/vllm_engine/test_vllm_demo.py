@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm_harness import Runner, set_up_demo
 
-from kvoffload.demo import act, inside
-from kvoffload.demo import run as demo_run
-from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
+from demo import inside, process
+from demo import run as demo_run
+from demo.protocol import EngineInfo, RequestResult, Source
 from kvoffload.testing.scale import SCALE
 
 pytestmark = [
@@ -23,11 +23,11 @@ pytestmark = [
 
 class Seen:
     def __init__(self) -> None:
-        self.acts: list[int] = []
+        self.acts: list[str] = []
         self.requests = 0
 
-    def act(self, plan: demo_run.ActPlan, requests: int) -> None:
-        self.acts.append(plan.number)
+    def begin(self, title: str, requests: int) -> None:
+        self.acts.append(title.split("  ")[0])
 
     def ready(self, info: EngineInfo) -> None:
         pass
@@ -35,19 +35,22 @@ class Seen:
     def request(self, result: RequestResult) -> None:
         self.requests += 1
 
+    def skip(self, store: str, reason: str) -> None:
+        pass
+
 
 def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_up_demo(monkeypatch)
     warm = run.parent(os.environ).start_process
-    starts = chain([act.start_process if SCALE > 1 else warm], repeat(warm))
+    starts = chain([process.start_process if SCALE > 1 else warm], repeat(warm))
 
-    def start_process(*arguments: Any) -> act.Process:
+    def start_process(*arguments: Any) -> process.Process:
         return next(starts)(*arguments)
 
-    monkeypatch.setattr(act, "start_process", start_process)
+    monkeypatch.setattr(process, "start_process", start_process)
     monkeypatch.setattr(demo_run, "DOCUMENTS", 4)
     for name, documents in ("BEFORE", range(2)), ("AFTER", range(2, 4)):
-        monkeypatch.setattr(demo_run, name, documents)
+        monkeypatch.setattr(inside, name, documents)
     monkeypatch.setattr(demo_run, "TURNS", 2)
     monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (4, 5))
     monkeypatch.setattr(demo_run, "MAX_MODEL_LEN", 1280)
@@ -55,7 +58,7 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []
-    assert seen.acts == [1, 2, 3, 4, 5, 6, 5, 6]
+    assert seen.acts == [f"act {number}" for number in (1, 2, 3, 4, 5, 6, 5, 6)]
     assert len(report.offload.requests) == len(demo_run.plan_visits())
     tried = 4 * (1 + len(inside.TIERS))
     assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests) + tried

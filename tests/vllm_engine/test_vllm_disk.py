@@ -17,8 +17,9 @@ import pytest
 pytest.importorskip("vllm.version")
 from driver import BLOCK_SIZE, PROMPTS, make_prompts
 from test_vllm_ranks import PARALLEL, TWO_RANKS
-from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences, eventually, kill_session
+from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences, eventually
 
+from demo.process import kill_session
 from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD
 
 pytestmark = pytest.mark.vllm
@@ -61,7 +62,7 @@ def left(run: Runner, expected: list[Any], tmp_path_factory: pytest.TempPathFact
     result = run("rounds", rounds=1, close=True, connector=with_disk(directory))
     check_answers(result, expected)
     assert (found(result), disk_tokens(result)) == (0, 0)
-    assert result["metrics"]["disk_write_blocks"] == result["metrics"]["store_blocks"] > 0
+    assert result["metrics"]["tier_write_blocks:disk"] == result["metrics"]["store_blocks"] > 0
     return directory
 
 
@@ -98,9 +99,8 @@ def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
         tokens = record["device_tokens"] + record["host_tokens"] + record["disk_tokens"]
         assert len(prompt) // BLOCK_SIZE * BLOCK_SIZE - 1 <= tokens < len(prompt)
     samples = result["prometheus"]
-    assert samples["kvoffload:disk_hit_tokens_total"] == disk_tokens(result)
     assert samples["kvoffload:tier_hit_tokens_total:disk"] == disk_tokens(result)
-    assert samples["kvoffload:disk_read_bytes_total"] == result["metrics"]["disk_read_bytes"] > 0
+    assert samples["kvoffload:tier_read_bytes_total:disk"] == result["metrics"]["tier_read_bytes:disk"] > 0
 
     # The answers of the other weights without kvoffload. Every prompt has some of the changed tokens.
     alone = run("rounds", rounds=1, model=model, new_rows=128)
@@ -125,7 +125,7 @@ def test_corrupted_bytes_are_misses(run: Runner, expected: list[Any], copied: Pa
     check_answers(result, expected)
     assert found(result) > 0
     assert disk_tokens(result) == 0
-    assert result["metrics"]["disk_bad_blocks"] > 0
+    assert result["metrics"]["tier_bad_blocks:disk"] > 0
     assert "corrupt" in {record["reason"] for record in result["records"]}
 
 
@@ -156,7 +156,7 @@ def test_a_storm(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     for index, (tokens, logprobs) in result["answers"]:
         right = [part[: len(tokens)] for part in expected[index]]
         assert differences([[tokens, logprobs]], [right]) == []
-    for name in ("disk_hit_tokens", "host_hit_tokens", "load_failures", "store_failures", "evicted_blocks"):
+    for name in ("tier_hit_tokens:disk", "host_hit_tokens", "load_failures", "store_failures", "evicted_blocks"):
         assert result["metrics"][name] > 0, name
     assert_at_rest(result.result)
 
@@ -184,7 +184,7 @@ def test_hashes_with_an_unexpected_root_switch_the_disk_tier_off(
     check_answers(result, expected)
     assert disk_tokens(result) == 0
     assert result["metrics"]["host_hit_tokens"] > 0
-    assert result["metrics"]["disk_off"] == 1
+    assert result["metrics"]["tier_off:disk"] == 1
     assert result.log.count("TIER IS OFF") == 1
     assert "set PYTHONHASHSEED=0" in result.log
 

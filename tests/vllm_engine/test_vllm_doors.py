@@ -190,7 +190,8 @@ def test_windows_and_chunks_of_several_blocks(run: Runner, gemma3_expected: list
     for _ in range(2):
         result = run("offloading", rounds=1, offloading=options, **GEMMA3)
         check(result, gemma3_expected)
-    assert tier_tokens(result) > sum(map(len, make_prompts())) / 3
+    # How much was stored depends on the disk: vLLM replaces no chunk that is still being written.
+    assert tier_tokens(result) > sum(map(len, make_prompts())) / 4
 
 
 def test_states(run: Runner, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_configuration_without_tiers_has_no_such_series() -> None:
 
 
 def test_the_log_line_names_each_tier() -> None:
-    data = {"tier_read_bytes:disk": 2e6, "tier_read_bytes:shared_dir": 3e6, "disk_read_bytes": 5e6}
+    data = {"tier_read_bytes:disk": 2e6, "tier_read_bytes:shared_dir": 3e6}
     data |= {"tier_hit_tokens:shared_dir": 64.0, "tier_off:disk": 1.0, "tier_off:shared_dir": 0.0}
     shown = KVOffloadStats(data=data).reduce()
     assert (shown["disk read MB"], shown["shared_dir read MB"]) == (2.0, 3.0)

@@ -14,7 +14,9 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
+from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually
+
+from demo.process import kill_session
 
 pytestmark = pytest.mark.vllm
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,14 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm_harness import DEADLINE_S, Child, Runner, differences, eventually, kill_session
+from vllm_harness import DEADLINE_S, Runner, differences, eventually
+
+from demo.process import kill_session, session_pids
 
 pytestmark = pytest.mark.vllm
 
 POOL_BYTES = 2 << 30
 SHM = Path("/dev/shm")
-
-
-def session_of(child: Child) -> Iterator[Path]:
-    """Yields /proc/PID of every live process in the session of ``child``."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) == child.pid and state != "Z":
-                yield process
 
 
 def pools(process: Path) -> list[Path]:
@@ -61,7 +53,7 @@ def test_a_killed_server_leaves_nothing(run: Runner, expected: list[Any]) -> Non
     try:
         assert eventually(lambda: result.exists() or child.poll() is not None, DEADLINE_S)
         assert child.poll() is None, result.with_suffix(".log").read_text()[-6000:]
-        processes = list(session_of(child))
+        processes = [Path(f"/proc/{pid}") for pid in session_pids(child.pid)]
         held = [descriptor for process in processes for descriptor in pools(process)]
         assert held
         for descriptor in held:
@@ -73,7 +65,7 @@ def test_a_killed_server_leaves_nothing(run: Runner, expected: list[Any]) -> Non
             # Python's resource tracker stays alive: it removes the segments of vLLM, which have names.
             if "resource_tracker" not in (process / "cmdline").read_text():
                 os.kill(int(process.name), signal.SIGKILL)
-        assert eventually(lambda: not list(session_of(child)))
+        assert eventually(lambda: not [Path(f"/proc/{pid}") for pid in session_pids(child.pid)])
     finally:
         kill_session(child)
     assert eventually(lambda: shared_bytes() < before + POOL_BYTES // 2)

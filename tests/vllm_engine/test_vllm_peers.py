@@ -10,7 +10,6 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from benchmarks.peers.__main__ import main
-
 from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm

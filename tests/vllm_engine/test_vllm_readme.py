@@ -17,9 +17,10 @@ import pytest
 
 pytest.importorskip("vllm.version")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from vllm_harness import ENVIRONMENT, kill_session
+from vllm_harness import ENVIRONMENT
 
-from kvoffload.demo.model import SPECIALS, write_model
+from demo.model import SPECIALS, write_model
+from demo.process import kill_session
 from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm

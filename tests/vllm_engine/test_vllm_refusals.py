@@ -41,7 +41,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "from a state that vLLM keeps at a block boundary; turn prefix caching on (--enable-prefix-caching)"
         ],
     ),
-    "states that the version does not name": (POOL, ["MambaSpec", "use vLLM 0.30 to ", "without kvoffload"]),
+    "an older version": (
+        POOL,
+        ["vLLM 0.29.1 is installed, and kvoffload needs 0.30 or later: pip install 'vllm==0.33.*'"],
+    ),
     "a window for generated tokens only": (POOL, ["RSWASpec", "without kvoffload"]),
     "hidden states": (POOL, ["extract_hidden_states", "remove the speculative config"]),
     "hashes of tokens behind a block": (
@@ -124,7 +127,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "parallel_config.data_parallel_rank_local": 2,
     },
     "states without prefix caching": {"kv_cache": "mamba"},
-    "states that the version does not name": {"kv_cache": "mamba, aligned", "names_states": False},
+    "an older version": {"version": "0.29.1"},
     "a window for generated tokens only": {"kv_cache": "rswa"},
     "hidden states": {"speculative_config": "extract_hidden_states"},
     "hashes of tokens behind a block": {"version": "0.33.0", "num_hash_lookahead_tokens": 1},

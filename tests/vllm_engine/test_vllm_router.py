@@ -16,8 +16,10 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from driver import BLOCK_SIZE
-from serve_harness import HOST, Server, flag, free_port
+from serve_harness import Server, flag
 from vllm_harness import Runner, eventually
+
+from demo.process import HOST, free_ports
 
 pytestmark = pytest.mark.vllm
 
@@ -134,7 +136,7 @@ def fleet(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         patch.setenv("PYTHONHASHSEED", "0")
         servers, endpoints = [], {}
         for i in range(2):
-            port, disk = free_port(), directory / f"disk{i}"
+            (port,), disk = free_ports(1), directory / f"disk{i}"
             disk.mkdir()
             config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
             tiers = [{"kind": "disk", "dir": str(disk)}, {"kind": "shared_dir", "dir": str(shared)}]

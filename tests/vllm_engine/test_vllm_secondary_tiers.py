@@ -28,7 +28,7 @@ from vllm_harness import DEADLINE_S
 from kvoffload.testing import secondary_tier_conformance
 from kvoffload.testing.scale import SCALE
 from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, chain, spoil_files
-from kvoffload.tiers import bridge
+from kvoffload.tiering import bridge_thread
 from kvoffload.tiers.disk import directory
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.vllm import secondary_tier
@@ -255,7 +255,7 @@ class TestDisk(SecondaryTierConformance):
         """They are waited for only where the disk stands still."""
         monkeypatch.setattr(disk, "CLOSE_DEADLINE_S", 0.5)
         monkeypatch.setattr(disk, "FINISH_DEADLINE_S", 0.2)
-        monkeypatch.setattr(bridge, "FLUSH_DEADLINE_S", 0.2)
+        monkeypatch.setattr(bridge_thread, "FLUSH_DEADLINE_S", 0.2)
 
     def entry(self, folder: Path) -> dict[str, Any]:
         tier = {"kind": "disk", "dir": str(folder), "bytes": self.budget_bytes}
@@ -286,7 +286,7 @@ class TestDisk(SecondaryTierConformance):
 
     def test_a_check_that_fails_in_the_bridge_shows_in_the_metrics(self) -> None:
         steps = self.start()
-        steps.tier.bridge._switch_off(AssertionError("planted"))
+        steps.tier.bridge._thread.ask(lambda: 1 // 0, None)  # as a bug in a call
         assert steps.tier.get_stats().data["data"]["kvoffload:off"] == {(): 1.0}
         steps.close()
 

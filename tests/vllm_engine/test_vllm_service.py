@@ -15,12 +15,12 @@ import yaml
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from tests.deploy.service_links import variables
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences
 
 from kvoffload.doctor.engine import PORT_VARIABLES
 from kvoffload.lab.readers import read_trace
 from kvoffload.observe.metrics import METRICS
+from tests.deploy.service_links import variables
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 pytestmark = pytest.mark.vllm

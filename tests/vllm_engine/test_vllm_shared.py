@@ -16,25 +16,16 @@ import pytest
 pytest.importorskip("vllm.version")
 from test_vllm_disk import num_records
 from test_vllm_ranks import PARALLEL, TWO_RANKS
-from vllm_harness import (
-    DEADLINE_S,
-    POOL,
-    Run,
-    Runner,
-    assert_at_rest,
-    differences,
-    eventually,
-    kill_session,
-    set_up_demo,
-)
+from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences, eventually, set_up_demo
 
-from kvoffload.demo import act
-from kvoffload.demo.protocol import EngineInfo, RequestResult
-from kvoffload.demo.run import model_directory
-from kvoffload.demo.shared import run as shared_run
-from kvoffload.demo.shared.mooncake import missing
-from kvoffload.demo.shared.result import SharedReport, SkippedStore, hit_tokens
-from kvoffload.demo.shared.run import SharedDemo
+from demo import process, shared_run
+from demo import run as demo_run
+from demo.process import kill_session
+from demo.protocol import EngineInfo, RequestResult
+from demo.run import model_directory
+from demo.shared_report import SharedReport, hit_tokens
+from demo.shared_run import SharedDemo
+from demo.stores import STORES, MooncakeStore
 from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
@@ -50,7 +41,10 @@ class Quiet:
     def request(self, result: RequestResult) -> None:
         pass
 
-    def skip(self, store: SkippedStore) -> None:
+    def ready(self, info: EngineInfo) -> None:
+        pass
+
+    def skip(self, store: str, reason: str) -> None:
         pass
 
 
@@ -70,33 +64,29 @@ def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         set_up_demo(patch)
         model = stack.enter_context(model_directory(None, seed=7))
-        patch.setattr(act, "start_process", run.parent(os.environ).start_process)
+        patch.setattr(process, "start_process", run.parent(os.environ).start_process)
         # More blocks than device and host memory hold together.
-        for name, value in {
-            "DOCUMENTS": 5,
-            "BACK_DOCUMENTS": 1,
-            "DOCUMENT_BLOCKS": (8, 9),
-            "DEVICE_BLOCKS": 26,
-            "HOST_BLOCKS": 24,
-        }.items():
+        for name, value in {"DOCUMENTS": 5, "BACK_DOCUMENTS": 1, "HOST_BLOCKS": 24}.items():
             patch.setattr(shared_run, name, value)
+        for name, blocks in {"DOCUMENT_BLOCKS": (8, 9), "DEVICE_BLOCKS": 26}.items():
+            patch.setattr(demo_run, name, blocks)
         plan = shared_run.make_plan(0)
-        config = shared_run.make_config(model, plan, seed=7)
+        config = demo_run.make_config(model, True, None, 7, plan.documents)
         demo = SharedDemo(out, config, shared_run.options(model) | PATIENT, plan, Quiet())
         yield Started(demo, *demo.baseline())
 
 
-@pytest.mark.parametrize("name", shared_run.STORES)
+@pytest.mark.parametrize("name", STORES)
 def test_the_second_server_answers_from_what_the_first_has_computed(
     started: Started, name: str, tmp_path: Path
 ) -> None:
     """Answers are identical, loads that are corrupted after they were verified change them, and the checksums find
     stored values that were changed."""
-    if name == "mooncake" and (reason := missing()) is not None:
+    if name == "mooncake" and (reason := MooncakeStore.missing()) is not None:
         pytest.skip(f"Mooncake Store: {reason}")
     if name == "shared_dir" and SCALE <= 1:
         pytest.skip("other tests here share a directory; set KVOFFLOAD_TEST_SCALE above 1 to run this vllm test too")
-    with shared_run.STORES[name](tmp_path / "store", tmp_path) as store:
+    with STORES[name](tmp_path / "store", tmp_path) as store:
         result = started.demo.share(store)
     report = SharedReport("tiny", 7, "now", 0.0, started.info, started.baseline, [result])
     assert report.failures == []

@@ -53,7 +53,7 @@ def test_one_scheduler_half_serves_all_of_them(slept: Run) -> None:
 
 def test_what_was_offloaded_is_found_after_a_sleep_with_the_same_weights(slept: Run, expected: list[Any]) -> None:
     answers, counts = slept["naps"]["answers"], slept["naps"]["counts"]
-    for name, source in [("same", "host_hit_tokens"), ("same, host memory lost", "disk_hit_tokens")]:
+    for name, source in [("same", "host_hit_tokens"), ("same, host memory lost", "tier_hit_tokens:disk")]:
         assert differences(answers[name], [[part[:SHORT] for part in answer] for answer in expected]) == []
         assert counts[name][source] > 0, name
         assert counts[name]["load_failures"] == counts[name]["weight_changes"] == 0
@@ -70,7 +70,7 @@ def test_after_a_sleep_with_other_weights_nothing_is_found(slept: Run) -> None:
         ("reset, after waking", "right 0"),
     ]:
         assert differences(answers[name], answers[right]) == [], name
-        assert counts[name]["host_hit_tokens"] == counts[name]["disk_hit_tokens"] == 0, name
+        assert counts[name]["host_hit_tokens"] == counts[name]["tier_hit_tokens:disk"] == 0, name
         assert counts[name]["load_failures"] == counts[name]["weight_changes"] == 0
     assert len(differences(answers["right 1"], answers["right, one weight"])) > 0
 

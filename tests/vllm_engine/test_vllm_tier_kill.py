@@ -23,8 +23,9 @@ pytest.importorskip("vllm.version")
 
 from test_vllm_tier_storm import OURS, offloading
 from tier_storm import taken
-from vllm_harness import DEADLINE_S, ENVIRONMENT, TOLERANCE, Child, Runner, differences_beyond_ties, kill_session
+from vllm_harness import DEADLINE_S, ENVIRONMENT, TOLERANCE, Child, Runner, differences_beyond_ties
 
+from demo.process import kill_session
 from kvoffload.testing.scale import SCALE, scaled
 
 pytestmark = pytest.mark.vllm

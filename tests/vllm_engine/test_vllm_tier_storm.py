@@ -20,9 +20,7 @@ pytest.importorskip("vllm.version")
 from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import TOLERANCE, Run, Runner, differences_beyond_ties, with_gemma3
 
-from kvoffload.demo.shared.redis import RedisStore
-from kvoffload.demo.shared.redis import program as redis_program
-from kvoffload.demo.shared.stores import ServerStore, send
+from demo.stores import RedisStore, ServerStore, send
 from kvoffload.testing.scale import SCALE, scaled
 
 pytestmark = pytest.mark.vllm
@@ -212,7 +210,7 @@ class Trouble(threading.Thread):
 
 
 @pytest.mark.skipif(SCALE <= 1, reason="one more engine; set KVOFFLOAD_TEST_SCALE above 1")
-@pytest.mark.skipif(redis_program() is None, reason="there is no redis-server")
+@pytest.mark.skipif(RedisStore.program() is None, reason="there is no redis-server")
 @pytest.mark.timeout(7200)
 def test_a_storm_while_the_store_fails(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     """No step waits for a store that hangs. A reset switches a tier that others share off: there is none here."""

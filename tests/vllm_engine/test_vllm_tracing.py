@@ -19,8 +19,10 @@ pytest.importorskip("vllm.version")
 pytest.importorskip("opentelemetry.proto", reason="vLLM's tracing needs the packages of opentelemetry")
 from driver import BLOCK_SIZE
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from serve_harness import HOST, Server, flag
+from serve_harness import Server, flag
 from vllm_harness import Runner, eventually
+
+from demo.process import HOST
 
 pytestmark = pytest.mark.vllm
 

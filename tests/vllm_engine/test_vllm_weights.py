@@ -566,7 +566,7 @@ def test_a_restart_finds_nothing_of_an_engine_whose_weights_were_changed(
     updates: Run, run: Runner, disk: Path, expected: list[Any]
 ) -> None:
     """Not even blocks of the weights in its files, whether stored before or after the change."""
-    assert updates["metrics"]["disk_write_blocks"] > 0
+    assert updates["metrics"]["tier_write_blocks:disk"] > 0
     result = run("rounds", rounds=1, connector=with_disk(disk))
     assert found(result) == 0
     assert differences(result["outputs"][0], expected) == []
@@ -638,7 +638,7 @@ def test_a_restart_finds_the_blocks_of_the_same_bytes(
     plays = [("second", "a", 1, 2, ""), ("never used", "a", 2, 9, "load"), ("first", "a", 3, 1, "load")]
     result = run("adapters", connector=adapter_store, plays=plays, prompts=NUM_PROMPTS)
     assert set(wrong(result).values()) == {0}, wrong(result)
-    found = {name: count["disk_hit_tokens"] > 0 for name, count in result["counts"].items()}
+    found = {name: count["tier_hit_tokens:disk"] > 0 for name, count in result["counts"].items()}
     assert (found["second"], found["never used"], found["first"]) == (True, False, True)
     assert differences(result["answers"]["first"], adapters["answers"]["first"]) == []
 

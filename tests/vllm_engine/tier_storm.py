@@ -111,12 +111,10 @@ class CountedTier:
 def shrink_staging() -> None:
     """Gives the memory between vLLM's and the tiers its least size. It would hold all blocks here, and none would be
     read from disk again."""
-    from kvoffload.tiers.bridge import build_bridge
+    from kvoffload.tiering.bridge import BridgeSettings
+    from kvoffload.vllm import secondary_tier
 
-    defaults = build_bridge.__kwdefaults__
-    assert defaults is not None
-    assert "staging_bytes" in defaults
-    defaults["staging_bytes"] = 0
+    vars(secondary_tier)["BridgeSettings"] = functools.partial(BridgeSettings, staging_bytes=0)
 
 
 def accept_any_bytes() -> None:

@@ -18,7 +18,8 @@ from typing import IO, Any
 
 import pytest
 
-from kvoffload.demo import model
+from demo import model
+from demo.process import kill_session
 
 DRIVER = Path(__file__).with_name("driver.py")
 WARM = Path(__file__).with_name("warm.py")
@@ -122,6 +123,10 @@ class Child:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
 
 class WarmParent:
     """A process that runs ``warm.py`` with ``environment``: it has imported vLLM and forks children."""
@@ -154,7 +159,7 @@ class WarmParent:
         return Child(self, self.ask(argv=list(argv), **request)["pid"])
 
     def start_process(self, command: Sequence[str], replies: int, log: Path, environment: Mapping[str, str]) -> Child:
-        """As ``kvoffload.demo.act.start_process``, but starts a child. ``command`` is Python and its arguments."""
+        """As ``demo.process.start_process``, but starts a child. ``command`` is Python and its arguments."""
         reading, writing = os.pipe()
         mine = Path(f"/proc/{os.getpid()}/fd")
         try:
@@ -275,31 +280,6 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def kill_session(child: Child | subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Sends SIGKILL to every process in the session of a child, in whatever process group it is."""
-
-    def is_gone() -> bool:
-        members = _running(child.pid)
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return not members
-
-    assert eventually(is_gone, DEADLINE_S)
-    child.wait()
-
-
-def _running(session: int) -> list[int]:
-    """Returns the processes of a session that have not ended."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, own = path.read_text().rpartition(")")[2].split()[:4]
-            if int(own) == session and state not in "ZX":
-                found.append(int(path.parent.name))
-    return found
 
 
 def differences(got: list[Any], expected: list[Any]) -> list[int]:

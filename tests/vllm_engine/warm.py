@@ -44,7 +44,7 @@ MODULES = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.spec_decode.draft_model",
     "kvoffload.vllm",
-    "kvoffload.demo.corrupted",
+    "demo.corrupted",
     "faulty_connectors",
 )
 """Modules that children use. Some versions of vLLM lack some of them."""

@@ -6,9 +6,17 @@ Nothing here imports another part of kvoffload.
 from kvoffload.abc.backend import Backend
 from kvoffload.abc.engine import BoundaryState, Following, KVBlocks, Request, ScheduledStep
 from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
-from kvoffload.abc.manager import Admission, BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
+from kvoffload.abc.manager import (
+    Admission,
+    BlockDescription,
+    HostOffloadingManager,
+    Need,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+)
 from kvoffload.abc.policy import Access, CachePolicy, Eviction
-from kvoffload.abc.tier import States, Tier, TierError, TierResult
+from kvoffload.abc.tier import States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.transfer import PageGroup, Transfer, TransferResult
 from kvoffload.abc.types import (
     BlockHash,
@@ -45,6 +53,7 @@ __all__ = [
     "Eviction",
     "Following",
     "Hints",
+    "HostOffloadingManager",
     "IntegrityError",
     "KVBlocks",
     "KVGroup",
@@ -53,6 +62,7 @@ __all__ = [
     "LookupState",
     "Miss",
     "MissReason",
+    "Need",
     "OffloadKey",
     "OffloadingEvent",
     "OffloadingManager",
@@ -67,6 +77,7 @@ __all__ = [
     "Tier",
     "TierError",
     "TierResult",
+    "TierStats",
     "Transfer",
     "TransferResult",
     "TransferSpec",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress
 
 from kvoffload.abc.engine import Request
-from kvoffload.abc.errors import ConfigError
+from kvoffload.abc.tier import HIT, RETRY, States
 from kvoffload.abc.types import (
     BlockHash,
     LoadStoreSpec,
-    LookupState,
     Miss,
-    MissReason,
     OffloadKey,
     ReqContext,
-    TenantUse,
 )
 
 
@@ -78,7 +76,16 @@ class Admission(ABC):
 
     @abstractmethod
     def refuse(self, keys: Collection[OffloadKey]) -> None:
-        """Takes note that ``keys`` were not accepted."""
+        """Remembers that ``keys`` were not accepted."""
+
+    def sift(self, keys: list[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Splits ``keys``, all absent, into accepted and refused ones. Remembers the refused ones."""
+        accepted = self.accepts(keys)
+        if all(accepted):
+            return keys, []
+        refused = list(compress(keys, (not each for each in accepted)))
+        self.refuse(refused)
+        return list(compress(keys, accepted)), refused
 
     @abstractmethod
     def explain(self, key: OffloadKey) -> Miss:
@@ -88,6 +95,17 @@ class Admission(ABC):
         """Raises IntegrityError if a bound is exceeded."""
 
 
+class Need(enum.Enum):
+    """Which of the blocks that a request looks up it can use. Lower tiers are asked to read only those."""
+
+    ALL = enum.auto()
+    """All of them, or none if one is certainly missing."""
+    RUN = enum.auto()
+    """The leading ones. The states of blocks behind the first that is not ready may be MISS, whatever they are."""
+    LAST = enum.auto()
+    """The last one that is not certainly missing. The states of blocks before it may be MISS unless they are HIT."""
+
+
 class OffloadingManager(ABC):
     """Keeps track of which blocks are offloaded, in which slots, and which may be evicted.
 
@@ -95,24 +113,35 @@ class OffloadingManager(ABC):
     optional in every call. A duplicate key within one call counts once.
     """
 
+    # Lookup.
+
     @abstractmethod
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
+    ) -> States:
+        """Returns the state of each key. RETRY: a lower tier is asked, or is asked to read what the request needs; ask
+        again after ``poll`` has returned True. Does not change the eviction order."""
+
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
-        """Returns the length of the longest run of leading keys that are all ready, or None if that is not known yet:
-        then ask again after ``poll`` has returned True. Does not change the eviction order."""
+        """Returns the length of the longest run of leading keys that are all ready, or None if that is not known
+        yet."""
+        states = self.lookup_each(keys, req_context, Need.RUN)
+        unready = (states != HIT).nonzero()[0]
+        if not len(unready):
+            return len(keys)
+        return None if states[unready[0]] == RETRY else int(unready[0])
 
     @abstractmethod
-    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
-        """Returns the state of each key."""
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        """Returns why ``key``, which is not ready, cannot be loaded now."""
 
-    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
-        """Returns the index and the state of the last of ``keys`` that is not certainly missing: HIT, or RETRY if a
-        lower tier has it or has not answered. Returns (-1, MISS) if all are missing or being written. Lower tiers are
-        asked to read that one block only. Does not change the eviction order."""
-        for i in range(len(keys) - 1, -1, -1):
-            (found,) = self.lookup_each(keys[i : i + 1], req_context)
-            if found in (LookupState.HIT, LookupState.RETRY):
-                return i, found
-        return -1, LookupState.MISS
+    @property
+    @abstractmethod
+    def num_removed(self) -> int:
+        """Blocks that have left host memory since the start, for whatever reason: evicted, dropped or reset. While it
+        does not grow, blocks that a lookup has found can still be loaded."""
+
+    # Loads and stores.
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
@@ -127,43 +156,13 @@ class OffloadingManager(ABC):
         Raises BlockNotPinnedError, and changes nothing, if a block has no pin."""
 
     @abstractmethod
-    def touch(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Sequence[OffloadKey] | None = None,
-    ) -> None:
-        """Marks a chain as recently used, last key first, so that its tail is evicted before its head. Called once per
-        request, which counts as one use of each block.
-
-        ``chain``: the whole chain, if ``keys`` leave out states that the request does not use. For these too an
-        admission counts the request, and lower tiers are offered them when they are stored."""
-
-    def reorder_chain(
-        self,
-        keys: Sequence[OffloadKey],
-        stored: Collection[OffloadKey],
-        req_context: ReqContext | None = None,
-    ) -> None:
-        """Reorders a request's chain as if all of it were touched now; not counted as a use. ``stored``: the keys that
-        the request has stored itself. Of the states, ``keys`` have those that the request has kept or used. Called when
-        a request has ended."""
-        self.touch(keys, req_context)
-
-    def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Offers a request's whole chain, head first, to lower tiers, which may write the blocks that they lack. Called
-        after ``reorder_chain``, when no more of the chain will be stored."""
-
-    @abstractmethod
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
         """Allocates slots for those of ``keys`` that are absent and admitted. Evicts only ready blocks without a pin,
-        and none of ``keys``. Returns None, and changes nothing, if there is not enough room."""
+        and none of ``keys``. Returns None, and changes nothing, if there is not enough room.
 
-    def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Takes note of ``keys`` that are not stored because ``prepare_store`` has refused a block before them in their
-        chain."""
+        ``behind_refused``: a block before them in their chain was refused, so all that are absent are refused too."""
 
     @abstractmethod
     def complete_store(
@@ -176,104 +175,112 @@ class OffloadingManager(ABC):
         ``prepare_store``, one with a part of its slots, or keys. Ready blocks do not change, unknown keys are
         ignored."""
 
-    def set_admission(self, admission: Admission) -> None:
-        """From now on only blocks that ``admission`` accepts are stored. Raises ConfigError if this kind of manager
-        takes none."""
-        raise ConfigError(f"{type(self).__name__} takes no admission; put a PolicyOffloadingManager in its place")
+    # Requests.
+
+    @abstractmethod
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
+        """Marks a chain as recently used, last key first, so that its tail is evicted before its head. Called once per
+        request, which counts as one use of each block.
+
+        ``chain``: the whole chain, if ``keys`` leave out states that the request does not use. For these too an
+        admission counts the request, and lower tiers are offered them when they are stored."""
+
+    @abstractmethod
+    def end_chain(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
+        """Reorders a request's chain as if all of it were touched now; not counted as a use. Lower tiers may write the
+        blocks of it that they lack. Called when a request has ended, and no more of its chain will be stored.
+
+        ``stored``: the keys that the request has stored itself. Of the states, ``keys`` have those that the request has
+        kept or used; ``chain`` is the whole chain, if that is more."""
+
+    @abstractmethod
+    def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
+        """Releases the blocks that were promoted for a request, because it has got its device blocks or has ended.
+        Returns, by name of the tier, how many blocks lower tiers have delivered for it."""
+
+    @abstractmethod
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Records that the engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
+
+    # Steps.
+
+    @abstractmethod
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Handles results of other threads, and starts the reads that lookups have asked for. Called in every step, but
+        never between a request's lookup and its allocation. While lower tiers read blocks for requests, or write, it
+        waits for them for at most ``timeout_s``. Returns whether a lookup may have another result now."""
+
+    @property
+    @abstractmethod
+    def has_pending_writes(self) -> bool:
+        """Whether lower tiers have work that needs further calls of ``poll``."""
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the events since the last call."""
 
     @abstractmethod
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` vanish at once. The slot of a block in transfer is free again when its lease is completed; until
-        then its key cannot be stored. Unknown keys are ignored."""
-
-    def drop_from_host(self, keys: Sequence[OffloadKey]) -> None:
-        """Drops ``keys`` from host memory. Those that a lower tier holds too can still be found there."""
-        self.drop(keys)
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Drops every key."""
-
-    def reset_own(self) -> bool:
-        """Drops every key, but keeps the blocks of shared tiers. Returns whether there may be some. By default there
-        is no such tier."""
-        self.reset()
-        return False
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Releases all resources. May be called twice."""
-
-    def explain_miss(self, key: OffloadKey) -> Miss:
-        """Returns why ``key``, which is not ready, cannot be loaded now."""
-        return Miss(MissReason.NEVER_STORED)
-
-    # For managers with lower tiers.
-
-    def poll(self) -> bool:
-        """Handles results of other threads, and starts the reads that lookups have asked for. Called in every step, but
-        never between a request's lookup and its allocation. Returns whether a lookup may have another result now."""
-        return True
-
-    def release_request(self, req_context: ReqContext) -> None:
-        """Releases the blocks that were promoted for a request, because it has got its device blocks or has ended."""
-
-    @property
-    def has_pending_writes(self) -> bool:
-        """Whether lower tiers have work that needs further calls of ``poll``."""
-        return False
-
-    def num_promoted(self, req_context: ReqContext) -> int:
-        """Returns how many blocks lower tiers have delivered for this request."""
-        return sum(self.promoted_by_tier(req_context).values())
-
-    def promoted_by_tier(self, req_context: ReqContext) -> Mapping[str, int]:
-        """Returns, by name of the tier, how many blocks lower tiers have delivered for this request."""
-        return {}
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits for lower tiers, for at most ``timeout_s``, while they read blocks for requests or write."""
-
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Records that the engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
-
-    def policy_state(self) -> Mapping[str, Any]:
-        """Returns ``CachePolicy.state`` of the policy that evicts from host memory."""
-        return {}
-
     def take_counts(self) -> Mapping[str, float]:
         """Returns counts since the last call, and gauges, by names of ``kvoffload.observe.metrics.METRICS``: "NAME", or
-        "NAME:LABEL" if the metric has a label."""
-        return {}
+        "NAME:LABEL" if the metric has a label. Among them is the gauge ``pool_used_blocks``: blocks that take a slot
+        now, those being written included."""
+
+    # Capacity and removal.
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
         """Capacity in blocks."""
 
-    def uses_by_tier(self) -> Mapping[str, Sequence[TenantUse]]:
-        """Returns what each tenant holds, by the name of the tier. By default nothing is shared among tenants."""
-        return {}
-
     def most_blocks(self, key: OffloadKey) -> int:
         """Returns how many blocks the tenant of ``key``, of which the first bytes count, can have whatever other
-        tenants have. By default the capacity."""
+        tenants have: the capacity, if nothing is shared among tenants."""
         return self.num_blocks
 
-    @property
     @abstractmethod
-    def num_removed(self) -> int:
-        """Blocks that have left host memory since the start, for whatever reason: evicted, dropped or reset. While it
-        does not grow, blocks that a lookup has found can still be loaded."""
+    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+        """``keys`` vanish at once. The slot of a block in transfer is free again when its lease is completed; until
+        then its key cannot be stored. Unknown keys are ignored. ``only_host``: what a lower tier holds too can still be
+        found there."""
 
-    @property
     @abstractmethod
-    def num_used_blocks(self) -> int:
-        """Blocks that take a slot now, those being written included."""
+    def reset(self, keep_shared: bool = False) -> bool:
+        """Drops every key; with ``keep_shared`` the blocks of shared tiers stay. Returns whether there may be some."""
 
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Releases all resources. May be called twice."""
+
+    @abstractmethod
     def check_integrity(self) -> None:
         """Raises IntegrityError if the manager's state is inconsistent. Takes O(blocks)."""
+
+
+class HostOffloadingManager(OffloadingManager):
+    """The part of the contract that is the same for all managers without lower tiers."""
+
+    def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
+        """Nothing is promoted."""
+        return {}
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Loading from host memory is always faster than computing."""
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Blocks become ready only when the scheduler half says so."""
+        return False
+
+    @property
+    def has_pending_writes(self) -> bool:
+        return False

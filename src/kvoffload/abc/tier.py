@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.abc.errors import IntegrityError
 from kvoffload.abc.types import LookupState, OffloadKey, Slots, TenantUse
 
 States = npt.NDArray[np.uint8]
@@ -57,6 +58,27 @@ class TierResult(NamedTuple):
         return self.error is None
 
 
+class TierStats(NamedTuple):
+    """How full a tier is, and what it has done since its start.
+
+    The sizes are None in a tier whose medium bounds itself, such as a store that others write to as well.
+    """
+
+    capacity_bytes: int | None = None
+    """The tier's budget in the medium."""
+    num_blocks: int | None = None
+    """Blocks held now, including those being written."""
+    used_bytes: int | None = None
+    """Bytes taken in the medium now, including everything that the tier keeps there beside the blocks that it holds."""
+    num_evicted: int = 0
+    """Blocks evicted since the start."""
+    is_connected: bool = True
+    """Whether the medium could be reached when the tier last looked. A tier that is not connected answers MISS and
+    takes nothing on, and so has no failures that show it."""
+    tenant_uses: Sequence[TenantUse] = ()
+    """What each tenant holds; empty in a tier of which tenants have no shares."""
+
+
 class Tier(ABC):
     """Keeps blocks by key in a medium that is slower than host memory and may fail.
 
@@ -71,8 +93,8 @@ class Tier(ABC):
     read or written at most once at a time. A block that was read without an error has exactly the bytes that were
     written under its key: the tier has verified that.
 
-    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``. A medium that bounds itself, such as a store that
-    others write to as well, has neither.
+    **Budget.** ``used_bytes`` of ``stats`` never exceeds ``capacity_bytes``. A medium that bounds itself, such as a
+    store that others write to as well, has neither.
     """
 
     name: str
@@ -80,62 +102,32 @@ class Tier(ABC):
     is_shared: bool = False
     """Whether other processes use the same blocks. New weights in one process then delete nothing: the process stops
     using the tier until it is started again."""
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """The tier's budget in the medium. By default None: the medium bounds itself."""
-        return None
+    num_failed_lookups: int = 0
+    """Lookups since the start that have failed, one per attempt to ask the medium."""
 
     @property
     @abstractmethod
     def block_bytes(self) -> int:
         """Bytes that one block takes in the medium; does not change."""
 
-    @property
-    def num_blocks(self) -> int | None:
-        """Blocks held now, including those being written. By default None: the tier does not know."""
-        return None
-
-    @property
-    def used_bytes(self) -> int | None:
-        """Bytes taken in the medium now, including everything that the tier keeps there beside the blocks that it
-        holds. By default there is nothing else."""
-        return None if self.num_blocks is None else self.num_blocks * self.block_bytes
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """Returns how full the tier is and what it has done so far. ``capacity_bytes`` does not change."""
 
     def most_blocks(self, key: OffloadKey) -> int | None:
         """Returns how many blocks of one chain, to which ``key`` belongs, the tier can hold at once. By default as many
         as its budget has room for, None if the medium bounds itself."""
-        return None if self.capacity_bytes is None else self.capacity_bytes // max(1, self.block_bytes)
-
-    def tenant_uses(self) -> Sequence[TenantUse]:
-        """Returns what each tenant holds. By default nothing, for a tier of which tenants have no shares."""
-        return ()
-
-    @property
-    def num_evicted(self) -> int:
-        """Blocks evicted since the start. By default 0, for a tier that evicts none."""
-        return 0
-
-    @property
-    def num_failed_lookups(self) -> int:
-        """Lookups since the start that have failed, one per attempt to ask the medium. By default 0."""
-        return 0
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the medium could be reached when the tier last looked. A tier that is not connected answers MISS and
-        takes nothing on, and so has no failures that show it. By default True."""
-        return True
-
-    def expect(self, keys: Sequence[OffloadKey]) -> None:
-        """Says that a request is about to look up ``keys``, a chain, head first. A tier that answers RETRY while it
-        asks its medium then asks for all of them at once. By default does nothing."""
+        capacity_bytes = self.stats().capacity_bytes
+        return None if capacity_bytes is None else capacity_bytes // max(1, self.block_bytes)
 
     @abstractmethod
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         """Returns one state per key. HIT: it can be read now. MISS: it cannot. RETRY: the medium is being asked, and a
         later call knows; ``poll`` need not report that. Does not count as a use. An answer about a shared medium may be
-        out of date by a few seconds: a read then ends with GONE."""
+        out of date by a few seconds: a read then ends with GONE.
+
+        ``ahead``: a chain, head first, that the request looks up from here on, ``keys`` included. A tier that answers
+        RETRY asks its medium for all of it at once."""
 
     @abstractmethod
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -150,14 +142,12 @@ class Tier(ABC):
         ``nbytes`` 0."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
         """Marks ``keys``, a chain, as recently used, last key first, so that the chain loses its tail before its head.
-        Ignores unknown keys."""
+        Ignores unknown keys.
 
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        """Brings a chain, which a request has touched and of which it has stored ``stored``, into the order of one
-        touch. It is not another use. By default this is ``touch``, which is right unless the tier counts uses."""
-        self.touch(keys)
+        With ``stored``, the keys that a request has stored of the chain which it touched before, the chain is brought
+        into the order of one touch. That is not another use."""
 
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -169,13 +159,13 @@ class Tier(ABC):
         """No key is held from now on, and no later process finds any that was held until now. A shared tier deletes
         nothing: it holds nothing for this process from now on, and takes nothing on."""
 
+    @abstractmethod
     def take_evicted(self) -> list[OffloadKey]:
         """Returns the keys of blocks that were evicted or lost since the last call, for events, also those that a reset
         has dropped from a tier that is not shared. Blocks that were deleted, and those of which ``poll`` has said that
         they are CORRUPT or GONE, may be among them. Called only if events are on: first when the tier is taken into
         use, then after each ``poll``. A tier that has not been asked yet keeps nothing for it, and the keys that it
-        keeps are bounded. By default none."""
-        return []
+        keeps are bounded."""
 
     @abstractmethod
     def poll(self) -> list[TierResult]:
@@ -192,4 +182,8 @@ class Tier(ABC):
         and ``poll`` still reports the transfers that were in progress. May be called twice."""
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError if the tier's own accounts do not balance. O(blocks)."""
+        """Raises IntegrityError if the tier's own accounts do not balance. O(blocks). By default it checks the
+        budget."""
+        stats = self.stats()
+        if stats.capacity_bytes is not None and (stats.used_bytes or 0) > stats.capacity_bytes:
+            raise IntegrityError(f"the {self.name} tier uses {stats.used_bytes} of {stats.capacity_bytes} bytes")

@@ -131,7 +131,7 @@ class ReqContext:
 
 
 class LookupState(enum.IntEnum):
-    """State of one key, as ``OffloadingManager.lookup_each`` reports it."""
+    """State of one key."""
 
     MISS = 0
     HIT = 1
@@ -176,11 +176,13 @@ class MissReason(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Miss:
     """Why a block is missing. ``age_s``: seconds since it was evicted, reset or refused, if that is known. ``tier``:
-    the name of the lower tier that holds it all the same."""
+    the name of the lower tier that holds it. ``policy``: ``CachePolicy.state`` of the policy that evicts
+    from host memory, if it has any."""
 
     reason: MissReason
     age_s: float | None = None
     tier: str | None = field(default=None, compare=False)
+    policy: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 class TenantUse(NamedTuple):

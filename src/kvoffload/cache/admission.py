@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import (
     Admission,
+    ConfigError,
     IntegrityError,
     Miss,
     MissReason,
@@ -18,6 +19,7 @@ from kvoffload.abc import (
     OffloadKey,
     ReqContext,
 )
+from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Shares
 
@@ -183,5 +185,9 @@ def FilterReusedOffloadingManager(
 
     Raises ValueError for a wrong argument, ConfigError if ``backing`` takes no admission.
     """
-    backing.set_admission(ReuseFilter(store_threshold, max_tracker_size, request_of))
+    admission = ReuseFilter(store_threshold, max_tracker_size, request_of)
+    host = getattr(backing, "host", backing)
+    if not isinstance(host, PolicyOffloadingManager):
+        raise ConfigError(f"{type(backing).__name__} takes no admission; put a PolicyOffloadingManager in its place")
+    host.admission = admission
     return backing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,22 +78,24 @@ class HintedBlocks:
     What is known here may be out of date: blocks may have left, and their slots may hold others. Owners tell: a slot
     that gets a new block has no owner until the request that has stored it ends.
 
-    ``tenant_of``: the tenant of the block in each slot; without it there is one tenant, 0. No tenant loses a block for
-    another one, even if two of them have a session of the same number.
+    ``tenant_of``: the tenant of the block in each slot. No tenant loses a block for another one, even if two of them
+    have a session of the same number. Before the first hint nothing is recorded.
     """
 
     def __init__(
         self,
         table: BlockTable,
-        clock: Callable[[], float] = time.monotonic,
-        tenant_of: npt.NDArray[np.int8] | None = None,
+        clock: Callable[[], float],
+        tenant_of: npt.NDArray[np.int8],
     ) -> None:
         self._table = table
         self._clock = clock
         self._tenant_of = tenant_of
-        self._owner = np.full(table.num_blocks, _SHARED, dtype=np.uint64)
+        self.has_begun = False
+        """Whether a request has had hints."""
+        self._owner = np.zeros(0, dtype=np.uint64)
         """Of the block in each slot."""
-        self._used_at = np.full(table.num_blocks, -math.inf)
+        self._used_at = np.zeros(0)
         """When it was stored or last used; before the first hint, that is not known."""
         self._waits: OrderedDict[int, _Wait] = OrderedDict()
         """By owner, the oldest first."""
@@ -114,13 +115,23 @@ class HintedBlocks:
         """Blocks that will leave before the policy is asked, at most."""
         return self._num_unexpected
 
+    def _begin(self) -> None:
+        self.has_begun = True
+        self._owner = np.full(self._table.num_blocks, _SHARED, dtype=np.uint64)
+        self._used_at = np.full(self._table.num_blocks, -math.inf)
+
     def entered(self, slots: Slots) -> None:
         """Takes note of new blocks."""
-        self._owner[slots] = _NEW
-        self._used_at[slots] = self._clock()
+        if self.has_begun:
+            self._owner[slots] = _NEW
+            self._used_at[slots] = self._clock()
 
     def used(self, slots: Slots, hints: Hints | None) -> None:
         """Takes note of a request that uses the blocks in ``slots``, each once."""
+        if not self.has_begun:
+            if hints is None:
+                return
+            self._begin()
         owner = None if hints is None else hints.session
         others = slots
         if owner is not None:
@@ -132,6 +143,8 @@ class HintedBlocks:
     def ended(self, slots: Slots, stored: npt.NDArray[np.bool_], hints: Hints | None) -> None:
         """Takes note of the end of a request that has used ``slots``, its chain, tail first, each once. It has
         ``stored`` some of them itself."""
+        if not self.has_begun:
+            return
         now = self._clock()
         self._used_at[slots] = now
         stored_slots = slots[stored]
@@ -143,7 +156,7 @@ class HintedBlocks:
         self._owner[stored_slots] = np.where((owners == _NEW) | (owners == owner), np.uint64(owner), _SHARED)
         if hints.returns_in_s is not None:
             own = slots[self._owner[slots] == owner]
-            tenant = int(self._tenant_of[own[0]]) if self._tenant_of is not None and len(own) else 0
+            tenant = int(self._tenant_of[own[0]]) if len(own) else 0
             self._begin_wait(_Wait(owner, now + hints.returns_in_s, own, tenant))
 
     def _begin_wait(self, wait: _Wait) -> None:
@@ -195,8 +208,7 @@ class HintedBlocks:
             slots = wait.slots[wait.num_passed : wait.num_passed + max(n, MIN_SCAN)]
             num_left -= len(slots)
             may_leave = (self._owner[slots] == wait.owner) & self._table.is_loadable(slots) & ~busy[slots]
-            if self._tenant_of is not None:
-                may_leave &= self._tenant_of[slots] == tenant
+            may_leave &= self._tenant_of[slots] == tenant
             found = np.flatnonzero(may_leave)[:n]
             num_passed = int(found[-1]) + 1 if len(found) == n else len(slots)
             wait.num_passed += num_passed
@@ -214,9 +226,7 @@ class HintedBlocks:
         if idle_age.num_evicted >= IDLE_SHARE * self._table.num_blocks:
             idle_age.num_evicted = 0
             step = max(1, self._table.num_blocks // IDLE_SAMPLE)
-            ages = now - self._used_at[::step]
-            if self._tenant_of is not None:
-                ages = ages[self._tenant_of[::step] == tenant]
+            ages = (now - self._used_at[::step])[self._tenant_of[::step] == tenant]
             rank = int(IDLE_QUANTILE * (len(ages) - 1))
             idle_age.seconds = float(np.partition(ages, rank)[rank]) if len(ages) else math.inf
         return idle_age.seconds

@@ -16,8 +16,12 @@ from kvoffload.native import load
 GROUP_BYTES = 4
 NAMESPACE_BYTES = 8
 """Bytes in front of every block hash in a key: a digest of the fingerprint, and of the tenant if there is one."""
+TRANSIENT = b"\xff" * 4
+"""Begins the namespaces that no later process knows. A tier does not keep their blocks for the next one."""
 ADAPTER_BYTES = 8
 """Bytes after these in the keys of engines that serve adapters: a digest of the adapter's bytes, or zeros."""
+
+_FIRST_GROUP = bytes(GROUP_BYTES)
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -92,6 +96,19 @@ def hash_blocks(
     return hashes
 
 
+def seem_of_several_groups(keys: Sequence[OffloadKey]) -> bool:
+    """Returns whether one of the first two or the last two keys is not of the first KV cache group. Engines with one
+    group have no such keys; those of several groups are in the order in which blocks end, so in a long list it is seen.
+    It takes the same time for any number of keys."""
+    return not all(key.endswith(_FIRST_GROUP) for key in (*keys[:2], *keys[-2:]))
+
+
+def shared_names(keys: Sequence[OffloadKey]) -> list[bytes]:
+    """Returns the keys that blocks of the first KV cache group have at the same places: blocks of several groups that
+    end at one token have one name."""
+    return [key_block_hash(key) + _FIRST_GROUP for key in keys]
+
+
 def plain_hash_keys(keys: Iterable[OffloadKey]) -> npt.NDArray[np.int64]:
     """Returns Python's hash of each key, which a key keeps once it was computed. Other processes find others."""
     return np.fromiter(map(hash, keys), dtype=np.int64)
@@ -99,7 +116,7 @@ def plain_hash_keys(keys: Iterable[OffloadKey]) -> npt.NDArray[np.int64]:
 
 def plain_key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
     """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same."""
-    return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), dtype=np.uint64, count=len(keys))
 
 
 def plain_same_starts(keys: Sequence[OffloadKey], n: int) -> bool:

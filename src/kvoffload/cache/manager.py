@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,35 +19,52 @@ from kvoffload.abc import (
     BlockStatus,
     CachePolicy,
     ConfigError,
-    Eviction,
+    HostOffloadingManager,
     IntegrityError,
     LoadStoreSpec,
-    LookupState,
     Miss,
     MissReason,
+    Need,
     OffloadingEvent,
-    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     Slots,
-    TenantUse,
+    States,
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
-from kvoffload.cache.hints import HintedBlocks
-from kvoffload.cache.index import Homes
+from kvoffload.cache.events import Events, NoEvents
 from kvoffload.cache.misses import MISS_MEMORY_ENTRIES, MissMemory
-from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.policies.tenants import TenantPolicy
+from kvoffload.cache.room import NO_SLOTS, Room, room_of
 from kvoffload.cache.table import BlockTable
-from kvoffload.cache.tenants import HOST
+from kvoffload.cache.tenants import HOST, TenantCounts
 
-MAX_PENDING_EVENTS = 1 << 16
-"""Events kept for a taker; beyond it the oldest are lost."""
+READ_STATE_EVERY_S = 1.0
+"""The most seconds by which gauges of tenants and of a self-tuning policy may be old. Engines take counts in every
+step."""
 
 
-class PolicyOffloadingManager(OffloadingManager):
+class StoreAll(Admission):
+    """Accepts every key."""
+
+    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+        """Nothing depends on it."""
+
+    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return [True] * len(keys)
+
+    def sift(self, keys: list[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        return keys, []
+
+    def refuse(self, keys: Collection[OffloadKey]) -> None:
+        """None is."""
+
+    def explain(self, key: OffloadKey) -> Miss:
+        return Miss(MissReason.NEVER_STORED)
+
+
+class PolicyOffloadingManager(HostOffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
     With ``must_store`` the policy may not refuse new blocks. ``admission``, if given, decides which of them are stored
@@ -74,48 +89,38 @@ class PolicyOffloadingManager(OffloadingManager):
             )
         self.backend = backend
         self.policy = policy
-        self._tenants = policy if isinstance(policy, TenantPolicy) else None
         self._must_store = must_store
-        self._admission = admission
+        self.admission = StoreAll() if admission is None else admission
+        """Decides which new blocks are stored. May be set."""
         self._table = BlockTable(backend.num_blocks)
-        self._busy, self._key_of = _read_only(self._table.busy), _read_only(self._table.key_of)
-        self._events: deque[OffloadingEvent] | None = None
+        self.room, self._hints = room_of(backend, policy, self._table, clock)
+        """How blocks leave for others, and what each tenant may have."""
+        self._events = NoEvents()
         if enable_events:
             self.enable_events()
-        self._gone = misses or MissMemory(clock=clock)
-        self._clock = clock
+        self._gone = MissMemory(clock=clock) if misses is None else misses
         self._num_entered = self._num_removed = 0
         """Blocks that have become ready since the start, and those of them that have left."""
-        self._hints: HintedBlocks | None = None
-        """None until a request has hints."""
-        self._num_early = 0
-        """Blocks that were evicted because of hints, since ``take_counts``."""
-
-    def set_admission(self, admission: Admission) -> None:
-        self._admission = admission
+        self._gauges = _Gauges(clock)
 
     # Lookup.
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
-        self.count_request(keys, req_context)
+        self.admission.count(keys, req_context)
         return self._table.leading_ready(keys)
 
-    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
-        self.count_request(keys, req_context)
-        return list(map(LookupState, self.states(keys).tolist()))
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
+    ) -> States:
+        self.admission.count(keys, req_context)
+        if need is not Need.RUN:
+            return self.states(keys)
+        states = np.zeros(len(keys), dtype=np.uint8)
+        states[: self._table.leading_ready(keys)] = HIT
+        return states
 
-    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
-        self.count_request(keys, req_context)
-        last = self._table.last_ready(keys)
-        return last, LookupState.MISS if last < 0 else LookupState.HIT
-
-    def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        """Tells the admission that a request asks for ``keys``, as ``lookup`` and ``touch`` do."""
-        if self._admission is not None:
-            self._admission.count(keys, req_context)
-
-    def states(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
-        """Returns one LookupState per key: ``lookup_each`` as an array, without counting a request."""
+    def states(self, keys: Sequence[OffloadKey]) -> States:
+        """Does the same as ``lookup_each`` without counting a request."""
         slots = self._table.find(keys)
         states = np.full(len(keys), HIT, dtype=np.uint8)
         states[self._table.is_writing(slots)] = PENDING
@@ -131,12 +136,11 @@ class PolicyOffloadingManager(OffloadingManager):
         return self._table.status(key)
 
     def explain_miss(self, key: OffloadKey) -> Miss:
-        if key in self._table:
-            return Miss(MissReason.BEING_WRITTEN)
-        miss = self._gone.explain(key)
-        if miss.reason is MissReason.NEVER_STORED and self._admission is not None:
-            return self._admission.explain(key)
-        return miss
+        miss = Miss(MissReason.BEING_WRITTEN) if key in self._table else self._gone.explain(key)
+        if miss.reason is MissReason.NEVER_STORED:
+            miss = self.admission.explain(key)
+        state = self.policy.state()
+        return replace(miss, policy=state) if state else miss
 
     # Loads.
 
@@ -149,8 +153,7 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def _pin(self, slots: Slots) -> None:
         self._table.pin(slots)
-        if self._tenants is not None:
-            self._tenants.mark_busy(slots)
+        self.room.mark_busy(slots)
 
     def pin(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
         """Adds a pin to each block of ``lease`` that is ready and was not dropped, and returns which these are.
@@ -158,7 +161,7 @@ class PolicyOffloadingManager(OffloadingManager):
         For a caller whose lease has just been completed: nothing may have been stored or evicted since.
         """
         loadable = self._table.is_loadable(lease.slots)
-        self._pin(lease.slots[loadable])
+        self._pin(self._table.distinct(lease.slots[loadable]))
         return loadable
 
     def complete_load(
@@ -174,29 +177,24 @@ class PolicyOffloadingManager(OffloadingManager):
     # Stores.
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
-        present, new_keys, homes = self._table.split(keys)
-        refused: list[OffloadKey] = []
-        if self._admission is not None:
-            accepted = self._admission.accepts(new_keys)
-            if not all(accepted):
-                refused = list(compress(new_keys, (not each for each in accepted)))
-                self._admission.refuse(refused)
-                new_keys, homes = list(compress(new_keys, accepted)), None
+        present, absent, homes = self._table.split(keys)
+        new_keys, refused = self.admission.sift(absent)
+        if behind_refused:
+            self._gone.record(new_keys, MissReason.NOT_ADMITTED)
+            self.policy.refuse(new_keys[::-1])
+            nothing = self.backend.get_load_store_spec([], NO_SLOTS)
+            return PrepareStoreOutput([], nothing, [], [*new_keys, *refused])
         tail_first, worthless = new_keys[::-1], []
-        shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        if self._hints is not None and self._tenants is None:
-            shortage -= self._hints.num_unexpected
-        if (shortage > 0 or self._tenants is not None) and not self._must_store:
-            admitted = self.policy.admit(tail_first, shortage)
-            if admitted is not None and len(admitted) != len(tail_first):
-                raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
-            if admitted is not None and not admitted.all():
-                worthless = list(compress(tail_first, ~admitted))
-                tail_first = list(compress(tail_first, admitted))
-                new_keys, homes = tail_first[::-1], None
-        output = self._store(new_keys, tail_first, homes, present, worthless)
+        admitted = None if self._must_store else self.room.admitted(tail_first)
+        if admitted is not None and len(admitted) != len(tail_first):
+            raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
+        if admitted is not None and not admitted.all():
+            worthless = list(compress(tail_first, ~admitted))
+            tail_first = list(compress(tail_first, admitted))
+            new_keys = tail_first[::-1]
+        output = self._store(tail_first, new_keys, homes if len(new_keys) == len(absent) else None, present, worthless)
         if output is not None and refused:
             output = replace(output, refused_keys=[*output.refused_keys, *refused])
         return output
@@ -205,13 +203,13 @@ class PolicyOffloadingManager(OffloadingManager):
         """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as those
         that come from a lower tier."""
         present, new_keys, homes = self._table.split(keys)
-        return self._store(new_keys, new_keys[::-1], homes, present, [])
+        return self._store(new_keys[::-1], new_keys, homes, present, [])
 
     def _store(
         self,
-        new_keys: list[OffloadKey],
         tail_first: list[OffloadKey],
-        homes: Homes | None,
+        new_keys: list[OffloadKey],
+        homes: object,
         present: Slots,
         worthless: list[OffloadKey],
     ) -> PrepareStoreOutput | None:
@@ -219,77 +217,23 @@ class PolicyOffloadingManager(OffloadingManager):
         does not admit."""
         if worthless:
             self._gone.record(worthless, MissReason.NOT_ADMITTED)
-        num_free = self.backend.get_num_free_blocks()
-        shortage = len(new_keys) - num_free
-        is_short = shortage > 0 or self._tenants is not None
-        protected = self._table.idle(present) if is_short else present[:0]
-        if self._tenants is not None:
-            room = self._tenants.room(tail_first, num_free, protected)
-            refusal, shortage = (room, 0) if isinstance(room, MissReason) else (None, room)
-        else:
-            refusal = MissReason.NO_ROOM if shortage > self._table.num_evictable - len(protected) else None
-        if refusal is not None:
-            self._gone.record(new_keys, refusal)
+        plan = self.room.plan(tail_first, present)
+        if isinstance(plan, MissReason):
+            self._gone.record(new_keys, plan)
             return None
         if worthless:
             self.policy.refuse(worthless)
-        evicted = self._evict(shortage, protected, tail_first) if shortage > 0 else []
-        new_slots = self.backend.allocate_blocks(new_keys)
-        self._table.insert(new_keys, new_slots, homes)
-        self.policy.insert(new_slots[::-1], tail_first)
-        if self._hints is not None:
-            self._hints.entered(new_slots)
-        spec = self.backend.get_load_store_spec(new_keys, new_slots)
+        evicted = self.room.evict(plan, tail_first) if plan.n > 0 else []
+        if evicted:
+            self._num_removed += len(evicted)
+            self._gone.record(evicted, MissReason.EVICTED)
+            self._events.add(evicted, removed=True)
+        slots = self.backend.allocate_blocks(new_keys)
+        self._table.insert(new_keys, slots, homes)
+        self.policy.insert(slots[::-1], tail_first)
+        self._hints.entered(slots)
+        spec = self.backend.get_load_store_spec(new_keys, slots)
         return PrepareStoreOutput(new_keys, spec, evicted, worthless[::-1])
-
-    def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        _, absent, _ = self._table.split(keys)
-        if self._admission is not None:
-            accepted = self._admission.accepts(absent)
-            self._admission.refuse(list(compress(absent, (not each for each in accepted))))
-            absent = list(compress(absent, accepted))
-        self._gone.record(absent, MissReason.NOT_ADMITTED)
-        self.policy.refuse(absent[::-1])
-
-    def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
-        if len(protected):
-            self._table.mark_busy(protected, True)
-            if self._tenants is not None:
-                self._tenants.mark_busy(protected)
-        early = self._evict_early(n, entering) if self._hints is not None else protected[:0]
-        victims = early
-        if len(early) < n:
-            victims = np.asarray(self.policy.evict(Eviction(n - len(early), self._busy, self._key_of, entering)))
-            if len(early):
-                victims = np.concatenate((early, victims))
-        keys = self._table.evict(victims) if victims.shape == (n,) and victims.dtype.kind == "i" else None
-        if keys is None:
-            raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
-        if len(protected):
-            self._table.mark_busy(protected, False)
-            self.policy.mark_evictable(protected)
-        self.backend.free(victims)
-        self._num_removed += len(keys)
-        self._gone.record(keys, MissReason.EVICTED)
-        if self._events is not None:
-            self._emit(keys, removed=True)
-        return keys
-
-    def _evict_early(self, n: int, entering: Sequence[OffloadKey]) -> Slots:
-        """Removes up to ``n`` blocks that are to leave early from the policy, and returns their slots. Of each tenant
-        no more leave than it must lose."""
-        assert self._hints is not None
-        shares = {0: n} if self._tenants is None else self._tenants.leaving(entering, n)
-        early = np.concatenate([self._hints.take(most, self._busy, tenant) for tenant, most in shares.items()])
-        if len(early):
-            self._num_early += len(early)
-            if self._tenants is not None:
-                self._tenants.evict_early(early)
-            else:
-                self.policy.remove(early)
-            # So that the policy learns from their return, if the hint was wrong.
-            self.policy.refuse(self._key_of[early].tolist())
-        return early
 
     def complete_store(
         self,
@@ -302,8 +246,7 @@ class PolicyOffloadingManager(OffloadingManager):
             ready, freed = self._table.set_ready(slots)
             self._num_entered += len(ready)
             self.policy.mark_evictable(ready)
-            if self._events is not None:
-                self._emit(self._table.key_of[ready].tolist(), removed=False)
+            self._events.add_slots(ready, removed=False)
         else:
             freed = self._table.being_written(slots)
             known = freed[~self._table.is_dropped(freed)]
@@ -312,11 +255,6 @@ class PolicyOffloadingManager(OffloadingManager):
             self._table.remove(freed)
         if len(freed):
             self.backend.free(freed)
-
-    def restorable(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_] | None:
-        """Returns which of ``keys``, the least recently used first, ``restore`` may be given without breaking a
-        tenant's quota, if nothing is held yet; None for all."""
-        return None if self._tenants is None else self._tenants.restorable(keys)
 
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
@@ -344,21 +282,8 @@ class PolicyOffloadingManager(OffloadingManager):
         """Blocks that ``prepare_store`` could make room for now, of all tenants together."""
         return self.backend.get_num_free_blocks() + self._table.num_evictable
 
-    def num_storable(self, key: OffloadKey) -> int:
-        """Returns how many blocks of the tenant of ``key`` ``prepare_store`` could make room for now."""
-        if self._tenants is None:
-            return self.num_available_blocks
-        return self._tenants.num_storable(key, self.backend.get_num_free_blocks())
-
     def most_blocks(self, key: OffloadKey) -> int:
-        return self.num_blocks if self._tenants is None else self._tenants.most_blocks(key)
-
-    def tenant_uses(self) -> Sequence[TenantUse]:
-        """Returns what each tenant holds; nothing if the slots are not shared among tenants."""
-        return () if self._tenants is None else self._tenants.uses()
-
-    def uses_by_tier(self) -> Mapping[str, Sequence[TenantUse]]:
-        return {} if self._tenants is None else {HOST: self.tenant_uses()}
+        return self.room.most_blocks(key)
 
     # The eviction order.
 
@@ -370,24 +295,19 @@ class PolicyOffloadingManager(OffloadingManager):
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
-        if self._admission is not None:
-            self._admission.count(keys if chain is None else chain, req_context)
+        self.admission.count(keys if chain is None else chain, req_context)
         if found is None:
             found = self._table.find(keys)
         slots, ready = self._table.used(found)
         self.policy.access(Access(keys, found, slots, ready))
-        hints = None if req_context is None else req_context.hints
-        if hints is not None and self._hints is None:
-            tenant_of = None if self._tenants is None else self._tenants.tenant_of
-            self._hints = HintedBlocks(self._table, self._clock, tenant_of)
-        if self._hints is not None:
-            self._hints.used(slots, hints)
+        self._hints.used(slots, None if req_context is None else req_context.hints)
 
-    def reorder_chain(
+    def end_chain(
         self,
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
@@ -395,15 +315,11 @@ class PolicyOffloadingManager(OffloadingManager):
             found = self._table.find(keys)
         slots, new = self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
         self.policy.reorder(slots, new)
-        if self._hints is not None:
-            self._hints.ended(slots, new, None if req_context is None else req_context.hints)
-
-    def policy_state(self) -> Mapping[str, Any]:
-        return self.policy.state()
+        self._hints.ended(slots, new, None if req_context is None else req_context.hints)
 
     # Removal.
 
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
+    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
         slots = self._table.find(keys)
         slots = self._table.distinct(slots[slots >= 0])
         self._note_dropped(slots)
@@ -414,19 +330,19 @@ class PolicyOffloadingManager(OffloadingManager):
         """Returns which blocks of ``lease``, which is not completed yet, were dropped."""
         return self._table.is_dropped(lease.slots)
 
-    def reset(self) -> None:
+    def reset(self, keep_shared: bool = False) -> bool:
         slots = self._table.slots()
         self._note_dropped(slots)
         self.policy.clear()
         self.backend.free(self._table.drop_all())
+        return False
 
     def _note_dropped(self, slots: Slots) -> None:
         """Remembers why the blocks in ``slots`` will be missing, and counts and emits the removal of those that are
         ready."""
         ready = slots[~self._table.is_writing(slots)]
         self._num_removed += len(ready)
-        if self._events is not None:
-            self._emit(self._table.key_of[ready].tolist(), removed=True)
+        self._events.add_slots(ready, removed=True)
         # No more than the memory can hold: this may be of millions of blocks, on the engine's thread.
         self._gone.record(self._table.key_of[slots[-MISS_MEMORY_ENTRIES:]].tolist(), MissReason.RESET)
 
@@ -438,28 +354,22 @@ class PolicyOffloadingManager(OffloadingManager):
     @property
     def has_events(self) -> bool:
         """Whether there are events to take."""
-        return self._events is not None
+        return isinstance(self._events, Events)
 
     def enable_events(self) -> None:
         """From now on there are events to take."""
-        if self._events is None:
-            self._events = deque(maxlen=MAX_PENDING_EVENTS)
+        if not self.has_events:
+            self._events = Events(self.backend.medium, self._table.key_of)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events is not None:
-            while self._events:
-                yield self._events.popleft()
-
-    def _emit(self, keys: list[OffloadKey], removed: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(OffloadingEvent(keys, self.backend.medium, removed))
-
-    def poll(self) -> bool:
-        return False
+        return self._events.take()
 
     def take_counts(self) -> Mapping[str, float]:
-        num_early, self._num_early = self._num_early, 0
-        return {"early_evictions": num_early} if num_early else {}
+        counts: dict[str, float] = {"pool_used_blocks": self.num_used_blocks}
+        num_early = self.room.take_num_early()
+        if num_early:
+            counts["early_evictions"] = num_early
+        return counts | self._gauges.take(self.policy, self.room)
 
     @property
     def num_blocks(self) -> int:
@@ -471,26 +381,39 @@ class PolicyOffloadingManager(OffloadingManager):
 
     @property
     def num_used_blocks(self) -> int:
+        """Blocks that take a slot now, those being written included."""
         return self.backend.num_existing_blocks - self.backend.get_num_free_blocks()
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
         self.policy.check_integrity(self._table.slots())
         self.backend.check_integrity()
-        if self._admission is not None:
-            self._admission.check_integrity()
-        if self._hints is not None:
-            self._hints.check_integrity()
+        self.admission.check_integrity()
+        self._hints.check_integrity()
         if self._table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
         if np.count_nonzero(~self._table.is_writing(self._table.slots())) != self._num_entered - self._num_removed:
             raise IntegrityError("a block has left without being counted: requests may be promised what is gone")
 
 
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    view = array.view()
-    view.flags.writeable = False
-    return view
+class _Gauges:
+    """Gauges of a self-tuning policy and of tenants, read once per READ_STATE_EVERY_S."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._read_at = float("-inf")
+        self._tenants = TenantCounts()
+
+    def take(self, policy: CachePolicy, room: Room) -> dict[str, float]:
+        now = self._clock()
+        if now < self._read_at:
+            return {}
+        self._read_at = now + READ_STATE_EVERY_S
+        counts: dict[str, float] = {}
+        state = policy.state()
+        for rule, score in state.get("scores", {}).items():
+            counts |= {f"policy_rule:{rule}": float(rule == state["rule"]), f"policy_score:{rule}": score}
+        return counts | self._tenants.take(HOST, room.uses())
 
 
 class LRUOffloadingManager(PolicyOffloadingManager):
@@ -498,10 +421,3 @@ class LRUOffloadingManager(PolicyOffloadingManager):
 
     def __init__(self, backend: Backend, enable_events: bool = False) -> None:
         super().__init__(backend, LRUPolicy(backend.num_blocks), enable_events)
-
-
-class ARCOffloadingManager(PolicyOffloadingManager):
-    """Evicts by Adaptive Replacement Cache."""
-
-    def __init__(self, backend: Backend, enable_events: bool = False) -> None:
-        super().__init__(backend, ARCPolicy(backend.num_blocks), enable_events)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from kvoffload.abc import ConfigError, OffloadKey
+from kvoffload.abc import ConfigError, OffloadKey, TenantUse
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
 from kvoffload.settings import shown, shown_unknown
 from kvoffload.units import format_bytes, parse_bytes
@@ -245,3 +245,22 @@ class Tenants:
 
 def _digest(salt: str) -> str:
     return hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()
+
+
+class TenantCounts:
+    """What tenants hold of tiers and have lost since it was last taken, by names of METRICS."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, TenantUse] = {}
+        """What each tenant held in each tier when that was last taken, by "TENANT,TIER"."""
+
+    def take(self, tier: str, uses: Sequence[TenantUse]) -> dict[str, float]:
+        counts: dict[str, float] = {}
+        for use in uses:
+            label = f"{use.name},{tier}"
+            before = self._uses.get(label, TenantUse(use.name, 0, 0, 0))
+            self._uses[label] = use
+            counts[f"tenant_blocks:{label}"] = use.num_blocks
+            counts[f"tenant_evicted_blocks:{label}"] = use.num_evicted - before.num_evicted
+            counts[f"tenant_refused_stores:{label}"] = use.num_refused - before.num_refused
+        return counts

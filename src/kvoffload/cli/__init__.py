@@ -1,5 +1,4 @@
-"""The ``kvoffload`` command, with one module per subcommand. HTML pages and the demo need the extra
-``plots``."""
+"""The ``kvoffload`` command, with one module per subcommand. HTML pages need the extra ``plots``."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ def main() -> None:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
         print(
-            f"kvoffload: plots and the demo need {error.name}, which is not installed; run pip install "
-            + " ".join(EXTRA),
+            f"kvoffload: plots need {error.name}, which is not installed; run pip install " + " ".join(EXTRA),
             file=sys.stderr,
         )
         sys.exit(2)
@@ -33,7 +31,6 @@ def group() -> click.Group:
     import click
 
     from kvoffload.cli.convert import convert
-    from kvoffload.cli.demo import demo, demo_shared
     from kvoffload.cli.disk import disk
     from kvoffload.cli.doctor import doctor
     from kvoffload.cli.explain import explain
@@ -43,7 +40,7 @@ def group() -> click.Group:
 
     commands = click.Group(
         "kvoffload",
-        commands=[convert, demo, demo_shared, disk, doctor, explain, replay, size],
+        commands=[convert, disk, doctor, explain, replay, size],
         help="Keeps the KV cache of an LLM server in host memory and on disk.",
         # Subcommands inherit it.
         context_settings={"help_option_names": ["-h", "--help"]},

@@ -7,26 +7,18 @@ from pathlib import Path
 
 import click
 
-from kvoffload.cli.lab import console_of, errors, progress, requests_in, sources, trace_options
+from kvoffload.cli.lab import Source, errors, progress, requests_in, sources, trace_options
+from kvoffload.cli.terminal import console_of
 from kvoffload.lab.writer import check_free, write_trace
 from kvoffload.units import counted, format_bytes
 
 
 @click.command(short_help="Write a trace in kvoffload's own format.")
-@click.argument("source", metavar="SOURCE")
+@trace_options("SOURCE")
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@trace_options
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-def convert(
-    source: str,
-    out: Path,
-    trace_format: str | None,
-    block_tokens: int | None,
-    strict: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
+def convert(source: Source, out: Path, force: bool, as_json: bool) -> None:
     """Read a trace in any format and write it to OUT as JSON lines, like those that a server records: compressed if its
     name ends with .gz. A replay of OUT has the same results.
 
@@ -36,7 +28,7 @@ def convert(
     """
     with errors("convert"):
         check_free(out.expanduser(), force)
-        trace = requests_in("convert", source, trace_format, block_tokens, strict)
+        trace = requests_in("convert", source)
         with progress("writing") as on_progress:
             size = write_trace(trace, out, force=force, on_progress=on_progress)
     if as_json:

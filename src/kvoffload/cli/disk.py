@@ -17,6 +17,7 @@ from kvoffload.cli.inspect import Cleared, Folder, InspectError, Owned, Verifica
 from kvoffload.cli.inspect import clear as clear_directory
 from kvoffload.cli.inspect import inspect as inspect_directory
 from kvoffload.cli.inspect import verify as verify_directory
+from kvoffload.cli.terminal import console_of, progress_bar, say, table_of
 from kvoffload.printable import printable
 from kvoffload.tiers.identity import MAX_DESCRIPTION, describe, describe_difference, is_same_model
 from kvoffload.tiers.shared_dir.seats import SeatState
@@ -51,9 +52,9 @@ def inspect(directory: Path, as_json: bool) -> None:
     with _errors("inspect"):
         parts = inspect_directory(directory)
     if as_json:
-        _print_json({"directory": str(directory), "parts": list(map(dataclasses.asdict, parts))})
+        _print_json(directory, {"parts": list(map(dataclasses.asdict, parts))})
     else:
-        _show(_console(), directory, parts)
+        _show(console_of(), directory, parts)
 
 
 @disk.command()
@@ -69,9 +70,9 @@ def verify(directory: Path, as_json: bool) -> None:
     with _errors("verify"):
         result = _verify(directory)
     if as_json:
-        _print_json({"directory": str(directory), **dataclasses.asdict(result)})
+        _print_json(directory, dataclasses.asdict(result))
     else:
-        _show_verification(_console(), result)
+        _show_verification(console_of(), result)
     sys.exit(1 if result.bad or result.lost else 0)
 
 
@@ -101,9 +102,9 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
             click.confirm(f"Remove {blocks} ({size}) from {directory}?", abort=True, err=True)
         result = clear_directory(directory, fingerprint)
     if as_json:
-        _print_json({"directory": str(directory), **dataclasses.asdict(result)})
+        _print_json(directory, dataclasses.asdict(result))
     else:
-        _show_cleared(_console(), directory, result)
+        _show_cleared(console_of(), directory, result)
 
 
 # Commands.
@@ -115,20 +116,15 @@ def _errors(command: str) -> Iterator[None]:
     try:
         yield
     except InspectError as error:
-        from rich.console import Console
-
-        line = printable(f"kvoffload disk {command}: {error}")
-        Console(stderr=True).print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        say(f"disk {command}", printable(str(error)), "bold red")
         sys.exit(2)
 
 
 def _verify(directory: Path) -> Verification:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
-    errors = Console(stderr=True)
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with progress_bar(*columns) as bar:
         task = bar.add_task("", total=None)
         return verify_directory(
             directory,
@@ -148,17 +144,11 @@ def _complete_fingerprint(digits: str, folders: Sequence[Folder]) -> str:
     return matches[0]
 
 
-def _print_json(report: dict[str, Any]) -> None:
-    click.echo(json.dumps(report, indent=2))
+def _print_json(directory: Path, report: dict[str, Any]) -> None:
+    click.echo(json.dumps({"directory": str(directory), **report}, indent=2))
 
 
 # Output.
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
@@ -200,11 +190,7 @@ def _user(part: Owned) -> str:
 
 
 def _writer_table(parts: Sequence[Owned]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("writer", no_wrap=True)
+    table = table_of("writer")
     table.add_column("server")
     table.add_column("state")
     for name in ("heartbeat", "blocks", "on disk", "budget"):
@@ -226,13 +212,7 @@ def _writer_table(parts: Sequence[Owned]) -> Table:
 
 
 def _folder_table(parts: Sequence[Owned]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("fingerprint", no_wrap=True)
-    for name in ("blocks", "slots", "on disk", "oldest", "newest", "hits", "blocks\nhit"):
-        table.add_column(name, justify="right")
+    table = table_of("fingerprint", "blocks", "slots", "on disk", "oldest", "newest", "hits", "blocks\nhit", wrap=True)
     table.add_column("")
     now = time.time()
     for part in parts:

@@ -7,15 +7,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import click
 
-from kvoffload.cli.lab import console_of, errors, positive
+from kvoffload.cli.lab import errors, positive
+from kvoffload.cli.terminal import console_of, progress_bar
 from kvoffload.doctor.examine import Effort, Progress, examine
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
 EFFORT = Effort()
 
@@ -72,14 +69,11 @@ def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, a
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Shows a bar on stderr if that is a terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn
-    from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
     columns = SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task: TaskID = bar.add_task("starts", total=None)
+    with progress_bar(*columns) as bar:
+        task = bar.add_task("starts", total=None)
 
         def show(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total)

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from kvoffload.abc import MissReason
+from kvoffload.cli.terminal import console_of, say, table_of
 from kvoffload.observe.records import (
     RECORD_RING_SIZE,
     Period,
@@ -203,13 +205,10 @@ def explain(
     VLLM_LOGGING_LEVEL=DEBUG, or the output of --records or --json. Exit status 2: there is no server, or no record in
     the logs.
     """
-    from rich.console import Console
-
     if as_json and as_records:
         raise click.UsageError("--json and --records cannot be combined.")
     if logs and pid is not None:
         raise click.UsageError("--pid is for running servers: leave out --pid or the logs.")
-    errors = Console(stderr=True)
     try:
         found = _from_logs(logs) if logs else _from_servers(pid)
         chosen = [
@@ -219,19 +218,19 @@ def explain(
         ]
         periods = over_time(chosen, every_s)
     except RecordsError as error:
-        errors.print(f"kvoffload explain: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        say("explain", str(error), "bold red")
         sys.exit(2)
     except ValueError as error:
         raise click.UsageError(f"--every is too short: {error}; raise it, or give --last.") from error
     for warning in found.warnings:
-        errors.print(f"kvoffload explain: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say("explain", warning, "yellow")
     if as_records:
         for record in chosen:
             click.echo(_line(record))
     elif as_json:
         click.echo(_to_json(found, chosen, periods))
     else:
-        _show(Console(highlight=False), found, chosen, periods)
+        _show(console_of(), found, chosen, periods)
 
 
 # Reading.
@@ -250,7 +249,7 @@ def _from_servers(pid: int | None) -> Findings:
     answered, readings, warnings = [], [], []
     for server in chosen:
         try:
-            readings.append(read_records(server, TIMEOUT_S))
+            readings.append(read_records(server, TIMEOUT_S, of_any_user=pid is not None))
             answered.append(server)
         except RecordsError as error:
             warnings.append(str(error))
@@ -297,7 +296,7 @@ def _line(record: RequestRecord) -> str:
 
 def _to_json(found: Findings, chosen: Sequence[RequestRecord], periods: Sequence[Period]) -> str:
     report = {
-        "servers": [dataclasses.asdict(server) for server in found.servers],
+        "servers": [{"pid": server.pid, "name": server.name} for server in found.servers],
         "malformed": found.malformed,
         "warnings": found.warnings,
         "total": None if not chosen else dataclasses.asdict(_total(found, chosen)),
@@ -404,11 +403,7 @@ def _on_device(records: Sequence[RequestRecord]) -> str:
 
 
 def _reason_table(reasons: Sequence[ReasonSummary], records: Sequence[RequestRecord]) -> Table:
-    table = _table(1)
-    table.add_column("reason", no_wrap=True)
-    table.add_column("requests", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("tokens\nmissing", justify="right")
+    table = table_of("reason", "requests", "share", "tokens\nmissing", wrap=True)
     table.add_column("median\nage", justify="right", no_wrap=True)
     table.add_column("what to do", ratio=1)
     for each in reasons:
@@ -427,26 +422,18 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str], has_host:
     from rich.text import Text
 
     device, host, rest = bars
-    table = _table(0)
-    table.add_column("start", no_wrap=True)
-    table.add_column("requests", justify="right")
-    table.add_column("", no_wrap=True)
-    table.add_column("device" if has_host else "engine", justify="right")
-    if has_host:
-        table.add_column("host", justify="right")
     tiers = list(dict.fromkeys(tier for period in periods for tier in period.tier_tokens))
-    for tier in tiers:
-        table.add_column(printable(tier).replace("_", "\n"), justify="right")
-    totals: dict[MissReason, int] = {}
+    totals: Counter[MissReason] = Counter()
     for period in periods:
-        for reason, count in period.misses.items():
-            totals[reason] = totals.get(reason, 0) + count
-    shown = sorted(totals, key=lambda reason: -totals[reason])
-    shown, others = shown[:REASON_COLUMNS], shown[REASON_COLUMNS:]
-    for reason in shown:
-        table.add_column(reason.replace("_", "\n"), justify="right")
-    if others:
-        table.add_column("other", justify="right")
+        totals.update(period.misses)
+    reasons = [reason for reason, _ in totals.most_common()]
+    shown, others = reasons[:REASON_COLUMNS], reasons[REASON_COLUMNS:]
+    table = table_of("start", "requests", gap=0, wrap=True)
+    table.add_column("", no_wrap=True)
+    places = ["device", "host"] if has_host else ["engine"]
+    names = [*(printable(tier) for tier in tiers), *shown, *(["other"] if others else [])]
+    for title in (*places, *(name.replace("_", "\n") for name in names)):
+        table.add_column(title, justify="right")
     same_day = time.localtime(periods[0].start)[:3] == time.localtime(periods[-1].start)[:3]
     clock = ("" if same_day else "%m-%d ") + ("%H:%M" if periods[0].length_s % 60 == 0 else "%H:%M:%S")
     for period in periods:
@@ -472,13 +459,6 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str], has_host:
             *(f"{count:,}" if count else "" for count in counts),
         )
     return table
-
-
-def _table(gap: int) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False)
 
 
 def _listed(servers: Sequence[RunningServer]) -> str:

@@ -43,7 +43,7 @@ from kvoffload.tiers.disk.format import (
 from kvoffload.tiers.disk.identities import IDENTITY_BYTES
 from kvoffload.tiers.identity import parse_identity
 from kvoffload.tiers.shared_dir.seats import (
-    GATE_NAME,
+    CLOCK_NAME,
     HEARTBEAT_BYTES,
     HEARTBEAT_NAME,
     SILENT_S,
@@ -513,7 +513,7 @@ def _is_of_tier(owned: Owned, name: str) -> bool:
         return True
     if owned.path:
         return seat_number(owned.path) is not None and name == HEARTBEAT_NAME
-    return name == GATE_NAME or seat_number(name) is not None or ENGINE_FOLDER.fullmatch(name) is not None
+    return name == CLOCK_NAME or seat_number(name) is not None or ENGINE_FOLDER.fullmatch(name) is not None
 
 
 def _writer(owned: Owned, fd: int) -> Writer | None:

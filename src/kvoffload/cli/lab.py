@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
+import inspect
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any
 
 import click
 
 from kvoffload.abc import ConfigError
 from kvoffload.cli import EXTRA
+from kvoffload.cli.terminal import console_of, progress_bar, say
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.trace import Trace, TraceError
 from kvoffload.units import age, counted, format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MAX_PROBLEMS_SHOWN = 5
 SPEEDS = Speeds()
@@ -48,50 +48,124 @@ OPTIONS = {
 """The option that a user typed, by the Python setting that an error of the library names."""
 _SETTING = re.compile(rf"\b({'|'.join(OPTIONS)})(?==)")
 
-Command = TypeVar("Command", bound=Callable[..., None])
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def trace_options(command: Command) -> Command:
-    """Adds the options for reading a trace."""
-    for option in (
+def gathered(name: str, kind: Callable[..., object], *options: Decorator) -> Decorator:
+    """Adds ``options`` to a command, whose argument ``name`` is then ``kind`` of their values."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {each: values.pop(each) for each in inspect.signature(kind).parameters}
+            command(**values, **{name: kind(**given)})
+
+        decorated: Callable[..., None] = run
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The trace to read, and how."""
+
+    trace: str
+    trace_format: str | None
+    block_tokens: int | None
+    strict: bool
+
+
+def trace_options(metavar: str) -> Decorator:
+    """Adds the argument ``metavar``, a trace, and the options for reading it."""
+    formats = f"Format of the trace: {', '.join(FORMATS)}.  [default: detected]"
+    blocks = "Tokens per block, if the format does not define it."
+    return gathered(
+        "source",
+        Source,
+        click.argument("trace", metavar=metavar),
+        click.option("--format", "trace_format", help=formats),
+        click.option("--block-tokens", type=int, metavar="N", help=blocks),
         click.option("--strict", is_flag=True, help="Stop at the first invalid line."),
-        click.option(
-            "--block-tokens", type=int, metavar="N", help="Tokens per block, if the format does not define it."
-        ),
-        click.option(
-            "--format", "trace_format", help=f"Format of the trace: {', '.join(FORMATS)}.  [default: detected]"
-        ),
-    ):
-        command = option(command)
-    return command
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSpeeds:
+    """What the user says for estimates of TTFT."""
+
+    prefill_speed: float | None
+    host_speed: float
+    disk_speed: float
+
+    def checked(self) -> Speeds:
+        """Returns the speeds in bytes per second. Raises ConfigError if one is not positive."""
+        speeds = replace(
+            SPEEDS,
+            host_bytes_per_s=positive("--host-speed", self.host_speed, "GB/s") * 1e9,
+            disk_bytes_per_s=positive("--disk-speed", self.disk_speed, "GB/s") * 1e9,
+        )
+        if self.prefill_speed is None:
+            return speeds
+        given = positive("--prefill-speed", self.prefill_speed, "tokens per second")
+        return replace(speeds, prefill_tokens_per_s=given, prefill_origin=Origin.GIVEN)
+
+
+def _speed(name: str, default: float | None, metavar: str, text: str) -> Decorator:
+    shown = default is not None
+    return click.option(name, type=float, default=default, show_default=shown, metavar=metavar, help=text)
 
 
 PREFILL_DEFAULT = f"as measured by the server that recorded the trace, else {SPEEDS.prefill_tokens_per_s:.0f}"
+speed_options = gathered(
+    "speeds",
+    GivenSpeeds,
+    _speed("--prefill-speed", None, "TOK/S", f"Prefill speed for short prompts.  [default: {PREFILL_DEFAULT}]"),
+    _speed("--host-speed", SPEEDS.host_bytes_per_s / 1e9, "GB/S", "Speed of loads from RAM to the device."),
+    _speed("--disk-speed", SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "Speed of loads from disk to RAM."),
+)
 
 
-def speed_options(command: Command) -> Command:
-    """Adds the options for estimates of TTFT, which ``speeds_of`` takes."""
-    for name, value, metavar, text in (
-        ("--disk-speed", SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "Speed of loads from disk to RAM."),
-        ("--host-speed", SPEEDS.host_bytes_per_s / 1e9, "GB/S", "Speed of loads from RAM to the device."),
-        ("--prefill-speed", None, "TOK/S", f"Prefill speed for short prompts.  [default: {PREFILL_DEFAULT}]"),
-    ):
-        shown = value is not None
-        command = click.option(name, type=float, default=value, show_default=shown, metavar=metavar, help=text)(command)
-    return command
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What to print, and the page to write."""
+
+    as_json: bool
+    html: Path | None
+
+    def check(self) -> None:
+        """Checks, before any work, that the page can be written. Raises ConfigError, or ModuleNotFoundError if the
+        extra is not installed."""
+        if self.html is None:
+            return
+        if self.html.is_dir() or not os.access(self.html.parent, os.W_OK):
+            raise ConfigError(
+                f"--html={str(self.html)!r}: cannot be written; give a file in a directory that you may write to"
+            )
+        for name in EXTRA:
+            importlib.import_module(name)
+
+    def write(self, render: Callable[[], str]) -> None:
+        """Writes the page, if one is wanted, and prints where it is. Raises ConfigError."""
+        if self.html is None:
+            return
+        try:
+            self.html.write_text(render(), encoding="utf-8")
+        except OSError as error:
+            wrong = f"--html={str(self.html)!r}: {error.strerror}"
+            raise ConfigError(f"{wrong}; give a file that can be written") from error
+        console_of(stderr=self.as_json).print(f"\nPage: {self.html}", soft_wrap=True)
 
 
-def speeds_of(prefill_speed: float | None, host_speed: float, disk_speed: float) -> Speeds:
-    """Returns the speeds in bytes per second. Raises ConfigError if one is not positive."""
-    speeds = replace(
-        SPEEDS,
-        host_bytes_per_s=positive("--host-speed", host_speed, "GB/s") * 1e9,
-        disk_bytes_per_s=positive("--disk-speed", disk_speed, "GB/s") * 1e9,
+def output_options(json_help: str, html_help: str) -> Decorator:
+    return gathered(
+        "output",
+        Output,
+        click.option("--json", "as_json", is_flag=True, help=json_help),
+        click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help=html_help),
     )
-    if prefill_speed is None:
-        return speeds
-    given = positive("--prefill-speed", prefill_speed, "tokens per second")
-    return replace(speeds, prefill_tokens_per_s=given, prefill_origin=Origin.GIVEN)
 
 
 def measured(speeds: Speeds, trace: Trace) -> Speeds:
@@ -141,28 +215,21 @@ def errors(command: str) -> Iterator[None]:
         sys.exit(2)
 
 
-def console_of(stderr: bool = False) -> Console:
-    """Returns a console that prints text unchanged, without markup, emoji or highlighting."""
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-
-def say(command: str, text: str, style: str) -> None:
-    console_of(stderr=True).print(f"kvoffload {command}: {text}", style=style, soft_wrap=True)
-
-
-def requests_in(command: str, source: str, trace_format: str | None, block_tokens: int | None, strict: bool) -> Trace:
+def requests_in(command: str, source: Source) -> Trace:
     """Reads the trace with a progress bar, and warns about skipped lines. Raises TraceError, also if it has no
     block."""
     with progress("reading") as on_progress:
         trace = read_trace(
-            source, format=trace_format, strict=strict, block_tokens=block_tokens, on_progress=on_progress
+            source.trace,
+            format=source.trace_format,
+            strict=source.strict,
+            block_tokens=source.block_tokens,
+            on_progress=on_progress,
         )
     _warn_of_problems(command, trace)
     if not trace.num_distinct:
         raise TraceError(
-            f"{source}: no request has a block of {trace.block_tokens:,} tokens, so there is nothing to keep; "
+            f"{source.trace}: no request has a block of {trace.block_tokens:,} tokens, so there is nothing to keep; "
             "use a trace with longer prompts, or smaller blocks"
         )
     return trace
@@ -200,30 +267,9 @@ def _warn_of_problems(command: str, trace: Trace) -> None:
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
     """Shows a bar on stderr if it is a terminal. Yields a callback that takes the share that is done."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = console_of(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=40), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with progress_bar(*columns) as bars:
         task = bars.add_task(what, total=1.0)
         yield lambda done: bars.update(task, completed=done)
-
-
-def check_page(file: Path | None) -> None:
-    """Checks, before any work, that the page can be written. Raises ConfigError, or ModuleNotFoundError if the extra is
-    not installed."""
-    if file is None:
-        return
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"--html={str(file)!r}: cannot be written; give a file in a directory that you may write to")
-    for name in EXTRA:
-        importlib.import_module(name)
-
-
-def write_page(file: Path, page: str, stderr: bool) -> None:
-    """Writes the page and prints where it is. Raises ConfigError."""
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html={str(file)!r}: {error.strerror}; give a file that can be written") from error
-    console_of(stderr).print(f"\nPage: {file}", soft_wrap=True)

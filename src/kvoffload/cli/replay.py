@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
 from kvoffload.abc import ConfigError
-from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
-    check_page,
-    console_of,
+    GivenSpeeds,
+    Output,
+    Source,
     described,
     errors,
+    gathered,
     listed,
     measured,
     number_of_jobs,
+    output_options,
     progress,
     requests_in,
     speed_options,
-    speeds_of,
     trace_options,
-    write_page,
 )
+from kvoffload.cli.terminal import console_of, table_of
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
+from kvoffload.lab.policies import policy_class
 from kvoffload.lab.replay import (
     CLAIRVOYANT,
     ENGINE_POLICY,
@@ -48,57 +50,60 @@ if TYPE_CHECKING:
 MAX_CONFIGS = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The configurations to replay, as the user gives them."""
+
+    policies: str
+    capacities: str
+    device: str | None
+    disk: str | None
+    store_threshold: int | None
+
+
 @click.command(short_help="Compare policies and capacities on a trace.")
-@click.argument("trace", metavar="TRACE")
-@click.option(
-    "--policy",
-    "policies",
-    default=DEFAULT_POLICY,
-    show_default=True,
-    help="Comma-separated policies. vllm:POLICY replays one in vLLM's manager.",
-)
-@click.option(
-    "--capacity",
-    "capacities",
-    default="1%,5%,20%",
-    show_default=True,
-    help="Comma-separated capacities of host memory: percentages of the trace's distinct blocks (1%), blocks (5859), "
-    "or bytes (64GiB).",
-)
-@click.option("--device", metavar="CAPACITY", help="Capacity of the device's own prefix cache.  [default: none]")
-@click.option("--disk", metavar="CAPACITY", help="Capacity of a disk tier.  [default: none]")
-@click.option(
-    "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
+@gathered(
+    "grid",
+    Grid,
+    click.option(
+        "--policy",
+        "policies",
+        default=DEFAULT_POLICY,
+        show_default=True,
+        help="Comma-separated policies. vllm:POLICY replays one in vLLM's manager.",
+    ),
+    click.option(
+        "--capacity",
+        "capacities",
+        default="1%,5%,20%",
+        show_default=True,
+        help="Comma-separated capacities of host memory: percentages of the trace's distinct blocks (1%), blocks "
+        "(5859), or bytes (64GiB).",
+    ),
+    click.option("--device", metavar="CAPACITY", help="Capacity of the device's own prefix cache.  [default: none]"),
+    click.option("--disk", metavar="CAPACITY", help="Capacity of a disk tier.  [default: none]"),
+    click.option(
+        "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
+    ),
 )
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
 @speed_options
-@trace_options
+@trace_options("TRACE")
 @click.option(
     "--bound",
     is_flag=True,
     help="Add an upper bound: a policy that knows the rest of the trace. Not with --device or --disk.",
 )
 @click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one entry per configuration.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
+@output_options("Print a JSON list with one entry per configuration.", "Write a page with plots.")
 def replay(
-    trace: str,
-    policies: str,
-    capacities: str,
-    device: str | None,
-    disk: str | None,
-    store_threshold: int | None,
+    source: Source,
+    grid: Grid,
     model: str | None,
-    prefill_speed: float | None,
-    host_speed: float,
-    disk_speed: float,
-    trace_format: str | None,
-    block_tokens: int | None,
-    strict: bool,
+    speeds: GivenSpeeds,
     bound: bool,
     jobs: int | None,
-    as_json: bool,
-    html: Path | None,
+    output: Output,
 ) -> None:
     """Replay a trace of requests through the managers that serve an engine, and print what they would have found.
 
@@ -107,31 +112,34 @@ def replay(
     enough. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("replay"):
-        check_page(html)
+        output.check()
         processes = number_of_jobs(jobs)
-        if bound and (device is not None or disk is not None):
+        if bound and (grid.device is not None or grid.disk is not None):
             raise ConfigError("--bound is for host memory alone; leave out --device and --disk, or --bound")
-        names = _policies(policies, bound)
+        names = _policies(grid.policies, bound)
         shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
-        speeds = speeds_of(prefill_speed, host_speed, disk_speed)
-        requests = requests_in("replay", trace, trace_format, block_tokens, strict)
-        speeds = measured(speeds, requests)
-        sizes = _Sizes(requests, shape, capacities, device, disk)
-        configs = sizes.configs(names, store_threshold)
+        checked = speeds.checked()
+        requests = requests_in("replay", source)
+        measured_speeds = measured(checked, requests)
+        sizes = _Sizes(requests, shape, grid)
+        configs = sizes.configs(names, grid.store_threshold)
         with progress("replaying") as on_progress:
             results = replay_many(
-                requests, configs, model=shape, speeds=speeds, processes=processes, on_progress=on_progress
+                requests, configs, model=shape, speeds=measured_speeds, processes=processes, on_progress=on_progress
             )
-        if as_json:
+        if output.as_json:
             known = {"sessions": requests.num_sessions, "tenants": requests.num_tenants}
             about = {name: number for name, number in known.items() if number}
             click.echo(json.dumps([result.to_dict() | about for result in results], indent=2))
         else:
             _show(requests, shape, results, sizes)
-        if html is not None:
+
+        def page() -> str:
             from kvoffload.lab.page import render_page
 
-            write_page(html, render_page(requests, shape, speeds, results), stderr=as_json)
+            return render_page(requests, shape, measured_speeds, results)
+
+        output.write(page)
 
 
 # Options.
@@ -150,7 +158,7 @@ def _policies(text: str, bound: bool) -> list[str]:
 class _Sizes:
     """The capacities of one call in blocks, and how they are shown."""
 
-    def __init__(self, trace: Trace, model: ModelShape, capacities: str, device: str | None, disk: str | None) -> None:
+    def __init__(self, trace: Trace, model: ModelShape, grid: Grid) -> None:
         self._num_distinct = trace.num_distinct
         self._percentages: dict[int, str] = {}
         """The percentage that the user typed, by blocks, which are rounded down."""
@@ -161,9 +169,9 @@ class _Sizes:
                 self._percentages.setdefault(found, text.replace(" ", ""))
             return found
 
-        self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", capacities)))
-        self.device = 0 if device is None else blocks("--device", device)
-        self.disk = 0 if disk is None else blocks("--disk", disk)
+        self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", grid.capacities)))
+        self.device = 0 if grid.device is None else blocks("--device", grid.device)
+        self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
 
     def configs(self, policies: Sequence[str], store_threshold: int | None) -> list[ReplayConfig]:
         """Returns every policy with every capacity. Raises ConfigError if there are too many."""
@@ -201,8 +209,8 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
         console.print(_policy_table(results))
     else:
         columns = max(1, (console.width - _name_width(results) - 2) // COLUMN_WIDTH)
-        for title, value, digits, best in MEASURES:
-            console.print(Text(f"\n{title}", style="bold"))
+        for measure in MEASURES:
+            console.print(Text(f"\n{measure[0]}", style="bold"))
             for start in range(0, len(capacities), columns):
                 shown = capacities[start : start + columns]
                 heads = [
@@ -210,7 +218,7 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
                     f"{format_bytes(int(blocks * trace.block_tokens * model.bytes_per_token))}"
                     for blocks in shown
                 ]
-                console.print(_grid(results, dict(zip(shown, heads, strict=True)), value, digits, best))
+                console.print(_grid(results, dict(zip(shown, heads, strict=True)), measure))
     if len(results) == 1:
         console.print()
         console.print(tier_table(results[0].tiers))
@@ -223,7 +231,9 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
 COLUMN_WIDTH = 13
 LONGEST_NAME = 32
 """A longer name is wrapped, so that the numbers have room."""
-MEASURES: tuple[tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]], ...] = (
+Measure = tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]]
+"""What is compared: its title, its value, the digits that are shown, and which value is best."""
+MEASURES: tuple[Measure, ...] = (
     ("Prefix-hit tokens, % of all prompt tokens", lambda result: result.prefix_hit_tokens_pct, 2, max),
     ("Saved prefill FLOPs, %", lambda result: result.saved_flops_pct, 2, max),
     ("Blocks written to host memory, per block access", lambda result: result.writes_per_access, 3, min),
@@ -244,15 +254,10 @@ def _rows(results: Sequence[ReplayResult]) -> list[str]:
     return sorted(dict.fromkeys(result.policy for result in results), key=lambda policy: policy == CLAIRVOYANT)
 
 
-def _grid(
-    results: Sequence[ReplayResult],
-    heads: Mapping[int, str],
-    value: Callable[[ReplayResult], float],
-    digits: int,
-    best: Callable[..., float],
-) -> Table:
+def _grid(results: Sequence[ReplayResult], heads: Mapping[int, str], measure: Measure) -> Table:
     """Returns a table of policies by capacities (in blocks, with the head of each column). The best of each column is
     marked, leaving out the bound."""
+    _, value, digits, best = measure
     values = {(result.policy, result.capacity_blocks): round(value(result), digits) for result in results}
     tops = {
         capacity: best(
@@ -260,7 +265,7 @@ def _grid(
         )
         for capacity in heads
     }
-    table = _table()
+    table = table_of()
     width = _name_width(results)
     table.add_column("policy", overflow="fold", min_width=width, max_width=width)
     for head in heads.values():
@@ -282,14 +287,14 @@ def _cell(number: float, digits: int, top: float, policy: str, rivals: int) -> T
 def _policy_table(results: Sequence[ReplayResult]) -> Table:
     """Returns a table of policies by measures, for one capacity."""
     rivals = [result for result in results if result.policy != CLAIRVOYANT] or results
-    measures: tuple[tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]], ...] = (
+    measures: tuple[Measure, ...] = (
         ("hit\ntokens, %", lambda result: result.prefix_hit_tokens_pct, 2, max),
         ("saved\nFLOPs, %", lambda result: result.saved_flops_pct, 2, max),
         ("writes/\naccess", lambda result: result.writes_per_access, 3, min),
         ("TTFT p50,\nest., s", lambda result: result.ttft_p50_s, 2, min),
         ("TTFT p95,\nest., s", lambda result: result.ttft_p95_s, 2, min),
     )
-    table = _table()
+    table = table_of()
     table.add_column("policy", overflow="fold", max_width=_name_width(results))
     for title, *_ in measures:
         table.add_column(title, justify="right", no_wrap=True)
@@ -305,18 +310,8 @@ def _policy_table(results: Sequence[ReplayResult]) -> Table:
 
 
 def tier_table(tiers: Sequence[TierUse]) -> Table:
-    table = _table()
-    table.add_column("tier", no_wrap=True)
-    for title in (
-        "blocks",
-        "hit\ntokens, %",
-        "saved\nFLOPs, %",
-        "written",
-        "read",
-        "write\namplifi-\ncation",
-        "evicted",
-    ):
-        table.add_column(title, justify="right", no_wrap=True)
+    shares = "hit\ntokens, %", "saved\nFLOPs, %"
+    table = table_of("tier", "blocks", *shares, "written", "read", "write\namplifi-\ncation", "evicted")
     for tier in tiers:
         copied = (
             ["", "", ""]
@@ -339,10 +334,3 @@ def _misses(result: ReplayResult) -> str:
     reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in result.misses.items())
     missed = sum(result.misses.values())
     return f"{missed:,} of {counted(result.requests, 'request')} missed a block{': ' if reasons else ''}{reasons}."
-
-
-def _table() -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)

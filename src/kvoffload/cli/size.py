@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
 from kvoffload.abc import ConfigError
-from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
-    check_page,
-    console_of,
+    GivenSpeeds,
+    Output,
+    Source,
     described,
     errors,
+    gathered,
     listed,
     measured,
     number_of_jobs,
+    output_options,
     positive,
     progress,
     requests_in,
     speed_options,
-    speeds_of,
     trace_options,
-    write_page,
 )
+from kvoffload.cli.terminal import console_of, table_of
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
-from kvoffload.lab.sizing import Prices, Setting, Sizing, footnote, milliseconds
+from kvoffload.lab.policies import policy_class
+from kvoffload.lab.sizing import Choices, Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes, parse_bytes
@@ -41,50 +43,66 @@ if TYPE_CHECKING:
 PRICES = Prices()
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The settings to try, as the user gives them."""
+
+    policy: str
+    ram: str | None
+    disk: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What makes a setting the best: the least price, for a time to first token in milliseconds."""
+
+    ttft_p95: float | None
+    ram_price: float
+    disk_price: float
+
+
 @click.command()
-@click.argument("trace", metavar="TRACE")
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
 @click.option("--kv-dtype", metavar="DTYPE", help="Dtype of the KV cache, such as fp8.  [default: the model's]")
-@click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Policy of RAM and disk.")
-@click.option("--ram", metavar="SIZES", help="RAM to try, such as 64GiB,128GiB.  [default: powers of two]")
-@click.option(
-    "--disk",
-    metavar="SIZES",
-    help="Disk to try, such as none,1TiB.  [default: none if --ram is given, else none and powers of two]",
+@gathered(
+    "tried",
+    Tried,
+    click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Policy of RAM and disk."),
+    click.option("--ram", metavar="SIZES", help="RAM to try, such as 64GiB,128GiB.  [default: powers of two]"),
+    click.option(
+        "--disk",
+        metavar="SIZES",
+        help="Disk to try, such as none,1TiB.  [default: none if --ram is given, else none and powers of two]",
+    ),
 )
 @speed_options
-@click.option("--ttft-p95", type=float, metavar="MS", help="Find the cheapest setting that is as fast as this.")
-@click.option(
-    "--ram-price",
-    type=float,
-    default=PRICES.ram_per_gib,
-    show_default=True,
-    help="Price per GiB of RAM, in any currency.",
+@gathered(
+    "goal",
+    Goal,
+    click.option("--ttft-p95", type=float, metavar="MS", help="Find the cheapest setting that is as fast as this."),
+    click.option(
+        "--ram-price",
+        type=float,
+        default=PRICES.ram_per_gib,
+        show_default=True,
+        help="Price per GiB of RAM, in any currency.",
+    ),
+    click.option(
+        "--disk-price", type=float, default=PRICES.disk_per_gib, show_default=True, help="Price per GiB of disk."
+    ),
 )
-@click.option("--disk-price", type=float, default=PRICES.disk_per_gib, show_default=True, help="Price per GiB of disk.")
-@trace_options
+@trace_options("TRACE")
 @click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with a plot.")
+@output_options("Print everything as one JSON object.", "Write a page with a plot.")
 def size(
-    trace: str,
+    source: Source,
     model: str | None,
     kv_dtype: str | None,
-    policy: str,
-    ram: str | None,
-    disk: str | None,
-    prefill_speed: float | None,
-    host_speed: float,
-    disk_speed: float,
-    ttft_p95: float | None,
-    ram_price: float,
-    disk_price: float,
-    trace_format: str | None,
-    block_tokens: int | None,
-    strict: bool,
+    tried: Tried,
+    speeds: GivenSpeeds,
+    goal: Goal,
     jobs: int | None,
-    as_json: bool,
-    html: Path | None,
+    output: Output,
 ) -> None:
     """Find out how much RAM and disk a trace of requests needs.
 
@@ -93,17 +111,18 @@ def size(
     without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("size"):
-        check_page(html)
+        output.check()
         processes = number_of_jobs(jobs)
-        policy_class(policy)
+        policy_class(tried.policy)
         shape = _model(model, kv_dtype)
-        ram_sizes, disk_sizes = _sizes("--ram", ram), _sizes("--disk", disk)
-        speeds = speeds_of(prefill_speed, host_speed, disk_speed)
-        prices = Prices(_price("--ram-price", ram_price), _price("--disk-price", disk_price))
+        choices = Choices(tried.policy, _sizes("--ram", tried.ram), _sizes("--disk", tried.disk))
+        checked = speeds.checked()
+        prices = Prices(_price("--ram-price", goal.ram_price), _price("--disk-price", goal.disk_price))
+        ttft_p95 = goal.ttft_p95
         target_s = None if ttft_p95 is None else positive("--ttft-p95", ttft_p95, "milliseconds") / 1000
-        requests = requests_in("size", trace, trace_format, block_tokens, strict)
-        speeds = measured(speeds, requests)
-        if ttft_p95 is not None and speeds.prefill_origin is Origin.GUESSED:
+        requests = requests_in("size", source)
+        measured_speeds = measured(checked, requests)
+        if ttft_p95 is not None and measured_speeds.prefill_origin is Origin.GUESSED:
             raise ConfigError(
                 f"--ttft-p95={ttft_p95:g}: the time to first token depends on how fast your server computes, and this "
                 "trace does not say it; give --prefill-speed, the tokens of a long prompt per second until its first "
@@ -113,23 +132,24 @@ def size(
             sizing = find_size(
                 requests,
                 shape,
-                policy=policy,
-                ram=ram_sizes,
-                disk=disk_sizes,
-                speeds=speeds,
+                choices,
+                speeds=measured_speeds,
                 prices=prices,
                 target_p95_s=target_s,
                 processes=processes,
                 on_progress=on_progress,
             )
-        if as_json:
+        if output.as_json:
             click.echo(json.dumps(_to_dict(requests, shape, sizing), indent=2))
         else:
-            _show(requests, shape, speeds, sizing)
-        if html is not None:
+            _show(requests, shape, measured_speeds, sizing)
+
+        def page() -> str:
             from kvoffload.lab.size_page import render_page
 
-            write_page(html, render_page(requests, shape, speeds, prices, sizing), stderr=as_json)
+            return render_page(requests, shape, measured_speeds, prices, sizing)
+
+        output.write(page)
 
 
 # Options.
@@ -192,30 +212,22 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
 
 
 def settings_table(sizing: Sizing) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("", no_wrap=True)
-    for title in ("RAM", "disk", "served", "from\nRAM", "from\ndisk", "TTFT\np50", "TTFT\np95", "price"):
-        table.add_column(title, justify="right", no_wrap=True)
-    if any(setting.bound_pct for setting in sizing.settings):
-        table.add_column("error\nat most", justify="right", no_wrap=True)
+    has_bound = any(setting.bound_pct for setting in sizing.settings)
+    titles = ["RAM", "disk", "served", "from\nRAM", "from\ndisk", "TTFT\np50", "TTFT\np95", "price"]
+    table = table_of("", *titles, *(["error\nat most"] if has_bound else []))
     for setting in sizing.settings:
-        table.add_row(*_row(setting, sizing), style="bold green" if setting is sizing.chosen else None)
+        is_chosen = setting is sizing.chosen
+        table.add_row(
+            "*" if is_chosen else "",
+            format_bytes(setting.ram_bytes),
+            format_bytes(setting.disk_bytes) if setting.disk_bytes else "-",
+            f"{setting.served_pct:.1f}%",
+            f"{setting.ram_pct:.1f}%",
+            f"{setting.disk_pct:.1f}%" if setting.disk_bytes else "-",
+            milliseconds(setting.ttft_p50_s),
+            milliseconds(setting.ttft_p95_s),
+            f"{setting.price:,.0f}",
+            *([f"{setting.bound_pct:.1f}"] if has_bound else []),
+            style="bold green" if is_chosen else None,
+        )
     return table
-
-
-def _row(setting: Setting, sizing: Sizing) -> list[str]:
-    return [
-        "*" if setting is sizing.chosen else "",
-        format_bytes(setting.ram_bytes),
-        format_bytes(setting.disk_bytes) if setting.disk_bytes else "-",
-        f"{setting.served_pct:.1f}%",
-        f"{setting.ram_pct:.1f}%",
-        f"{setting.disk_pct:.1f}%" if setting.disk_bytes else "-",
-        milliseconds(setting.ttft_p50_s),
-        milliseconds(setting.ttft_p95_s),
-        f"{setting.price:,.0f}",
-        *([f"{setting.bound_pct:.1f}"] if any(each.bound_pct for each in sizing.settings) else []),
-    ]

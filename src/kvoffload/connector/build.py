@@ -27,9 +27,9 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.config import TierConfig, TierContext, distinct_names
 from kvoffload.tiers.disk.format import is_fingerprint
-from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.tiers.opening import named, open_tiers
 from kvoffload.units import format_bytes
 
@@ -179,13 +179,15 @@ def _make_manager(
     return TieredOffloadingManager(
         host,
         [tier for tier, _ in tiers],
-        tokens_per_block=tokens_per_block(groups),
-        groups=groups,
-        lookup_deadline_ms=config.lookup_deadline_ms,
-        lookup_deadlines_ms=[None if entry is None else entry.lookup_deadline_ms for _, entry in tiers],
-        load_deadline_ms=config.load_deadline_ms,
-        load_only_if_faster=config.load_only_if_faster,
-        admissions=[None if entry is None else admission(entry.store_threshold, [entry]) for _, entry in tiers],
+        TieringSettings(
+            tokens_per_block(groups),
+            groups=groups,
+            lookup_deadline_ms=config.lookup_deadline_ms,
+            lookup_deadlines_ms=[None if entry is None else entry.lookup_deadline_ms for _, entry in tiers],
+            load_deadline_ms=config.load_deadline_ms,
+            load_only_if_faster=config.load_only_if_faster,
+            admissions=[None if entry is None else admission(entry.store_threshold, [entry]) for _, entry in tiers],
+        ),
     )
 
 
@@ -276,12 +278,8 @@ class _HostPools:
             engine=engine,
             engines=self.engines,
             groups=self.layout.groups,
-            num_tokens=self.tokens,
+            num_tokens=self.layout.chains.tokens,
         )
-
-    def tokens(self, num_blocks: int) -> int:
-        """Returns how many tokens have all their KV in ``num_blocks`` blocks. States come on top."""
-        return num_blocks * self.layout.align // self.layout.blocks_per_align
 
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
@@ -298,7 +296,7 @@ class _HostPools:
     def describe(self, device_blocks: int | None) -> str:
         """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache". With recurrent layers, it is
         said how much less that becomes by each position at which states are kept."""
-        tokens = self.tokens(self.num_blocks)
+        tokens = self.layout.chains.tokens(self.num_blocks)
         text = format_bytes(self.num_blocks * self.block_bytes)
         if self.num_workers > len(self._pools):
             text += f" in {len(self._pools)} pool{'s' * (len(self._pools) > 1)} for {self.num_workers} ranks"
@@ -312,7 +310,7 @@ class _HostPools:
             text += f", {tokens * per_token / device_blocks:.1f}x the device cache"
         if self.layout.states:
             num_states = len(self.layout.states)
-            text += f"; each position with states takes the place of {self.tokens(num_states):,} of them"
+            text += f"; each position with states takes the place of {self.layout.chains.tokens(num_states):,} of them"
         return text
 
 
@@ -347,7 +345,7 @@ def _make_recorder(
     device_tokens = pools.device_tokens(device_blocks - 1) if device_blocks else 0
     header = {
         "device_blocks": device_tokens // block_tokens,
-        "pool_blocks": pools.tokens(pools.num_blocks) // block_tokens,
+        "pool_blocks": pools.layout.chains.tokens(pools.num_blocks) // block_tokens,
         "policy": config.policy,
         "store_threshold": config.store_threshold,
         "groups": len(pools.layout.engine_groups),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvoffload.abc import BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
 from kvoffload.cache.keys import make_offload_key, with_following
 from kvoffload.connector.parts import Parts
+from kvoffload.tiering.plan import ChainLayout
 
 NULL_BLOCK = 0
 
@@ -54,16 +55,13 @@ class Layout:
         self.block_tokens = tuple(group.block_tokens for group in groups)
         self.factors = tuple(group.block_size_factor for group in groups)
         self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
-        self.align = math.lcm(*(group.block_tokens for group in groups))
+        self.chains = ChainLayout(groups)
+        self.align = self.chains.unit_tokens
         """Tokens: whole blocks of all groups end at multiples of it."""
         self.device_align = math.lcm(*(group.device_block_size for group in groups))
         self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
         self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full and not group.state)
         self.states = tuple(g for g, group in enumerate(groups) if group.state)
-        positional = [group for group in groups if not group.state]
-        self.blocks_per_align = sum(self.align // group.block_tokens for group in positional) or len(groups)
-        """Blocks per ``align`` tokens of a chain. States are not counted, because few of a chain's are kept, unless
-        there is nothing else."""
         self.ahead = tuple(g for g, group in enumerate(groups) if group.lookahead)
         """The groups whose keys depend on tokens after a block."""
         self._hashes_per_block = tuple(size // self.hash_block_size for size in self.block_tokens)
@@ -116,7 +114,7 @@ class Layout:
     def longest_chain(self, num_blocks: int) -> int:
         """Returns how many tokens of one chain fit into ``num_blocks`` blocks, with a state at their end. The tail of a
         longer one would push its head out."""
-        return max(0, num_blocks - len(self.states)) // self.blocks_per_align * self.align
+        return max(0, num_blocks - len(self.states)) // self.chains.kv_blocks_per_unit * self.align
 
     def boundary_keys(self, g: int, keys: Sequence[OffloadKey], first: int, end: int) -> Sequence[OffloadKey]:
         """Returns those of the ``keys`` of group ``g`` that end at multiples of ``align`` behind ``first``, itself a

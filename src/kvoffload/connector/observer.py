@@ -8,9 +8,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey, TenantUse
+from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey
+from kvoffload.cache.events import MAX_PENDING_EVENTS
 from kvoffload.cache.keys import key_group_idx
-from kvoffload.cache.manager import MAX_PENDING_EVENTS
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, Layout
 from kvoffload.connector.messages import WorkerReport
@@ -24,8 +24,6 @@ from kvoffload.observe.trace import TraceRecorder
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
-READ_POLICY_EVERY_S = 1.0
-"""The most seconds by which gauges of a self-tuning policy may be old. Engines take metrics in every step."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens. A shorter prompt says little about how fast the engine computes."""
 
@@ -126,9 +124,6 @@ class RequestObserver:
         self._recorder = recorder
         self._spans = spans
         self._clock = clock
-        self._read_policy_at = float("-inf")
-        self._tenant_uses: dict[str, TenantUse] = {}
-        """What each tenant held in each tier when that was last read, by "TENANT,TIER"."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._descriptions: OrderedDict[OffloadKey, BlockDescription] = OrderedDict()
@@ -152,13 +147,15 @@ class RequestObserver:
         if self.describes_blocks:
             self._coming.add(state)
 
-    def allocated(self, state: RequestState, match: Match | None, num_external_tokens: int) -> None:
+    def allocated(
+        self, state: RequestState, match: Match | None, num_external_tokens: int, promoted: Mapping[str, int]
+    ) -> None:
         """Records a request that was given device blocks. Without a match it had blocks before and continues with
-        them."""
+        them. ``promoted``: how many blocks lower tiers have delivered for it, by tier."""
         req_id = state.context.req_id
         self._coming.remove(req_id)
         if match is not None:
-            self._record(state, match, num_external_tokens)
+            self._record(state, match, num_external_tokens, promoted)
         if state.waited_s:
             self.metrics.add("wait_seconds", state.waited_s)
         if self._spans is not None:
@@ -223,20 +220,18 @@ class RequestObserver:
                     if req_id in self._requests:
                         self._requests[req_id].prefill = tokens, seconds
 
-    def _record(self, state: RequestState, match: Match, num_external_tokens: int) -> None:
+    def _record(self, state: RequestState, match: Match, num_external_tokens: int, promoted: Mapping[str, int]) -> None:
         observed = self._requests.get(state.context.req_id)
         if observed is None or observed.record is not None:
             return
-        tier_tokens = self._count_tier_hits(state, num_external_tokens)
+        tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())
         missed, reason, age_s, policy, missed_in = match.missed, None, None, None, None
         if missed is not None:
-            policy = self._manager.policy_state() or None
-            if state.may_load:
-                missed, miss = self._explain(missed, match.no_state)
-            else:
-                miss = Miss(MissReason.NOT_LOOKED_UP)
-            reason, age_s, missed_in = miss.reason, miss.age_s, miss.tier
+            missed, miss = self._explain(missed, match.no_state)
+            if not state.may_load:
+                miss = Miss(MissReason.NOT_LOOKED_UP, policy=miss.policy)
+            reason, age_s, missed_in, policy = miss.reason, miss.age_s, miss.tier, miss.policy
         elif state.has_given_up:
             reason = MissReason.ADAPTER_UNKNOWN
         if reason is not None:
@@ -247,7 +242,6 @@ class RequestObserver:
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
         self.metrics.add("host_hit_tokens", num_external_tokens - below_host)
-        self.metrics.add("disk_hit_tokens", below_host)
         record = observed.record = RequestRecord(
             time.time(),
             state.context.req_id,
@@ -274,14 +268,14 @@ class RequestObserver:
             missed, miss = no_state, self._manager.explain_miss(no_state)
         if key_group_idx(missed) in self._layout.states and miss.reason in (MissReason.NEVER_STORED, MissReason.RESET):
             # Not kept, or dropped when a later one was stored: a reset would have dropped the blocks before it too.
-            miss = Miss(MissReason.NO_STATE)
+            miss = Miss(MissReason.NO_STATE, policy=miss.policy)
         return missed, miss
 
-    def _count_tier_hits(self, state: RequestState, num_external_tokens: int) -> dict[str, int]:
+    def _count_tier_hits(self, promoted: Mapping[str, int], num_external_tokens: int) -> dict[str, int]:
         """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has."""
         left, by_tier = num_external_tokens, {}
-        for tier, num_blocks in self._manager.promoted_by_tier(state.context).items():
-            tokens = min(left, num_blocks * self._layout.align // self._layout.blocks_per_align)
+        for tier, num_blocks in promoted.items():
+            tokens = min(left, self._layout.chains.tokens(num_blocks))
             if tokens:
                 left -= tokens
                 by_tier[tier] = tokens
@@ -343,24 +337,7 @@ class RequestObserver:
 
     def read_metrics(self) -> None:
         """Sets gauges and adds the manager's counts."""
-        self.metrics.set("pool_used_blocks", self._manager.num_used_blocks)
         self.metrics.take_in(self._manager.take_counts())
-        now = self._clock()
-        if now < self._read_policy_at:
-            return
-        self._read_policy_at = now + READ_POLICY_EVERY_S
-        state = self._manager.policy_state()
-        for rule, score in state.get("scores", {}).items():
-            self.metrics.set("policy_rule", float(rule == state["rule"]), label=rule)
-            self.metrics.set("policy_score", score, label=rule)
-        for tier, uses in self._manager.uses_by_tier().items():
-            for use in uses:
-                label = f"{use.name},{tier}"
-                before = self._tenant_uses.get(label, TenantUse(use.name, 0, 0, 0))
-                self._tenant_uses[label] = use
-                self.metrics.set("tenant_blocks", use.num_blocks, label)
-                self.metrics.add("tenant_evicted_blocks", use.num_evicted - before.num_evicted, label)
-                self.metrics.add("tenant_refused_stores", use.num_refused - before.num_refused, label)
 
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""

@@ -54,7 +54,11 @@ class Changes:
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """A remembered lookup. It holds for ``computed`` tokens on the device, until ``change`` or ``expires``."""
+    """A remembered lookup. It holds for ``computed`` tokens on the device, until ``change`` or ``expires``.
+
+    The engine asks for a waiting request in every step. The search runs again only after ``Changes.loads`` has grown:
+    ``poll`` of the manager has returned True, or a load has begun or ended.
+    """
 
     change: int
     """The value at the lookup of ``Changes.contents`` and ``OffloadingManager.num_removed`` together; if the request

@@ -32,11 +32,10 @@ from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapter_book import AdapterBook
 from kvoffload.connector.adapters import AdapterOf, Need
 from kvoffload.connector.guarded import guarded
-from kvoffload.connector.hits import HitSearch
 from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Layout
 from kvoffload.connector.loads import LoadPlanner
-from kvoffload.connector.lookups import Lookups
+from kvoffload.connector.lookups import Lookups, look_up
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.options import EngineOptions
@@ -153,8 +152,10 @@ class OffloadingConnectorScheduler:
         deadline_s = load_deadline_ms / 1000
         self.adapters = AdapterBook(adapter_of, num_workers, self.changes, deadline_s, clock)
         self.sound = SoundBlocks(has_adapters=self.adapters.is_used)
-        hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})
-        self.lookups = Lookups(manager, self.layout, hits, self.shelf, self.adapters, self.changes, deadline_s, clock)
+        loading = self.jobs.keys_loading if share_loads else {}
+        self.lookups = Lookups(
+            manager, self.layout, loading, self.shelf, self.adapters, self.changes, deadline_s, clock
+        )
         self._engine_options = engine_options
         self._clock = clock
         self._next = _NextStep()
@@ -181,7 +182,7 @@ class OffloadingConnectorScheduler:
         it may precede requests that hold the blocks which another load would need.
         """
         state = self._state(request)
-        match = self.lookups.match(state, num_computed_tokens)
+        match = look_up(self.lookups, state, num_computed_tokens)
         if match.tokens is None:
             self.observer.waits(state)
         return match.tokens, bool(match.tokens)
@@ -199,43 +200,38 @@ class OffloadingConnectorScheduler:
         state.computed_at_load = 0 if match is None else match.computed
         state.loaded_end = 0
         self._next.allocated.add(request.request_id)
-        self.observer.allocated(state, match, num_external_tokens)
-        state.end_wait()
         self.stores.begin(state, match, num_external_tokens)
         if match is not None:
             state.blocks.loaded = None
-        if num_external_tokens == 0:
-            self.manager.release_request(state.context)
-        elif self.loads.was_offered(match, num_external_tokens):
+        if num_external_tokens and self.loads.was_offered(match, num_external_tokens):
             self._start_load(state, blocks, num_external_tokens)
-        else:
-            self._break_load(request, blocks, num_external_tokens)
+        elif num_external_tokens:
+            self._break_load(state, blocks, num_external_tokens)
+        promoted = self.manager.release_request(state.context)
+        self.observer.allocated(state, match, num_external_tokens, promoted)
+        state.end_wait()
 
     def _start_load(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> None:
         try:
             job_id, spec = self.loads.start(state, blocks, num_tokens, self.shelf.num_resets)
         except BlockNotReadyError:
             logger.exception("kvoffload: a promised block is gone; the request computes instead")
-            self._break_load(state.request, blocks, num_tokens)
+            self._break_load(state, blocks, num_tokens)
             return
         self._next.meta.loads[job_id] = spec
         state.loaded_end = state.computed_at_load + num_tokens
         if state.adapter is not None and state.digests is not None:
             self._next.meta.needs[job_id] = Need(state.adapter.number, state.digests, state.adapter.is_reread)
-        self.manager.release_request(state.context)
         device_blocks = spec.device.block_ids.tolist()
         self._next.handed_out.update(device_blocks)
         self.sound.add(state, device_blocks)
         self.changes.loads += 1
 
-    def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
+    def _break_load(self, state: RequestState, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Makes the workers report a promised load as failed, because it cannot be done."""
-        if num_external_tokens:
-            state = self._state(request)
-            state.may_load = False
-            self.manager.release_request(state.context)
-            self.metrics.add("load_failures")
-            self._fail_load(request, blocks, num_external_tokens)
+        state.may_load = False
+        self.metrics.add("load_failures")
+        self._fail_load(state.request, blocks, num_external_tokens)
 
     def _fail_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Reports a promised load as failed, whatever state the request is in."""
@@ -257,10 +253,7 @@ class OffloadingConnectorScheduler:
         meta.check_weights = self.shelf.begin_step(has_tokens)
         meta.questions = self.adapters.take_questions()
         meta.computes_with = self.adapters.computes_with(step.num_scheduled_tokens, self.requests)
-        self._poll()
-        if not has_tokens:
-            self.manager.wait(IDLE_WAIT_S)
-            self._poll()
+        self._poll(0.0 if has_tokens else IDLE_WAIT_S)
         for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
@@ -298,8 +291,8 @@ class OffloadingConnectorScheduler:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(has_tokens)
 
-    def _poll(self) -> None:
-        if self.manager.poll():
+    def _poll(self, timeout_s: float = 0.0) -> None:
+        if self.manager.poll(timeout_s):
             self.changes.contents += 1
             self.changes.loads += 1
 

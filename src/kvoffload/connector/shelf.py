@@ -41,7 +41,7 @@ class Shelf:
 
     def reset(self, keeps: bool) -> None:
         """Hides the contents, with ``keeps`` all of them, otherwise those of shared tiers. Drops the others."""
-        self.is_hidden = keeps or self._manager.reset_own()
+        self.is_hidden = keeps or self._manager.reset(keep_shared=True)
         # If a comparison from before this reset fails, the workers have accepted other weights since.
         self._check, self._must_check = None, False
         self.num_resets += 1

@@ -82,9 +82,9 @@ class StorePlanner:
         specs = self._store([due for due in dues if due is not None], epoch)
         for state, _ in finished:
             if state.touched:
-                blocks = state.blocks
-                self._manager.reorder_chain(blocks.used_keys(state.state_ends), blocks.stored, state.context)
-                self._manager.offer_chain(blocks.keys_in_order(), state.context)
+                blocks, chain = state.blocks, state.blocks.keys_in_order()
+                used = blocks.used_keys(state.state_ends) if self._layout.states else chain
+                self._manager.end_chain(used, blocks.stored, state.context, chain)
         return specs
 
     def store_running(
@@ -134,18 +134,16 @@ class StorePlanner:
                 continue
             blocks = self._states_of(state, offered, self._keeper, epoch)
             keys = [block.key for block in blocks]
-            if keys and state.storing is Storing.REFUSED:
-                self._manager.refuse(keys, state.context)
-                continue
-            output = self._manager.prepare_store(keys, state.context) if keys else None
-            if output is not None:
+            is_refused = state.storing is Storing.REFUSED
+            output = self._manager.prepare_store(keys, state.context, is_refused) if keys else None
+            if output is not None and not is_refused:
                 self._start([Due(state, 0, blocks, state.blocks.next_store)], output, epoch, specs)
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
                 superseded = self._keeper.stored(state, present, frozenset(output.keys_to_store))
                 if superseded:
-                    self._manager.drop_from_host(superseded)
-            elif keys:
+                    self._manager.drop(superseded, only_host=True)
+            elif keys and not is_refused:
                 self._refused()
         return specs
 
@@ -201,7 +199,7 @@ class StorePlanner:
                 (single if is_single else chains).append(due)
                 continue
             if due.blocks:
-                self._manager.refuse([block.key for block in due.blocks], due.state.context)
+                self._manager.prepare_store([block.key for block in due.blocks], due.state.context, behind_refused=True)
             due.state.blocks.stored_up_to(due.next_store)
         specs: dict[int, TransferSpec] = {}
         if len(single) > 1:

@@ -59,8 +59,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     needs_time = [
         tier.name for tier in plan.tiers if tier.store is not None and _needs_time(tier.kind, tier.store.settings)
     ]
-    for finding in time_findings(is_synchronized(), offsets, needs_time):
-        report.finding(finding)
+    report.finding(*time_findings(is_synchronized(), offsets, needs_time))
 
 
 def _call_seconds() -> float:

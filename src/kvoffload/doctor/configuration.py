@@ -7,16 +7,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kvoffload.abc import ConfigError
 from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.doctor.doors import Door, Given, Part, door_of, read_sglang, read_vllm
-from kvoffload.doctor.findings import Area, Finding, Level, split_fix
+from kvoffload.doctor.findings import Area, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.settings import shown
-from kvoffload.tiers.bridge import STAGING_BYTES
+from kvoffload.tiering.bridge import STAGING_BYTES
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
@@ -36,7 +37,7 @@ _SECRET_FILES = {
 """Settings of tiers that name a file with a secret, and what who knows it could do."""
 _TOGETHER = ("disk_dir", "disk_bytes")
 _IS_OF_BUDGET = re.compile("this configuration has no tier|are guaranteed, more than")
-_INDEX = re.compile(r"tiers\[(\d+)\]")
+_INDEX = re.compile(r"(?<!\w)tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
 _STAND_IN_BYTES = 1 << 20
@@ -130,6 +131,7 @@ def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports what is wrong with the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
+    report.about(Area.CONFIGURATION)
     door = door_of(arguments["options"], arguments["transfer"])
     if arguments["transfer"] is not None:
         _check_transfer(arguments["transfer"], door, report)
@@ -144,7 +146,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     def say(name: str, text: str, fix: str = "", level: Level = Level.PROBLEM) -> None:
         nonlocal is_valid
         is_valid &= level is not Level.PROBLEM
-        report.finding(Finding(f"config.{name}", level, Area.CONFIGURATION, text, fix))
+        report.found(f"config.{name}", level, text, fix)
 
     given = Given([Part(arguments["options"])])
     if door is not Door.CONNECTOR:
@@ -160,7 +162,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         if plan.tenants:
             text += f", tenants: {', '.join(plan.tenants)}"
         figures = {"host_bytes": plan.host_bytes, "num_tiers": len(plan.tiers)}
-        report.finding(Finding("config.valid", Level.OK, Area.CONFIGURATION, text, figures=figures))
+        report.found("config.valid", Level.OK, text, figures=figures)
     report.fact("plan", plan.to_dict())
 
 
@@ -192,27 +194,34 @@ class ReadConfig(Generic[Config]):
 
 
 def _renumbered(message: str, indexes: Sequence[int]) -> str:
-    return _INDEX.sub(lambda found: f"tiers[{indexes[int(found[1])]}]", message)
+    places = dict(enumerate(indexes))
+    # A key that the user has made up may look like an entry.
+    return _INDEX.sub(lambda found: f"tiers[{places.get(int(found[1]), found[1])}]", message)
 
 
-def read_config(kind: type[Config], options: Mapping[str, Any]) -> ReadConfig[Config]:
-    """Returns what a server would read from ``options``, and everything for which it would refuse them."""
+def read_config(kind: type[Config], options: Mapping[str, Any], prefix: str = "") -> ReadConfig[Config]:
+    """Returns what a server would read from ``options``, and everything for which it would refuse them. ``prefix``:
+    what stands before the settings of a DoorConfig in errors."""
+    read: Any = partial(DoorConfig.from_mapping, prefix=prefix) if kind is DoorConfig else kind.from_mapping
     left, errors = dict(options), list[str]()
     tiers = left.get("tiers")
     indexes = list(range(len(tiers))) if isinstance(tiers, list) else []
     while len(errors) < MAX_ERRORS:
         try:
-            return ReadConfig(kind.from_mapping(left), errors, indexes)
+            return ReadConfig(read(left), errors, indexes)
         except ConfigError as error:
             message = str(error)
         errors.append(_renumbered(message, indexes))
+        message = message.removeprefix(prefix)
         setting, entry = re.split(r"\W", message, maxsplit=1)[0], _INDEX.match(message)
-        if entry is not None:
+        if entry is not None and int(entry[1]) < len(indexes):
             index = int(entry[1])
             left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
             del indexes[index]
             if not indexes and kind is DoorConfig:
                 break
+        elif setting == "tier" and kind is DoorConfig and left.get("tiers") is None:
+            break
         elif setting == "tenants":
             if any(re.match("host_bytes|disk_|tiers", each) for each in errors) and _IS_OF_BUDGET.search(message):
                 # It follows from what was left out.
@@ -268,13 +277,13 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) 
     is_connector = door is Door.CONNECTOR
     planned, tiers, errors, config = list[TierEntry](), list[PlannedTier](), list[str](), None
     for part in given.parts:
-        read: ReadConfig[Any] = read_config(OffloadConfig if is_connector else DoorConfig, part.options)
-        errors += map(part.named, read.errors)
+        read: ReadConfig[Any] = read_config(OffloadConfig if is_connector else DoorConfig, part.options, part.prefix)
+        errors += read.errors
         config = read.config
         if config is None:
             continue
         for entry in config.tier_entries:
-            prefix = part.named(read.named(entry.prefix))
+            prefix = read.named(entry.prefix)
             named = TierEntry(prefix, entry.config)
             try:
                 tier = _planned(entry.config.kind, prefix, entry.config, config.lookup_deadline_ms, report)
@@ -363,14 +372,14 @@ def _check_secret_file(setting: str, name: str | None, harm: str, report: Report
         mode = status.st_mode & 0o777
         text = f"{setting}={name!r}: other users may read it (mode {mode:o}), and {harm}"
         fix = f"chmod {0o600 if forbidden & _GROUP else 0o440:o} {name}"
-        report.finding(Finding("config.key_file_open", Level.WARNING, Area.CONFIGURATION, text, fix))
+        report.found("config.key_file_open", Level.WARNING, text, fix)
 
 
 def _check_transfer(transfer: Mapping[str, Any], door: Door, report: Report) -> None:
     """Checks what belongs to vLLM in its ``--kv-transfer-config``."""
 
     def problem(name: str, text: str, fix: str, level: Level = Level.PROBLEM) -> None:
-        report.finding(Finding(f"config.{name}", level, Area.CONFIGURATION, text, fix))
+        report.found(f"config.{name}", level, text, fix)
 
     connector, role = transfer.get("kv_connector"), transfer.get("kv_role")
     if door is Door.CONNECTOR and connector != CONNECTOR:

@@ -39,7 +39,6 @@ SLOW_BYTES_PER_S = 200e6
 """Below this, computing a prefix is nearly always faster than reading it."""
 SHARED = "shared_dir"
 SCRATCH_PREFIX = ".kvoffload-doctor-"
-SAME_TIME_S = 60.0
 
 MEMORY_KINDS = ("tmpfs", "ramfs")
 LAYER_KINDS = ("overlay", "aufs")
@@ -103,6 +102,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and as far as they could be found the facts "read_bytes_per_s", "write_bytes_per_s" and
     "clock_offset_s". ``arguments``: "tier", and "seconds" per measurement."""
     tier = tier_from_dict(arguments["tier"])
+    report.about(Area.TIER, tier.name)
     _DirectoryCheck(tier, report, arguments["seconds"]).run()
 
 
@@ -113,6 +113,7 @@ class _DirectoryCheck:
         assert tier.directory is not None
         self._tier = tier
         self._report = report
+        self._found = report.found
         self._seconds = seconds
         self._path = Path(tier.directory)
 
@@ -140,11 +141,6 @@ class _DirectoryCheck:
             self._measure(scratch, where)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-    def _found(
-        self, id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None
-    ) -> None:
-        self._report.finding(Finding(id, level, Area.TIER, text, fix, self._tier.name, figures or {}))
 
     # What is there.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,22 +58,10 @@ class Door(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Settings of one set of tiers. ``options``: as the connector's own options. ``prefix``: what stands before their
-    names in the configuration. ``is_single``: the tier has been given as "tier"."""
+    """kvoffload's settings of one set of tiers. ``prefix``: what stands before their names in the configuration."""
 
     options: Mapping[str, Any]
     prefix: str = ""
-    is_single: bool = False
-
-    def named(self, message: str) -> str:
-        """Returns ``message`` about one of ``options`` with the setting's name in the configuration."""
-        if not re.match(r"tiers\[", message):
-            message = self.prefix + message
-        return re.sub(r"(?<![\w.])tiers\[0\]" if self.is_single else r"(?<![\w.])tiers(?=\[)", self._tiers, message)
-
-    @property
-    def _tiers(self) -> str:
-        return f"{self.prefix}{'tier' if self.is_single else 'tiers'}"
 
 
 @dataclass(slots=True)
@@ -144,11 +131,7 @@ def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
 
 def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> Part:
     """Returns kvoffload's settings in ``entry``, which holds those of the engine too."""
-    options = {name: value for name, value in entry.items() if name not in engines}
-    is_single = options.get("tier") is not None and options.get("tiers") is None
-    if is_single:
-        options["tiers"] = [options.pop("tier")]
-    return Part(options, prefix, is_single)
+    return Part({name: value for name, value in entry.items() if name not in engines}, prefix)
 
 
 def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:

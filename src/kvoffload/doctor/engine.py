@@ -34,17 +34,14 @@ PORT_VARIABLES = (
 
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports findings, and the fact "vllm": the version, or None. ``arguments``: "plan"."""
+    """Reports findings. ``arguments``: "plan"."""
     plan = Plan.from_dict(arguments["plan"])
     report.stage(f"looks for {plan.engine}")
     version, is_for_cpus = installed_version(DISTRIBUTIONS[plan.engine])
-    report.fact("vllm", version if plan.door is not Door.SGLANG else None)
-    for finding in version_findings(version, plan):
-        report.finding(finding)
+    report.finding(*version_findings(version, plan))
     if plan.door is Door.SGLANG:
         return
-    for finding in (*cpu_findings(is_for_cpus, plan), *variable_findings(os.environ)):
-        report.finding(finding)
+    report.finding(*cpu_findings(is_for_cpus, plan), *variable_findings(os.environ))
     plugins = metadata.entry_points(group=PLUGINS)
     if plan.door is Door.CONNECTOR and version is not None and PLUGIN not in {each.name for each in plugins}:
         text = "kvoffload is not installed as a plugin of this vLLM, which then does not know the connector"
@@ -94,16 +91,12 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
     release = supported.release_of(version)
     text = f"{name} {version}"
     fix = f"pip install '{name.lower()}=={last}.*'"
-    needed = supported.FIRST_TO_DRAIN_HOLDERS_FIRST if plan.door is Door.CONNECTOR else first
-    if release is not None and plan.door is not Door.SGLANG and _needs(plan) and release < _release(needed):
-        what = "tiers below host memory need" if plan.door is Door.CONNECTOR else "this way in needs"
-        fix += (
-            ", or remove the tiers" if plan.door is Door.CONNECTOR else ', or use "kv_connector": "KVOffloadConnector"'
-        )
-        yield Finding(
-            "engine.too_old", Level.PROBLEM, Area.ENGINE, f"{text}: {what} {needed} or later", fix, figures=figures
-        )
-    elif release in [_release(each) for each in tested]:
+    for what, needed, other in _needs(plan):
+        if release is not None and release < _release(needed):
+            wrong = f"{text}: {what} {needed} or later"
+            yield Finding("engine.too_old", Level.PROBLEM, Area.ENGINE, wrong, fix + other, figures=figures)
+            return
+    if release in [_release(each) for each in tested]:
         yield Finding(
             "engine.tested", Level.OK, Area.ENGINE, f"{text}, which kvoffload is tested with", "", "", figures
         )
@@ -112,9 +105,18 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
         yield Finding("engine.untested", Level.WARNING, Area.ENGINE, wrong, fix, figures=figures)
 
 
-def _needs(plan: Plan) -> bool:
-    """Whether a version may be too old for ``plan``."""
-    return plan.door is not Door.CONNECTOR or bool(plan.tiers)
+def _needs(plan: Plan) -> Iterable[tuple[str, str, str]]:
+    """Yields what of ``plan`` needs a version, the version, and what else would do."""
+    if plan.door is Door.CONNECTOR:
+        yield "kvoffload needs", supported.TESTED[0], ""
+        if plan.tiers:
+            yield "tiers below host memory need", supported.FIRST_TO_DRAIN_HOLDERS_FIRST, ", or remove the tiers"
+    elif plan.door is Door.VLLM:
+        yield (
+            "this way in needs",
+            supported.FIRST_WITH_SECONDARY_TIERS,
+            ', or use "kv_connector": "KVOffloadConnector"',
+        )
 
 
 def variable_findings(environment: Mapping[str, str]) -> Iterable[Finding]:

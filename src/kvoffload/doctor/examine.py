@@ -130,23 +130,14 @@ class _Examiner:
                 offsets[tier.name] = facts["clock_offset_s"]
             if "space" in facts:
                 spaces.append((tier, Space(**facts["space"])))
-        for finding in space_findings(spaces):
-            self._add(finding)
-        engine = self._check("engine", Area.ENGINE, {"plan": plan.to_dict()}).facts
+        self._add(*space_findings(spaces))
+        self._check("engine", Area.ENGINE, {"plan": plan.to_dict()})
         shape: Mapping[str, Any] = {}
         if model is not None:
-            shape = self._check(
-                "model", Area.MODEL, {"path": model, "plan": plan.to_dict(), "vllm": engine.get("vllm")}
-            ).facts
+            shape = self._check("model", Area.MODEL, {"path": model, "plan": plan.to_dict()}).facts
         self._check("clock", Area.CLOCK, {"plan": plan.to_dict(), "offsets": offsets})
-        for finding in worth_findings(
-            media,
-            shape.get("bytes_per_token"),
-            prefill_tokens_per_s,
-            model is not None,
-            plan.door is Door.CONNECTOR,
-        ):
-            self._add(finding)
+        per_token, is_gated = shape.get("bytes_per_token"), plan.door is Door.CONNECTOR
+        self._add(*worth_findings(media, per_token, prefill_tokens_per_s, model is not None, is_gated))
         return self._examination
 
     def _check_tier(self, tier: PlannedTier) -> Mapping[str, Any]:
@@ -173,8 +164,7 @@ class _Examiner:
             self._add(Finding("doctor.skipped", Level.WARNING, area, text, fix, name))
         else:
             outcome = self._process.run(f"kvoffload.doctor.{module}:check", arguments, deadline_s)
-        for finding in outcome.findings:
-            self._add(finding)
+        self._add(*outcome.findings)
         doing = f" while the doctor {outcome.stage}" if outcome.stage else ""
         if outcome.ending is Ending.HUNG:
             text = f"no answer within {deadline_s:.0f} s{doing}"
@@ -189,8 +179,8 @@ class _Examiner:
         self._done += 1
         return outcome
 
-    def _add(self, finding: Finding) -> None:
-        self._examination.findings.append(self._secrets.hide_in(finding))
+    def _add(self, *findings: Finding) -> None:
+        self._examination.findings += map(self._secrets.hide_in, findings)
 
     def _show(self, stage: str) -> None:
         self._on_progress(self._secrets.hide(stage) or "starts", self._done, self._total)

@@ -57,6 +57,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and the fact "copy_bytes_per_s". ``arguments``: "plan"; "seconds" per measurement; "pool_bytes"
     of the pool that is measured."""
     plan = Plan.from_dict(arguments["plan"])
+    report.about(Area.MACHINE)
     report.stage("looks at memory and its limits")
     _check_memory(plan, report)
     _check_swap(report)
@@ -66,10 +67,6 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     _check_locked_memory(plan, report)
     report.stage("measures copies")
     _measure_copies(arguments["seconds"], arguments["pool_bytes"], report)
-
-
-def _found(id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None) -> Finding:
-    return Finding(id, level, Area.MACHINE, text, fix, figures=figures or {})
 
 
 def _check_memory(plan: Plan, report: Report) -> None:
@@ -95,7 +92,7 @@ def _check_memory(plan: Plan, report: Report) -> None:
     }
     if plan.host_bytes is None and not plan.staging_bytes:
         text = f"{format_bytes(available)} of memory can be allocated {where}"
-        report.finding(_found("memory.available", Level.OK, text, figures=figures))
+        report.found("memory.available", Level.OK, text, figures=figures)
         return
     needed = plan.needed_bytes
     figures["needed_bytes"] = needed
@@ -114,16 +111,16 @@ def _check_memory(plan: Plan, report: Report) -> None:
             f"{what} is {format_bytes(needed)}, and only {format_bytes(available)} can be allocated "
             f"{where}{taken}: a server would not start"
         )
-        report.finding(_found("memory.too_little", Level.PROBLEM, text, fix, figures=figures))
+        report.found("memory.too_little", Level.PROBLEM, text, fix, figures=figures)
     elif needed > available * TIGHT_SHARE:
         text = (
             f"{what} is {format_bytes(needed)} of the {format_bytes(available)} that can be allocated "
             f"{where}{taken}: {format_bytes(available - needed)} are left for the engine and the page cache"
         )
-        report.finding(_found("memory.tight", Level.WARNING, text, fix, figures=figures))
+        report.found("memory.tight", Level.WARNING, text, fix, figures=figures)
     else:
         text = f"{what} is {format_bytes(needed)} of {format_bytes(available)} available {where}{taken}"
-        report.finding(_found("memory.fits", Level.OK, text, figures=figures))
+        report.found("memory.fits", Level.OK, text, figures=figures)
     _check_overcommit(needed, report)
     _check_shared_memory(plan, report)
 
@@ -136,13 +133,13 @@ def _check_shared_memory(plan: Plan, report: Report) -> None:
     figures: dict[str, Figure] = {"free_bytes": free, "needed_bytes": size}
     text = f"{plan.host_setting} is {format_bytes(size)}, in {SHARED_MEMORY}, where {format_bytes(free)} are free"
     if size <= free:
-        report.finding(_found("memory.shm_fits", Level.OK, text, figures=figures))
+        report.found("memory.shm_fits", Level.OK, text, figures=figures)
         return
     fix = (
         f"give it more: docker run --shm-size or --ipc=host, in Kubernetes an emptyDir with medium Memory at "
         f"{SHARED_MEMORY}, else mount -o remount,size=...; or {plan.set_host_bytes(free * 8 // 10)}"
     )
-    report.finding(_found("memory.shm_small", Level.PROBLEM, f"{text}: vLLM does not start", fix, figures=figures))
+    report.found("memory.shm_small", Level.PROBLEM, f"{text}: vLLM does not start", fix, figures=figures)
 
 
 def _check_overcommit(needed: int, report: Report) -> None:
@@ -155,29 +152,21 @@ def _check_overcommit(needed: int, report: Report) -> None:
             "pool would fail"
         )
         fix = "sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio"
-        report.finding(_found("memory.overcommit", Level.PROBLEM, text, fix, figures={"commit_left_bytes": left}))
+        report.found("memory.overcommit", Level.PROBLEM, text, fix, figures={"commit_left_bytes": left})
 
 
 def _check_swap(report: Report) -> None:
     swap = meminfo_field(MEMINFO, "SwapTotal")
     if swap:
         text = f"{format_bytes(swap)} of swap: the kernel may swap out blocks of the pool, whose loads then take longer"
-        report.finding(
-            _found(
-                "memory.swap",
-                Level.WARNING,
-                text,
-                "swapoff -a, or sysctl vm.swappiness=1",
-                figures={"swap_bytes": swap},
-            )
-        )
+        fix = "swapoff -a, or sysctl vm.swappiness=1"
+        report.found("memory.swap", Level.WARNING, text, fix, {"swap_bytes": swap})
 
 
 def _check_nodes(plan: Plan, report: Report) -> None:
     names = sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     sizes = {int(path.name[4:]): meminfo_field(path / "meminfo", "MemTotal") for path in names}
-    for finding in node_findings(sizes, cpuset_nodes(), plan):
-        report.finding(finding)
+    report.finding(*node_findings(sizes, cpuset_nodes(), plan))
 
 
 def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], plan: Plan) -> list[Finding]:
@@ -194,15 +183,15 @@ def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], plan: Plan)
         larger = f"if {plan.host_setting} is to be larger"
         fix = f"give the container the memory of the other nodes too, {larger} (cpuset.mems)"
         text += f"; this process may use {nodes} only"
-        return [_found("numa.cpuset", Level.NOTE, text, fix, figures=figures)]
+        return [Finding("numa.cpuset", Level.NOTE, Area.MACHINE, text, fix, figures=figures)]
     if plan.host_bytes is not None and plan.host_bytes > max(inside.values()):
         text += (
             f"; {plan.host_setting} is more than any of them, so a part of each pool is far from its device: {_SLOWER}"
         )
         setting = ", engines_per_node" if plan.door is Door.CONNECTOR else ""
         fix = f"run one engine per node, with a pool that fits its node (numactl --membind{setting})"
-        return [_found("numa.spans", Level.NOTE, text, fix, figures=figures)]
-    return [_found("numa.nodes", Level.OK, f"{text}; the pool fits one of them", figures=figures)]
+        return [Finding("numa.spans", Level.NOTE, Area.MACHINE, text, fix, figures=figures)]
+    return [Finding("numa.nodes", Level.OK, Area.MACHINE, f"{text}; the pool fits one of them", figures=figures)]
 
 
 _SLOWER = "copies of that part are slower"
@@ -216,9 +205,9 @@ def _check_processors(report: Report) -> None:
     if usable < LEAST_PROCESSORS:
         text = f"{usable:g} processor{of}: threads that move bytes take time from the engine's steps"
         fix = f"give the container at least {LEAST_PROCESSORS} processors, better 4, per engine"
-        report.finding(_found("processors.few", Level.WARNING, text, fix, figures=figures))
+        report.found("processors.few", Level.WARNING, text, fix, figures=figures)
     else:
-        report.finding(_found("processors.enough", Level.OK, f"{usable:g} processors{of}", figures=figures))
+        report.found("processors.enough", Level.OK, f"{usable:g} processors{of}", figures=figures)
 
 
 def _processor_quota() -> float | None:
@@ -252,8 +241,7 @@ def _check_descriptors(plan: Plan, report: Report) -> None:
         except ConfigError as error:
             wrong, fix = split_fix(str(error))
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            found = _found("descriptors.few", Level.PROBLEM, f"{tier.prefix}{wrong}", fix, figures={"hard_limit": hard})
-            report.finding(found)
+            report.found("descriptors.few", Level.PROBLEM, f"{tier.prefix}{wrong}", fix, {"hard_limit": hard})
 
 
 def _check_locked_memory(plan: Plan, report: Report) -> None:
@@ -270,9 +258,7 @@ def _check_locked_memory(plan: Plan, report: Report) -> None:
             f"{format_bytes(hard)} of memory: the store's client would fail"
         )
         fix = "ulimit -l unlimited; in Docker --ulimit memlock=-1, or --cap-add IPC_LOCK"
-        report.finding(
-            _found("memory.locked", Level.PROBLEM, text, fix, figures={"limit_bytes": hard, "needed_bytes": needed})
-        )
+        report.found("memory.locked", Level.PROBLEM, text, fix, {"limit_bytes": hard, "needed_bytes": needed})
 
 
 # Measured.
@@ -299,7 +285,7 @@ def _measure_copies(seconds: float, pool_bytes: int, report: Report) -> None:
         "processor; a GPU copies by itself, over its bus"
     )
     figures: dict[str, Figure] = {"store_bytes_per_s": round(store), "load_bytes_per_s": round(load)}
-    report.finding(_found("copies.measured", Level.OK, text, figures=figures))
+    report.found("copies.measured", Level.OK, text, figures=figures)
     report.fact("copy_bytes_per_s", load)
 
 
@@ -316,7 +302,7 @@ def _check_sharing(pool: HostPool, report: Report) -> None:
     if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
         text = "a process of this user cannot open the memory of another one (/proc/PID/fd): tiers need that"
         fix = "run without the sandbox that forbids it (gVisor, a mount of /proc with hidepid, a seccomp profile)"
-        report.finding(_found("memory.not_shared", Level.PROBLEM, text, fix))
+        report.found("memory.not_shared", Level.PROBLEM, text, fix)
 
 
 def _copy_rate(copier: BlockCopier, blocks: int, slots: int, is_store: bool, seconds: float) -> float:
@@ -348,7 +334,7 @@ def _check_huge_pages(huge: int, nbytes: int, report: Report) -> None:
     figures: dict[str, Figure] = {"huge_bytes": huge, "tested_bytes": nbytes}
     if huge >= nbytes * HUGE_SHARE:
         text = f"huge pages: the pool gets them ({percentage(huge, nbytes)})"
-        report.finding(_found("huge_pages.used", Level.OK, text, figures=figures))
+        report.found("huge_pages.used", Level.OK, text, figures=figures)
         return
     setting = _shmem_setting()
     kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
@@ -357,11 +343,11 @@ def _check_huge_pages(huge: int, nbytes: int, report: Report) -> None:
     if setting == "deny" or kernel < HUGE_KERNEL:
         text += f" (Linux {platform.release()}, shmem_enabled is {setting or 'unknown'}){slower}"
         fix = f"echo advise > {SHMEM_ENABLED}" if kernel >= HUGE_KERNEL else f"echo always > {SHMEM_ENABLED}"
-        report.finding(_found("huge_pages.none", Level.WARNING, text, fix, figures=figures))
+        report.found("huge_pages.none", Level.WARNING, text, fix, figures=figures)
     else:
         text += f": memory is fragmented, or it took too long{slower}"
         fix = "echo 1 > /proc/sys/vm/compact_memory before the server starts"
-        report.finding(_found("huge_pages.few", Level.NOTE, text, fix, figures=figures))
+        report.found("huge_pages.few", Level.NOTE, text, fix, figures=figures)
 
 
 def _shmem_setting() -> str:

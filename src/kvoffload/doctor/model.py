@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvoffload import supported
 from kvoffload.abc import ConfigError
 from kvoffload.digests import user_folder
 from kvoffload.doctor.configuration import Plan
@@ -68,7 +67,8 @@ def _snapshots(folder: Path) -> list[Path]:
 
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports findings, and the fact "bytes_per_token". ``arguments``: "path", "plan", and "vllm", the version."""
+    """Reports findings, and the fact "bytes_per_token". ``arguments``: "path" and "plan"."""
+    report.about(Area.MODEL)
     report.stage(f"reads {arguments['path']}")
     plan, path = Plan.from_dict(arguments["plan"]), Path(arguments["path"])
     try:
@@ -79,27 +79,24 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         text, fix = f"{path}: cannot be read ({reason})", "give the model's directory or its config.json"
-        report.finding(Finding("model.unreadable", Level.PROBLEM, Area.MODEL, text, fix))
+        report.found("model.unreadable", Level.PROBLEM, text, fix)
         return
-    refused = False
-    for finding in support_findings(content, arguments["vllm"]):
-        refused |= finding.level is Level.PROBLEM
-        report.finding(finding)
-    if refused:
+    support = list(support_findings(content))
+    report.finding(*support)
+    if any(finding.level is Level.PROBLEM for finding in support):
         return
     try:
         shape = ModelShape.from_config(content)
     except ConfigError as error:
         text, fix = split_fix(str(error))
-        report.finding(Finding("model.unknown_shape", Level.WARNING, Area.MODEL, f"{path.parent.name}: {text}", fix))
+        report.found("model.unknown_shape", Level.WARNING, f"{path.parent.name}: {text}", fix)
         return
     report.fact("bytes_per_token", shape.bytes_per_token)
     _check_weights(path.parent, plan, report)
-    for finding in room_findings(shape, _language(content), plan):
-        report.finding(finding)
+    report.finding(*room_findings(shape, _language(content), plan))
 
 
-def support_findings(content: Mapping[str, Any], vllm: str | None) -> Iterator[Finding]:
+def support_findings(content: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields whether kvoffload serves a model with this config.json, with the installed version of vLLM if any."""
     language = _language(content)
     refusal = _refusal(content, language)
@@ -121,21 +118,10 @@ def support_findings(content: Mapping[str, Any], vllm: str | None) -> Iterator[F
     figures: dict[str, Figure] = {f"{kind.name.lower()}_layers": number for kind, number in kinds.items()}
     names = ", ".join(map(str, content.get("architectures") or [])) or str(content.get("model_type", "the model"))
     text = f"{names}: " + ", ".join(f"{counted(number, 'layer')} with {words[kind]}" for kind, number in kinds.items())
-    release = supported.release_of(vllm) if vllm else None
-    fix = f"pip install 'vllm=={supported.TESTED[-1]}.*'"
     if LayerKind.STATE in kinds:
-        if _is_before(release, supported.FIRST_TO_NAME_STATES):
-            text = f"{text}: states need vLLM {supported.FIRST_TO_NAME_STATES} or later, and {vllm} is installed"
-            yield Finding("model.states", Level.PROBLEM, Area.MODEL, text, fix, figures=figures)
-            return
         text += ": served, with prefix caching on"
         fix = "do not pass --no-enable-prefix-caching; add --prefix-cache-retention-interval to keep states of outputs"
         yield Finding("model.states", Level.NOTE, Area.MODEL, text, fix, figures=figures)
-    elif len(kinds) > 1 and _is_before(release, supported.FIRST_TO_FAIL_WHOLE_LOADS):
-        first = supported.FIRST_TO_FAIL_WHOLE_LOADS
-        text = f"{text}: several KV cache groups need vLLM {first} or later, and {vllm} is installed"
-        fix += ", or pass --disable-hybrid-kv-cache-manager"
-        yield Finding("model.groups", Level.PROBLEM, Area.MODEL, text, fix, figures=figures)
     elif is_latent:
         text += ": served on GPUs and on CPUs with AMX; not tested there"
         yield Finding("model.latent", Level.NOTE, Area.MODEL, text, figures=figures)
@@ -221,13 +207,7 @@ def _check_weights(folder: Path, plan: Plan, report: Report) -> None:
         f"the digests of {format_bytes(nbytes)} of weights are lost with this container: every start hashes them again"
     )
     fix = f"mount a volume at {kept}, or set XDG_CACHE_HOME to one; or set model_fingerprint"
-    figures: dict[str, Figure] = {"weight_bytes": nbytes}
-    report.finding(Finding("model.digests", Level.NOTE, Area.MODEL, text, fix, figures=figures))
-
-
-def _is_before(release: tuple[int, int] | None, version: str) -> bool:
-    first = supported.release_of(version)
-    return release is not None and first is not None and release < first
+    report.found("model.digests", Level.NOTE, text, fix, {"weight_bytes": nbytes})
 
 
 def _language(content: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload.doctor.findings import Finding
+from kvoffload.doctor.findings import Area, Figure, Finding, Level
 from kvoffload.printable import printable
 from kvoffload.tiers.remote.child import end_with_parent
 
@@ -46,6 +46,7 @@ class Report:
         self._descriptor = descriptor
         self._is_whole = False
         self._is_ended = False
+        self.about(Area.CONFIGURATION)
 
     def end_check(self) -> None:
         """Ends the check by an exception, so that it removes what it has made; in ``whole`` when that is over."""
@@ -71,8 +72,19 @@ class Report:
         """Says what the check does next, such as "connects": if it hangs, this is where."""
         self._send({"stage": text})
 
-    def finding(self, finding: Finding) -> None:
-        self._send({"finding": finding.to_dict()})
+    def about(self, area: Area, tier: str = "") -> None:
+        """Says what the findings of ``found`` are about from now on."""
+        self._area, self._tier = area, tier
+
+    def found(
+        self, id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None
+    ) -> None:
+        """Reports a finding: see Finding."""
+        self.finding(Finding(id, level, self._area, text, fix, self._tier, figures or {}))
+
+    def finding(self, *findings: Finding) -> None:
+        for finding in findings:
+            self._send({"finding": finding.to_dict()})
 
     def fact(self, name: str, value: Any) -> None:
         """Hands plain JSON to later checks."""

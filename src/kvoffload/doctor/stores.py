@@ -17,7 +17,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.doctor.configuration import PlannedTier, Store, tier_from_dict
-from kvoffload.doctor.findings import Area, Figure, Finding, Level
+from kvoffload.doctor.findings import Area, Figure, Level
 from kvoffload.doctor.process import Report
 from kvoffload.printable import printable
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
@@ -51,6 +51,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and the facts "read_bytes_per_s", "write_bytes_per_s" and "clock_offset_s". ``arguments``:
     "tier", and "seconds" per measurement. Ends its process if the store makes it hold too much memory."""
     tier = tier_from_dict(arguments["tier"])
+    report.about(Area.TIER, tier.name)
     assert tier.store is not None
     check = _StoreCheck(tier, tier.store, report, arguments["seconds"])
     try:
@@ -69,6 +70,7 @@ class _StoreCheck:
         self._tier = tier
         self._store = store
         self._report = report
+        self._found = report.found
         self._seconds = seconds
         self._step = "connect"
         self._has_left_values = False
@@ -105,11 +107,6 @@ class _StoreCheck:
         if self._step != "connect":
             fix = "give this server's user the right to do that in the store, and look at the store's own log"
         self._found(f"store.{self._step}_fails", Level.PROBLEM, text, fix)
-
-    def _found(
-        self, id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None
-    ) -> None:
-        self._report.finding(Finding(id, level, Area.TIER, text, fix, self._tier.name, figures or {}))
 
     def _ask(self, client: StoreClient) -> None:
         self._step = "ask"

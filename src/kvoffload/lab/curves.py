@@ -8,7 +8,7 @@ with blocks sampled by hash (Waldspurger et al., "Cache modeling and optimizatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from kvoffload.abc import ConfigError
 from kvoffload.lab.columns import renumber
-from kvoffload.lab.replay import ReplayConfig, replay_many
-from kvoffload.lab.trace import Floats, Ints, Trace
+from kvoffload.lab.replay import ReplayConfig, part, replay_many
+from kvoffload.lab.trace import Floats, Ints, Progress, Trace
 
 NUM_SAMPLES = 8
 """The number of disjoint samples; the error is estimated from their differences."""
@@ -38,8 +38,6 @@ T_99 = 3.50
 
 GAP_BIAS = 1 / 3
 """Small caches adapt less, so all samples may share an error: at most this share of the policy's distance from LRU."""
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +91,12 @@ def hit_curve(
     work = len(full) + NUM_SAMPLES * len(sampled) * _requests_in_sample(trace, bits)
     share = len(full) / work if work else 0.0
     configs = [ReplayConfig(policy, capacity) for capacity in full]
-    results = replay_many(trace, configs, processes=processes, on_progress=_part(on_progress, 0.0, share))
+    results = replay_many(trace, configs, processes=processes, on_progress=part(on_progress, 0.0, share))
     for capacity, result in zip(full, results, strict=True):
         tokens[capacity] = result.host_tokens.astype(np.float64)
         pct[capacity] = result.prefix_hit_tokens_pct
     if sampled:
-        gains, totals = _sampled_gains(trace, policy, sampled, bits, processes, _part(on_progress, share, 1.0))
+        gains, totals = _sampled_gains(trace, policy, sampled, bits, processes, part(on_progress, share, 1.0))
         for i, capacity in enumerate(sampled):
             points = 100.0 * totals[:, i] / asked
             gap = float(points.mean())
@@ -113,13 +111,6 @@ def _curve(policy: str, tokens: dict[int, Floats], pct: dict[int, float], bounds
     return Curve(
         policy, tuple(tokens), np.array(list(pct.values())), np.array(list(bounds.values())), tuple(tokens.values())
     )
-
-
-def _part(on_progress: Progress | None, start: float, end: float) -> Progress | None:
-    """Returns a callback that maps the progress of a part of the work to progress of the whole."""
-    if on_progress is None:
-        return None
-    return lambda share: on_progress(start + (end - start) * share)
 
 
 def _requests_in_sample(trace: Trace, bits: int) -> float:
@@ -156,7 +147,7 @@ def _sampled_gains(
         tokens_before = np.concatenate((np.zeros(1), np.cumsum(weights[accesses])))
         lru = LRUCurve(sample)
         configs = [ReplayConfig(policy, max(1, round(capacity * 0.5**bits))) for capacity in capacities]
-        report = _part(on_progress, j / NUM_SAMPLES, (j + 1) / NUM_SAMPLES)
+        report = part(on_progress, j / NUM_SAMPLES, (j + 1) / NUM_SAMPLES)
         results = replay_many(sample, configs, processes=processes, on_progress=report)
         for i, (config, result) in enumerate(zip(configs, results, strict=True)):
             found = sample.offsets[:-1] + result.host_tokens

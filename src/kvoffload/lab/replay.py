@@ -41,16 +41,16 @@ from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.cache.policies import BUILTIN
-from kvoffload.cache.policies import make_policy as policy_by_name
 from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
+from kvoffload.lab.policies import KNOWN, path_of
+from kvoffload.lab.policies import make_policy as policy_by_name
 from kvoffload.lab.tier import CatalogTier
-from kvoffload.lab.trace import Floats, Ints, Trace, load_trace
-from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
+from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
+from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
 """The policy that knows the rest of the trace: an upper bound, only for replays."""
@@ -68,7 +68,6 @@ MAX_DEVICE_BLOCKS = 1 << 24
 MAX_POLLS = 1 << 16
 """Polls per request until all its promotions must have ended."""
 
-Progress = Callable[[float], None]
 MakePolicy = Callable[[int], CachePolicy]
 
 
@@ -242,7 +241,7 @@ def replay(
             if on_progress is not None and done % REPORT_EVERY == 0:
                 on_progress(done / trace.num_requests)
     except Exception as error:
-        if make_policy is not None or config.policy in (CLAIRVOYANT, *BUILTIN):
+        if make_policy is not None or config.policy in (CLAIRVOYANT, *KNOWN):
             raise
         raise ConfigError(_failed(config.policy, done, error)) from error
     if on_progress is not None:
@@ -287,7 +286,13 @@ def replay_many(
     processes = min(processes, len(configs))
     if processes <= 1:
         return [
-            replay(trace, config, model=model, speeds=speeds, on_progress=_part(on_progress, i, len(configs)))
+            replay(
+                trace,
+                config,
+                model=model,
+                speeds=speeds,
+                on_progress=part(on_progress, i / len(configs), (i + 1) / len(configs)),
+            )
             for i, config in enumerate(configs)
         ]
     context = multiprocessing.get_context("spawn")
@@ -325,9 +330,9 @@ def _failed(policy: str, request: int, error: Exception) -> str:
     )
 
 
-def _part(on_progress: Progress | None, index: int, of: int) -> Progress | None:
-    """Returns a callback that maps the progress of one of several equal parts to progress of the whole."""
-    return None if on_progress is None else lambda done: on_progress((index + done) / of)
+def part(on_progress: Progress | None, start: float, end: float) -> Progress | None:
+    """Returns a callback that maps the progress of a part of the work to progress of the whole."""
+    return None if on_progress is None else lambda share: on_progress(start + (end - start) * share)
 
 
 _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
@@ -415,9 +420,10 @@ class Run:
         self.manager: OffloadingManager = self.host
         self.store_step = max(1, trace.num_accesses)
         if config.disk_blocks:
-            self.tier = CatalogTier(min(config.disk_blocks, max(1, trace.num_distinct)), 1, config.policy, self.clock)
+            disk_blocks = min(config.disk_blocks, max(1, trace.num_distinct))
+            self.tier = CatalogTier(disk_blocks, 1, path_of(config.policy), self.clock)
             self.manager = TieredOffloadingManager(
-                self.host, [self.tier], tokens_per_block=[trace.block_tokens], clock=self.clock
+                self.host, [self.tier], TieringSettings([trace.block_tokens]), clock=self.clock
             )
             # As an engine stores step by step, writes in progress are bounded.
             self.store_step = max(1, int(self.capacity * WRITE_SHARE))
@@ -481,13 +487,12 @@ class Run:
         stored, refused = self.store(due, context)
         output = chain[len(prompt) : self.capacity]
         if output and refused:
-            manager.refuse(output, context)
+            manager.prepare_store(output, context, behind_refused=True)
         elif output:
             # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
-        manager.reorder_chain(chain, stored, context)
+        manager.end_chain(chain, stored, context)
         if self.tier is not None:
-            manager.offer_chain(chain, context)
             # As if the engine made steps until the disk has written everything.
             while self.tier.is_busy:
                 manager.poll()
@@ -540,9 +545,8 @@ class Run:
             manager.poll()
         else:
             raise IntegrityError("a request waited forever for blocks on disk")
-        from_disk = min(found, manager.num_promoted(context))
         ready = self.host.states(prompt) == HIT
-        manager.release_request(context)
+        from_disk = min(found, sum(manager.release_request(context).values()))
         return found, from_disk, ready
 
     def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
@@ -570,7 +574,7 @@ class Run:
             block_hits=self.block_hits,
             stored_blocks=self.stored,
             evicted_blocks=self.evicted,
-            dropped_writes=int(counts.get("disk_dropped_writes", 0)),
+            dropped_writes=int(counts.get("tier_dropped_writes:disk", 0)),
             misses=dict(self.misses.most_common()),
             tiers=self.tier_uses(model, reach, hits.sum(axis=1).tolist(), all_flops),
             ttft_p50_s=p50,
@@ -591,7 +595,7 @@ class Run:
         rows = (
             ("device", config.device_blocks, 0, 0, 0 if self.device is None else self.device.num_evicted),
             ("host", config.capacity_blocks, self.stored + read, found[1] + found[2] + written, self.evicted),
-            ("disk", config.disk_blocks, written, read, 0 if self.tier is None else self.tier.num_evicted),
+            ("disk", config.disk_blocks, written, read, 0 if self.tier is None else self.tier.stats().num_evicted),
         )
         uses = []
         start = np.zeros_like(trace.input_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
-from kvoffload.lab.trace import Floats, Trace
-from kvoffload.tiers.promoter import PROMOTION_SHARE
+from kvoffload.lab.trace import Floats, Progress, Trace
+from kvoffload.tiering.promoter import PROMOTION_SHARE
 from kvoffload.units import format_bytes
 
 MAX_SETTINGS = 1000
@@ -28,8 +28,6 @@ RAM_STEPS = 6
 GOOD_SHARE = 0.9
 """Without a target, the cheapest setting is chosen that saves this share of the time that the fastest one saves."""
 
-Progress = Callable[[float], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -37,6 +35,18 @@ class Prices:
 
     ram_per_gib: float = 5.0
     disk_per_gib: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What to evaluate: every combination of ``ram`` and ``disk``."""
+
+    policy: str = "lru"
+    """Of RAM and disk."""
+    ram: Sequence[int] = ()
+    """In bytes. By default powers of two, up to a cache that finds nearly everything."""
+    disk: Sequence[int] = ()
+    """In bytes; 0: none. By default powers of two; with only ``ram``, no disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,26 +146,23 @@ class Sizing:
 def size(
     trace: Trace,
     model: ModelShape,
+    choices: Choices | None = None,
     *,
-    policy: str = "lru",
-    ram: Sequence[int] = (),
-    disk: Sequence[int] = (),
     speeds: Speeds | None = None,
     prices: Prices | None = None,
     target_p95_s: float | None = None,
     processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> Sizing:
-    """Evaluates every combination of ``ram`` and ``disk``, in bytes; a disk of 0 means none. By default powers of two
-    are tried, up to a cache that finds nearly everything; with only ``ram``, no disk.
+    """Evaluates ``choices`` of RAM and disk for ``trace``.
 
     The disk gets a copy of all that is written to RAM, and both see every use, so each holds what it would hold alone:
     a request finds the longer of the two prefixes. Blocks from disk need room in RAM: a request gets at most
     ``PROMOTION_SHARE`` of RAM from disk. Requests are served one after the other. Raises ConfigError.
     """
-    speeds, prices = speeds or Speeds(), prices or Prices()
+    choices, speeds, prices = choices or Choices(), speeds or Speeds(), prices or Prices()
     block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
-    for name, sizes in (("ram", ram), ("disk", disk)):
+    for name, sizes in (("ram", choices.ram), ("disk", choices.disk)):
         for amount in sizes:
             if amount < block_bytes and not (name == "disk" and amount == 0):
                 raise ConfigError(
@@ -164,10 +171,10 @@ def size(
                 )
     asked = max(1, int(trace.input_tokens.sum()))
     lru_pct = 100.0 * LRUCurve(trace).total_hit_tokens() / asked
-    pairs = _pairs(ram, disk, *_default_sizes(lru_pct, block_bytes))
+    pairs = _pairs(choices, *_default_sizes(lru_pct, block_bytes))
     amounts = {amount * factor for pair in pairs for amount in pair if amount for factor in (1, 2)}
     capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts} | {trace.num_distinct}
-    curve = hit_curve(trace, policy, sorted(capacities), processes=processes, on_progress=on_progress)
+    curve = hit_curve(trace, choices.policy, sorted(capacities), processes=processes, on_progress=on_progress)
     evaluate = _Evaluator(trace, model, speeds, prices, block_bytes, curve)
     settings = [evaluate(ram_bytes, disk_bytes) for ram_bytes, disk_bytes in pairs]
     nothing = evaluate(0, 0)
@@ -175,7 +182,7 @@ def size(
     best = chosen or _fastest(settings)
     footprint = trace.num_distinct * block_bytes
     return Sizing(
-        policy=policy,
+        policy=choices.policy,
         block_bytes=block_bytes,
         footprint_bytes=footprint,
         ceiling=evaluate(footprint, 0),
@@ -185,7 +192,7 @@ def size(
         chosen=chosen,
         more_ram=evaluate(2 * best.ram_bytes, best.disk_bytes),
         more_disk=evaluate(best.ram_bytes, 2 * best.disk_bytes) if best.disk_bytes else None,
-        warnings=tuple(_warnings(footprint, max((*ram, *disk), default=0))),
+        warnings=tuple(_warnings(footprint, max((*choices.ram, *choices.disk), default=0))),
         curve=curve,
         lru_pct=lru_pct,
     )
@@ -204,12 +211,10 @@ def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[i
     return ram, sorted({0, knee, everything})
 
 
-def _pairs(
-    ram: Sequence[int], disk: Sequence[int], default_ram: Sequence[int], default_disk: Sequence[int]
-) -> list[tuple[int, int]]:
+def _pairs(choices: Choices, default_ram: Sequence[int], default_disk: Sequence[int]) -> list[tuple[int, int]]:
     """Returns RAM and disk of every setting, ordered by size."""
-    disks = sorted(set(disk or ((0,) if ram else default_disk)))
-    rams = sorted(set(ram or default_ram))
+    disks = sorted(set(choices.disk or ((0,) if choices.ram else default_disk)))
+    rams = sorted(set(choices.ram or default_ram))
     if len(rams) * len(disks) > MAX_SETTINGS:
         raise ConfigError(
             f"ram and disk: {len(rams) * len(disks):,} combinations, but at most {MAX_SETTINGS:,} are allowed; give "
@@ -217,21 +222,19 @@ def _pairs(
         )
     pairs = [(ram_bytes, disk_bytes) for ram_bytes in rams for disk_bytes in disks]
     useful = [pair for pair in pairs if pair[1] == 0 or pair[1] > pair[0]]
-    return pairs if ram or not useful else useful
+    return pairs if choices.ram or not useful else useful
 
 
+@dataclass(frozen=True, slots=True)
 class _Evaluator:
     """Makes the Setting of a choice of RAM and disk."""
 
-    def __init__(
-        self, trace: Trace, model: ModelShape, speeds: Speeds, prices: Prices, block_bytes: int, curve: Curve
-    ) -> None:
-        self.trace = trace
-        self.model = model
-        self.speeds = speeds
-        self.prices = prices
-        self.block_bytes = block_bytes
-        self.curve = curve
+    trace: Trace
+    model: ModelShape
+    speeds: Speeds
+    prices: Prices
+    block_bytes: int
+    curve: Curve
 
     def __call__(self, ram_bytes: int, disk_bytes: int) -> Setting:
         in_ram, ram_pct, ram_bound = self._at(ram_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.abc import OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.tiers.catalog import Catalog
 
 
@@ -41,31 +41,19 @@ class CatalogTier(Tier):
         """Blocks that are being written, each after the time at which that ends."""
 
     @property
-    def capacity_bytes(self) -> int:
-        return self._capacity * self._block_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._catalog.num_blocks * self._block_bytes
-
-    @property
     def block_bytes(self) -> int:
         return self._block_bytes
 
-    @property
-    def num_blocks(self) -> int:
-        return self._catalog.num_blocks
-
-    @property
-    def num_evicted(self) -> int:
-        return self._catalog.num_evicted
+    def stats(self) -> TierStats:
+        size, num_blocks = self._block_bytes, self._catalog.num_blocks
+        return TierStats(self._capacity * size, num_blocks, num_blocks * size, self._catalog.num_evicted)
 
     @property
     def is_busy(self) -> bool:
         """Whether transfers are under way."""
         return bool(self._reads or self._writes)
 
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         return self._catalog.contains(keys)
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -82,6 +70,9 @@ class CatalogTier(Tier):
             self._writes.append((ends, key, slot))
         self.num_written += len(taken)
         return taken
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return self._catalog.take_removed()
 
     def poll(self) -> list[TierResult]:
         now = self._clock()
@@ -104,11 +95,8 @@ class CatalogTier(Tier):
             for key, slot in ended
         ]
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._catalog.touch(keys)
-
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        self._catalog.reorder_chain(keys, stored)
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+        self._catalog.touch(keys, stored)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._catalog.drop(keys)

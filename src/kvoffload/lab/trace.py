@@ -24,6 +24,8 @@ from kvoffload.native import load
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.void]
+Progress = Callable[[float], None]
+"""Gets the share of some work that is done."""
 
 MEMORY_BYTES = 256 << 20
 """Columns that are larger than this together go to files. To number the blocks takes about seven times as much."""
@@ -221,36 +223,6 @@ def plain_ranks(digests: npt.NDArray[np.uint64], keys: Sequence[OffloadKey]) -> 
 ranks = plain_ranks
 if not TYPE_CHECKING and (native := load("_cache")) is not None:
     ranks = native.ranks
-
-
-def make_trace(
-    name: str,
-    block_tokens: int,
-    times: Sequence[float],
-    input_tokens: Sequence[int],
-    output_tokens: Sequence[int],
-    chains: Sequence[Sequence[int]],
-    prompt_blocks: Sequence[int] | None = None,
-    sessions: Sequence[str | None] | None = None,
-    tenants: Sequence[str | None] | None = None,
-    **more: Any,
-) -> Trace:
-    """Returns a trace made from lists. Requests are sorted by time; requests of the same time stay in order.
-
-    ``chains`` has the block ids of each request, in [0, 2**64). ``prompt_blocks``: by default the length of the chain.
-    """
-    rows = TraceBuilder()
-    for i, chain in enumerate(chains):
-        rows.add(
-            times[i],
-            input_tokens[i],
-            output_tokens[i],
-            chain,
-            None if prompt_blocks is None else prompt_blocks[i],
-            None if sessions is None else sessions[i],
-            None if tenants is None else tenants[i],
-        )
-    return rows.build(name, block_tokens, **more)
 
 
 _ARRAYS: dict[str, np.dtype[Any]] = {

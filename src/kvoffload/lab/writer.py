@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,13 @@ import numpy as np
 from kvoffload.lab.columns import pieces
 from kvoffload.lab.readers.mooncake import MILLISECOND
 from kvoffload.lab.readers.recorded import HEADER, VERSION
-from kvoffload.lab.trace import PREFILL_SPEED, UNKNOWN, Trace, TraceError
+from kvoffload.lab.trace import PREFILL_SPEED, UNKNOWN, Progress, Trace, TraceError
 
 COMPRESSION = 6
 _DECIMALS = 3
 """Of a timestamp in milliseconds."""
 _REPORT_EVERY = 512
 """Requests between two reports of progress."""
-
-Progress = Callable[[float], None]
 
 
 def write_trace(trace: Trace, path: str | Path, *, force: bool = False, on_progress: Progress | None = None) -> int:

@@ -1,6 +1,6 @@
 """Loads the native versions of hot classes and copies, if they were compiled.
 
-Without them everything works, on plain versions in Python and numpy, which are the reference: both give the same
+Without them everything works, on the reference of plain dicts and lists (``reference.py``): both give the same
 answers. ``KVOFFLOAD_NATIVE=0`` switches native code off. It needs the GIL: a Python that runs without it uses the plain
 versions.
 """
@@ -61,7 +61,7 @@ def sources_checksum() -> int | None:
 
 def source_names() -> list[str]:
     """Returns the names of all source files of native code that are in this folder."""
-    return sorted(path.name for path in Path(__file__).parent.iterdir() if path.suffix in (".pyx", ".h"))
+    return sorted(path.name for path in Path(__file__).parent.iterdir() if path.suffix in (".pyx", ".pxi", ".h"))
 
 
 def describe() -> str:

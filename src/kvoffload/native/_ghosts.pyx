@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Native versions of the parts of ``AutoPolicy`` and ``ARCPolicy``, whose plain versions are the reference and document
-the methods.
+"""The parts of policies: lists, ghosts, shadows and queues of keys, and the steps of ``AutoPolicy``. ``reference``,
+``tournament`` and ``auto`` document the methods.
 
 Pointers go into numpy arrays that each object owns, so memory is freed with the object. Every slot and entry that a
 caller gives is checked against the size of the arrays. No Python code, which could change the object or what it was
@@ -8,44 +8,9 @@ given, runs between the checks and the end of a call: so no list is made there, 
 is called in C.
 """
 
-from cpython.bytes cimport (
-    PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-)
-from cpython.list cimport PyList_New
-from cpython.object cimport PyObject, PyObject_Hash
-from cpython.tuple cimport PyTuple_CheckExact
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memset
+include "common.pxi"
 
-cimport numpy as cnp
-
-import os
-
-import numpy as np
 import xxhash
-
-from kvoffload.abc import IntegrityError
-
-cnp.import_array()
-
-cdef extern from *:
-    unsigned int KVOFFLOAD_SOURCES
-SOURCES = KVOFFLOAD_SOURCES
-
-cdef extern from "Python.h":
-    PyObject** PySequence_Fast_ITEMS(object)
-    Py_ssize_t PySequence_Fast_GET_SIZE(object)
-    object PySequence_Fast(object, const char*)
-    void increment "Py_INCREF"(PyObject*)
-    void decrement "Py_DECREF"(PyObject*)
-    void set_item "PyList_SET_ITEM"(object, Py_ssize_t, PyObject*)
-
-cdef extern from "numpy/arrayobject.h":
-    bint PyArray_ISCARRAY_RO(cnp.ndarray)
-
-cdef extern from "prefetch.h" nogil:
-    void kvo_prefetch(const void* address)
-    void kvo_prefetch_write(void* address)
 
 cdef extern from "ghosts.h" nogil:
     unsigned kvo_match16(const uint32_t* tags, uint32_t tag)
@@ -53,112 +18,21 @@ cdef extern from "ghosts.h" nogil:
     int __builtin_clz(unsigned)
 
 cdef enum:
-    CHUNK = 128
     LINE = 64
     GROUP_BYTES = 4
 
 cdef int64_t NO_END = <int64_t>1 << 62
 cdef bytes FIRST_GROUP = bytes(GROUP_BYTES)
 
-cdef uint64_t SECRET = int.from_bytes(os.urandom(8), "little")
-"""Decides where names and keys are in tables in which a search goes on until a place is free. Else clients, who know
-how keys are hashed, could choose keys that are all in one place."""
-
-
-cdef inline uint64_t scattered(uint64_t h) noexcept:
-    return ((h ^ SECRET) * <uint64_t>0x9E3779B97F4A7C15) >> 32
-
-
-# Numbers in numpy arrays.
-
-cdef inline cnp.ndarray new_array(Py_ssize_t n, int kind):
-    cdef cnp.npy_intp shape = n
-    return cnp.PyArray_SimpleNew(1, &shape, kind)
-
-
-cdef inline cnp.ndarray new_int64(Py_ssize_t n):
-    return new_array(n, cnp.NPY_INT64)
-
-
-cdef inline int64_t* int64s(cnp.ndarray array) noexcept:
-    return <int64_t*>cnp.PyArray_DATA(array)
-
-
-cdef inline cnp.ndarray of_kind(object array, int kind, dtype):
-    """Returns the contiguous array of this kind that has these numbers: ``array`` itself, if it is one."""
-    if (
-        cnp.PyArray_Check(array)
-        and cnp.PyArray_NDIM(<cnp.ndarray>array) == 1
-        and cnp.PyArray_TYPE(<cnp.ndarray>array) == kind
-        and PyArray_ISCARRAY_RO(<cnp.ndarray>array)
-    ):
-        return <cnp.ndarray>array
-    given = np.asarray(array)
-    if given.ndim != 1 or (given.dtype.kind == "b") != (kind == cnp.NPY_BOOL) or given.dtype.kind not in "biu":
-        raise TypeError(f"there must be a list of numbers of type {np.dtype(dtype)}, not {given.dtype} {given.shape}")
-    return np.require(given, dtype, ["C", "A"])
-
-
-cdef inline cnp.ndarray numbers(object array):
-    return of_kind(array, cnp.NPY_INT64, np.int64)
-
-
 cdef inline cnp.ndarray hashes_of(object array):
     return of_kind(array, cnp.NPY_UINT64, np.uint64)
 
 
-cdef inline cnp.ndarray checked(object indices, Py_ssize_t size):
-    """Returns the indices as an array. Raises IndexError if one is not in [0, size)."""
-    cdef cnp.ndarray array = numbers(indices)
-    check_indices(array, size)
-    return array
+cdef inline uint64_t* uint64s(cnp.ndarray array) noexcept:
+    return <uint64_t*>cnp.PyArray_DATA(array)
 
 
-cdef inline int check_indices(cnp.ndarray array, Py_ssize_t size) except -1:
-    cdef int64_t* at = int64s(array)
-    cdef Py_ssize_t i
-    cdef bint bad = False
-    for i in range(cnp.PyArray_DIM(array, 0)):
-        bad |= <uint64_t>at[i] >= <uint64_t>size
-    if bad:
-        raise IndexError(f"an index is not in [0, {size})")
-    return 0
-
-
-cdef inline cnp.ndarray flags(object array, Py_ssize_t n):
-    """Returns an array of at least ``n`` bools."""
-    cdef cnp.ndarray result = of_kind(array, cnp.NPY_BOOL, np.bool_)
-    if cnp.PyArray_DIM(result, 0) < n:
-        raise IndexError(f"{n} bools are needed, not {cnp.PyArray_DIM(result, 0)}")
-    return result
-
-
-cdef inline const uint8_t* bools(cnp.ndarray array) noexcept:
-    return <const uint8_t*>cnp.PyArray_DATA(array)
-
-
-cdef inline cnp.ndarray first(cnp.ndarray array, Py_ssize_t n):
-    """Returns the first ``n`` of contiguous numbers: ``array`` itself, if there are no more."""
-    if n == cnp.PyArray_DIM(array, 0):
-        return array
-    cdef cnp.ndarray result = new_int64(n)
-    memcpy(cnp.PyArray_DATA(result), cnp.PyArray_DATA(array), n * sizeof(int64_t))
-    return result
-
-
-cdef object owned(keys):
-    """Returns the keys in a list or tuple that does not change while they are hashed or compared."""
-    fast = PySequence_Fast(keys, b"keys must be a sequence")
-    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
-    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
-    if not PyTuple_CheckExact(fast):
-        for i in range(n):
-            if i + 16 < n:
-                kvo_prefetch(items[i + 16])
-            if not PyBytes_CheckExact(<object>items[i]):
-                return tuple(fast)
-    return fast
-
+# Hashes of keys.
 
 cdef int hash_into(PyObject** keys, Py_ssize_t n, uint64_t* hashes, bint of_names) except -1:
     """Hashes keys that ``owned`` has returned, or, with ``of_names``, what ``shared_names`` makes of them."""
@@ -215,11 +89,11 @@ def key_hashes(keys):
     fast = owned(keys)
     cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
     cdef cnp.ndarray result = new_array(n, cnp.NPY_UINT64)
-    hash_into(PySequence_Fast_ITEMS(fast), n, <uint64_t*>cnp.PyArray_DATA(result), False)
+    hash_into(PySequence_Fast_ITEMS(fast), n, uint64s(result), False)
     return result
 
 
-def same_keys(a, b):
+cdef bint same_keys(a, b) except -1:
     one, other = PySequence_Fast(a, b"keys must be a sequence"), PySequence_Fast(b, b"keys must be a sequence")
     cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(one), i
     cdef PyObject** items = PySequence_Fast_ITEMS(one)
@@ -227,7 +101,7 @@ def same_keys(a, b):
     if n != PySequence_Fast_GET_SIZE(other):
         return False
     for i in range(n):
-        if not is_same(items[i], others[i]):
+        if not is_same_bytes(items[i], others[i]):
             return False
     return True
 
@@ -333,13 +207,6 @@ cdef class GhostTable:
             return -1
         return entry
 
-    def find(self, hashes):
-        cdef cnp.ndarray given = hashes_of(hashes)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
-        cdef cnp.ndarray result = new_int64(n)
-        self._find_all(<uint64_t*>cnp.PyArray_DATA(given), n, int64s(result))
-        return result
-
     cdef void _find_all(self, const uint64_t* hs, Py_ssize_t n, int64_t* to) noexcept:
         cdef Py_ssize_t start = 0, stop, i
         while start < n:
@@ -349,15 +216,6 @@ cdef class GhostTable:
             for i in range(start, stop):
                 to[i] = self._find(hs[i])
             start = stop
-
-    def find_again(self, hashes, entries):
-        cdef cnp.ndarray given = hashes_of(hashes), before = numbers(entries)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
-        if cnp.PyArray_DIM(before, 0) != n:
-            raise IndexError("there must be as many entries as hashes")
-        cdef cnp.ndarray result = before.copy()
-        self._find_again(<uint64_t*>cnp.PyArray_DATA(given), n, int64s(result))
-        return result
 
     cdef void _find_again(self, const uint64_t* hs, Py_ssize_t n, int64_t* entries) noexcept:
         cdef Py_ssize_t i
@@ -374,45 +232,44 @@ cdef class GhostTable:
         cdef uint32_t* stamp = &self._buckets[entry // WAYS].times[entry % WAYS].stamp
         stamp[0] = stamp[0] & ~<uint32_t>1 | mark
 
-    cdef cnp.ndarray _checked(self, entries):
-        return checked(entries, max(2, self._num_buckets) * WAYS)
-
-    def stamps(self, entries):
-        cdef cnp.ndarray given = self._checked(entries)
-        cdef int64_t* at = int64s(given)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef cnp.ndarray result = new_int64(n)
-        for i in range(n):
-            int64s(result)[i] = self._stamp(at[i])
+    cdef cnp.ndarray _entries(self, object hashes):
+        cdef cnp.ndarray given = hashes_of(hashes)
+        cdef cnp.ndarray result = new_int64(cnp.PyArray_DIM(given, 0))
+        self._find_all(uint64s(given), cnp.PyArray_DIM(given, 0), int64s(result))
         return result
 
-    def is_marked(self, entries):
-        cdef cnp.ndarray given = numbers(entries)
-        cdef int64_t* at = int64s(given)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, size = max(2, self._num_buckets) * WAYS
-        cdef cnp.ndarray result = new_array(n, cnp.NPY_BOOL)
-        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(result)
-        for i in range(n):
-            if at[i] >= size:
-                raise IndexError(f"entry {at[i]} is not in [0, {size})")
-            to[i] = self._is_marked(at[i])
-        return result
-
-    def mark(self, entries, marks):
-        cdef cnp.ndarray given = numbers(entries)
-        cdef int64_t* at = int64s(given)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef cnp.ndarray marked = flags(marks, n)
-        check_indices(given, max(2, self._num_buckets) * WAYS)
-        for i in range(n):
-            self._mark(at[i], bools(marked)[i])
-
-    def remove(self, entries):
-        cdef cnp.ndarray given = self._checked(entries)
-        cdef int64_t* at = int64s(given)
+    def stamps(self, hashes):
+        cdef cnp.ndarray result = self._entries(hashes)
+        cdef int64_t* at = int64s(result)
         cdef Py_ssize_t i
-        for i in range(cnp.PyArray_DIM(given, 0)):
-            self._remove(at[i])
+        for i in range(cnp.PyArray_DIM(result, 0)):
+            at[i] = self._stamp(at[i]) if at[i] >= 0 else -1
+        return result
+
+    def is_marked(self, hashes):
+        cdef cnp.ndarray entries = self._entries(hashes)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(entries, 0), i
+        cdef cnp.ndarray result = new_flags(n)
+        for i in range(n):
+            bools(result)[i] = self._is_marked(int64s(entries)[i])
+        return result
+
+    def mark_above(self, hashes, int64_t floor):
+        cdef cnp.ndarray entries = self._entries(hashes)
+        self._mark_above(int64s(entries), cnp.PyArray_DIM(entries, 0), floor)
+
+    cdef void _mark_above(self, const int64_t* entries, Py_ssize_t n, int64_t floor) noexcept:
+        cdef Py_ssize_t i
+        for i in range(n):
+            if entries[i] >= 0:
+                self._mark(entries[i], self._stamp(entries[i]) > floor)
+
+    def remove(self, hashes):
+        cdef cnp.ndarray entries = self._entries(hashes)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(entries, 0)):
+            if int64s(entries)[i] >= 0:
+                self._remove(int64s(entries)[i])
 
     cdef inline void _remove(self, int64_t entry) noexcept:
         self._buckets[entry // WAYS].tags[entry % WAYS] = 0
@@ -421,12 +278,12 @@ cdef class GhostTable:
     cdef inline Py_ssize_t _entries_per_bucket(self) noexcept:
         return WAYS if self._num_buckets > 1 else 2 * WAYS
 
-    def add(self, hashes, stamps, new=False):
+    def add(self, hashes, stamps):
         cdef cnp.ndarray given = hashes_of(hashes), times = numbers(stamps)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
         if cnp.PyArray_DIM(times, 0) != n:
             raise IndexError("there must be as many stamps as hashes")
-        self._add(<uint64_t*>cnp.PyArray_DATA(given), int64s(times), n, new)
+        self._add(uint64s(given), int64s(times), n, False)
 
     cdef void _add(self, const uint64_t* hs, const int64_t* ts, Py_ssize_t n, bint new) noexcept:
         cdef Py_ssize_t begin = max(0, n - self._capacity), start, stop, i
@@ -738,7 +595,7 @@ cdef class Shadows:
         """Serves a request for a chain: those of ``hashes`` that are at most ``limit``, head first. Returns how many
         distinct ones these are, and of each shadow how many leading ones were present."""
         cdef cnp.ndarray given = hashes_of(hashes)
-        cdef uint64_t* hs = <uint64_t*>cnp.PyArray_DATA(given)
+        cdef uint64_t* hs = uint64s(given)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, num = 0
         cdef int32_t node
         cdef int32_t* chain
@@ -912,7 +769,7 @@ cdef class KeyQueue:
         """Returns where in the table the key is, or where it is to be put."""
         cdef uint32_t at = h & self._mask
         while self._places[at].node != END:
-            if self._places[at].hash == h and is_same(self._keys[self._places[at].node], key):
+            if self._places[at].hash == h and is_same_bytes(self._keys[self._places[at].node], key):
                 break
             at = at + 1 & self._mask
         return at
@@ -1076,25 +933,12 @@ cdef object exactly_bytes(object key):
     return PyBytes_FromStringAndSize(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key))
 
 
-cdef inline bint is_same(PyObject* a, PyObject* b) noexcept:
-    """Returns whether keys are equal. Only bytes can be equal without being the same object."""
-    if a == b:
-        return True
-    return (
-        PyBytes_CheckExact(<object>a)
-        and PyBytes_CheckExact(<object>b)
-        and PyBytes_GET_SIZE(<object>a) == PyBytes_GET_SIZE(<object>b)
-        and memcmp(PyBytes_AS_STRING(<object>a), PyBytes_AS_STRING(<object>b), PyBytes_GET_SIZE(<object>a)) == 0
-    )
-
-
-# Two lists.
+# Lists in the order of use.
 
 cdef enum:
     ABSENT = -1
     SKIPPED = -2
     QUEUED = -3
-    AHEAD = 16
 
 cdef struct Entry:
     int64_t position
@@ -1154,9 +998,9 @@ cdef struct Member:
     int32_t newer
 
 
-cdef class ListPair:
-    """Two linked lists. What is known of a slot is side by side, in one line of the cache. Members that an eviction has
-    skipped are not linked: they are in a heap if they were marked evictable since then."""
+cdef class Lists:
+    """One or two linked lists on one clock. What is known of a slot is side by side, in one line of the cache. Members
+    that an eviction has skipped are not linked: they are in a heap if they were marked evictable since then."""
 
     cdef readonly Py_ssize_t _capacity
     cdef int64_t _clock
@@ -1168,8 +1012,7 @@ cdef class ListPair:
     cdef Heap _once_heap, _again_heap
 
     def __cinit__(self, Py_ssize_t capacity):
-        if not 0 <= capacity < 1 << 31:
-            raise ValueError(f"capacity={capacity}: must be from 0 to {(1 << 31) - 1}")
+        check_capacity(capacity)
         self._capacity = capacity
         self._memory = np.zeros(capacity * sizeof(Member), dtype=np.uint8)
         self._members = <Member*>cnp.PyArray_DATA(self._memory)
@@ -1183,10 +1026,6 @@ cdef class ListPair:
         self._once_heap.len = self._again_heap.len = 0
         for which in range(2):
             self._oldest[which] = self._newest[which] = END
-
-    def tick(self, Py_ssize_t n):
-        self._clock += n
-        return np.arange(self._clock - n, self._clock)
 
     cdef inline Heap _heap(self, int which):
         return self._again_heap if which else self._once_heap
@@ -1245,39 +1084,6 @@ cdef class ListPair:
                 kvo_prefetch_write(&self._members[member.older])
             if member.newer >= 0:
                 kvo_prefetch_write(&self._members[member.newer])
-
-    def use(self, slots, ready):
-        cdef cnp.ndarray given = numbers(slots)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef cnp.ndarray marks = flags(ready, n)
-        cdef int64_t* at = int64s(given)
-        cdef bint stays
-        check_indices(given, self._capacity)
-        for i in range(n):
-            self._prefetch(at, i, n)
-            stays = self._members[at[i]].stamp != ABSENT and not self._which(at[i]) and not bools(marks)[i]
-            self._append(at[i], not stays, self._clock + i)
-        self._clock += n
-
-    def insert(self, slots, again):
-        cdef cnp.ndarray given = numbers(slots)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef cnp.ndarray marks = flags(again, n)
-        check_indices(given, self._capacity)
-        for i in range(n):
-            self._prefetch(int64s(given), i, n)
-            self._append(int64s(given)[i], bools(marks)[i] != 0, self._clock + i)
-        self._clock += n
-
-    def move_to_end(self, slots):
-        cdef cnp.ndarray given = checked(slots, self._capacity)
-        cdef int64_t* at = int64s(given)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        for i in range(n):
-            self._prefetch(at, i, n)
-            if self._members[at[i]].stamp != ABSENT:
-                self._append(at[i], self._which(at[i]), self._clock + i)
-        self._clock += n
 
     def discard(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
@@ -1347,31 +1153,20 @@ cdef class ListPair:
         else:
             self._unlink(slot)
 
-    def oldest_again(self):
-        return self._oldest_position()
-
-    cdef int64_t _oldest_position(self) noexcept:
-        cdef int64_t slot = self._oldest_of(1)
+    cdef int64_t _oldest_position(self, int which) noexcept:
+        cdef int64_t slot = self._oldest_of(which)
         return self._position(slot) if slot >= 0 else -1
 
-    def pop_oldest(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, True, True)
-
-    def pop_once(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, True, False)
-
-    def pop_again(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, False, True)
-
-    cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again):
+    cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again, int64_t before=NO_END):
         cdef cnp.ndarray marks = flags(busy, self._capacity)
         n = max(0, min(n, from_once * self.num_once + from_again * self.num_again))
         cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
-        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again)
+        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again, before)
         return first(slots, n), first(positions, n)
 
     cdef Py_ssize_t _pop_into(
-        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again
+        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again,
+        int64_t before=NO_END,
     ) noexcept:
         """Returns how many of at most ``n`` members it has removed."""
         cdef Py_ssize_t popped = 0
@@ -1381,7 +1176,7 @@ cdef class ListPair:
             rival = self._oldest_of(1) if from_again else -1
             if slot < 0 or (rival >= 0 and self._position(rival) < self._position(slot)):
                 slot = rival
-            if slot < 0:
+            if slot < 0 or self._position(slot) >= before:
                 break
             self._take_out(slot)
             if is_busy[slot]:
@@ -1394,14 +1189,14 @@ cdef class ListPair:
             popped += 1
         return popped
 
-    def check_integrity(self, slots):
+    cdef int _check(self, set members) except -1:
         columns = np.frombuffer(self._memory, dtype=[("stamp", "=i8"), ("older", "=i4"), ("newer", "=i4")])
-        members = np.flatnonzero(columns["stamp"] != ABSENT)
-        if members.tolist() != sorted(slots.tolist()) or len(members) != self.num_once + self.num_again:
+        held = np.flatnonzero(columns["stamp"] != ABSENT)
+        if members != set(held.tolist()) or len(members) != self.num_once + self.num_again:
             raise IntegrityError("the lists do not hold the blocks that they should")
         linked = set()
         for which, size in enumerate((self.num_once, self.num_again)):
-            if np.count_nonzero(columns["stamp"][members] & 1 == which) != size:
+            if np.count_nonzero(columns["stamp"][held] & 1 == which) != size:
                 raise IntegrityError("a list does not count its members right")
             slot, before = self._oldest[which], -1
             while slot != END:
@@ -1409,12 +1204,151 @@ cdef class ListPair:
                     raise IntegrityError("a list is out of order")
                 linked.add(slot)
                 before, slot = self._position(slot), self._members[slot].newer
-        aside = {slot for slot in members.tolist() if self._members[slot].older <= SKIPPED}
+        aside = {slot for slot in members if self._members[slot].older <= SKIPPED}
         queued = self._queued(self._once_heap) | self._queued(self._again_heap)
-        if linked | aside != set(members.tolist()) or linked & aside:
+        if linked | aside != members or linked & aside:
             raise IntegrityError("a list has lost a block")
         if queued != {slot for slot in aside if self._members[slot].older == QUEUED}:
             raise IntegrityError("a list has lost a skipped block")
+        return 0
+
+
+cdef class ListPair(Lists):
+
+    def tick(self, Py_ssize_t n):
+        self._clock += n
+        return np.arange(self._clock - n, self._clock)
+
+    def use(self, slots, ready):
+        cdef cnp.ndarray given = numbers(slots)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.ndarray marks = flags(ready, n)
+        cdef int64_t* at = int64s(given)
+        cdef bint stays
+        check_indices(given, self._capacity)
+        for i in range(n):
+            self._prefetch(at, i, n)
+            stays = self._members[at[i]].stamp != ABSENT and not self._which(at[i]) and not bools(marks)[i]
+            self._append(at[i], not stays, self._clock + i)
+        self._clock += n
+
+    def insert(self, slots, again):
+        cdef cnp.ndarray given = numbers(slots)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.ndarray marks = flags(again, n)
+        check_indices(given, self._capacity)
+        for i in range(n):
+            self._prefetch(int64s(given), i, n)
+            self._append(int64s(given)[i], bools(marks)[i] != 0, self._clock + i)
+        self._clock += n
+
+    def move_to_end(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        for i in range(n):
+            self._prefetch(at, i, n)
+            if self._members[at[i]].stamp != ABSENT:
+                self._append(at[i], self._which(at[i]), self._clock + i)
+        self._clock += n
+
+    def oldest_again(self):
+        return self._oldest_position(1)
+
+    def pop_oldest(self, Py_ssize_t n, busy):
+        return self._pop(n, busy, True, True)
+
+    def pop_once(self, Py_ssize_t n, busy):
+        return self._pop(n, busy, True, False)
+
+    def pop_again(self, Py_ssize_t n, busy):
+        return self._pop(n, busy, False, True)
+
+    def check_integrity(self, slots):
+        self._check(set(slots.tolist()))
+
+
+cdef class RecencyList(Lists):
+
+    def __len__(self):
+        return self.num_once
+
+    def __sizeof__(self):
+        """Includes the arrays."""
+        return object.__sizeof__(self) + self._memory.nbytes + self._once_heap.memory.nbytes
+
+    def holds(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.ndarray result = new_flags(n)
+        for i in range(n):
+            bools(result)[i] = self._members[int64s(given)[i]].stamp != ABSENT
+        return result
+
+    def append(self, slots, positions=None):
+        self._move(slots, positions, False)
+
+    def move_to_end(self, slots, positions=None):
+        self._move(slots, positions, True)
+
+    cdef int _move(self, slots, positions, bint members_only) except -1:
+        cdef cnp.ndarray times = None if positions is None else numbers(positions)
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef int64_t* at = int64s(given)
+        if times is not None:
+            check_positions(times, n, self._clock)
+        for i in range(n):
+            self._prefetch(at, i, n)
+            if members_only and self._members[at[i]].stamp == ABSENT:
+                continue
+            if times is not None:
+                self._clock = int64s(times)[i]
+            self._append(at[i], 0, self._clock)
+            self._clock += 1
+        return 0
+
+    def pop_oldest(self, Py_ssize_t n, busy):
+        return self._pop(n, busy, True, False)[0]
+
+    def pop_with_positions(self, Py_ssize_t n, busy, int64_t before=NO_END):
+        return self._pop(n, busy, True, False, before)
+
+    def put_back(self, slots, positions):
+        cdef cnp.ndarray times = numbers(positions), given = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(given)
+        cdef int64_t* time = int64s(times)
+        cdef Py_ssize_t i, n = cnp.PyArray_DIM(given, 0)
+        if cnp.PyArray_DIM(times, 0) != n:
+            raise ValueError(f"{n} slots need as many positions, not {cnp.PyArray_DIM(times, 0)}")
+        for i in range(n):
+            if self._members[at[i]].stamp != ABSENT or not 0 <= time[i] < NO_END:
+                raise ValueError("a slot is a member already, or was never at that position")
+        for i in range(n):
+            if self._members[at[i]].stamp == ABSENT:
+                self._members[at[i]].stamp = time[i] << 1
+                self._members[at[i]].older = SKIPPED
+                self.num_once += 1
+                self._push(at[i])
+
+    def oldest_position(self):
+        return self._oldest_position(0)
+
+    def check_integrity(self):
+        stamps = np.frombuffer(self._memory, dtype=np.int64)[:: sizeof(Member) // sizeof(int64_t)]
+        self._check(set(np.flatnonzero(stamps != ABSENT).tolist()))
+
+
+cdef int check_positions(cnp.ndarray positions, Py_ssize_t n, int64_t lowest) except -1:
+    cdef int64_t* at = int64s(positions)
+    cdef Py_ssize_t i
+    if cnp.PyArray_DIM(positions, 0) != n:
+        raise ValueError(f"{n} slots need as many positions, not {cnp.PyArray_DIM(positions, 0)}")
+    for i in range(n):
+        if not lowest <= at[i] < NO_END:
+            raise ValueError("positions must ascend, from above all earlier ones")
+        lowest = at[i] + 1
+    return 0
 
 
 # The policy.
@@ -1434,7 +1368,7 @@ cdef class Absent:
     cdef int resize(self, Py_ssize_t n) except -1:
         self.hash_memory, self.entry_memory = new_array(n, cnp.NPY_UINT64), new_int64(n)
         self.n = n
-        self.hashes = <uint64_t*>cnp.PyArray_DATA(self.hash_memory)
+        self.hashes = uint64s(self.hash_memory)
         self.entries = int64s(self.entry_memory)
         return 0
 
@@ -1464,7 +1398,7 @@ cdef class AutoSteps:
         self._lists = ListPair(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
-        self._hashes = <uint64_t*>cnp.PyArray_DATA(self._hash_of)
+        self._hashes = uint64s(self._hash_of)
 
     cdef RuleNumbers* _current(self) except NULL:
         """Returns the numbers of the rule that the tournament has chosen."""
@@ -1493,7 +1427,7 @@ cdef class AutoSteps:
             raise IndexError(f"{PySequence_Fast_GET_SIZE(keys)} keys need as many slots, not {n}")
         items = PySequence_Fast_ITEMS(keys)
         chain = new_array(n, cnp.NPY_UINT64)
-        hashes = <uint64_t*>cnp.PyArray_DATA(chain)
+        hashes = uint64s(chain)
         if k == 0:
             for i in range(n):
                 hashes[i] = self._hashes[at[i]]
@@ -1518,16 +1452,9 @@ cdef class AutoSteps:
 
     cdef int _mark_returning(self, Absent absent) except -1:
         cdef int64_t floor = -1
-        cdef bint is_known = False
-        cdef Py_ssize_t i
-        for i in range(absent.n):
-            if absent.entries[i] < 0:
-                continue
-            if not is_known:
-                is_known = True
-                if self._lists.num_again >= self._current().tested_from:
-                    floor = self._lists._oldest_position()
-            self._ghosts._mark(absent.entries[i], self._ghosts._stamp(absent.entries[i]) > floor)
+        if self._lists.num_again >= self._current().tested_from:
+            floor = self._lists._oldest_position(1)
+        self._ghosts._mark_above(absent.entries, absent.n, floor)
         return 0
 
     def insert(self, slots, keys):
@@ -1606,7 +1533,7 @@ cdef class AutoSteps:
             popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, False, True)
             popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, True, False)
         for i in range(popped):
-            (<uint64_t*>cnp.PyArray_DATA(hashes))[i] = self._hashes[at[i]]
+            (uint64s(hashes))[i] = self._hashes[at[i]]
         if popped < n:
             slots, positions, hashes = slots[:popped], positions[:popped], hashes[:popped]
         self._remember_all(hashes, positions, True)
@@ -1616,16 +1543,16 @@ cdef class AutoSteps:
         fast = owned(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
         cdef cnp.ndarray hashes = new_array(n, cnp.NPY_UINT64)
-        self._hash_all(fast, <uint64_t*>cnp.PyArray_DATA(hashes))
+        self._hash_all(fast, uint64s(hashes))
         self._remember_all(hashes, self._lists.tick(n), False)
         self._last = None
 
     cdef int _remember_all(self, cnp.ndarray hashes, cnp.ndarray positions, bint new) except -1:
         if self._has_shared_names:
-            self._remember(hashes, positions, new)
+            self._remember(hashes, positions)
         else:
             self._ghosts._add(
-                <uint64_t*>cnp.PyArray_DATA(hashes), int64s(positions), cnp.PyArray_DIM(positions, 0), new
+                uint64s(hashes), int64s(positions), cnp.PyArray_DIM(positions, 0), new
             )
         return 0
 

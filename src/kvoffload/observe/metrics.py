@@ -91,31 +91,6 @@ METRICS: dict[str, MetricSpec] = {
     "off": MetricSpec("gauge", "1 if a failed check has switched offloading off"),
 }
 """Every metric by name. A labelled metric's values are stored under "name:label value"."""
-DEPRECATED = {
-    "disk_hit_tokens": "tier_hit_tokens",
-    "disk_read_bytes": "tier_read_bytes",
-    "disk_read_seconds": "tier_read_seconds",
-    "disk_read_failures": "tier_read_failures",
-    "disk_bad_blocks": "tier_bad_blocks",
-    "disk_write_blocks": "tier_write_blocks",
-    "disk_write_bytes": "tier_write_bytes",
-    "disk_write_seconds": "tier_write_seconds",
-    "disk_write_failures": "tier_write_failures",
-    "disk_dropped_writes": "tier_dropped_writes",
-    "disk_evicted_blocks": "tier_evicted_blocks",
-    "disk_blocks": "tier_blocks",
-    "disk_used_bytes": "tier_used_bytes",
-    "disk_bytes": "tier_capacity_bytes",
-    "disk_off": "tier_off",
-}
-"""Names of metrics from when the disk was the only tier below host memory, which the next release no longer has, and
-what replaces each."""
-METRICS |= {
-    name: MetricSpec(
-        METRICS[new].kind, f"Deprecated: {new}, {'any tier' if name == 'disk_off' else 'sum of all tiers'}"
-    )
-    for name, new in DEPRECATED.items()
-}
 
 
 class Metrics:

@@ -30,7 +30,7 @@ _MAX_TEXT = 1 << 12
 _MAX_RULES = 32
 _MAX_TIERS = 32
 DISK = "disk"
-"""Name of the disk tier, the only one below host memory in records of older versions."""
+"""Name of the disk tier, unless another tier has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RequestRecord:
     ``tokens_asked`` is the length of its prompt, ``device_tokens`` what the engine's own cache held, ``host_tokens``
     what was loaded from host memory, and ``disk_tokens`` what was read from lower tiers for it and then loaded;
     ``tier_tokens`` says how many of these each tier delivered, by its name. ``missed_in`` is the tier that held the
-    missing block all the same.
+    missing block.
     ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long ago that block
     was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule`` that it
     followed then, and the ``scores`` of all its rules. ``tenant`` is the name of a configured tenant, or "other"; None
@@ -94,12 +94,6 @@ class RequestRecord:
         return record
 
     @property
-    def found_below(self) -> Mapping[str, int]:
-        """Tokens that each lower tier has delivered, by its name. Records of older versions do not name the tier, which
-        was the disk."""
-        return self.tier_tokens or ({DISK: self.disk_tokens} if self.disk_tokens else {})
-
-    @property
     def tokens_missing(self) -> int:
         """Tokens that no tier had."""
         return self.tokens_asked - self.device_tokens - self.host_tokens - self.disk_tokens
@@ -114,7 +108,7 @@ class RequestRecord:
         if self.engine is not None:
             above = f"on device or in {printable(self.engine)}'s host memory"
         text = f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} {above}"
-        text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.found_below.items())
+        text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.tier_tokens.items())
         if self.missed_key is None:
             return text
         age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
@@ -134,7 +128,7 @@ class ReasonSummary:
 
     ``tokens_missing`` counts their tokens that no tier had. ``median_age_s`` is the median time between the loss of
     the block and the request, in seconds, or None if no record has it. ``tiers``: how many of the missing blocks each
-    lower tier held all the same.
+    lower tier held.
     """
 
     reason: MissReason | None
@@ -180,7 +174,7 @@ def sum_by_tier(records: Iterable[RequestRecord]) -> dict[str, int]:
     """Returns the tokens that each lower tier has delivered, by its name."""
     total: Counter[str] = Counter()
     for record in records:
-        total.update(record.found_below)
+        total.update(record.tier_tokens)
     return dict(total)
 
 
@@ -248,7 +242,7 @@ def _tier_tokens(data: Mapping[str, Any]) -> dict[str, int]:
         found = {str(name): _tokens(tokens, name) for name in tokens}
     except ValueError as error:
         raise _wrong(data, "tier_tokens", "a number of tokens for each tier") from error
-    if found and sum(found.values()) != data.get("disk_tokens", 0):
+    if sum(found.values()) != data.get("disk_tokens", 0):
         raise _wrong(data, "tier_tokens", "what adds up to disk_tokens")
     return found
 

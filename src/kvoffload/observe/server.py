@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import logging
 import os
 import re
 import socket
+import stat
 import struct
 import threading
 import time
@@ -29,16 +32,19 @@ MAX_FAULTS_LISTED = 5
 PROC_NET_UNIX = Path("/proc/net/unix")
 
 # Num RefCount Protocol Flags Type St Inode Path: only a listener has these flags.
-_LISTENER = re.compile(rb"\S+ \S+ \S+ 00010000 \S+ \S+ +\S+ @kvoffload/([0-9]{1,10})/([A-Za-z0-9_.:-]{1,64})")
+_LISTENER = re.compile(
+    rb"\S+ \S+ \S+ 00010000 \S+ \S+ +\S+ (/[ -~]*kvoffload(?:-[0-9]{1,10})?)/([0-9]{1,10})-([A-Za-z0-9_.:-]{1,64})"
+)
+_SOCKET = re.compile("([0-9]{1,10})-[A-Za-z0-9_.:-]{1,64}")
+_MAX_PATH_BYTES = 107
+"""What the kernel takes for the path of a socket."""
+_MAX_STALE = 1024
+"""Files that are looked at for those of servers that were killed."""
 _FORMAT = 1
 _BACKLOG = 64
 _COPY_TRIES = 100
 _RECORDS_PER_SEND = 64
 _RETRY_S = 1.0
-REFUSALS_AT_ONCE = 64
-REFUSAL_PAUSE_S = 0.05
-"""After each REFUSALS_AT_ONCE connections of other users, the server accepts none for this long: a flood of them costs
-little."""
 _CONNECT_RETRY_S = 0.001
 
 logger = logging.getLogger(__name__)
@@ -49,32 +55,27 @@ class RecordsError(KVOffloadError):
 
 
 class RecordServer:
-    """Sends the records that ``source`` returns to any process of the same user, or of root, on this machine.
+    """Sends the records that ``source`` returns to processes of the same user and of root on this machine.
 
-    It listens on the abstract socket ``kvoffload/<pid>/<name>``, which is in no file system and ends with the
-    process. One daemon thread answers one client at a time, in pieces, for at most CLIENT_DEADLINE_S. That thread
-    calls ``source``; other threads may append to the sequence that it returns. Nothing raises: if no socket or thread
-    can be made, one warning says so and nothing is served.
-
-    ``num_pauses`` counts how often it paused because other users kept connecting.
+    It listens on the Unix socket ``<pid>-<name>`` in a directory that only this user may enter: ``kvoffload`` in
+    XDG_RUNTIME_DIR, else ``/tmp/kvoffload-<uid>``. One daemon thread answers one client at a time, in pieces, for at
+    most CLIENT_DEADLINE_S. That thread calls ``source``; other threads may append to the sequence that it returns.
+    Nothing raises: if no socket or thread can be made, one warning says so and nothing is served.
     """
 
     def __init__(self, source: Callable[[], Sequence[RequestRecord]], name: str) -> None:
-        self.num_pauses = 0
         self._source = source
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._client: socket.socket | None = None
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._serve, name="kvoffload-records", daemon=True)
-        address = f"kvoffload/{os.getpid()}/{re.sub('[^A-Za-z0-9_.:-]', '_', name)[:64]}"
+        self._path: Path | None = None
         try:
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind("\0" + address)
-            self._listener.listen(_BACKLOG)
+            self._path, self._listener = _listen(f"{os.getpid()}-{re.sub('[^A-Za-z0-9_.:-]', '_', name)[:64]}")
             self._thread.start()
         except Exception as error:
-            logger.warning("kvoffload: `kvoffload explain` cannot read this server: socket @%s: %s", address, error)
+            logger.warning("kvoffload: `kvoffload explain` cannot read this server: %s", error)
             if self._listener is not None:
                 self._listener.close()
 
@@ -82,6 +83,9 @@ class RecordServer:
         """Ends the thread, even while it waits for a client. May be called twice."""
         with self._lock:
             self._closing.set()
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+                self._path = None
             for sock in (self._listener, self._client):
                 if sock is not None:
                     with contextlib.suppress(OSError):
@@ -92,20 +96,12 @@ class RecordServer:
 
     def _serve(self) -> None:
         assert self._listener is not None
-        refusals = 0
         while not self._closing.is_set():
             try:
                 client, _ = self._listener.accept()
             except OSError:
                 # The process may be out of file descriptors: do not spin.
                 self._closing.wait(_RETRY_S)
-                continue
-            if not _is_trusted(client):
-                client.close()
-                refusals += 1
-                if refusals % REFUSALS_AT_ONCE == 0:
-                    self.num_pauses += 1
-                    self._closing.wait(REFUSAL_PAUSE_S)
                 continue
             with self._lock:
                 self._client = client
@@ -149,17 +145,71 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _is_trusted(client: socket.socket) -> bool:
-    with contextlib.suppress(OSError):
-        return peer_uid(client) in (0, os.geteuid())
-    return False
+def _listen(name: str) -> tuple[Path, socket.socket]:
+    """Returns a socket that listens under ``name`` in this user's directory, and its path. Raises OSError."""
+    path = _own_directory(name) / name
+    _remove_stale(path.parent)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"socket {path}: {error}") from error
+    return path, listener
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """Returns the user id of the process at the other end."""
+def _own_directory(name: str) -> Path:
+    """Returns the directory for the sockets of this user, which it makes if it is missing. ``name`` must fit in there.
+    Raises OSError if another user could enter it, or has made it."""
+    uid = os.geteuid()
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if runtime.is_absolute():
+        # A variable of another user's session, as after su, or a directory that is gone: there is another place.
+        with contextlib.suppress(OSError):
+            directory = runtime / "kvoffload"
+            if len(os.fsencode(directory / name)) <= _MAX_PATH_BYTES and os.stat(runtime).st_uid == uid:
+                return _private(directory)
+    return _private(Path(f"/tmp/kvoffload-{uid}"))
+
+
+def _private(directory: Path) -> Path:
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(0o700)
+    owner = owner_of(directory)
+    if owner != os.geteuid():
+        raise PermissionError(f"directory {directory} belongs to user {owner}: remove it")
+    return directory
+
+
+def owner_of(directory: Path) -> int:
+    """Returns the id of the user to whom ``directory`` belongs. Raises OSError if other users may enter it."""
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{directory} is no directory: remove it")
+    if status.st_mode & 0o077:
+        raise PermissionError(f"other users may enter directory {directory}: run chmod 700 {directory}")
+    return status.st_uid
+
+
+def _remove_stale(directory: Path) -> None:
+    """Removes sockets on which no process listens any more: those of servers that were killed."""
+    with os.scandir(directory) as entries:
+        for entry in itertools.islice(entries, _MAX_STALE):
+            match = _SOCKET.fullmatch(entry.name)
+            if match is None or (int(match[1]) != os.getpid() and os.path.exists(f"/proc/{match[1]}")):
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError):
+                sock.setblocking(False)
+                if sock.connect_ex(entry.path) == errno.ECONNREFUSED:
+                    os.unlink(entry.path)
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Returns the process at the other end, 0 if it is in another container, and its user."""
     size = struct.calcsize("iII")
-    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
+    pid, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
 
 
 @dataclass(slots=True)
@@ -192,6 +242,8 @@ class RunningServer:
 
     pid: int
     name: str
+    directory: Path
+    """Where its socket is."""
 
     def __str__(self) -> str:
         return f"process {self.pid} ({self.name})"
@@ -205,24 +257,30 @@ def running_servers() -> list[RunningServer]:
         return []
     matches = [match for line in lines if (match := _LISTENER.fullmatch(line))]
     return sorted(
-        {RunningServer(int(match[1]), match[2].decode()) for match in matches},
-        key=lambda server: (server.pid, server.name),
+        {RunningServer(int(match[2]), match[3].decode(), Path(match[1].decode())) for match in matches},
+        key=lambda server: (server.pid, server.name, server.directory),
     )
 
 
-def read_records(server: RunningServer, timeout_s: float) -> Reading:
-    """Returns the records that ``server`` keeps, within ``timeout_s`` seconds.
+def read_records(server: RunningServer, timeout_s: float, of_any_user: bool = False) -> Reading:
+    """Returns the records that ``server`` keeps, within ``timeout_s`` seconds. ``of_any_user``: root wants them even if
+    the server is another user's, who can answer what he likes.
 
     Raises RecordsError if it does not answer in time, belongs to another user, or answers in another format.
     """
     deadline = time.monotonic() + timeout_s
     try:
+        owner = owner_of(server.directory)
+        if owner != os.geteuid() and not (of_any_user and os.geteuid() == 0):
+            raise RecordsError(
+                f"{server} was ignored: it belongs to user {owner}; run this command as that user, or as root with "
+                f"--pid {server.pid}"
+            )
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            connect(sock, f"\0kvoffload/{server.pid}/{server.name}", deadline)
-            uid = peer_uid(sock)
-            # Any user may listen under such a name, also to mislead root.
-            if uid != os.geteuid():
-                raise RecordsError(f"{server} was ignored: it belongs to user {uid}; run this command as that user")
+            connect(sock, os.fspath(server.directory / f"{server.pid}-{server.name}"), deadline)
+            pid, uid = peer(sock)
+            if uid != owner or (owner != os.geteuid() and pid != server.pid):
+                raise RecordsError(f"{server} was ignored: process {pid} of user {uid} answers in its place")
             return _read(server, _lines(_pieces(sock, deadline)))
     except OSError as error:
         raise RecordsError(f"{server} does not answer: {error}") from error

@@ -175,7 +175,7 @@ def _found(record: RequestRecord | None) -> dict[str, Any]:
         "kvoffload.host_tokens": record.host_tokens,
         "kvoffload.missing_tokens": record.tokens_missing,
     }
-    attributes |= {f"kvoffload.tier_tokens.{tier}": tokens for tier, tokens in record.found_below.items()}
+    attributes |= {f"kvoffload.tier_tokens.{tier}": tokens for tier, tokens in record.tier_tokens.items()}
     if record.reason is not None:
         attributes["kvoffload.miss_reason"] = str(record.reason)
     if record.missed_in is not None:

@@ -16,7 +16,7 @@ import torch
 from kvoffload.abc import ConfigError, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import padded_slot_bytes
-from kvoffload.tiers.bridge import Page
+from kvoffload.tiering.bridge import Page
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.base import HostKVCache

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,14 +17,15 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvoffload.abc import ConfigError, KVGroup, LookupState, Miss, OffloadKey
+from kvoffload.abc import ConfigError, KVGroup, Miss
 from kvoffload.config import DoorConfig
 from kvoffload.fingerprints import fingerprint
 from kvoffload.sglang import engine
 from kvoffload.sglang.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.sglang.metrics import ServerMetrics
 from kvoffload.sglang.pools import KV, HostPages, block_bytes_of, rank_of
-from kvoffload.tiers.bridge import TierBridge, build_bridge
+from kvoffload.sglang.transfers import PageTransfers
+from kvoffload.tiering.bridge import BridgeSettings, build_bridge
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -38,11 +36,6 @@ SGLANG_KEYS = {"backend_name", "module_path", "class_name", "interface_v1", "fil
 LOAD_DEADLINE_MS = 5000.0
 """Default of ``load_deadline_ms``. SGLang asks for up to 128 pages at once, and its own prefetch policy decides how
 long requests wait for them."""
-PAGES_PER_CALL = 128
-"""Pages that are handed to the bridge at once. SGLang calls v2 methods with all pages of an operation."""
-MAX_SAMPLES = 1024
-"""Measured transfers that are kept until SGLang asks for them."""
-HIT = int(LookupState.HIT)
 NO_CHAIN = (
     "SGLang's %s does not say which pages come before those that it stores, so nothing is stored; add "
     f'"hicache_storage_pass_prefix_keys": true to {EXTRA_CONFIG} and start again'
@@ -108,9 +101,8 @@ class KVOffloadStorage(HiCacheStorage):
         self._pools: dict[str, HostPages] = {}
         self._chained: list[HostPages] = []
         """The pools without whose pages no page behind them can be used: that of the KV, then others."""
-        self._bridge: TierBridge | None = None
-        self._weights = engine.weights_at_start(self._arguments)
-        self._lock = threading.Lock()
+        self._transfers = PageTransfers(self._pools, engine.weights_at_start(self._arguments))
+        self._transfers.is_measured = bool(storage_config.enable_storage_metrics)
         self._logged: set[str] = set()
         ranks = {
             "tp_rank": storage_config.tp_rank,
@@ -118,7 +110,6 @@ class KVOffloadStorage(HiCacheStorage):
             "dp_rank": storage_config.dp_rank,
         }
         self._metrics = ServerMetrics({name: str(rank) for name, rank in ranks.items()})
-        self._samples = {name: deque[tuple[int, float]](maxlen=MAX_SAMPLES) for name in ("prefetch", "backup")}
 
     # Start and end.
 
@@ -146,17 +137,19 @@ class KVOffloadStorage(HiCacheStorage):
             # Of ranks with the same bytes one writes, and takes the budget of all.
             index, count = index // config.tp_size, max(1, count // config.tp_size)
         model = self._arguments.get("model_path") or config.model_name
-        self._bridge = build_bridge(
+        bridge = self._transfers.bridge = build_bridge(
             options.tier_entries,
             [KVGroup(kv.tokens)],
             block_bytes,
             fingerprint(parts),
-            identity=describe_parts(parts, self._arguments, model),
-            policy=options.policy,
-            engine=index,
-            engines=count,
-            lookup_deadline_ms=options.lookup_deadline_ms,
-            load_deadline_ms=options.load_deadline_ms,
+            BridgeSettings(
+                identity=describe_parts(parts, self._arguments, model),
+                policy=options.policy,
+                engine=index,
+                engines=count,
+                lookup_deadline_ms=options.lookup_deadline_ms,
+                load_deadline_ms=options.load_deadline_ms,
+            ),
         )
         logger.info(
             "kvoffload: storage of HiCache, rank %d of %d on this node: pages of %d tokens and %s in %s; model "
@@ -165,39 +158,34 @@ class KVOffloadStorage(HiCacheStorage):
             count,
             kv.tokens,
             ", ".join(f"{format_bytes(pool.nbytes)} ({pool.name})" for pool in self._pools.values()),
-            ", ".join(self._bridge.names) or "no tier",
+            ", ".join(bridge.names) or "no tier",
             fingerprint(parts),
         )
 
     @_never_raises(lambda: None)
     def close(self) -> None:
         """Closes the tiers and gives up all references to the host pools. SGLang calls it when it detaches."""
-        with self._lock:
-            bridge, self._bridge = self._bridge, None
-        if bridge is not None:
-            bridge.close()
+        self._transfers.close()
         for pool in self._pools.values():
             pool.close()
 
     @_never_raises(lambda: False)
     def clear(self) -> bool:
         """Forgets all pages. The next process with the same weights finds those on disk again."""
-        with self._lock:
-            if self._bridge is not None:
-                self._bridge.reset()
+        self._transfers.reset()
         return True
 
     # Pages of KV.
 
     @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return _leading(self._exists(self._pools[KV], keys))
+        return _leading(self._transfers.exists(self._pools[KV], keys))
 
     @_never_raises(_none_of)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._get(self._pools[KV], keys, host_indices)
+        return self._transfers.get(self._pools[KV], keys, host_indices)
 
     @_never_raises(_none_of)
     def batch_set_v1(
@@ -214,13 +202,13 @@ class KVOffloadStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        found = _leading(self._exists(self._pools[KV], keys))
+        found = _leading(self._transfers.exists(self._pools[KV], keys))
         hits: dict[str, int] = {KV: found} if found else {}
         restorable = list(range(1, found + 1))
         for transfer in pool_transfers or ():
             if not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue
-            there = self._exists(self._pools[str(transfer.name)], keys[:found])
+            there = self._transfers.exists(self._pools[str(transfer.name)], keys[:found])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 ends = set(range(1, _leading(there) + 1))
             else:
@@ -236,7 +224,9 @@ class KVOffloadStorage(HiCacheStorage):
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         return {
-            transfer.name: self._get(self._pools[str(transfer.name)], transfer.keys or [], transfer.host_indices)
+            transfer.name: self._transfers.get(
+                self._pools[str(transfer.name)], transfer.keys or [], transfer.host_indices
+            )
             for transfer in transfers
         }
 
@@ -256,36 +246,24 @@ class KVOffloadStorage(HiCacheStorage):
             stored[transfer.name] = self._put(pool, keys, transfer.host_indices, extra_info, chain)
         return stored
 
-    # Single pages. SGLang does not call these with interface_v1.
+    # SGLang requires these, and calls none of them with interface_v1: they do not say which pages come before others.
 
     @_never_raises(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
-        return self._exists(self._pools[KV], [key])[0]
+        return bool(self.batch_exists([key]))
 
-    @_never_raises(lambda *_, **__: None)
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        return self.batch_get([key], [target_location])[0]
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        return None
 
-    @_never_raises(lambda keys, *_, **__: [None] * len(keys))
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        kv, bridge = self._pools[KV], self._serving()
-        if bridge is None:
-            return [None] * len(keys)
-        here = kv.is_complete(bridge.get(kv.keys(keys), kv.blocks_of(target_locations)))
-        return [page if arrived else None for page, arrived in zip(target_locations, here, strict=True)]
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+        return [None] * len(keys)
 
-    @_never_raises(lambda *_, **__: False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return self.batch_set([key], [value])
+        return False
 
-    @_never_raises(lambda *_, **__: False)
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Stores nothing: this call does not say which pages come before ``keys``."""
-        self._log_once("chain", NO_CHAIN, "set")
         return False
 
     # What others show.
@@ -296,10 +274,10 @@ class KVOffloadStorage(HiCacheStorage):
         where metrics are on, so the metrics of the tiers are brought up to date here too."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
-        if self._bridge is not None:
-            self._metrics.add(self._bridge.take_counts())
+        if self._transfers.bridge is not None:
+            self._metrics.add(self._transfers.bridge.take_counts())
         metrics = StorageMetrics()
-        for name, samples in self._samples.items():
+        for name, samples in self._transfers.samples.items():
             while samples:
                 pages, gigabytes_per_second = samples.popleft()
                 getattr(metrics, f"{name}_pgs").append(pages)
@@ -308,7 +286,7 @@ class KVOffloadStorage(HiCacheStorage):
 
     def explain(self, page_hash: str, pool: str = KV) -> Miss | None:
         """Returns why a page cannot be loaded now, or None before the tiers are open."""
-        bridge = self._bridge
+        bridge = self._transfers.bridge
         return None if bridge is None else bridge.explain(self._pools[pool].keys([page_hash])[0])
 
     # Inside.
@@ -353,37 +331,8 @@ class KVOffloadStorage(HiCacheStorage):
         config = self._config
         rank = rank_of(name, host_pool, self._is_shared, f"{config.tp_rank}/{config.tp_size}")
         self._pools[name] = pool = HostPages(name, host_pool, rank)
-        if self._bridge is not None:
-            pool.divide(self._bridge.block_bytes)
-
-    def _serving(self) -> TierBridge | None:
-        """Returns the bridge, None if there is none any more. Everything stored is forgotten first if the weights may
-        have changed: SGLang then flushes its caches, or says that it has others."""
-        with self._lock:
-            bridge = self._bridge
-            if bridge is not None:
-                weights = engine.weights()
-                if self._pools[KV].was_cleared() or weights != self._weights:
-                    self._weights = weights
-                    bridge.reset()
-            return bridge
-
-    def _exists(self, pool: HostPages, hashes: Sequence[str]) -> list[bool]:
-        bridge = self._serving()
-        if bridge is None or not hashes:
-            return [False] * len(hashes)
-        return pool.is_complete((bridge.exists(pool.keys(hashes)) == HIT).tolist())
-
-    def _get(self, pool: HostPages, hashes: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
-        def load(bridge: TierBridge, batch: Sequence[str], at: torch.Tensor) -> list[bool]:
-            if pool.is_addressed:
-                return bridge.get(pool.keys(batch), pool.views(at))
-            pages = pool.empty(len(batch))
-            blocks = bridge.get(pool.keys(batch), pool.blocks_of(pages))
-            pool.fill(at, pages, pool.is_complete(blocks))
-            return blocks
-
-        return self._in_batches("prefetch", pool, hashes, indices, load)
+        if self._transfers.bridge is not None:
+            pool.divide(self._transfers.bridge.block_bytes)
 
     def _put(
         self,
@@ -393,49 +342,12 @@ class KVOffloadStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None,
         chained: Sequence[HostPages],
     ) -> list[bool]:
-        """Stores pages of ``pool``, one of the pools ``chained``: a page is of use only with those of all these pools
-        from the head of the sequence on. Without ``chained`` each page is of use alone."""
         before = None if extra_info is None else extra_info.prefix_keys
         if before is None:
             self._log_once("chain", NO_CHAIN, "backup")
-            return [False] * len(hashes)
-        if self._is_shared and not pool.is_of_rank and not self._config.is_storage_writer:
-            return [False] * len(hashes)
-        chain = _merged(chained, before)
-
-        def store(bridge: TierBridge, batch: Sequence[str], at: torch.Tensor) -> list[bool]:
-            keys = pool.keys(batch)
-            chain.extend(_merged(chained, batch) if chained else keys)
-            return bridge.put(keys, pool.views(at) if pool.is_addressed else pool.copies(at), chain)
-
-        return self._in_batches("backup", pool, hashes, indices, store)
-
-    def _in_batches(
-        self,
-        name: str,
-        pool: HostPages,
-        hashes: Sequence[str],
-        indices: torch.Tensor | None,
-        transfer: Callable[[TierBridge, Sequence[str], torch.Tensor], list[bool]],
-    ) -> list[bool]:
-        """Transfers pages in batches, until one fails in part: pages behind it are of no use. ``transfer`` returns
-        which blocks of a batch were transferred."""
-        bridge = self._serving()
-        if bridge is None or indices is None or not hashes or pool.num_pages(indices) != len(hashes):
-            return [False] * len(hashes)
-        done: list[bool] = []
-        for first in range(0, len(hashes), PAGES_PER_CALL):
-            batch = hashes[first : first + PAGES_PER_CALL]
-            began = time.monotonic()
-            at = indices[first * pool.tokens : (first + len(batch)) * pool.tokens]
-            ok = pool.is_complete(transfer(bridge, batch, at))
-            done += ok
-            if not all(ok):
-                break
-            if self._config.enable_storage_metrics and pool.name == KV:
-                seconds = max(time.monotonic() - began, 1e-9)
-                self._samples[name].append((len(batch), len(batch) * pool.nbytes / seconds / (1 << 30)))
-        return done + [False] * (len(hashes) - len(done))
+        elif pool.is_of_rank or not self._is_shared or self._config.is_storage_writer:
+            return self._transfers.put(pool, hashes, indices, before, chained)
+        return [False] * len(hashes)
 
     def _log_once(self, kind: str, message: str, *values: object, exc_info: bool = False) -> None:
         if kind not in self._logged:
@@ -446,11 +358,3 @@ class KVOffloadStorage(HiCacheStorage):
 def _leading(there: Sequence[bool]) -> int:
     """Returns how many values at the beginning are True."""
     return next((i for i, each in enumerate(there) if not each), len(there))
-
-
-def _merged(pools: Sequence[HostPages], hashes: Sequence[str]) -> list[OffloadKey]:
-    """Returns the keys of the blocks of pages in all ``pools``, page by page."""
-    columns = [(pool.parts, pool.keys(hashes)) for pool in pools]
-    if len(columns) == 1:
-        return columns[0][1]
-    return [key for i in range(len(hashes)) for n, keys in columns for key in keys[i * n : (i + 1) * n]]

@@ -11,16 +11,10 @@
 
 - ``stateful``: a state machine that runs a manager and its reference side by side, by Hypothesis or at random
   (needs hypothesis).
-- ``tier_conformance``: the same for tiers (needs pytest). ``tiers``: a simple tier in memory, and an executor that
-  schedules its jobs by a seed. ``storage``: a simulated disk, and a wrapper that adds faults to any storage.
+- ``tier_conformance``: the same for tiers (needs pytest). ``tiers``: a simple tier in memory. ``executor``: an executor
+  that schedules the jobs of a tier by a seed.
 - ``secondary_tier_conformance``: the same for secondary tiers of vLLM's own offloading (needs pytest and vLLM).
   ``vllm_servers``: vLLM's scheduler half with such a tier, without an engine.
-- ``engine``: a small paged engine that checks every byte it attends to. ``faults``: transfers that misbehave.
-- ``simulation``: servers that run, crash and restart on a failing disk; ``run_simulations(seeds, progress)``, or
-  ``python -m kvoffload.testing simulate --seeds N``. ``servers``: several servers that share a medium of a kind in
-  ``media``; ``simulate --servers KIND``. ``watch``: the laws between a tier and the host.
-- ``streams``: a simulated device that finds races (``races``). ``stream_schedules``: the CUDA transfer on it, under the
-  model engine; ``python -m kvoffload.testing streams --seeds N``.
 
 Only ``reference`` is imported with the package; import the others by name.
 """
@@ -29,7 +23,7 @@ from __future__ import annotations
 
 import sys
 
-from kvoffload.testing.reference import ReferenceARCManager, ReferenceFilter, ReferenceLRUManager
+from kvoffload.testing.reference import ReferenceFilter, ReferenceLRUManager
 
 if "pytest" in sys.modules:  # a failing assert of a suite then shows the values that it compared
     sys.modules["pytest"].register_assert_rewrite(
@@ -38,4 +32,4 @@ if "pytest" in sys.modules:  # a failing assert of a suite then shows the values
         "kvoffload.testing.secondary_tier_conformance",
     )
 
-__all__ = ["ReferenceARCManager", "ReferenceFilter", "ReferenceLRUManager"]
+__all__ = ["ReferenceFilter", "ReferenceLRUManager"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,14 +16,19 @@ from kvoffload.abc import (
     BlockNotPinnedError,
     BlockNotReadyError,
     BlockStatus,
+    HostOffloadingManager,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
+    Miss,
+    MissReason,
+    Need,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    States,
 )
 
 BEING_WRITTEN = -1
@@ -35,7 +40,7 @@ def unique(keys: Iterable[OffloadKey]) -> list[OffloadKey]:
     return list(dict.fromkeys(keys))
 
 
-class ReferenceManager(OffloadingManager):
+class ReferenceManager(HostOffloadingManager):
     """Everything of a manager but the eviction order, which a subclass keeps in plain lists.
 
     ``blocks`` holds every key that can be found. ``leaving`` holds the blocks that were dropped while in transfer:
@@ -109,18 +114,19 @@ class ReferenceManager(OffloadingManager):
             return LookupState.MISS
         return LookupState.HIT if self.blocks[key].is_ready else LookupState.PENDING
 
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
+    ) -> States:
+        return np.array([self.state(key) for key in keys], dtype=np.uint8)
+
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
         for n, key in enumerate(keys):
             if self.state(key) is not LookupState.HIT:
                 return n
         return len(keys)
 
-    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
-        return [self.state(key) for key in keys]
-
-    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
-        ready = [i for i, key in enumerate(keys) if self.state(key) is LookupState.HIT]
-        return (ready[-1], LookupState.HIT) if ready else (-1, LookupState.MISS)
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        return Miss(MissReason.BEING_WRITTEN if key in self.blocks else MissReason.NEVER_STORED)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         keys = unique(keys)
@@ -155,18 +161,26 @@ class ReferenceManager(OffloadingManager):
         for key in reversed(unique(keys)):
             self.order_touch(key)
 
-    def reorder_chain(
-        self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey], req_context: ReqContext | None = None
+    def end_chain(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
     ) -> None:
         for key in reversed(unique(keys)):
             if key in self.blocks:
                 self.order_move(key, key in stored)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
         to_store = [key for key in unique(keys) if self.held(key) is None]
         refused: list[OffloadKey] = []
+        if behind_refused:
+            for key in reversed(to_store):
+                self.order_refuse(key)
+            return PrepareStoreOutput([], self.spec([]), [], to_store)
         if len(to_store) > len(self.free_slots):
             admitted = self.order_admit(to_store)
             refused = [key for key in to_store if key not in admitted]
@@ -211,7 +225,7 @@ class ReferenceManager(OffloadingManager):
         events, self.events = self.events, []
         return events
 
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
+    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
         gone = {key: self.blocks.pop(key) for key in unique(keys) if key in self.blocks}
         self.announce([key for key, block in gone.items() if block.is_ready], removed=True)
         for key, block in gone.items():
@@ -221,7 +235,7 @@ class ReferenceManager(OffloadingManager):
             else:
                 self.leaving[key] = block
 
-    def reset(self) -> None:
+    def reset(self, keep_shared: bool = False) -> bool:
         self.announce([key for key, block in self.blocks.items() if block.is_ready], removed=True)
         for key, block in self.blocks.items():
             if block.ref_cnt == 0:
@@ -230,6 +244,10 @@ class ReferenceManager(OffloadingManager):
                 self.leaving[key] = block
         self.blocks.clear()
         self.order_clear()
+        return False
+
+    def take_counts(self) -> Mapping[str, float]:
+        return {"pool_used_blocks": self.num_used_blocks}
 
     def shutdown(self) -> None:
         self.reset()
@@ -312,74 +330,7 @@ class ReferenceLRUManager(ReferenceManager):
         self.order.clear()
 
 
-class ReferenceARCManager(ReferenceManager):
-    """Adaptive Replacement Cache (Megiddo and Modha, FAST 2003). Every list has the oldest first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.t1: list[OffloadKey] = []
-        self.t2: list[OffloadKey] = []
-        self.b1: list[OffloadKey] = []
-        self.b2: list[OffloadKey] = []
-        self.target_t1_size = 0.0
-
-    def order_insert(self, key: OffloadKey) -> None:
-        self.t1.append(key)
-        for ghosts in (self.b1, self.b2):
-            if key in ghosts:
-                ghosts.remove(key)
-
-    def order_touch(self, key: OffloadKey) -> None:
-        if key in self.t1:
-            self.t1.remove(key)
-            (self.t2 if self.blocks[key].is_ready else self.t1).append(key)
-        elif key in self.t2:
-            self.t2.remove(key)
-            self.t2.append(key)
-        elif key in self.b1:
-            step = max(1.0, len(self.b2) / len(self.b1))
-            self.target_t1_size = min(float(self.capacity), self.target_t1_size + step)
-            self.b1.remove(key)
-            self.b1.append(key)
-        elif key in self.b2:
-            step = max(1.0, len(self.b1) / len(self.b2))
-            self.target_t1_size = max(0.0, self.target_t1_size - step)
-            self.b2.remove(key)
-            self.b2.append(key)
-
-    def order_move(self, key: OffloadKey, new: bool) -> None:
-        owner = self.t1 if key in self.t1 else self.t2
-        owner.remove(key)
-        owner.append(key)
-
-    def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
-        from_t1 = [key for key in self.t1 if key in evictable]
-        from_t2 = [key for key in self.t2 if key in evictable]
-        if from_t1 and (self.t1_is_long() or not from_t2):
-            victim = from_t1[0]
-            self.t1.remove(victim)
-            self.b1.append(victim)
-        else:
-            victim = from_t2[0]
-            self.t2.remove(victim)
-            self.b2.append(victim)
-        del self.b1[: -self.capacity]
-        del self.b2[: -self.capacity]
-        return victim
-
-    def t1_is_long(self) -> bool:
-        return len(self.t1) >= int(self.target_t1_size)
-
-    def order_remove(self, key: OffloadKey) -> None:
-        (self.t1 if key in self.t1 else self.t2).remove(key)
-
-    def order_clear(self) -> None:
-        for keys in (self.t1, self.t2, self.b1, self.b2):
-            keys.clear()
-        self.target_t1_size = 0.0
-
-
-class ReferenceFilter(OffloadingManager):
+class ReferenceFilter(HostOffloadingManager):
     """Lets a key into ``backing`` once enough requests have looked it up or touched it.
 
     It remembers forever which request has used which key. A real filter must not.
@@ -411,13 +362,14 @@ class ReferenceFilter(OffloadingManager):
         self.count(keys, req_context)
         return self.backing.lookup(keys, req_context)
 
-    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
+    ) -> States:
         self.count(keys, req_context)
-        return self.backing.lookup_each(keys, req_context)
+        return self.backing.lookup_each(keys, req_context, need)
 
-    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
-        self.count(keys, req_context)
-        return self.backing.lookup_last(keys, req_context)
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        return self.backing.explain_miss(key)
 
     def touch(
         self,
@@ -428,20 +380,24 @@ class ReferenceFilter(OffloadingManager):
         self.count(keys if chain is None else chain, req_context)
         self.backing.touch(keys, req_context, chain)
 
-    def reorder_chain(
-        self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey], req_context: ReqContext | None = None
+    def end_chain(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
     ) -> None:
-        self.backing.reorder_chain(keys, stored, req_context)
+        self.backing.end_chain(keys, stored, req_context, chain)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
         admitted = []
         for key in keys:
-            present = self.backing.lookup_each([key]) != [LookupState.MISS]
+            present = self.backing.lookup_each([key])[0] != LookupState.MISS
             if present or self.counts.get(key, 0) >= self.store_threshold:
                 admitted.append(key)
-        return self.backing.prepare_store(admitted, req_context)
+        return self.backing.prepare_store(admitted, req_context, behind_refused)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
@@ -459,14 +415,17 @@ class ReferenceFilter(OffloadingManager):
     ) -> None:
         self.backing.complete_store(blocks, req_context, success)
 
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
-        self.backing.drop(keys)
+    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+        self.backing.drop(keys, only_host)
+
+    def take_counts(self) -> Mapping[str, float]:
+        return self.backing.take_counts()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.backing.take_events()
 
-    def reset(self) -> None:
-        self.backing.reset()
+    def reset(self, keep_shared: bool = False) -> bool:
+        return self.backing.reset(keep_shared)
 
     def shutdown(self) -> None:
         self.backing.shutdown()
@@ -474,10 +433,6 @@ class ReferenceFilter(OffloadingManager):
     @property
     def num_blocks(self) -> int:
         return self.backing.num_blocks
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self.backing.num_used_blocks
 
     @property
     def num_removed(self) -> int:

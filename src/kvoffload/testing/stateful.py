@@ -26,6 +26,7 @@ from kvoffload.abc import (
     Hints,
     LoadStoreSpec,
     LookupState,
+    Need,
     OffloadingManager,
     OffloadKey,
     ReqContext,
@@ -101,8 +102,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def look_up(self, batch: list[int], context: ReqContext | None) -> None:
         keys = self.keys(batch)
         assert self.manager.lookup(keys, context) == self.reference.lookup(keys, context)
-        assert list(self.manager.lookup_each(keys, context)) == self.reference.lookup_each(keys, context)
-        assert self.manager.lookup_last(keys, context) == self.reference.lookup_last(keys, context)
+        expected = self.reference.lookup_each(keys, context)
+        assert self.manager.lookup_each(keys, context).tolist() == expected.tolist()
+        last = self.manager.lookup_each(keys, context, Need.LAST) == LookupState.HIT
+        assert last.nonzero()[0][-1:].tolist() == (expected == LookupState.HIT).nonzero()[0][-1:].tolist()
 
     @rule(batch=batches, context=contexts)
     def touch(self, batch: list[int], context: ReqContext | None) -> None:
@@ -111,8 +114,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(batch=batches, stored=batches, context=contexts)
     def refresh(self, batch: list[int], stored: list[int], context: ReqContext | None) -> None:
-        self.manager.reorder_chain(self.keys(batch), self.keys(stored), context)
-        self.reference.reorder_chain(self.keys(batch), self.keys(stored), context)
+        self.manager.end_chain(self.keys(batch), self.keys(stored), context)
+        self.reference.end_chain(self.keys(batch), self.keys(stored), context)
 
     @rule(batch=batches, context=contexts)
     def store(self, batch: list[int], context: ReqContext | None) -> None:
@@ -170,10 +173,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def both_know_the_same(self) -> None:
-        states = list(self.manager.lookup_each(self.universe, OBSERVER))
-        assert states == self.reference.lookup_each(self.universe, OBSERVER)
+        states = self.manager.lookup_each(self.universe, OBSERVER).tolist()
+        assert states == self.reference.lookup_each(self.universe, OBSERVER).tolist()
         assert self.manager.num_blocks == self.reference.num_blocks
-        assert self.manager.num_used_blocks == self.reference.num_used_blocks
+        assert self.manager.take_counts()["pool_used_blocks"] == self.reference.take_counts()["pool_used_blocks"]
         assert self.manager.num_removed == self.reference.num_removed
         self.compare_more(self.manager, self.reference)
 

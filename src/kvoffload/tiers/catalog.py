@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import BlockNotReadyError, OffloadKey, Slots, States, TenantUse
 from kvoffload.abc.tier import HIT, MISS
+from kvoffload.cache.keys import TRANSIENT
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
@@ -73,7 +74,7 @@ class Catalog:
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing without shares."""
-        return self._manager.tenant_uses()
+        return self._manager.room.uses()
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
@@ -85,8 +86,12 @@ class Catalog:
 
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> Slots:
         """Adds distinct blocks that the medium holds already, the least recently used first. Returns the slots of those
-        that were left out, because they are more than their tenants' quotas."""
-        kept = self._manager.restorable(keys)
+        that were left out, because they are more than their tenants' quotas, or their keys are transient."""
+        kept = self._manager.room.restorable(keys)
+        # Transient keys sort last.
+        if max(keys, default=b"").startswith(TRANSIENT):
+            is_lasting = np.array([not key.startswith(TRANSIENT) for key in keys])
+            kept = is_lasting if kept is None else kept & is_lasting
         left_out = slots[:0]
         if kept is not None:
             keys, slots, left_out = list(compress(keys, kept.tolist())), slots[kept], slots[~kept]
@@ -125,7 +130,7 @@ class Catalog:
     def begin_writes(self, keys: Sequence[OffloadKey], host_slots: Slots, room: int) -> Claim:
         """Gives slots to those of ``keys`` that are absent, at most ``room`` of them, which must not be more than
         ``num_available``. Evicts other blocks as necessary."""
-        room = min(room, self._manager.num_storable(keys[0])) if keys else 0
+        room = min(room, self._manager.room.num_storable(keys[0])) if keys else 0
         output = self._manager.prepare_store(keys) if len(keys) <= room else None
         if output is None:
             # Too many, or some of them are present, and would have to be evicted for the others.
@@ -174,16 +179,14 @@ class Catalog:
 
     # Order and removal.
 
-    def touch(self, keys: Sequence[OffloadKey]) -> Slots:
-        """Marks as recently used, last key first. Returns the slots of the blocks that are present, in order."""
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> Slots:
+        """Marks as recently used, last key first; with ``stored``, see ``Tier.touch``. Returns the slots of the blocks
+        that are present, in order."""
         slots = self._manager.find(keys)
-        self._manager.touch(keys, found=slots)
-        return slots[slots >= 0]
-
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> Slots:
-        """Brings a chain into the order of one touch; see ``Tier.reorder_chain``. Returns what ``touch`` returns."""
-        slots = self._manager.find(keys)
-        self._manager.reorder_chain(keys, stored, found=slots)
+        if stored is None:
+            self._manager.touch(keys, found=slots)
+        else:
+            self._manager.end_chain(keys, stored, found=slots)
         return slots[slots >= 0]
 
     def drop(self, keys: Sequence[OffloadKey]) -> Slots:

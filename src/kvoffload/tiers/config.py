@@ -1,4 +1,4 @@
-"""Entries of the option ``tiers``: the kinds of tiers, their settings, and what a tier is opened with."""
+"""Entries of the option ``tiers``: the kinds of tiers, their settings, and the context in which they are opened."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BUILTIN = {
     "mooncake": "kvoffload.tiers.mooncake.config:MooncakeConfig",
     "object_store": "kvoffload.tiers.object_store.config:ObjectStoreConfig",
 }
-"""The TierConfig of each kind by its import path: only what is used is imported."""
+"""The TierConfig of each kind by its import path: only kinds in use are imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is opened with.
+    """The context in which a tier is opened.
 
     ``pools`` are the host pools, one per rank, shape (num_slots, slot_bytes); ``handles`` open them in another
     process, or are None for a pool that other processes cannot reach. ``fingerprint``: 64 hexadecimal digits;
@@ -99,14 +99,14 @@ class TierConfig(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TierEntry:
-    """A tier of a configuration. ``prefix`` is what stands before a key in errors: "tiers[1].", or "disk_"."""
+    """A tier of a configuration. ``prefix`` stands before a key in errors: "tiers[1].", or "disk_"."""
 
     prefix: str
     config: TierConfig
 
     @property
     def setting(self) -> str:
-        """What a message about the whole tier begins with, such as "tiers[1].dir='/cache'"."""
+        """The beginning of a message about the whole tier, such as "tiers[1].dir='/cache'"."""
         if self.config.directory is not None:
             return f"{self.prefix}dir={self.config.directory!r}"
         return f"{self.prefix}kind={_import_path(type(self.config))!r}"
@@ -119,17 +119,19 @@ class TierEntry:
         return self.prefix + message if is_of_key else f"{self.setting}: {message}"
 
 
-def load_tiers(value: object) -> tuple[TierConfig, ...]:
+def load_tiers(value: object, names: Sequence[str] = ()) -> tuple[TierConfig, ...]:
     """Returns the tiers of the option ``tiers``: a list whose items are mappings with the key "kind", or TierConfigs.
 
-    Raises ConfigError that names the index, the key and its value for everything that is wrong with one entry alone.
+    ``names``: the name of each item in errors, by default "tiers[0]" and so on. Raises ConfigError that has this name,
+    the key and its value for everything that is wrong with one entry alone.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise ConfigError(
             f"tiers={shown(value)}: must be a list of tiers, the fastest first, such as "
             f"tiers={json.dumps([_example('disk')])}"
         )
-    return tuple(_load(f"tiers[{i}]", entry) for i, entry in enumerate(value))
+    names = names or [f"tiers[{i}]" for i in range(len(value))]
+    return tuple(_load(name, entry) for name, entry in zip(names, value, strict=True))
 
 
 def check_distinct(entries: Sequence[TierEntry]) -> None:

@@ -1,4 +1,4 @@
-"""What a fingerprint depends on, in words: stored beside shared blocks, so that a log can say why some are unusable.
+"""Identities: the causes of a fingerprint in words, stored beside blocks, so that a log can say why some are unusable.
 
 An identity maps names such as "dtype" to values such as "bfloat16". A value that means nothing to people is a digest,
 made by ``digest``; a value with commas is a set. The name MODEL is for people alone: it shows which fingerprints belong
@@ -57,7 +57,7 @@ def is_same_model(mine: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def describe_difference(mine: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Returns what distinguishes the identity ``other`` from ``mine``, such as "dtype is float16 there, bfloat16
+    """Returns the differences of the identity ``other`` from ``mine``, such as "dtype is float16 there, bfloat16
     here"."""
     names = [name for name in dict.fromkeys([*mine, *other]) if mine.get(name) != other.get(name)]
     said = [_difference(name, mine.get(name), other.get(name)) for name in names if name != MODEL]
@@ -67,8 +67,8 @@ def describe_difference(mine: Mapping[str, str], other: Mapping[str, str]) -> st
 
 
 def describe(identity: Mapping[str, str]) -> str:
-    """Returns what an identity says to people, such as "model llama, dtype bfloat16", without what is a digest, not set
-    or long."""
+    """Returns the parts of an identity that people read, such as "model llama, dtype bfloat16": no digests, and
+    no values that are not set or long."""
     said = [f"{_shown(name)} {_shown(value)}" for name, value in identity.items() if _says_something(name, value)]
     return printable(", ".join(said), MAX_DESCRIPTION)
 

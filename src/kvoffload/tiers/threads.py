@@ -98,7 +98,7 @@ class IOThreads(Executor):
             try:
                 job()
             except Exception:
-                logger.exception("kvoffload: a job of a tier failed")
+                logger.exception("kvoffload: a job of a tier raised an error, which is a bug of the tier")
             # Frees what the job refers to before the thread waits for the next one.
             del job
             with self._changed:

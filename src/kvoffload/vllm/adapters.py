@@ -22,8 +22,8 @@ import xxhash
 
 from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterOf, Need
 from kvoffload.digests import content_name, is_settled
+from kvoffload.vllm.engine_worker import calling_worker
 from kvoffload.vllm.weights import hash_bytes
-from kvoffload.vllm.worker import calling_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -185,7 +185,7 @@ class WorkerAdapters:
             try:
                 self._tasks.get()()
             except Exception:
-                logger.exception("kvoffload: the files of an adapter cannot be checked; its request computes instead")
+                logger.exception("kvoffload: the files of an adapter cannot be checked; its request is computed")
 
     def _answer(self, question: int, adapter: Adapter) -> None:
         files = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from math import inf
@@ -17,15 +17,15 @@ from operator import mod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import vllm
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.policies import base
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from kvoffload.abc import Access, ConfigError, Eviction, IntegrityError, OffloadKey, Slots
-from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.keys import key_group_idx, seem_of_several_groups
 from kvoffload.cache.policies import make_policy
-from kvoffload.cache.policies.ghosts import seem_of_several_groups
 from kvoffload.cache.table import BlockTable
 from kvoffload.native import describe
 
@@ -63,6 +63,50 @@ class _Use:
     """New blocks that the policy does not admit. Once there are any, it admits none after them."""
 
 
+class _Aside:
+    """The blocks that vLLM holds although the policy has refused them. They leave first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._slots: dict[int, None] = {}
+        """The oldest first."""
+        self._has = np.zeros(capacity, dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def has(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Returns, per slot, whether its block is aside."""
+        return self._has[slots]
+
+    def add(self, slots: Slots) -> None:
+        self._has[slots] = True
+        self._slots.update(dict.fromkeys(slots.tolist()))
+
+    def remove(self, slots: Slots) -> None:
+        self._has[slots] = False
+        for slot in slots.tolist():
+            del self._slots[slot]
+
+    def take_idle(self, n: int, busy: npt.NDArray[np.bool_]) -> Slots:
+        """Removes and returns up to ``n`` slots that are not ``busy``, the oldest first."""
+        slots = np.fromiter(self._slots, np.int64, len(self._slots))
+        taken = slots[~busy[slots]][:n]
+        self.remove(taken)
+        return taken
+
+
+def _chain(ends: Mapping[OffloadKey, int], held: Container[OffloadKey]) -> list[OffloadKey]:
+    """Returns the keys of a request in the order in which their chunks end, those of all KV cache groups together.
+    ``ends``: the token at which the chunk of each key ends. Of parts of chunks only those that are ``held`` count."""
+    chain = sorted(ends, key=ends.__getitem__)
+    if any(map(mod, ends.values(), repeat(next(iter(ends.values()))))):
+        # Chunks of several sizes, or parts of chunks for which vLLM has looked. The first key of a group is whole.
+        sizes: dict[int, int] = {}
+        whole = {key for key, end in ends.items() if end % sizes.setdefault(key_group_idx(key), end) == 0}
+        chain = [key for key in chain if key in whole or key in held]
+    return chain
+
+
 def _starts_over(method: Callable[..., Result]) -> Callable[..., Result | None]:
     """After an exception in ``method``, lets plain LRU go on with the chunks that vLLM knows, and calls it again. Makes
     it return None if that fails too: then vLLM's scheduler goes on without a use, or without room for a store."""
@@ -92,8 +136,8 @@ class PolicyAdapter(CachePolicy):
     methods, which vLLM calls once per request or step, hand on what was noted (``_settle``).
 
     A request is one use of its chain: when it loads (from vLLM 0.33 on), else when it begins to store, else at its end.
-    A policy may refuse new blocks, but vLLM stores all that it offers. A refused block is held *aside*: the policy does
-    not know it, and it leaves first.
+    A policy may refuse new blocks, but vLLM stores all that it offers. A refused block is held aside: the policy does
+    not know it.
     """
 
     policy: ClassVar[str]
@@ -122,9 +166,7 @@ class PolicyAdapter(CachePolicy):
         """Inserted since ``_settle``, head first."""
         self._marks: dict[OffloadKey, bool] = {}
         """Whether a chunk has become evictable (True) or not evictable, since ``_settle``."""
-        self._aside: dict[int, None] = {}
-        """Slots of the blocks that the policy has refused, the oldest first."""
-        self._is_aside = np.zeros(self.cache_capacity, dtype=np.bool_)
+        self._aside = _Aside(self.cache_capacity)
         self._storing: _Use | None = None
         """The request whose blocks vLLM is about to insert."""
 
@@ -209,20 +251,11 @@ class PolicyAdapter(CachePolicy):
         return use
 
     def _chain(self, use: _Use, keys: list[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
-        """Returns the keys of a request in the order in which their chunks end, those of all KV cache groups together,
-        as far as vLLM knows them by now; ``keys`` if it does not say where they end."""
+        """Returns the chain of a request as far as vLLM knows it by now; ``keys`` if it does not say where they end."""
         ends = req_context._offload_key_positions
         if not ends:
             return list(dict.fromkeys(keys))
-        if len(ends) == use.num_keys:
-            return use.chain
-        chain = sorted(ends, key=ends.__getitem__)
-        if any(map(mod, ends.values(), repeat(next(iter(ends.values()))))):
-            # Chunks of several sizes, or parts of chunks for which vLLM has looked. The first key of a group is whole.
-            sizes: dict[int, int] = {}
-            whole = {key for key, end in ends.items() if end % sizes.setdefault(key_group_idx(key), end) == 0}
-            chain = [key for key in chain if key in whole or key in self._chunks]
-        return chain
+        return use.chain if len(ends) == use.num_keys else _chain(ends, self._chunks)
 
     def _reorder(self, chain: Sequence[OffloadKey], new: list[OffloadKey]) -> None:
         slots, is_new = self._table.chain(self._find(chain), new)
@@ -232,7 +265,7 @@ class PolicyAdapter(CachePolicy):
         """Returns one slot per key, -1 where the policy has no such block."""
         found = self._table.find(keys)
         if self._aside:
-            found[(found >= 0) & self._is_aside[found]] = -1
+            found[(found >= 0) & self._aside.has(found)] = -1
         return found
 
     # Room.
@@ -268,7 +301,7 @@ class PolicyAdapter(CachePolicy):
     def _take_back(self, chain: Sequence[OffloadKey]) -> None:
         """Gives blocks aside that a request uses to the policy, if it admits them now."""
         found = self._table.find(chain[::-1])
-        there = (found >= 0) & self._is_aside[found]
+        there = (found >= 0) & self._aside.has(found)
         tail_first = list(compress(chain[::-1], there.tolist()))
         if not tail_first:
             return
@@ -276,13 +309,8 @@ class PolicyAdapter(CachePolicy):
         admitted = self._policy.admit(tail_first, len(tail_first))
         if admitted is not None:
             slots, tail_first = slots[admitted], list(compress(tail_first, admitted))
-        self._take_from_aside(slots)
+        self._aside.remove(slots)
         self._policy.insert(slots, tail_first)
-
-    def _take_from_aside(self, slots: Slots) -> None:
-        self._is_aside[slots] = False
-        for slot in slots.tolist():
-            del self._aside[slot]
 
     @_starts_over
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
@@ -307,9 +335,7 @@ class PolicyAdapter(CachePolicy):
         table.mark_busy(kept, True)
         victims = present[:0]
         if self._aside:
-            aside = np.fromiter(self._aside, np.int64, len(self._aside))
-            victims = aside[~table.busy[aside]][:n]
-            self._take_from_aside(victims)
+            victims = self._aside.take_idle(n, table.busy)
         if len(victims) < n:
             self._resize()
             eviction = Eviction(n - len(victims), table.busy, table.key_of, entering)
@@ -333,8 +359,8 @@ class PolicyAdapter(CachePolicy):
         if chunk is None:
             return
         slots = self._table.find([key])
-        if self._is_aside[slots].any():
-            self._take_from_aside(slots)
+        if self._aside.has(slots).any():
+            self._aside.remove(slots)
         else:
             self._policy.remove(slots)
         self._table.remove(slots)
@@ -368,13 +394,12 @@ class PolicyAdapter(CachePolicy):
                 use.due = [key for key in use.due if key not in chunks]
             if use.refused:
                 is_aside = np.fromiter(map(use.refused.__contains__, keys), np.bool_, len(keys))
-                self._is_aside[slots[is_aside]] = True
-                self._aside.update(dict.fromkeys(slots[is_aside].tolist()))
+                self._aside.add(slots[is_aside])
                 slots, keys = slots[~is_aside], list(compress(keys, (~is_aside).tolist()))
             use.held = np.concatenate((use.held, slots))
         self._policy.insert(slots, keys)
 
-    def _mark(self, slots: Slots, evictable: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    def _mark(self, slots: Slots, evictable: npt.NDArray[np.bool_]) -> None:
         table = self._table
         # Any mark says that the chunk has been written.
         table.set_ready(slots)
@@ -383,7 +408,7 @@ class PolicyAdapter(CachePolicy):
             table.unpin(slots[differs & evictable])
             table.pin(slots[differs & ~evictable])
         idle = slots[evictable]
-        self._policy.mark_evictable(idle[~self._is_aside[idle]] if self._aside else idle)
+        self._policy.mark_evictable(idle[~self._aside.has(idle)] if self._aside else idle)
 
     def _start_over(self) -> None:
         """Begins again with LRU and the chunks that vLLM holds."""
@@ -398,7 +423,7 @@ class PolicyAdapter(CachePolicy):
         table = self._table
         table.check_integrity()
         slots = table.slots()
-        self._policy.check_integrity(slots[~self._is_aside[slots]])
+        self._policy.check_integrity(slots[~self._aside.has(slots)])
         held = {key: (chunk.chunk_id, chunk.ref_cnt == 0) for key, chunk in self._chunks.items()}
         keys = table.key_of[slots].tolist()
         if held != dict(zip(keys, zip(slots.tolist(), (~table.busy[slots]).tolist(), strict=True), strict=True)):

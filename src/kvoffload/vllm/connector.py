@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,7 +27,7 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.server import RecordServer
-from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
 from kvoffload.vllm.adapters import adapters_of, watch_adapters
 from kvoffload.vllm.cuda import numa_node
@@ -39,7 +40,6 @@ from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
 from kvoffload.vllm.pages import log_layout, make_transfer, page_format, page_groups
 from kvoffload.vllm.replicas import RankPool, engine_ranks, open_pool, own_replicas
-from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.vllm.weights import watch_weights
 
 if TYPE_CHECKING:
@@ -98,8 +98,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 policy,
             )
         self.layout = EngineLayout.from_vllm(vllm_config, kv_cache_config)
-        self._failed: dict[str, list[int]] = {}
-        """Loads that failed on this rank and are not reported yet, with their device blocks."""
         self._pool: RankPool | None = None
         self._rank = 0
         """The index of this rank in its engine."""
@@ -120,18 +118,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
             if self.layout.has_states:
-                self._log_kept_states()
-
-    def _log_kept_states(self) -> None:
-        """Says how states of outputs can be kept, if vLLM does not keep them. By default it keeps those at the end of a
-        prompt and where prompts part."""
-        if versions.attribute(self._vllm_config.cache_config, "prefix_cache_retention_interval") == 0:
-            size = max(group.device_block_size for group in self.layout.kv_groups if group.state)
-            logger.info(
-                "kvoffload: vLLM keeps no states of outputs (prefix_cache_retention_interval=0), so the next turn of a "
-                "conversation computes the former answer again; set --prefix-cache-retention-interval %d to keep them",
-                size,
-            )
+                log_kept_states(vllm_config, self.layout)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -257,6 +244,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return RankInfo(self._pool.handle, self._layers, self.layout.parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Begins a step of the worker half: vLLM calls this first in each step."""
         assert isinstance(kv_connector_metadata, KVOffloadMetadata)
         self.connector_worker.begin_step(kv_connector_metadata.step)
 
@@ -270,26 +258,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Does nothing: ``get_finished`` accepts the stores, because vLLM calls it in every step. Before 0.31 it does
-        not call this method in a step without tokens."""
+        """Does nothing: ``get_transfer_results`` accepts the stores, because vLLM calls it in every step. Before 0.31
+        it does not call this method in a step without tokens."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         step = self._step_meta()
         self.connector_worker.end_step(step)
         finished = self.connector_worker.get_finished(step)
-        self._failed |= finished.failed
-        return finished.released or None, finished.loaded or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Reports failed loads by request. Older versions of vLLM call ``get_finished`` instead."""
-        released, loaded = self.get_finished(finished_req_ids)
-        failed, self._failed = self._failed, {}
-        return KVConnectorTransferResults(released or set(), loaded or set(), set(failed))
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Reports failed loads by device block, for versions of vLLM that do not call ``get_transfer_results``."""
-        failed, self._failed = self._failed, {}
-        return {block for blocks in failed.values() for block in blocks}
+        return base.KVConnectorTransferResults(finished.released, finished.loaded, set(finished.failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
@@ -396,6 +372,18 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVOffloadPromMetrics:
         return KVOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def log_kept_states(vllm_config: VllmConfig, layout: EngineLayout) -> None:
+    """Logs how to keep the states of outputs, if vLLM does not keep them. By default it keeps those at the end of a
+    prompt and where prompts part."""
+    if versions.attribute(vllm_config.cache_config, "prefix_cache_retention_interval") == 0:
+        size = max(group.device_block_size for group in layout.kv_groups if group.state)
+        logger.info(
+            "kvoffload: vLLM keeps no states of outputs (prefix_cache_retention_interval=0), so the next turn of a "
+            "conversation computes the former answer again; set --prefix-cache-retention-interval %d to keep them",
+            size,
+        )
 
 
 def scheduled_step(output: SchedulerOutput, has_states: bool, fences_first: bool) -> ScheduledStep:

@@ -9,15 +9,13 @@ from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.utils import select_common_block_size
 
-from kvoffload.vllm import versions
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
 LAYERS_FIRST = "HND"
-"""The page of a block in a layer is one piece of memory. All versions of vLLM know this name."""
+"""The page of a block in a layer is one piece of memory. An older name of LBHNC."""
 BLOCKS_FIRST = "BLHNC"
 """A block is one piece of memory: its pages in all layers, each with the same bytes as in LAYERS_FIRST."""
 READ_BY_STRIDE = {
@@ -32,9 +30,9 @@ READ_BY_STRIDE = {
     "FLASHMLA",
     "TRITON_MLA",
 }
-"""Attention backends that take the distance between blocks from the tensor: vLLM 0.28 declares it for each of them.
-Later versions let any backend be given any layout unless it says otherwise, and with some of them vLLM then does not
-start, or computes something else: sparse MLA (vLLM #55431), MLA on a CPU."""
+"""Attention backends that take the distance between blocks from the tensor. vLLM lets
+any backend be given any layout unless it says otherwise, and with some of them vLLM then does not start, or computes
+something else: sparse MLA (vLLM #55431), MLA on a CPU."""
 
 
 def required_layout(vllm_config: VllmConfig) -> str:
@@ -64,8 +62,6 @@ def reason_against_blocks_first(vllm_config: VllmConfig) -> str | None:
     vLLM asks once, in the process of the scheduler, after the workers have loaded the model.
     """
     cache = vllm_config.cache_config
-    if not hasattr(cache, "kv_cache_layout"):
-        return f"{versions.NAME} does not have it"
     if str(cache.cache_dtype).endswith("per_token_head"):
         return f"kv_cache_dtype={cache.cache_dtype} keeps scales between the values (vLLM #49226)"
     layers = get_layers_from_vllm_config(vllm_config, cast(type[Any], AttentionLayerBase))

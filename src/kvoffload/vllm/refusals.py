@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from kvoffload import supported
 from kvoffload.abc import ConfigError
+from kvoffload.supported import FIRST_TO_DRAIN_HOLDERS_FIRST
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def refuse_multi_connector() -> None:
 
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:
-    """Raises ConfigError for a setting or a model with which kvoffload cannot be used at all."""
+    """Raises ConfigError for a version, a setting or a model with which kvoffload cannot be used at all."""
+    versions.refuse_older()
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         value = versions.attribute(parallel, name)
@@ -103,7 +104,7 @@ def refuse_unserved_with_tiers(vllm_config: VllmConfig, setting: str) -> None:
     if not versions.DRAINS_HOLDERS_FIRST:
         raise ConfigError(
             f"{setting}: {versions.NAME} cannot let a request wait for blocks from a tier below host memory; use vLLM "
-            f"{supported.FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier"
+            f"{FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier"
         )
     if versions.expected_hash_root(vllm_config) is None:
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
@@ -122,15 +123,9 @@ def refuse_unserved_with_tiers(vllm_config: VllmConfig, setting: str) -> None:
 
 
 def refuse_unserved_groups(num_groups: int) -> None:
-    """Raises ConfigError for a number of KV cache groups that kvoffload cannot serve with this version of vLLM."""
+    """Raises ConfigError for a model without KV cache groups."""
     if num_groups == 0:
         raise ConfigError("this model keeps no KV cache; run it without kvoffload")
-    if num_groups > 1 and not versions.FAILS_WHOLE_LOADS:
-        raise ConfigError(
-            f"this model has {num_groups} KV cache groups, and {versions.NAME} cannot recover from a failed load of "
-            f"several groups; use vLLM {supported.FIRST_TO_FAIL_WHOLE_LOADS} or later, or "
-            "--disable-hybrid-kv-cache-manager"
-        )
 
 
 def refuse_unserved_specs(specs: Iterable[KVCacheSpec]) -> None:
@@ -147,7 +142,7 @@ def refuse_unserved_specs(specs: Iterable[KVCacheSpec]) -> None:
                 "this model attends to tokens that come later, so its KV depends on more than the prefix that "
                 "identifies it; run it without kvoffload"
             )
-        if not versions.attribute(spec, "prefix_cacheable", True):
+        if not versions.attribute(spec, "prefix_cacheable"):
             raise ConfigError(
                 f"this model has a KV cache ({kind}) that vLLM itself does not reuse between requests; run it without "
                 "kvoffload"
@@ -155,13 +150,7 @@ def refuse_unserved_specs(specs: Iterable[KVCacheSpec]) -> None:
 
 
 def _refuse_unserved_states(spec: MambaSpec) -> None:
-    """Raises ConfigError if vLLM does not keep, or does not name, the states from which a request could continue."""
-    if not versions.NAMES_STATES:
-        raise ConfigError(
-            f"this model has recurrent or convolutional layers (MambaSpec), and {versions.NAME} does not tell "
-            "connectors which device blocks hold their states; use vLLM "
-            f"{supported.FIRST_TO_NAME_STATES} to {supported.TESTED[-1]}, or run this model without kvoffload"
-        )
+    """Raises ConfigError if vLLM does not keep the states from which a request could continue."""
     if spec.mamba_cache_mode != STATES_AT_BOUNDARIES:
         raise ConfigError(
             f"mamba_cache_mode={spec.mamba_cache_mode}: this model has recurrent or convolutional layers, and a "

@@ -24,7 +24,7 @@ from kvoffload.abc import ByteArray
 from kvoffload.connector.ranks import Gather, KVShare, Ranks, count_replicas
 from kvoffload.host.pool import HostPool, PoolHandle
 from kvoffload.vllm import versions
-from kvoffload.vllm.worker import calling_worker, models_of
+from kvoffload.vllm.engine_worker import calling_worker, models_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,7 +126,7 @@ def _replicas_of_layer(layer: Any, spec: Any, ranks: int, by_heads: int) -> int:
     """Returns how many consecutive ranks hold the same KV of ``layer``: as its spec says, else ``by_heads``. States are
     divided between all ranks unless their spec says otherwise."""
     if isinstance(spec, MambaSpec):
-        return ranks if versions.attribute(spec, "tp_replicated", False) else 1
+        return ranks if versions.attribute(spec, "tp_replicated") else 1
     shards = versions.attribute(spec, "max_tp_shards")
     if shards is None and not versions.NAMES_REPLICAS and type(layer).__name__ in LATENT_LAYERS:
         shards = 1

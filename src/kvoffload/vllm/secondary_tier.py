@@ -23,11 +23,11 @@ from kvoffload.cache.keys import key_group_idx
 from kvoffload.config import DoorConfig
 from kvoffload.connector.guarded import guarded
 from kvoffload.fingerprints import fingerprint
-from kvoffload.observe.metrics import DEPRECATED, METRICS, PREFIX, Metrics
+from kvoffload.observe.metrics import METRICS, PREFIX, Metrics
 from kvoffload.observe.server import RecordServer
-from kvoffload.tiers.bridge import JobEnd, TierBridge, build_bridge
+from kvoffload.tiering.bridge import BridgeSettings, JobEnd, TierBridge, build_bridge
+from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiers.disk.config import DiskConfig
-from kvoffload.tiers.plan import ChainLayout
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
 
@@ -64,8 +64,7 @@ STATS_PERIOD_S = 0.5
 METRIC_NAMES = frozenset(
     name
     for name, spec in METRICS.items()
-    if name not in DEPRECATED
-    and (name.startswith("tier_") or name in ("misses", "asked_tokens", "device_hit_tokens", "promoted_blocks", "off"))
+    if name.startswith("tier_") or name in ("misses", "asked_tokens", "device_hit_tokens", "promoted_blocks", "off")
 )
 """The metrics of this class. What concerns host memory and the device is vLLM's."""
 
@@ -128,13 +127,15 @@ class KVOffloadTier(SecondaryTierManager):
             layout.kv_groups,
             layout.block_bytes,
             made,
-            identity=layout.identity,
-            policy=config.policy,
-            engine=layout.engine,
-            engines=layout.engines,
-            lookup_deadline_ms=config.lookup_deadline_ms,
-            load_deadline_ms=config.load_deadline_ms,
-            enable_events=self._enable_events,
+            BridgeSettings(
+                identity=layout.identity,
+                policy=config.policy,
+                engine=layout.engine,
+                engines=layout.engines,
+                lookup_deadline_ms=config.lookup_deadline_ms,
+                load_deadline_ms=config.load_deadline_ms,
+                enable_events=self._enable_events,
+            ),
         )
         chunks = self._primary_kv_view.shape[0]
         logger.info(

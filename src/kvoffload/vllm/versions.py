@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -16,12 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.core.sched import output
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from kvoffload.abc import ConfigError
-from kvoffload.supported import FIRST_TO_NAME_STATES, FIRST_WITH_SECONDARY_TIERS, TESTED
+from kvoffload.supported import FIRST_WITH_SECONDARY_TIERS, TESTED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,35 +31,20 @@ NAME = f"vLLM {vllm.__version__}"
 
 SINCE = {
     "CacheHitSource": "0.32",
-    "KVConnectorBlockState": "0.29",
-    "KVConnectorTransferResults": "0.30",
     "_cache_hit_source": "0.32",
     "_holds_kv_blocks": "0.31",
     "aux_output_config": "0.31",
-    "boundary_state_offloads": "0.29",
-    "elastic_ep_max_dp_size": "0.30",
-    "get_transfer_results": "0.30",
     "hash_block_size": "0.32",
-    "isa": "0.29",
-    "kv_cache_layout": "0.29",
-    "kv_connector_block_state": "0.29",
     "kv_hints": "0.31",
     "max_tp_shards": "0.31",
     "num_hash_lookahead_tokens": "0.33",
     "num_prefill_lookahead_tokens": "0.31",
     "on_request_access": "0.33",
-    "ownership": "0.29",
-    "prefix_cacheable": "0.29",
-    "prefix_cache_retention_interval": "0.29",
-    "resolve_none_hash_seed": "0.29",
     "restore_kv_caches": "0.33",
-    "state_content_size_bytes": "0.29",
-    "supported_kv_cache_layouts": "0.29",
     "to_event_extra_keys": "0.31",
-    "tp_replicated": "0.29",
     "unregister_kv_caches": "0.33",
 }
-"""Names in vLLM that kvoffload uses and 0.28 does not have, with the first version that has them."""
+"""Names in vLLM that kvoffload uses and 0.30 does not have, with the first version that has them."""
 
 
 def attribute(owner: Any, name: str, before: Any = None) -> Any:
@@ -88,23 +71,9 @@ def _is_since(version: str) -> bool:
     return own is None or (int(own[1]), int(own[2])) >= tuple(map(int, version.split(".")))
 
 
-KVConnectorTransferResults: Any = attribute(base, "KVConnectorTransferResults")
-FAILS_WHOLE_LOADS = KVConnectorTransferResults is not None
-"""Whether a failed load can be reported by request. Otherwise it is reported by device block, which works for a single
-KV cache group only."""
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
 waits for the load of another may block that one for ever, so no request may be made to wait."""
-NAMES_STATES = _is_since(FIRST_TO_NAME_STATES) and all(
-    name in getattr(getattr(output, owner, None), "__dataclass_fields__", ())
-    for owner, name in (
-        ("SchedulerOutput", "kv_connector_block_state"),
-        ("KVConnectorBlockState", "boundary_state_offloads"),
-    )
-)
-"""Whether a step names the device blocks that hold states of recurrent and convolutional layers. 0.29 does so too, but
-cannot recover from a failed load of several groups."""
-
 NAMES_REPLICAS = _is_since(SINCE["max_tp_shards"])
 """Whether the spec of a layer says if all tensor-parallel ranks hold the same KV."""
 
@@ -173,6 +142,15 @@ def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] 
     return None
 
 
+def refuse_older() -> None:
+    """Raises ConfigError for a version of vLLM before the first that kvoffload serves."""
+    if not _is_since(TESTED[0]):
+        raise ConfigError(
+            f"vLLM {vllm.__version__} is installed, and kvoffload needs {TESTED[0]} or later: "
+            f"pip install 'vllm=={TESTED[-1]}.*'"
+        )
+
+
 def warn_if_untested() -> None:
     release = ".".join(vllm.__version__.split(".")[:2])
     if release not in TESTED:
@@ -219,7 +197,7 @@ def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def kv_cache_layout(vllm_config: VllmConfig) -> str | None:
-    """Returns the name of the order in which the KV cache lies in memory, or None in versions that do not name it."""
+    """Returns the name of the order in which the KV cache lies in memory, or None before vLLM has decided on one."""
     layout = attribute(vllm_config.cache_config, "kv_cache_layout")
     return None if layout is None else str(layout)
 
@@ -228,9 +206,7 @@ def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
     """Returns the value with which the chain of block hashes of every prompt will begin, or None if each process draws
     one at random."""
     algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    # Before 0.29 vLLM has no such function, and the root is random unless this variable is set.
-    resolve: Callable[[Any], str | None]
-    resolve = attribute(kv_cache_utils, "resolve_none_hash_seed", lambda _: os.environ.get("PYTHONHASHSEED"))
+    resolve: Callable[[Any], str | None] = attribute(kv_cache_utils, "resolve_none_hash_seed")
     seed = resolve(algorithm)
     return bytes(algorithm(seed)) if seed is not None and seed == resolve(algorithm) else None
 
@@ -243,7 +219,7 @@ def hash_root() -> bytes | None:
 def most_data_parallel_engines(vllm_config: VllmConfig) -> int | None:
     """Returns an upper bound for the number of engines per node, for one of several engines of a dense model.
 
-    vLLM configures each of them as if it were alone. From 0.30 on one setting still holds the number on all nodes.
+    vLLM configures each of them as if it were alone. One setting still holds the number on all nodes.
     """
     most = attribute(vllm_config.parallel_config, "elastic_ep_max_dp_size")
     return most if isinstance(most, int) and most > 1 else None

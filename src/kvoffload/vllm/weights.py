@@ -16,7 +16,7 @@ import xxhash
 
 from kvoffload.connector.weights import WeightWatch
 from kvoffload.vllm import versions
-from kvoffload.vllm.worker import calling_worker, models_of
+from kvoffload.vllm.engine_worker import calling_worker, models_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

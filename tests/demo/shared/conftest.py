@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvoffload.demo.protocol import EngineInfo, RequestResult, classify
-from kvoffload.demo.shared.result import FaultResult, SharedReport, StoreResult
+from demo.protocol import EngineInfo, RequestResult, classify
+from demo.shared_report import FaultResult, SharedReport, StoreResult
 
 PROMPT_TOKENS = 2000
 FOUND = 1920

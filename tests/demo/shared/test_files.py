@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.demo.shared import files
-from kvoffload.demo.shared.files import BrokenFiles, FileMode
+from demo import files
+from demo.files import BrokenFiles, FileMode
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvoffload.demo.shared.object_store import CREDENTIALS, ObjectStore, missing
-from kvoffload.demo.shared.stores import Servers, StoreMissingError
+from demo.stores import CREDENTIALS, ObjectStore, Servers, StoreMissingError
 from kvoffload.tiers.object_store.client import connect
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from tests.tiers.object_store.rig import be_patient
 
 NAMES = [f"kvoffload/{'5e' * 32}/{i:064x}00000000" for i in range(4)]
-needs_moto = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_moto = pytest.mark.skipif(ObjectStore.missing() is not None, reason=str(ObjectStore.missing()))
 
 
 @needs_moto
@@ -33,8 +32,8 @@ def test_what_the_demo_does_to_moto_is_what_it_says(tmp_path: Path, monkeypatch:
         buffers = [[row] for row in found]
         assert client.put(NAMES, rows) == [Outcome.OK] * 4
         client.put(["kvoffload/identities/5e/0"], [rows[0]])
-        assert store.command("count") == 4
-        assert store.command("exchange") == 4
+        assert store.do("count") == 4
+        assert store.do("exchange") == 4
         assert client.get(NAMES, buffers) == [Outcome.OK] * 4
         assert (found == np.roll(values, -1, axis=0)).all()
         assert store.corrupt() == 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore
+from demo.shared_report import FaultResult, SharedReport, SkippedStore
 
 from .conftest import FOUND, answers, make_fault, make_store, wrong
 
@@ -59,7 +59,7 @@ def test_how_much_faster_is_measured_at_the_second_server(report: SharedReport) 
 
 
 def test_a_skipped_store_says_why(report: SharedReport) -> None:
-    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", "Mooncake Store", "run: apt-get")])
+    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", "run: apt-get")])
     assert skipped.failures == []
     assert skipped.to_dict()["stores"]["mooncake"] == {"skipped": "run: apt-get"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,16 +15,16 @@ from click.testing import CliRunner
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from kvoffload.cli.demo import demo_shared
-from kvoffload.demo.act import EngineProcess
-from kvoffload.demo.model import CONFIG
-from kvoffload.demo.shared import run
-from kvoffload.demo.shared.stores import DirectoryStore, Fault, StoreMissingError
+from demo import shared_run as run
+from demo.__main__ import main
+from demo.act import EngineProcess
+from demo.model import CONFIG
+from demo.stores import DirectoryStore, Fault, StoreMissingError
 
 SERVER = """
 import json, os, sys, time
 from pathlib import Path
-out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+out = os.fdopen(int(sys.argv[-1]), "w", buffering=1)
 config = json.loads(sys.stdin.readline())
 connector = config["connector"]
 folder = None
@@ -33,7 +32,7 @@ if connector is not None:
     folder = Path(connector["kv_connector_extra_config"]["tiers"][0]["dir"])
 bad, wrong, loaded = 0, False, False
 
-def ask(index, document, load):
+def first_question(index, document, load):
     global bad, loaded
     prompt, found = config["documents"][document][1] + 121, 0
     if folder is not None:
@@ -57,8 +56,8 @@ def corrupt_loads():
     wrong = CONTROL
 
 def answer(do, **arguments):
-    if do == "ask":
-        return ask(**arguments)
+    if do == "first_question":
+        return first_question(**arguments)
     if do == "corrupt_loads":
         return corrupt_loads()
     if do == "end":
@@ -102,26 +101,26 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         yield tmp_path
 
     for name, value in {
-        "vllm_installed": lambda: True,
+        "check_vllm": lambda: None,
         "model_directory": model_directory,
         "STORES": stores,
         "DOCUMENTS": 3,
         "BACK_DOCUMENTS": 2,
         "FAULT_DOCUMENTS": 3,
         "NUM_FAULTS": 3,
-        "DIRECTORY_BYTES": 1,
+        "STORE_BYTES": 1,
     }.items():
         monkeypatch.setattr(run, name, value)
 
 
 def use_servers(monkeypatch: pytest.MonkeyPatch, control: bool = True) -> None:
-    command = (sys.executable, "-c", SERVER.replace("CONTROL", str(control)))
-    monkeypatch.setattr(run, "EngineProcess", partial(EngineProcess, command=command))
+    program = ("-c", SERVER.replace("CONTROL", str(control)))
+    monkeypatch.setattr(run, "EngineProcess", partial(EngineProcess, program=program))
 
 
 def test_a_run_with_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_servers(monkeypatch)
-    result = CliRunner().invoke(demo_shared, ["--out", str(tmp_path), "--faults"])
+    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--faults"])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "shared.json").read_text())
     assert report["failures"] == []
@@ -152,17 +151,17 @@ def test_a_run_with_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_on_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_servers(monkeypatch)
-    result = CliRunner().invoke(demo_shared, ["--out", str(tmp_path), "--store", "shared_dir"])
+    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--store", "shared_dir"])
     assert result.exit_code == 0, result.output
     assert list(json.loads((tmp_path / "shared.json").read_text())["stores"]) == ["shared_dir"]
-    result = CliRunner().invoke(demo_shared, ["--out", str(tmp_path), "--store", "tape"])
+    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--store", "tape"])
     assert result.exit_code == 2
     assert "--store tape: there is no such store; known: shared_dir, mooncake" in result.output
 
 
 def test_a_control_that_changes_nothing_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_servers(monkeypatch, control=False)
-    result = CliRunner().invoke(demo_shared, ["--out", str(tmp_path), "--json"])
+    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--json"])
     assert result.exit_code == 1
     report = json.loads((tmp_path / "shared.json").read_text())
     assert report["stores"]["shared_dir"]["control_detected"] is False
@@ -170,8 +169,8 @@ def test_a_control_that_changes_nothing_fails_the_run(tmp_path: Path, monkeypatc
 
 
 def test_servers_that_end_fail_the_run_but_leave_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = (sys.executable, "-c", SERVER.replace('if do == "corrupt_loads":', "if do == do:\n        sys.exit(3)"))
-    monkeypatch.setattr(run, "EngineProcess", partial(EngineProcess, command=command))
-    result = CliRunner().invoke(demo_shared, ["--out", str(tmp_path)])
+    program = ("-c", SERVER.replace('if do == "corrupt_loads":', "if do == do:\n        sys.exit(3)"))
+    monkeypatch.setattr(run, "EngineProcess", partial(EngineProcess, program=program))
+    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path)])
     assert result.exit_code == 2  # Already the run without kvoffload has failed.
     assert "ended too early" in result.output

@@ -12,19 +12,24 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 rich_console = pytest.importorskip("rich.console")
 
-from kvoffload.demo.protocol import RequestResult  # noqa: E402
-from kvoffload.demo.shared.page import render_page  # noqa: E402
-from kvoffload.demo.shared.plots import faults_plot  # noqa: E402
-from kvoffload.demo.shared.result import SharedReport, SkippedStore  # noqa: E402
-from kvoffload.demo.shared.terminal import TerminalProgress, summary, verdict  # noqa: E402
+from demo.pages import SHARED_NAMES, shared_page, shared_tables  # noqa: E402
+from demo.plots import faults_plot  # noqa: E402
+from demo.protocol import RequestResult  # noqa: E402
+from demo.shared_report import SharedReport, SkippedStore  # noqa: E402
+from demo.view import TerminalProgress, render, terminal_table, verdict  # noqa: E402
 
 from .conftest import answer, make_fault, make_store, wrong  # noqa: E402
 
 
+def render_page(report: SharedReport) -> str:
+    return render(shared_page(report))
+
+
 def terminal_text(report: SharedReport) -> str:
     console = rich_console.Console(width=80, record=True, file=io.StringIO())
-    console.print(summary(report))
-    console.print(verdict(report), soft_wrap=True)
+    for table in shared_tables(report):
+        console.print(terminal_table(table))
+    console.print(verdict(shared_page(report), []), soft_wrap=True)
     return str(console.export_text())
 
 
@@ -32,8 +37,8 @@ def test_the_page_is_self_contained(report: SharedReport) -> None:
     page = render_page(report)
     assert page.count("<svg") == 2
     assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
-    assert "Outputs are identical, and both controls were detected." in page
-    assert "11,520 of 12,000" in page
+    assert "Outputs of both servers are identical, and both controls were detected." in page
+    assert "11,520 (96%)" in page
     assert "10.0" in page
 
 
@@ -49,10 +54,10 @@ def test_each_bar_is_above_the_name_of_its_fault(report: SharedReport) -> None:
     """Also if the faults of the stores come in different orders."""
     faults = [make_fault("shared_dir", "killed"), make_fault("shared_dir", "full")]
     others = [make_fault("mooncake", "killed"), replace(make_fault("mooncake", "full"), during=answers_of(report))]
-    plots = [faults_plot(replace(report, faults=[*faults, *each])) for each in (others, others[::-1])]
+    plots = [faults_plot([*faults, *each]) for each in (others, others[::-1])]
     assert plots[0] == plots[1]
     swapped = [replace(others[0], fault="full"), replace(others[1], fault="killed")]
-    assert faults_plot(replace(report, faults=[*faults, *swapped])) != plots[0]
+    assert faults_plot([*faults, *swapped]) != plots[0]
 
 
 def answers_of(report: SharedReport) -> list[RequestResult]:
@@ -70,7 +75,7 @@ def test_without_faults_there_is_no_table_of_them(report: SharedReport) -> None:
 
 def test_skipped_stores_are_named_with_the_line_to_run(report: SharedReport) -> None:
     reason = "the client is not installed: pip install something"
-    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", "Mooncake Store", reason)], faults=[])
+    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", reason)], faults=[])
     for text in (render_page(skipped), terminal_text(skipped)):
         assert f"mooncake was skipped: {reason}" in text
     nothing = replace(skipped, stores=skipped.stores[1:])
@@ -89,13 +94,13 @@ def test_the_terminal_fits_into_80_columns(report: SharedReport) -> None:
 
 def test_the_progress_has_one_bar_per_part() -> None:
     console = rich_console.Console(width=100, record=True, file=io.StringIO())
-    with TerminalProgress(console) as progress:
+    with TerminalProgress(console, SHARED_NAMES) as progress:
         progress.begin("first part", 2)
         for document in range(3):
             progress.request(answer(document))
         progress.begin("second part", 1)
         progress.request(answer(0, 1920))
-        progress.skip(SkippedStore("mooncake", "Mooncake Store", "not here"))
+        progress.skip("mooncake", "not here")
     text = console.export_text()
     assert "3/3" in text
     assert "1/1" in text

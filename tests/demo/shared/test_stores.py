@@ -15,14 +15,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from demo import shared_run as run
+from demo.process import DemoError, free_ports
+from demo.stores import DirectoryStore, MooncakeStore, RedisStore, Servers, StoreMissingError, Throttle, send
 from kvoffload.abc import TierError
-from kvoffload.demo.errors import DemoError
-from kvoffload.demo.shared import mooncake, run
-from kvoffload.demo.shared.mooncake import MooncakeStore
-from kvoffload.demo.shared.processes import free_ports
-from kvoffload.demo.shared.redis import RedisStore, program
-from kvoffload.demo.shared.stores import DirectoryStore, Servers, StoreMissingError, Throttle, send
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.mooncake import config as mooncake_config
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
@@ -37,7 +36,7 @@ DEADLINE_S = 60.0
 
 def transfer(path: Path, pool: np.ndarray, is_read: bool) -> list[TierError | None]:
     """Writes the slots of ``pool`` to a tier in ``path``, or reads them. Returns the error of each key."""
-    tier = open_disk_tier(path, 64 << 20, [pool], FINGERPRINT)
+    tier = open_disk_tier(path, 64 << 20, TierContext([pool], FINGERPRINT))
     try:
         taken = tier.read(KEYS, SLOTS) if is_read else tier.write(KEYS, SLOTS)
         assert taken == KEYS
@@ -138,7 +137,7 @@ def test_a_wheel_without_the_master_names_the_line_to_run(tmp_path: Path, monkey
     (tmp_path / "mooncake" / "__init__.py").write_text("")
     monkeypatch.delitem(sys.modules, "mooncake", raising=False)  # Tests before may have imported the real one.
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(mooncake, "check_installed", lambda: None)
+    monkeypatch.setattr(mooncake_config, "check_installed", lambda: None)
     with pytest.raises(StoreMissingError, match="no mooncake_master; run pip install"):
         MooncakeStore(tmp_path)
 
@@ -149,7 +148,7 @@ def test_a_missing_server_names_the_line_to_run(tmp_path: Path, monkeypatch: pyt
         RedisStore(tmp_path)
 
 
-@pytest.mark.skipif(program() is None, reason="there is no redis-server: apt-get install redis-server")
+@pytest.mark.skipif(RedisStore.program() is None, reason="there is no redis-server: apt-get install redis-server")
 def test_what_the_demo_does_to_a_server_is_what_it_says(tmp_path: Path) -> None:
     with RedisStore(tmp_path) as store:
         location = parse_url(store.entry()["url"])

@@ -10,29 +10,18 @@ import hashlib
 import itertools
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvoffload.abc import ByteArray, Tier
-from kvoffload.testing.engine import Clock, LowerTiers, ModelEngine, Scenario
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.tier import DiskTier
+from tests.clock import RealClock
+from tests.sim.engine import LowerTiers, ModelEngine, Scenario
 
 FINGERPRINT = hashlib.sha256(b"the weights of the server that is killed").hexdigest()
 DOCUMENTS_SEED = 7
-
-
-class RealClock(Clock):
-    """A clock that shows real time."""
-
-    @property
-    def now(self) -> float:
-        return time.monotonic()
-
-    @now.setter
-    def now(self, value: float) -> None:
-        pass
 
 
 class Disk(LowerTiers):
@@ -50,7 +39,7 @@ class Disk(LowerTiers):
         return [self.tier]
 
     def open(self, pools: Sequence[ByteArray]) -> DiskTier:
-        return open_disk_tier(self.directory, self.capacity_bytes, pools, FINGERPRINT)
+        return open_disk_tier(self.directory, self.capacity_bytes, TierContext(pools, FINGERPRINT))
 
     def settle(self) -> None:
         while self.tier.is_busy:
@@ -88,4 +77,7 @@ if __name__ == "__main__":
     directory, capacity_bytes, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     for seed in itertools.count(first):
         counters = serve(Disk(directory, capacity_bytes), scenario(seed))
-        print(json.dumps({name: counters.get(name, 0) for name in ("disk_bad_blocks", "promoted_blocks")}), flush=True)
+        print(
+            json.dumps({name: counters.get(name, 0) for name in ("tier_bad_blocks:disk", "promoted_blocks")}),
+            flush=True,
+        )

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.testing.batching import Batcher
-from kvoffload.testing.storage import FaultRates, FaultyStorage
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
+from tests.sim.batching import Batcher
+from tests.sim.storage import FaultRates, FaultyStorage
 from tests.tiers.disk.kill_server import FINGERPRINT, Disk, scenario, serve
 
 BUDGET = 4 << 20
@@ -31,7 +31,7 @@ class FaultyDisk(Disk):
 
     def open(self, pools: Sequence[ByteArray]) -> DiskTier:
         self.storage = FaultyStorage(DirectoryStorage(self.directory), stall_s=60.0)
-        tier = DiskTier(self.storage, pools, fingerprint=FINGERPRINT, capacity_bytes=BUDGET)
+        tier = DiskTier(self.storage, pools, DiskSettings(FINGERPRINT, BUDGET))
         self.storage.rates, self.storage.read_only = self.rates, self.read_only
         return tier
 
@@ -46,24 +46,24 @@ def filled(tmp_path: Path) -> Path:
     """A directory with the blocks of an earlier server."""
     directory = tmp_path / "disk"
     counters = serve(Disk(directory, BUDGET), scenario(CLEAN_SEED))
-    assert counters["disk_write_blocks"] > 10
+    assert counters["tier_write_blocks:disk"] > 10
     return directory
 
 
 def test_without_faults_blocks_are_read_from_disk(filled: Path) -> None:
     counters = serve(FaultyDisk(filled, FaultRates()), scenario(CLEAN_SEED))
-    assert counters["disk_hit_tokens"] > 0
-    assert counters.get("disk_bad_blocks", 0) == 0
+    assert counters["tier_hit_tokens:disk"] > 0
+    assert counters.get("tier_bad_blocks:disk", 0) == 0
 
 
 @pytest.mark.parametrize(
     ("fault", "rates", "read_only", "expected"),
     [
-        ("read_only", FaultRates(), True, ["disk_write_failures"]),
-        ("io_error", FaultRates(io_error=1.0), False, ["disk_read_failures", "disk_write_failures"]),
-        ("flip_on_read", FaultRates(flip_on_read=1.0), False, ["disk_bad_blocks"]),
-        ("short_read", FaultRates(short_read=1.0), False, ["disk_read_failures"]),
-        ("no_space", FaultRates(no_space=1.0), False, ["disk_write_failures"]),
+        ("read_only", FaultRates(), True, ["tier_write_failures:disk"]),
+        ("io_error", FaultRates(io_error=1.0), False, ["tier_read_failures:disk", "tier_write_failures:disk"]),
+        ("flip_on_read", FaultRates(flip_on_read=1.0), False, ["tier_bad_blocks:disk"]),
+        ("short_read", FaultRates(short_read=1.0), False, ["tier_read_failures:disk"]),
+        ("no_space", FaultRates(no_space=1.0), False, ["tier_write_failures:disk"]),
     ],
 )
 def test_a_device_that_fails_costs_hits_and_nothing_else(
@@ -83,5 +83,5 @@ def test_requests_do_not_wait_for_a_device_that_hangs(filled: Path, monkeypatch:
     counters = serve(lower, dataclasses.replace(scenario(CLEAN_SEED + 1), load_deadline_ms=100.0))
     assert lower.storage.injected["stall"] > 0
     assert counters.get("late_promotions", 0) > 0
-    assert counters.get("disk_hit_tokens", 0) == 0
+    assert counters.get("tier_hit_tokens:disk", 0) == 0
     assert counters["off"] == 0

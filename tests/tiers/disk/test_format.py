@@ -11,6 +11,7 @@ import xxhash
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.disk.format import (
+    FACTS,
     HEADER_BYTES,
     MAX_HITS,
     MAX_SEQUENCE,
@@ -18,7 +19,6 @@ from kvoffload.tiers.disk.format import (
     FormatError,
     Header,
     is_fingerprint,
-    pack_record,
     pack_records,
     parse_records,
     payload_checksum,
@@ -27,6 +27,7 @@ from kvoffload.tiers.disk.format import (
     slab_name,
     slab_number,
 )
+from tests.tiers.disk.records import pack_record
 
 HEADER = Header("0123456789abcdef" * 4, (4096, 12288), 7, 0x1122334455667788)
 KEYS = [bytes([i]) * 44 for i in range(1, 6)]
@@ -209,17 +210,11 @@ def test_fingerprints_are_64_hexadecimal_digits() -> None:
         assert not is_fingerprint(name)
 
 
-def test_records_packed_together_are_those_packed_one_by_one() -> None:
+def test_records_are_packed_as_the_format_says() -> None:
     keys = [KEYS[0], b"k", bytes(64), b"end\0"]
     sequences, hits, checksums = [1, MAX_SEQUENCE + 1, 0, 5], [0, 7, MAX_HITS, 1], [0, 1, (1 << 64) - 1, 9]
-    rows = pack_records(
-        HEADER,
-        keys,
-        sequence=np.array(sequences),
-        stored_at=np.arange(4, dtype=np.uint32),
-        hits=np.array(hits, dtype=np.uint32),
-        payload_checksum=np.array(checksums, dtype=np.uint64),
-    )
+    facts = np.array(list(zip(sequences, range(4), hits, checksums, strict=True)), dtype=FACTS)
+    rows = pack_records(HEADER, keys, facts)
     for i, row in enumerate(rows):
         alone = pack_record(
             HEADER, keys[i], sequence=sequences[i], stored_at=i, hits=hits[i], payload_checksum=checksums[i]

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorage, os_error
 from kvoffload.tiers.disk import journal as module
-from kvoffload.tiers.disk.format import EMPTY_RECORD, FormatError, Header, pack_record
+from kvoffload.tiers.disk.format import EMPTY_RECORD, FormatError, Header
 from kvoffload.tiers.disk.journal import (
     ENTRY_BYTES,
     JOURNAL_HEADER_BYTES,
@@ -28,6 +27,8 @@ from kvoffload.tiers.disk.journal import (
     read_entries,
 )
 from kvoffload.tiers.disk.storage import Storage
+from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage, os_error
+from tests.tiers.disk.records import pack_record
 
 HEADER = Header("ab" * 32, (4096,), 100, 7)
 
@@ -269,3 +270,23 @@ def test_close_does_not_wait_for_a_write_that_hangs(monkeypatch: pytest.MonkeyPa
         goes_on.set()
         thread.join()
     assert rig.journal.close()
+
+
+def test_digests_depend_on_every_byte_and_on_the_length() -> None:
+    base = bytes(range(1, 45))
+    family = [base, base[:-1], base + b"\0", base[:-1] + b"\0", bytes(44), bytes(43), bytes(8), bytes(7), b"\0"]
+    family += [base[:i] + bytes([base[i] ^ 1 << bit]) + base[i + 1 :] for i in range(44) for bit in range(8)]
+    found = digests_of(family)
+    assert len(set(found.tolist())) == len(set(family)) == len(family)
+    assert found.tolist() == [int(digests_of([key])[0]) for key in family], "alone or together"
+    assert (found != 0).all()
+    assert len(digests_of([])) == 0
+
+
+def test_digests_are_spread_evenly() -> None:
+    """Keys that differ in a counter only, as in tests, must not meet in the same buckets."""
+    found = digests_of([number.to_bytes(36, "big") for number in range(1 << 14)])
+    for shift in (0, 16, 32, 48):
+        counts = np.bincount((found >> np.uint64(shift) & np.uint64(1023)).astype(np.int64), minlength=1024)
+        assert counts.max() <= 16 + 8 * 4
+        assert counts.min() > 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffload.testing.scale import scaled
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
 from tests.tiers.disk import kill_server
 
@@ -69,8 +70,8 @@ def test_a_server_killed_at_any_moment_starts_again_without_wrong_bytes(tmp_path
         assert names <= {"lock", "index", "recency"} | {name for name in names if name.startswith("slab-")}
     assert engines, "no engine has ended: the server was killed too early for the test to mean anything"
     assert sum(engine["promoted_blocks"] for engine in engines) > 0
-    assert sum(engine["disk_bad_blocks"] for engine in engines) == 0, "torn blocks must be absent, not bad"
+    assert sum(engine["tier_bad_blocks:disk"] for engine in engines) == 0, "torn blocks must be absent, not bad"
     pools = [np.zeros((4, 4096), dtype=np.uint8)] * 2
-    tier = open_disk_tier(directory, BUDGET, pools, kill_server.FINGERPRINT)
+    tier = open_disk_tier(directory, BUDGET, TierContext(pools, kill_server.FINGERPRINT))
     tier.check_integrity()
     tier.close()

@@ -8,18 +8,21 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvoffload.abc import ConfigError, TierError
-from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorage
 from kvoffload.testing.tiers import make_pools
-from kvoffload.tiers.disk.format import MAX_SEQUENCE, pack_record, payload_checksum, record_offset
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.format import MAX_SEQUENCE, payload_checksum, record_offset
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import StoredFile
+from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.test_tier import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
 
 SLAB = 4 * PAGE
@@ -260,7 +263,7 @@ def test_files_of_others_count_against_the_budget(tmp_path: Path) -> None:
     for path in (rig.path / "deep" / "er" / "file", rig.path / "file", rig.folder / "file"):
         path.write_bytes(bytes(2 * PAGE))
     rig.open()
-    assert rig.tier.used_bytes == capacity(4) + 6 * PAGE
+    assert rig.tier.files.used_bytes == capacity(4) + 6 * PAGE
     for name in range(30):
         rig.write(name)
     assert len(rig.present()) == 12, "the last of four slabs has no room"
@@ -276,8 +279,11 @@ def test_files_of_others_count_once_if_there_are_several_engines(tmp_path: Path)
     path, budget, stray = tmp_path / "disk", 4 << 20, 1 << 20
     path.mkdir(mode=0o700)
     (path / "file").write_bytes(bytes(stray))
-    tiers = [open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=i, engines=3) for i in range(3)]
-    assert [tier.capacity_bytes for tier in tiers] == [(budget - stray) // 3] * 3
+    tiers = [
+        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=i, engines=3))
+        for i in range(3)
+    ]
+    assert [tier.stats().capacity_bytes for tier in tiers] == [(budget - stray) // 3] * 3
     for tier in tiers:
         tier.close()
 
@@ -302,7 +308,7 @@ def test_files_of_another_user_are_not_trusted(tmp_path: Path, caplog: pytest.Lo
     os.chown(rig.folder, 12345, 12345)
     rig.open(fingerprint=OTHERS[0])
     assert f"{FINGERPRINT} belongs to user 12345" in caplog.text
-    assert rig.tier.used_bytes >= du(rig.path)
+    assert rig.tier.files.used_bytes >= du(rig.path)
     rig.tier.close()
     with pytest.raises(ConfigError, match=f"{FINGERPRINT} belongs to user 12345"):
         rig.open(fingerprint=FINGERPRINT)
@@ -323,11 +329,12 @@ def test_files_of_another_user_are_not_trusted(tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_a_refused_start_closes_every_file(tmp_path: Path, engines: int, wrong: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {"capacity_bytes": 4 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT}
-    settings["engines"] = engines
+    context = TierContext(make_pools(2, PAGE), FINGERPRINT, engines=engines)
+    others = dict(wrong)
+    capacity_bytes = others.pop("capacity_bytes", 4 << 20)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ConfigError):
-        open_disk_tier(tmp_path / "disk", **(settings | wrong))
+        open_disk_tier(tmp_path / "disk", capacity_bytes, replace(context, **others))
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -341,7 +348,7 @@ def test_blocks_that_were_hot_in_host_memory_are_kept_after_a_restart(tmp_path: 
     # The end of a chain, which would be evicted first.
     hot = range(70, 90)
     tier.touch([key(name) for name in hot])
-    tier.reorder_chain([key(name) for name in (98, 99)], [])
+    tier.touch([key(name) for name in (98, 99)], [])
     rig.open()
     for name in range(200, 270):
         rig.write(name)
@@ -567,11 +574,11 @@ def test_a_mounted_disk_that_is_read_only(
     assert len(found) == 2, "one per start"
     assert all("is read-only" in each for each in found)
     with pytest.raises(ConfigError, match="Read-only file system"):
-        open_disk_tier(mounts.path / "typo", MOUNTED_BUDGET, rig.pools, FINGERPRINT)
+        open_disk_tier(mounts.path / "typo", MOUNTED_BUDGET, TierContext(rig.pools, FINGERPRINT))
     before = os.listdir("/proc/self/fd")
     for engines in (1, 2):
         with pytest.raises(OSError, match="read-only, and holds no blocks"):
-            open_disk_tier(rig.path, MOUNTED_BUDGET, rig.pools, OTHERS[0], engines=engines)
+            open_disk_tier(rig.path, MOUNTED_BUDGET, TierContext(rig.pools, OTHERS[0], engines=engines))
     assert os.listdir("/proc/self/fd") == before
     mounts.remount("rw")
     rig.open()
@@ -592,7 +599,7 @@ def test_a_mounted_disk_stays_within_its_budget(
     for name in range(15):
         rig.write(name)
     assert len(rig.present()) == 10
-    assert 10 * size <= du(rig.path) <= rig.tier.used_bytes <= budget
+    assert 10 * size <= du(rig.path) <= rig.tier.files.used_bytes <= budget
     rig.open()
     rig.check_reads(*rig.present())
     assert [each for each in warnings(caplog) if "O_DIRECT" not in each] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -20,8 +21,9 @@ import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, LookupState, OffloadKey, TierError, TierResult
 from kvoffload.cache.policies import BUILTIN
-from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
-from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.testing.executor import Killed, SteppedExecutor
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import shrinking, slabs
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
@@ -29,7 +31,6 @@ from kvoffload.tiers.disk.format import (
     HEADER_BYTES,
     RECORD_BYTES,
     Header,
-    pack_record,
     parse_records,
     payload_checksum,
     record_offset,
@@ -38,8 +39,10 @@ from kvoffload.tiers.disk.maintenance import RETRY_S
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import Storage, StoredFile
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
+from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.tiers.disk.records import pack_record
 
 PAGE = 4096
 FINGERPRINT = "5a" * 32
@@ -77,6 +80,7 @@ class Rig:
             "fingerprint": FINGERPRINT,
             "capacity_bytes": capacity(num_slots, *self.slot_bytes),
         } | settings
+        """Fields of DiskSettings, and of DiskTier beside them."""
         self.opened: DiskTier | None = None
 
     @property
@@ -96,14 +100,17 @@ class Rig:
             self.opened.close()
         self.settings |= settings
         self.executor = SteppedExecutor()
-        self.opened = DiskTier(storage or self.storage(), self.pools, executor=self.executor, **self.settings)
+        fields = {each.name for each in dataclasses.fields(DiskSettings)}
+        kept = DiskSettings(**{name: value for name, value in self.settings.items() if name in fields})
+        others = {name: value for name, value in self.settings.items() if name not in fields}
+        self.opened = DiskTier(storage or self.storage(), self.pools, kept, executor=self.executor, **others)
         self.check()
         return self.tier
 
     def check(self) -> None:
         self.tier.check_integrity()
         if self.path.exists():
-            assert du(self.path) <= self.tier.used_bytes <= self.tier.capacity_bytes
+            assert du(self.path) <= self.tier.files.used_bytes <= self.tier.files.capacity_bytes
 
     def drain(self) -> list[TierResult]:
         self.executor.drain()
@@ -183,7 +190,7 @@ def test_a_restart_finds_everything(tmp_path: Path, slot_bytes: tuple[int, ...])
 def test_recency_outlives_a_restart(rig: Rig, monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
     monkeypatch.setattr(slabs, "_RECORDS_AT_ONCE", pieces)
     tier = rig.open()
-    assert tier.capacity_bytes == capacity(8)
+    assert tier.stats().capacity_bytes == capacity(8)
     rig.write(*range(8))
     rig.read(7)
     rig.read(5)
@@ -239,7 +246,7 @@ def test_a_chain_written_in_parts_loses_its_tail_before_its_head_once_its_reques
     tier.touch(chain)
     for part in ((1, 2), (3, 4), (5, 6)):
         rig.write(*part)
-    tier.reorder_chain(chain, chain)
+    tier.touch(chain, chain)
     left = leaving(rig)
     assert all(present == list(range(1, 1 + len(present))) for present in left), left
     assert len(left) > 1, left
@@ -735,8 +742,8 @@ def test_a_budget_beyond_the_medium_is_refused(tmp_path: Path) -> None:
 
 def test_what_the_directory_holds_counts_as_free(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^bytes=.*can give only"):
-        open_disk_tier(tmp_path / "disk", 1 << 60, make_pools(2, PAGE), FINGERPRINT)
-    open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), FINGERPRINT).close()
+        open_disk_tier(tmp_path / "disk", 1 << 60, TierContext(make_pools(2, PAGE), FINGERPRINT))
+    open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), FINGERPRINT)).close()
 
 
 # When the medium fails.
@@ -752,7 +759,7 @@ def test_without_room_to_grow_blocks_replace_blocks(tmp_path: Path) -> None:
     for name in range(12):
         rig.write(name)
     assert len(rig.present()) == 4
-    assert rig.tier.num_evicted == 8
+    assert rig.tier.stats().num_evicted == 8
     rig.check_reads(8, 9, 10, 11)
     storage.capacity_bytes = 1 << 20
     now[0] += RETRY_S
@@ -960,7 +967,7 @@ def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) 
         there = rig.present()
         rig.check_reads(*there)
         found.append((with_reset, there))
-        assert storage.used_bytes <= rig.tier.capacity_bytes
+        assert storage.used_bytes <= rig.tier.files.capacity_bytes
         rig.write(1, 2, 3)
         rig.check_reads(1, 2, 3)
         if done:
@@ -977,12 +984,12 @@ def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) 
 
 @pytest.mark.usefixtures("impatient")
 def test_two_tiers_cannot_share_a_directory(tmp_path: Path) -> None:
-    tier = open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), FINGERPRINT)
+    tier = open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), FINGERPRINT))
     for engines in (1, 2):
         with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
-            open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), OTHERS[0], engines=engines)
+            open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), OTHERS[0], engines=engines))
     tier.close()
-    open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), OTHERS[0]).close()
+    open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), OTHERS[0])).close()
 
 
 @pytest.mark.parametrize(
@@ -994,33 +1001,36 @@ def test_two_tiers_cannot_share_a_directory(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_leaves_the_directory_free(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    right: dict[str, Any] = {"capacity_bytes": 1 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT}
+    right = TierContext(make_pools(2, PAGE), FINGERPRINT)
+    wrong = dict(settings)
+    capacity_bytes = wrong.pop("capacity_bytes", 1 << 20)
     with pytest.raises(ConfigError, match=message):
-        open_disk_tier(tmp_path / "disk", **(right | settings))
-    open_disk_tier(tmp_path / "disk", **right).close()
+        open_disk_tier(tmp_path / "disk", capacity_bytes, dataclasses.replace(right, **wrong))
+    open_disk_tier(tmp_path / "disk", 1 << 20, right).close()
 
 
 def test_pools_that_do_not_fit_a_disk_are_refused(tmp_path: Path) -> None:
     for pools in ([], make_pools(2, 1000), make_pools(2, PAGE, 100)):
         with pytest.raises(ConfigError, match=r"pools|multiples of 4096"):
-            open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+            open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))
 
 
 @pytest.mark.usefixtures("impatient")
 def test_each_engine_has_a_folder_and_a_share(tmp_path: Path) -> None:
     path, budget = tmp_path / "disk", 2 << 20
     tiers = [
-        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=2) for engine in (0, 1)
+        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=2))
+        for engine in (0, 1)
     ]
     assert sorted(child.name for child in path.iterdir()) == ["engine-0", "engine-1", "lock", "lock-start"]
-    assert [tier.capacity_bytes for tier in tiers] == [budget // 2] * 2
+    assert [tier.stats().capacity_bytes for tier in tiers] == [budget // 2] * 2
     with pytest.raises(ConfigError, match=r"engine-1.*in use"):
-        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=1, engines=2)
+        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=1, engines=2))
     with pytest.raises(ConfigError, match="in use"):
-        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT)
+        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT))
     tiers[0].close()
     with pytest.raises(ConfigError, match="in use"):
-        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=0, engines=1)
+        open_disk_tier(path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=0, engines=1))
     tiers[1].close()
 
 
@@ -1028,7 +1038,9 @@ def test_blocks_of_another_number_of_engines_are_removed(tmp_path: Path) -> None
     path, budget = tmp_path / "disk", 4 << 20
 
     def run(engine: int, engines: int) -> None:
-        tier = open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=engines)
+        tier = open_disk_tier(
+            path, budget, TierContext(make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=engines)
+        )
         assert du(path) <= budget + FIXED_BYTES
         tier.close()
 
@@ -1068,14 +1080,14 @@ def test_close_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch
 
     storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"), stall=hang)
     pools = make_pools(4, PAGE)
-    tier = DiskTier(storage, pools, fingerprint=FINGERPRINT, capacity_bytes=1 << 20)
+    tier = DiskTier(storage, pools, DiskSettings(FINGERPRINT, 1 << 20))
     storage.rates = FaultRates(stall=1.0)
     tier.write([key(1)], np.array([0]))
     assert hanging.wait(30)
     tier.close()
     with pytest.raises(ConfigError, match="in use by process"):
         # The thread that hangs could still write.
-        open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+        open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))
     go_on.set()
 
 
@@ -1106,10 +1118,11 @@ WRITER = """
 import sys
 import numpy as np
 from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
 from tests_content import content, key
 pools = make_pools(32, 4096, 8192)
-tier = open_disk_tier(sys.argv[1], int(sys.argv[2]), pools, sys.argv[3])
+tier = open_disk_tier(sys.argv[1], int(sys.argv[2]), TierContext(pools, sys.argv[3]))
 name, free = 0, list(range(32))
 held = {}
 while True:
@@ -1163,11 +1176,12 @@ def limits_after_opening(directory: Path, soft: int, hard: int, capacity_bytes: 
     code = f"""
 import resource, numpy as np
 from kvoffload.abc import ConfigError
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 pool = np.zeros((2, 4096), dtype=np.uint8)
 try:
-    tier = open_disk_tier({str(directory)!r}, {capacity_bytes}, [pool], {FINGERPRINT!r})
+    tier = open_disk_tier({str(directory)!r}, {capacity_bytes}, TierContext([pool], {FINGERPRINT!r}))
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     tier.close()
 except ConfigError as error:
@@ -1185,14 +1199,14 @@ def test_the_limit_of_open_files_is_raised_if_possible_and_named_otherwise(tmp_p
 
 def test_files_that_cannot_be_opened_at_the_start_are_not_removed(tmp_path: Path) -> None:
     pools = make_pools(4, PAGE)
-    tier = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+    tier = open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))
     tier.write([key(1)], np.array([0]))
     tier.close()
     storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"))
     storage.rates = FaultRates(io_error=1.0)
     with pytest.raises(OSError, match="Input/output error"):
-        DiskTier(storage, pools, fingerprint=FINGERPRINT, capacity_bytes=1 << 20)
-    again = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+        DiskTier(storage, pools, DiskSettings(FINGERPRINT, 1 << 20))
+    again = open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))
     assert again.contains([key(1)]).tolist() == [LookupState.HIT]
     again.close()
 
@@ -1223,7 +1237,9 @@ def test_blocks_of_the_same_model_that_cannot_be_used_are_logged_with_the_reason
 ) -> None:
     def start(fingerprint: str, **identity: str) -> str:
         caplog.clear()
-        open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), fingerprint, identity=identity).close()
+        open_disk_tier(
+            tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), fingerprint, identity=identity)
+        ).close()
         return caplog.text
 
     assert start(FINGERPRINT, model="llama", weights="digest:1") == ""

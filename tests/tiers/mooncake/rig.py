@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from demo.process import free_ports
 from kvoffload.abc import ConfigError
-from kvoffload.demo.shared.processes import free_ports
 from kvoffload.tiers.mooncake.config import check_installed
 from tests.tiers.remote.rig import pause
 

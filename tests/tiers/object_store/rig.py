@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from demo.process import HOST, START_DEADLINE_S, CommandedProcess, free_ports
 from kvoffload.abc import ByteArray, KVGroup, OffloadKey, TierResult
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.demo.shared.processes import HOST, CommandedProcess, free_ports
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.object_store import client, obstore_bucket
@@ -73,12 +73,13 @@ class Moto:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        arguments = ["-m", "kvoffload.demo.shared.s3", str(self.port), BUCKET]
-        self._process = CommandedProcess("moto", arguments, Path(os.devnull))
+        config = {"port": self.port, "bucket": BUCKET}
+        self._process = CommandedProcess(["-m", "demo.store_programs", "s3"], Path(os.devnull), config)
+        self._process.receive(START_DEADLINE_S)
 
     def do(self, command: str) -> int:
-        """Runs a command of ``kvoffload.demo.shared.s3``."""
-        return self._process.command({"do": command})
+        """Runs a command of ``demo.store_programs.S3``."""
+        return int(self._process.call(command))
 
     def pause(self) -> None:
         pause(self._process.pid)

@@ -20,7 +20,7 @@ from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
-from kvoffload.tiers.redis.nodes import Nodes
+from kvoffload.tiers.redis.nodes import Nodes, NodeTimes
 from tests.tiers.remote.rig import pause
 
 START_DEADLINE_S = 30.0
@@ -100,10 +100,10 @@ class RedisServer:
         return redis.Redis(unix_socket_path=str(self.socket), **options)
 
 
-def make_client(url: str, timeout_s: float = TIMEOUT_S, **options: Any) -> RedisClient:
+def make_client(url: str, timeout_s: float = TIMEOUT_S, times: NodeTimes | None = None, **options: Any) -> RedisClient:
     """Returns a client of the store at ``url``, in this process. Each call may take ``timeout_s``."""
     config = RedisConfig(url=url, **options)
-    nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()))
+    nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()), times)
     return RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
 
 

@@ -17,10 +17,9 @@ import pytest
 
 from kvoffload.abc.tier import HIT
 from kvoffload.testing.scale import SCALE
-from kvoffload.tiers.redis import nodes as nodes_module
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
-from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes
+from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes, NodeTimes
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from tests.tiers.redis.rig import HOST, FakeServer, RedisServer, make_client, names, needs_redis
 from tests.tiers.redis.test_store import Server
@@ -105,8 +104,9 @@ def test_the_slot_of_a_name_is_that_of_the_server(nodes: list[RedisServer]) -> N
         assert cli(nodes[0], "KEYSLOT", name) == slot_of(name)
 
 
-def test_names_that_move_are_found_at_once(nodes: list[RedisServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    client = make_client(f"redis://{HOST}:{nodes[0].port},{HOST}:{nodes[2].port}")
+def test_names_that_move_are_found_at_once(nodes: list[RedisServer]) -> None:
+    times = NodeTimes(refresh_pause_s=0.0)
+    client = make_client(f"redis://{HOST}:{nodes[0].port},{HOST}:{nodes[2].port}", times=times)
     buffers = values(60)
     client.put(KNOWN, buffers)
     name, slot = KNOWN[0], slot_of(KNOWN[0])
@@ -125,7 +125,6 @@ def test_names_that_move_are_found_at_once(nodes: list[RedisServer], monkeypatch
     # Afterwards, it says that they have moved, until the client knows.
     for node in (new, old):
         cli(node, "SETSLOT", slot, "NODE", node_id(new))
-    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", 0.0)
     found[0][0][:] = 0
     assert client.get([name], found[:1]) == [Outcome.OK]
     assert (found[0][0] == buffers[0][0]).all()
@@ -142,11 +141,8 @@ def test_names_that_move_are_found_at_once(nodes: list[RedisServer], monkeypatch
     client.close()
 
 
-def test_a_node_that_is_gone_costs_its_names_only(
-    nodes: list[RedisServer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", 0.0)
-    client = make_client(f"redis://{HOST}:{nodes[0].port}")
+def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capfd: pytest.CaptureFixture[str]) -> None:
+    client = make_client(f"redis://{HOST}:{nodes[0].port}", times=NodeTimes(refresh_pause_s=0.0))
     client.put(KNOWN, values(60))
     lost = nodes[2].raw().dbsize()
     nodes[2].process.kill()
@@ -165,13 +161,10 @@ def test_a_node_that_is_gone_costs_its_names_only(
     client.close()
 
 
-def test_a_node_that_hangs_costs_its_names_only(
-    nodes: list[RedisServer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd: pytest.CaptureFixture[str]) -> None:
     """Also if it is the first node that is asked which node has which names."""
-    monkeypatch.setattr(nodes_module, "REST_S", DEADLINE_S)
-    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", 0.0)
-    client = make_client(f"redis://{HOST}:{nodes[1].port}", timeout_s=3.0)
+    times = NodeTimes(rest_s=DEADLINE_S, refresh_pause_s=0.0)
+    client = make_client(f"redis://{HOST}:{nodes[1].port}", timeout_s=3.0, times=times)
     assert client.put(KNOWN, values(60)) == [Outcome.OK] * 60
     first = owner(nodes, min(KNOWN, key=slot_of))
     others = [node for node in nodes if node is not first]
@@ -179,14 +172,14 @@ def test_a_node_that_hangs_costs_its_names_only(
     capfd.readouterr()
     first.pause()
     try:
-        for problem in ("does not answer in time", "is not asked for a while"):
+        for problem in ("no answer before the deadline", "misses until it is asked again"):
             outcomes = client.exists(KNOWN)
             assert (outcomes.count(Outcome.FAILED), outcomes.count(Outcome.OK)) == (lost, 60 - lost)
-            assert f"{HOST}:{first.port}: it" in (words := capfd.readouterr().err)
+            assert f"{HOST}:{first.port}: " in (words := capfd.readouterr().err)
             assert problem in words
         seeds = ",".join(f"{HOST}:{node.port}" for node in (first, *others))
-        monkeypatch.setattr(nodes_module, "START_TIMEOUT_S", 1.0)
-        found = Nodes(parse_url(f"redis://{seeds}").seeds, Login("", None, 0, None))
+        times = NodeTimes(start_timeout_s=1.0)
+        found = Nodes(parse_url(f"redis://{seeds}").seeds, Login("", None, 0, None), times)
         assert found.is_cluster
         found.close()
     finally:
@@ -336,15 +329,14 @@ class FakeNode(FakeServer):
 
 
 @pytest.mark.parametrize("error", ["CLUSTERDOWN", "READONLY", "MASTERDOWN", "NOAUTH", "LOADING", "SOMETHINGNEW"])
-def test_errors_that_are_not_about_a_value_make_the_map_stale(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_are_not_about_a_value_make_the_map_stale(error: str) -> None:
     """With a bound on how often it is read."""
     node = FakeNode(lambda words: b"-%b no\r\n" % error.encode())
-    client = make_client(node.url)
+    client = make_client(node.url, times=NodeTimes(refresh_pause_s=DEADLINE_S))
 
     def asked() -> int:
         return sum(words[0] == b"CLUSTER" for words in node.commands)
 
-    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", DEADLINE_S)
     for _ in range(5):
         with pytest.raises(StoreError, match=error):
             client.exists(KNOWN)
@@ -354,7 +346,6 @@ def test_errors_that_are_not_about_a_value_make_the_map_stale(error: str, monkey
 
 
 def test_a_single_server_that_has_become_a_cluster_is_used_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", 0.0)
     node = FakeNode(lambda words: b":1\r\n")
     is_single = True
 
@@ -366,7 +357,7 @@ def test_a_single_server_that_has_become_a_cluster_is_used_as_one(monkeypatch: p
 
     seed = FakeServer(script, answers_setup=False)
     monkeypatch.setattr(seed, "url", seed.url)
-    client = make_client(seed.url)
+    client = make_client(seed.url, times=NodeTimes(refresh_pause_s=0.0))
     with pytest.raises(StoreError, match="other nodes this user may not ask for"):
         client.exists(KNOWN)
     is_single = False
@@ -389,7 +380,7 @@ def test_a_node_that_names_thousands_of_others_costs_a_few_connections(capfd: py
     client = make_client(node.url)
     outcomes = client.exists(wanted)
     assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.FAILED)) == (16, 184)
-    assert "names more than 16 other nodes" in capfd.readouterr().err
+    assert "redirects names to more than 16 other nodes" in capfd.readouterr().err
     assert target.num_connections == 16
     client.close()
     for server in (target, node):
@@ -448,7 +439,7 @@ def test_redirects_without_an_end_fail() -> None:
 
     server = FakeServer(script, answers_setup=False)
     client = make_client(server.url)
-    with pytest.raises(StoreError, match="names move from node to node"):
+    with pytest.raises(StoreError, match="names were redirected twice"):
         client.exists(names(5))
     assert sum(words[0] == b"EXISTS" for words in server.commands) == 10
     client.close()

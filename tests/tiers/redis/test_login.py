@@ -202,7 +202,7 @@ def test_tls_without_what_it_needs(tls: str, authority: Authority) -> None:
     ca = authority.path("ca.pem")
     with pytest.raises(StoreError, match=r"certificate verify failed.*set ca_file"):
         connect(RedisConfig(url=tls).settings())
-    with pytest.raises(StoreError, match=r"certificate required|closed the connection|connection is lost|EOF"):
+    with pytest.raises(StoreError, match=r"certificate required|closed the connection|connection was lost|EOF"):
         connect(RedisConfig(url=tls, ca_file=ca).settings()).exists(names(1))
     with pytest.raises(StoreError, match="certificate verify failed"):
         connect(RedisConfig(url=tls.replace(HOST, "localhost"), ca_file=ca).settings())

@@ -14,10 +14,10 @@ import numpy as np
 from kvoffload.abc import ByteArray, OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.host.pool import HostPool
-from kvoffload.tiers.remote.messages import Response
+from kvoffload.tiers.remote.messages import Response, Setup
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.wire import Setup
+from tests.clock import RealClock
 from tests.tiers.remote.folder_store import FolderStore
 
 CLIENT = "tests.tiers.remote.folder_store:connect"
@@ -32,20 +32,10 @@ def pause(pid: int) -> None:
     os.waitpid(pid, os.WUNTRACED)
 
 
-class ShiftedClock:
-    """The monotonic clock, which tests put forward."""
-
-    def __init__(self) -> None:
-        self.shift = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.shift
-
-
 class ShiftedChannel(ProcessChannel):
     """A channel whose responses have times of ``clock``, as all processes of a machine have the same clock."""
 
-    def __init__(self, setup: Setup, name: str, clock: ShiftedClock) -> None:
+    def __init__(self, setup: Setup, name: str, clock: RealClock) -> None:
         super().__init__(setup, name)
         self._clock = clock
 
@@ -63,7 +53,7 @@ class Server:
     slot_bytes: Sequence[int] = (4096, 8192)
     fingerprint: str = FINGERPRINT
     identity: dict[str, str] = field(default_factory=dict)
-    clock: ShiftedClock = field(default_factory=ShiftedClock)
+    clock: RealClock = field(default_factory=RealClock)
     hmac_key_file: str | None = None
     client: str = CLIENT
 
@@ -95,7 +85,7 @@ class Server:
         return results
 
     def connect(self) -> None:
-        self.until(lambda: self.tier.is_connected, "the tier never reached the store")
+        self.until(lambda: self.tier.stats().is_connected, "the tier never reached the store")
 
     def finish(self, taken: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
         results: dict[OffloadKey, TierResult] = {}
@@ -147,7 +137,7 @@ class StoreServer:
 
     def connect(self) -> None:
         deadline = time.monotonic() + STORE_DEADLINE_S
-        while not self.tier.is_connected:
+        while not self.tier.stats().is_connected:
             assert time.monotonic() < deadline, "the tier never reached the store"
             self.poll()
 

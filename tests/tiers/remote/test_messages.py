@@ -9,8 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.host.pool import PoolHandle
-from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, MessageError, Op, Request, Response, Status
-from kvoffload.tiers.remote.wire import MAX_MESSAGE_BYTES, Kind, Setup, Unframer, frame
+from kvoffload.tiers.remote.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_PROBLEM_BYTES,
+    Kind,
+    MessageError,
+    Op,
+    Request,
+    Response,
+    Setup,
+    Status,
+    Unframer,
+    frame,
+)
 
 KEYS = st.lists(st.binary(min_size=1, max_size=64), max_size=8)
 

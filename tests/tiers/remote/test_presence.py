@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvoffload.abc.tier import HIT, MISS, RETRY
-from kvoffload.tiers.remote import presence
 from kvoffload.tiers.remote.presence import MISSING_TTL_S, PRESENT_TTL_S, PresenceCache
 
 
@@ -31,9 +28,8 @@ def test_the_last_answer_counts() -> None:
     assert cache.states([b"a"], 2.0).tolist() == [MISS]
 
 
-def test_the_oldest_knowledge_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "MAX_KNOWN", 3)
-    cache = PresenceCache()
+def test_the_oldest_knowledge_is_forgotten_first() -> None:
+    cache = PresenceCache(max_known=3)
     cache.note_present([b"a", b"b", b"c"], 0.0)
     cache.note_present([b"a"], 1.0)
     cache.note_missing([b"d"], 1.0)

@@ -25,10 +25,10 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.child import SMALL_READ_BLOCKS, TRANSFER_NICENESS
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
+from kvoffload.tiers.remote.messages import Setup
 from kvoffload.tiers.remote.presence import PRESENT_TTL_S
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.start import open_remote_tier
-from kvoffload.tiers.remote.wire import Setup
 from tests.tiers.remote.folder_store import FolderStore
 from tests.tiers.remote.rig import CLIENT, FINGERPRINT, Server, store_in
 
@@ -67,7 +67,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def restart(server: Server) -> None:
-    server.until(lambda: not server.tier.is_connected, "the tier never noticed that the process has ended")
+    server.until(lambda: not server.tier.stats().is_connected, "the tier never noticed that the process has ended")
     server.clock.shift += MAX_PAUSE_S
     server.connect()
     server.clock.shift += PRESENT_TTL_S
@@ -151,7 +151,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     server = Server(store)
     server.until(lambda: server.channel.state is ChannelState.DOWN, "it was never noticed")
-    assert "its client cannot be started" in caplog.text
+    assert "the store's client cannot be started" in caplog.text
     monkeypatch.undo()
     restart(server)
     assert works(server, KEYS[:2])
@@ -173,10 +173,10 @@ def test_a_process_that_is_killed_is_replaced(server: Server) -> None:
 def test_a_crash_of_the_client_costs_the_engine_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.store.switch("crash")
     with caplog.at_level(logging.WARNING):
-        server.tier.expect(KEYS[:2])
+        server.tier.contains(KEYS[:2])
         server.until(lambda: server.tier.num_failed_lookups == 1, "the lookup never ended")
     assert server.states(KEYS[:2]) == [MISS] * 2
-    assert "has ended" in caplog.text
+    assert "client ended" in caplog.text
     server.store.switch("crash", False)
     restart(server)
     assert works(server, KEYS[:2])
@@ -189,7 +189,7 @@ def test_a_call_that_hangs_ends_at_its_deadline(server: Server, fault: str, dead
     assert first is not None
     server.store.switch(fault)
     taken = server.tier.read(KEYS[:2], np.array([20, 21]))
-    server.tier.expect(KEYS[4:6])
+    server.tier.contains(KEYS[4:6])
     server.clock.shift += deadline_s
     assert {result.error for result in server.finish(taken).values()} == {TierError.IO}
     # Its slots are free again, because nothing can write to them any more.
@@ -276,7 +276,7 @@ def test_a_client_that_writes_much_output_does_not_block(server: Server, caplog:
     with caplog.at_level(logging.WARNING):
         for key in KEYS[:8]:
             assert works(server, [key])
-    said = [record.getMessage() for record in caplog.records if "client says" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "output of the store's client" in record.getMessage()]
     assert len(said) == 1
     assert len(said[0]) < 3000
 
@@ -394,7 +394,7 @@ class TestConformanceOfTheProcess(TierConformance):
         context = TierContext(pools, FINGERPRINT, handles)
         tier = open_remote_tier(CLIENT, self.store.settings(), context, name="folder", prefix="kv")
         self.tiers.append(tier)
-        while not tier.is_connected:
+        while not tier.stats().is_connected:
             tier.wait(0.01)
             tier.poll()
         return tier

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, TierError, TierResult
-from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.testing.executor import SteppedExecutor
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.shared_dir.seats import Machine
-from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 
 FINGERPRINT = "5a" * 32
 PAGE = 4096
@@ -56,20 +58,22 @@ class Server:
     ) -> None:
         self.pools = make_pools(NUM_HOST_SLOTS, PAGE)
         self.executor = SteppedExecutor(seed=seed)
+        fingerprint, identity = settings.pop("fingerprint", FINGERPRINT), settings.pop("identity", {})
         self.tier = SharedDirTier(
             storage(DirectoryStorage(path)),
-            self.pools,
-            **{
-                "fingerprint": FINGERPRINT,
-                "capacity_bytes": capacity(num_slots),
-                "executor": self.executor,
-                "machine": Machine(f"host-{boot}", 1, boot),
-                "clock": time,
-                "wall_clock": time,
-                "random": Random(seed).randbytes,
-                "background": False,
-                **settings,
-            },
+            TierContext(self.pools, fingerprint, identity=identity),
+            settings.pop("capacity_bytes", None) or capacity(num_slots),
+            surroundings=Surroundings(
+                **{
+                    "machine": Machine(f"host-{boot}", 1, boot),
+                    "executor": self.executor,
+                    "clock": time,
+                    "wall_clock": time,
+                    "random": Random(seed).randbytes,
+                    "background": False,
+                    **settings,
+                }
+            ),
         )
 
     def background(self) -> None:
@@ -122,3 +126,6 @@ class Server:
         """Ends the process without a word: its threads stop, and its files are closed."""
         self.executor.kill()
         self.tier.own.files.close()
+
+
+Serve = Callable[..., Server]

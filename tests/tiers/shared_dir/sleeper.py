@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
 from tests.tiers.shared_dir.rig import FINGERPRINT, NUM_HOST_SLOTS, PAGE, capacity, content, key
@@ -20,7 +21,7 @@ if __name__ == "__main__":
     names = range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3]))
     pools = make_pools(NUM_HOST_SLOTS, PAGE)
     root = DirectoryStorage(Path(sys.argv[1]))
-    tier = SharedDirTier(root, pools, fingerprint=FINGERPRINT, capacity_bytes=capacity(len(names)))
+    tier = SharedDirTier(root, TierContext(pools, FINGERPRINT), capacity(len(names)))
     for slot, name in enumerate(names):
         pools[0][slot] = content(name)
     tier.write([key(name) for name in names], np.arange(len(names)))

@@ -21,7 +21,7 @@ def test_an_entry_opens_a_tier(tmp_path: Path) -> None:
     assert isinstance(tier, SharedDirTier)
     assert tier.is_shared
     assert config.capacity_bytes == 8 << 20
-    assert tier.capacity_bytes == 4 << 20
+    assert tier.stats().capacity_bytes == 4 << 20
     tier.close()
 
 

@@ -1,4 +1,4 @@
-"""The conformance suite of tiers: a shared directory with one server, and with another one beside it."""
+"""The conformance suite of tiers: a shared directory that another server uses too."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
+from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.tier_conformance import TierConformance
-from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.tiers.shared_dir.rig import FINGERPRINT, capacity
 
 
-class SharedConformance(TierConformance):
+class TestTwoServers(TierConformance):
+    """Another server uses the directory, and follows this one."""
+
     tmp_path: Path
 
     @pytest.fixture(autouse=True)
@@ -37,11 +41,9 @@ class SharedConformance(TierConformance):
         executor = SteppedExecutor(seed=1)
         tier = SharedDirTier(
             DirectoryStorage(path),
-            pools,
-            fingerprint=FINGERPRINT,
-            capacity_bytes=capacity(num_blocks, *(pool.shape[1] for pool in pools)),
-            executor=executor,
-            background=False,
+            TierContext(pools, FINGERPRINT),
+            capacity(num_blocks, *(pool.shape[1] for pool in pools)),
+            surroundings=Surroundings(executor=executor, background=False),
         )
         self.executors[id(tier)] = executor
         self.opened.append(tier)
@@ -67,7 +69,9 @@ class SharedConformance(TierConformance):
         return tier
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        return self.open(self.tmp_path / str(next(self.numbers)), pools, num_blocks)
+        path = self.tmp_path / str(next(self.numbers))
+        self.open(path, make_pools(8, *(pool.shape[1] for pool in pools)), num_blocks)
+        return self.open(path, pools, num_blocks)
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier | None:
         assert isinstance(tier, SharedDirTier)
@@ -86,16 +90,3 @@ class SharedConformance(TierConformance):
 
     def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier | None:
         return self.open(self.path_of[id(tier)], pools, 16)
-
-
-class TestOneServer(SharedConformance):
-    pass
-
-
-class TestTwoServers(SharedConformance):
-    """Another server uses the directory, and follows this one."""
-
-    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        path = self.tmp_path / str(next(self.numbers))
-        self.open(path, make_pools(8, *(pool.shape[1] for pool in pools)), num_blocks)
-        return self.open(path, pools, num_blocks)

@@ -19,17 +19,18 @@ import pytest
 
 from kvoffload.abc import ConfigError, TierResult
 from kvoffload.cli import inspect as tools
+from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.scale import SCALE
-from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.testing.tiers import make_pools
 from kvoffload.tiers.checksum import sealed
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD, RECORD_BYTES
 from kvoffload.tiers.disk.journal import ENTRY, ENTRY_BYTES, JOURNAL_HEADER_BYTES, _checks
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.shared_dir.seats import BEAT_S, HEARTBEAT_NAME, SILENT_S
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
+from tests.clock import Clock
 from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
-from tests.tiers.shared_dir.test_tier import Clock
 
 EXTREMES = (
     0,
@@ -57,7 +58,7 @@ NAMES = (
     "slab-00000",
     "slab-00001",
     "slab-99999",
-    "gate",
+    "clock",
 )
 NUM_SLOTS = 24
 SLAB_BYTES = 8 * PAGE
@@ -293,7 +294,7 @@ def test_a_shared_directory_survives_what_others_leave_in_it(tmp_path: Path, see
 
 
 def shared_fuzz(tmp_path: Path, seed: int, num_strikes: int = 12) -> Counter[str]:
-    rng, clock, path = Random(seed), Clock(), tmp_path / "shared"
+    rng, clock, path = Random(seed), Clock(1000.0), tmp_path / "shared"
     settings: dict[str, Any] = {
         "slab_bytes": SLAB_BYTES,
         "capacity_bytes": capacity(NUM_SLOTS, num_slabs=NUM_SLOTS // 8),
@@ -365,10 +366,8 @@ def disk_fuzz(tmp_path: Path, seed: int, num_strikes: int = 20) -> Counter[str]:
                 tier = DiskTier(
                     DirectoryStorage(path),
                     pools,
-                    fingerprint=FINGERPRINT,
-                    capacity_bytes=budget,
+                    DiskSettings(FINGERPRINT, budget, slab_bytes=SLAB_BYTES),
                     executor=executor,
-                    slab_bytes=SLAB_BYTES,
                 )
             except (ConfigError, OSError) as error:
                 done[f"starts refused: {type(error).__name__}"] += 1
@@ -380,7 +379,7 @@ def disk_fuzz(tmp_path: Path, seed: int, num_strikes: int = 20) -> Counter[str]:
                 continue
             done["starts"] += 1
             tier.check_integrity()
-            assert du_of(path) <= tier.used_bytes <= budget
+            assert du_of(path) <= tier.files.used_bytes <= budget
             vandal = vandal or Vandal(path, tmp_path / "outside", rng)
             try:
                 for _ in range(4):

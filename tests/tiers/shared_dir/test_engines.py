@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
-from kvoffload.testing.engine import LowerTiers, ModelEngine
-from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
-from tests.tiers.disk.kill_server import FINGERPRINT, RealClock, scenario
+from tests.clock import RealClock
+from tests.sim.engine import LowerTiers, ModelEngine
+from tests.tiers.disk.kill_server import FINGERPRINT, scenario
 
 BUDGET = 4 << 20
 DEADLINE_S = 60.0
@@ -29,7 +31,7 @@ class Shared(LowerTiers):
         self.directory = directory
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
-        self.tier = open_shared_dir_tier(self.directory, BUDGET, pools, FINGERPRINT)
+        self.tier = SharedDirConfig(dir=str(self.directory), bytes=BUDGET).open(TierContext(pools, FINGERPRINT))
         return [self.tier]
 
     def settle(self) -> None:
@@ -57,7 +59,7 @@ def serve(server: Shared) -> dict[str, float]:
 
 def wait_until_followed(one: Shared, two: Shared) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while len(two.tier.blocks) < (one.tier.num_blocks or 0):
+    while len(two.tier.blocks) < (one.tier.stats().num_blocks or 0):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -67,7 +69,7 @@ def test_a_server_loads_what_another_one_has_computed(directory: Path) -> None:
     serve(one)
     one.settle()
     wait_until_followed(one, two)
-    own = two.tier.num_blocks
+    own = two.tier.stats().num_blocks
     counters = serve(two)
     assert own == 0
     assert counters.get("promoted_blocks", 0) > 0

@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.abc import OffloadKey
-from kvoffload.testing.engine import Clock
-from kvoffload.testing.shared_storage import Mount, NfsClient, NfsServer
-from kvoffload.tiers.disk.format import EMPTY_RECORD, pack_record
+from kvoffload.tiers.disk.format import EMPTY_RECORD
 from kvoffload.tiers.disk.journal import digests_of
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.start import remove_blocks
 from kvoffload.tiers.shared_dir.followers import Follower
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
 from kvoffload.tiers.shared_dir.seats import seat_name
+from tests.clock import Clock
+from tests.sim.shared_storage import Mount, NfsClient, NfsServer
+from tests.tiers.disk.records import pack_record
 
 FINGERPRINT = "ab" * 32
 BLOCK = 4096

@@ -15,9 +15,10 @@ import pytest
 from kvoffload.abc import ByteArray, LookupState, TierError, TierResult
 from kvoffload.host.pool import SLOT_ALIGNMENT
 from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.seats import Machine
-from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 
 MOUNTS = [os.environ.get(f"KVOFFLOAD_NFS_{name}", "") for name in "AB"]
 """Mounts of one directory by two NFS clients, see tools/nfs_guest.py."""
@@ -43,11 +44,11 @@ class Server:
         self.pools = make_pools(NUM_BLOCKS, BLOCK, seed=number)
         self.tier = SharedDirTier(
             DirectoryStorage(Path(mount) / folder),
-            self.pools,
-            fingerprint=FINGERPRINT,
-            capacity_bytes=(1 << 20) + num_blocks * (BLOCK + 1024),
-            machine=Machine(f"machine-{number}", number, f"boot-{number}"),
-            slab_bytes=8 * BLOCK,
+            TierContext(self.pools, FINGERPRINT),
+            (1 << 20) + num_blocks * (BLOCK + 1024),
+            surroundings=Surroundings(
+                machine=Machine(f"machine-{number}", number, f"boot-{number}"), slab_bytes=8 * BLOCK
+            ),
         )
 
     def wait_for(self, is_done: Callable[[], object]) -> None:

@@ -7,25 +7,28 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError, TierError
+from kvoffload.abc import ConfigError
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.identities import read_identity
-from kvoffload.tiers.shared_dir import seats
 from kvoffload.tiers.shared_dir.background import REST_S
+from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.seats import (
     BEAT_S,
+    CLOCK_NAME,
     GONE_AFTER_S,
     HEARTBEAT_BYTES,
     HEARTBEAT_NAME,
     SILENT_S,
+    Claimant,
     Heartbeat,
+    Machine,
     SeatState,
     Sighting,
     look,
@@ -33,35 +36,10 @@ from kvoffload.tiers.shared_dir.seats import (
     seat_number,
 )
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
+from tests.clock import Clock
 from tests.tiers.disk.test_tier import du, put
 from tests.tiers.shared_dir import sleeper
-from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, key
-from tests.tiers.shared_dir.test_tier import Clock
-
-Serve = Callable[..., Server]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "shared"
-
-
-@pytest.fixture
-def serve(path: Path, clock: Clock) -> Iterator[Serve]:
-    servers: list[Server] = []
-
-    def open_server(num_slots: int = 8, **settings: Any) -> Server:
-        servers.append(Server(path, num_slots, time=clock, seed=len(servers), **settings))
-        return servers[-1]
-
-    yield open_server
-    for server in servers:
-        server.tier.close()
+from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Serve, Server, capacity, key
 
 
 def name_of(server: Server) -> str:
@@ -352,7 +330,7 @@ def test_what_a_server_writes_into_a_seat_that_it_has_lost_is_removed(
 
 
 @pytest.mark.parametrize("what", ["link", "folder", "pipe"])
-@pytest.mark.parametrize("where", ["writer-0", f"writer-0/{HEARTBEAT_NAME}", "writer-0/lock", "gate", "gate/clock"])
+@pytest.mark.parametrize("where", ["writer-0", f"writer-0/{HEARTBEAT_NAME}", "writer-0/lock", CLOCK_NAME])
 def test_a_seat_that_cannot_be_claimed_stops_no_start(
     serve: Serve, path: Path, tmp_path: Path, what: str, where: str
 ) -> None:
@@ -366,18 +344,17 @@ def test_a_seat_that_cannot_be_claimed_stops_no_start(
     assert (tmp_path / "target").read_bytes() == b"not ours"
 
 
-@pytest.mark.parametrize("what", ["gate", "gate/clock"])
-def test_a_silent_seat_is_adopted_even_if_the_gate_cannot_be_used(
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_a_silent_seat_is_adopted_even_if_something_has_the_clocks_name(
     serve: Serve, path: Path, tmp_path: Path, what: str
 ) -> None:
     one = serve(boot="a")
     one.kill()
-    (shutil.rmtree if what == "gate" else os.unlink)(path / what)
-    put("link", path / what, tmp_path / "target")
+    (path / CLOCK_NAME).unlink()
+    put(what, path / CLOCK_NAME, tmp_path / "target")
     assert name_of(serve(boot="b")) == "writer-1"
     age(path, "writer-0", SILENT_S)
     assert name_of(serve(boot="c")) == "writer-0"
-    assert not (path / "clock").exists()
 
 
 @pytest.mark.parametrize("why", ["it beats", "it has its lock", "not for long", "only the medium's clock says so"])
@@ -420,24 +397,20 @@ def test_a_seat_is_emptied_by_one_survivor_at_a_time(serve: Serve, clock: Clock,
 
 
 def test_engines_of_one_server_take_a_seat_each(path: Path) -> None:
-    from kvoffload.testing.tiers import make_pools
-    from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
-
-    tiers = [open_shared_dir_tier(path, 8 << 20, make_pools(4, 4096), FINGERPRINT, engines=2) for _ in range(2)]
+    config = SharedDirConfig(dir=str(path), bytes=8 << 20)
+    tiers = [config.open(TierContext(make_pools(4, 4096), FINGERPRINT, engines=2)) for _ in range(2)]
     assert [tier.seat.name for tier in tiers] == ["writer-0", "writer-1"]
-    assert [tier.capacity_bytes for tier in tiers] == [4 << 20, 4 << 20]
+    assert [tier.stats().capacity_bytes for tier in tiers] == [4 << 20, 4 << 20]
     for tier in tiers:
         tier.close()
     assert all(heartbeat(path, tier.seat.name).state is SeatState.ENDED for tier in tiers)
 
 
 def test_another_users_directory_is_refused(path: Path) -> None:
-    from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
-
     path.mkdir(mode=0o777)
     path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"^dir=.*others can write.*run as the same user"):
-        open_shared_dir_tier(path, 8 << 20, [], FINGERPRINT)
+        SharedDirConfig(dir=str(path), bytes=8 << 20).open(TierContext([], FINGERPRINT))
 
 
 def test_a_server_that_is_killed_leaves_its_blocks_to_the_next(path: Path, serve: Serve) -> None:
@@ -465,7 +438,7 @@ def test_a_server_that_is_killed_leaves_its_blocks_to_the_next(path: Path, serve
 def test_names_of_seats() -> None:
     for number in (0, 1, 12):
         assert seat_number(seat_name(number)) == number
-    for name in ("writer-", "writer-01", "writer-x", "writer-1 ", "gate", "xwriter-1"):
+    for name in ("writer-", "writer-01", "writer-x", "writer-1 ", "clock", "xwriter-1"):
         assert seat_number(name) is None
 
 
@@ -499,18 +472,10 @@ def test_a_heartbeat_is_what_was_packed_and_nothing_else(tmp_path: Path) -> None
     storage.close()
 
 
-def test_the_number_of_seats_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "MAX_SEATS", 2)
-    serve(boot="a")
-    serve(boot="b")
+def test_the_number_of_seats_is_bounded(path: Path) -> None:
+    claimant = Claimant(DirectoryStorage(path), FINGERPRINT, Machine.this(), os.urandom, lambda: 0.0, max_seats=2)
+    taken = [claimant.take() for _ in range(2)]
     with pytest.raises(ConfigError, match="2 servers use it already"):
-        serve(boot="c")
-
-
-def test_reading_a_seat_that_is_emptied_meanwhile_is_a_miss(serve: Serve, path: Path) -> None:
-    one, two = serve(), serve()
-    one.write(1)
-    two.tier.follow()
-    for each in (path / "writer-0" / FINGERPRINT).iterdir():
-        each.unlink()
-    assert two.read(1) == {1: TierError.GONE}
+        claimant.take()
+    taken[0].storage.close()
+    assert claimant.take().name == "writer-0"

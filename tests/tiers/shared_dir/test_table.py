@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.tiers.disk.journal import digests_of
 from kvoffload.tiers.shared_dir.table import BlockTable
 
 
@@ -88,23 +87,3 @@ def test_memory_per_block_is_bounded() -> None:
         assert table.capacity >= num_blocks
         # Digest and checksum per slot come on top: 16 bytes.
         assert table.nbytes / num_blocks + 16 <= 200
-
-
-def test_digests_depend_on_every_byte_and_on_the_length() -> None:
-    base = bytes(range(1, 45))
-    family = [base, base[:-1], base + b"\0", base[:-1] + b"\0", bytes(44), bytes(43), bytes(8), bytes(7), b"\0"]
-    family += [base[:i] + bytes([base[i] ^ 1 << bit]) + base[i + 1 :] for i in range(44) for bit in range(8)]
-    found = digests_of(family)
-    assert len(set(found.tolist())) == len(set(family)) == len(family)
-    assert found.tolist() == [int(digests_of([key])[0]) for key in family], "alone or together"
-    assert (found != 0).all()
-    assert len(digests_of([])) == 0
-
-
-def test_digests_are_spread_evenly() -> None:
-    """Keys that differ in a counter only, as in tests, must not meet in the same buckets."""
-    found = digests_of([number.to_bytes(36, "big") for number in range(1 << 14)])
-    for shift in (0, 16, 32, 48):
-        counts = np.bincount((found >> np.uint64(shift) & np.uint64(1023)).astype(np.int64), minlength=1024)
-        assert counts.max() <= 16 + 8 * 4
-        assert counts.min() > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, TierError
-from kvoffload.testing.storage import os_error
 from kvoffload.tiers.disk import blockio, journal, slabs
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, Header
@@ -23,42 +22,13 @@ from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
 from kvoffload.tiers.shared_dir.background import REST_S
-from kvoffload.tiers.shared_dir.foreign import IDLE_S
-from kvoffload.tiers.shared_dir.seats import Machine, take_seat
-from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
+from kvoffload.tiers.shared_dir.foreign import IDLE_S, OpenSlabs, SeatView
+from kvoffload.tiers.shared_dir.seats import Claimant, Machine
+from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
-from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def serve(tmp_path: Path, clock: Clock) -> Any:
-    """Opens servers on one directory, and closes them after the test."""
-    servers: list[Server] = []
-
-    def open_server(num_slots: int = 8, **settings: Any) -> Server:
-        server = Server(tmp_path / "shared", num_slots, time=clock, seed=len(servers), **settings)
-        servers.append(server)
-        return server
-
-    yield open_server
-    for server in servers:
-        server.tier.close()
-
-
-Serve = Callable[..., Server]
+from tests.clock import Clock
+from tests.sim.storage import os_error
+from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Serve, Server, capacity, content, key
 
 
 def seat_of(server: Server, tmp_path: Path) -> Path:
@@ -78,20 +48,12 @@ def test_two_servers_find_and_read_each_others_blocks(serve: Serve) -> None:
     assert one.read(4, 9) == {4: None}
 
 
-def test_a_server_that_starts_later_finds_what_is_there(serve: Serve) -> None:
-    one = serve()
-    one.write(1, 2)
-    two = serve()
-    two.tier.follow()
-    assert two.read(1, 2) == {1: None, 2: None}
-
-
 def test_blocks_that_another_server_holds_are_not_written_again(serve: Serve) -> None:
     one, two = serve(), serve()
     one.write(1, 2)
     two.tier.follow()
     assert two.write(1, 2, 3) == [3]
-    assert two.tier.num_blocks == 1
+    assert two.tier.stats().num_blocks == 1
 
 
 def test_changes_are_followed_by_the_journal_without_reading_the_index(
@@ -113,7 +75,7 @@ def test_changes_are_followed_by_the_journal_without_reading_the_index(
     one.write(*range(4, 8))
     two.tier.follow()
     assert two.finds(*range(1, 8)) == one.finds(*range(1, 8))
-    assert len(two.tier.blocks) == one.tier.num_blocks
+    assert len(two.tier.blocks) == one.tier.stats().num_blocks
 
 
 def test_a_follower_that_has_fallen_behind_reads_the_index(
@@ -191,14 +153,11 @@ def test_a_header_with_nonsense_hides_its_own_seat_only(serve: Serve, clock: Clo
     assert three.read(1, 2) == {2: None}
 
 
-def test_the_size_of_an_index_takes_no_room_from_other_seats(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two, three = serve(), serve(), serve()
+def test_the_size_of_an_index_takes_no_room_from_other_seats(serve: Serve, tmp_path: Path) -> None:
+    one, two, three = serve(), serve(), serve(max_foreign_blocks=1 << 16)
     one.write(1)
     two.write(2)
     os.truncate(tmp_path / "shared" / "writer-0" / FINGERPRINT / "index", 1 << 40)
-    monkeypatch.setattr(three.tier.blocks, "_max_blocks", 1 << 16)
     three.background()
     assert three.read(1, 2) == {1: None, 2: None}
 
@@ -306,7 +265,7 @@ def test_blocks_of_a_transient_generation_are_not_read(serve: Serve, clock: Cloc
     two.tier.follow()
     assert two.finds(1, 2) == []
     assert len(two.tier.blocks) == 0
-    assert two.tier.blocks.handles.num_open == 0
+    assert two.tier.blocks.slabs.num_open == 0
     one.tier.close()
     again = serve()
     again.write(3)
@@ -345,14 +304,14 @@ def test_a_folder_that_has_vanished_is_forgotten_and_its_files_are_closed(serve:
     one.write(1, 2)
     two.tier.follow()
     assert two.read(1) == {1: None}
-    assert two.tier.blocks.handles.num_open == 1
+    assert two.tier.blocks.slabs.num_open == 1
     folder = seat_of(one, tmp_path)
     for file in folder.iterdir():
         file.unlink()
     assert two.read(2) == {2: None}, "an open file can be read on"
     two.tier.follow()
     assert two.finds(1, 2) == []
-    assert two.tier.blocks.handles.num_open == 0
+    assert two.tier.blocks.slabs.num_open == 0
 
 
 def test_files_that_vanish_before_the_follower_knows_are_gone(serve: Serve, tmp_path: Path) -> None:
@@ -369,11 +328,26 @@ def test_files_are_closed_when_they_are_not_used(serve: Serve, clock: Clock) -> 
     one.write(1)
     two.tier.follow()
     two.read(1)
-    assert two.tier.blocks.handles.num_open == 1
+    assert two.tier.blocks.slabs.num_open == 1
     clock.now += IDLE_S
     two.tier.follow()
-    assert two.tier.blocks.handles.num_open == 0
+    assert two.tier.blocks.slabs.num_open == 0
     assert two.read(1) == {1: None}
+
+
+def test_no_slab_stays_open_after_the_end_not_even_for_a_late_read(serve: Serve, tmp_path: Path) -> None:
+    one, slabs = serve(), OpenSlabs()
+    one.write(1)
+    with closing(DirectoryStorage(seat_of(one, tmp_path).parent)) as storage:
+        view, before = SeatView(0, storage, one.tier.own.files.header), len(os.listdir("/proc/self/fd"))
+        slabs.get(view, 0, 0.0)
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        slabs.shut()
+        assert len(os.listdir("/proc/self/fd")) == before
+        late = slabs.get(view, 0, 0.0)
+        assert late.file.size() > 0
+        del late
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_other_fingerprints_are_not_found(serve: Serve) -> None:
@@ -558,7 +532,7 @@ def test_a_seat_that_cannot_be_listed_is_not_kept_locked(
     one.tier.close()
     root = FailingSeats(tmp_path / "shared")
     monkeypatch.setattr(FailingSeats, "fails", "folders")
-    seat = take_seat(root, FINGERPRINT, Machine.this(), os.urandom)
+    seat = Claimant(root, FINGERPRINT, Machine.this(), os.urandom, lambda: 0.0).take()
     assert (seat.name, seat.is_new) == ("writer-1", True)
     two = serve()
     assert two.tier.seat.name == "writer-0"
@@ -572,7 +546,7 @@ def test_a_lock_that_fails_leaves_no_open_files(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(FailingSeats, "fails", "try_lock")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Input/output error"):
-        take_seat(root, FINGERPRINT, Machine.this(), os.urandom)
+        Claimant(root, FINGERPRINT, Machine.this(), os.urandom, lambda: 0.0).take()
     assert os.listdir("/proc/self/fd") == before
     root.close()
 
@@ -600,8 +574,8 @@ def test_the_budget_covers_journal_and_heartbeat(serve: Serve, tmp_path: Path, c
             for each in (tmp_path / "shared" / one.tier.seat.name).rglob("*")
             if each.is_file() and not each.name.startswith("lock")
         )
-        assert held <= one.tier.used_bytes <= one.tier.capacity_bytes == capacity(6)
-    assert one.tier.num_evicted > 0
+        assert held <= one.tier.own.files.used_bytes <= one.tier.own.files.capacity_bytes == capacity(6)
+    assert one.tier.stats().num_evicted > 0
 
 
 def test_a_journal_that_cannot_be_written_is_made_up_for(
@@ -641,34 +615,3 @@ def test_a_plain_disk_tier_has_no_journal_and_does_not_need_one(tmp_path: Path, 
     )
     files.close()
     assert {each.name for each in seat_of(one, tmp_path).iterdir()} == {"index", "recency", "slab-00000"}
-
-
-def test_threads_do_it_all(tmp_path: Path) -> None:
-    """With real threads: what one server writes is found by the other without a call of its own."""
-    from kvoffload.testing.tiers import make_pools
-    from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
-
-    def finish(tier: SharedDirTier, keys: Sequence[bytes]) -> None:
-        done: list[bytes] = []
-        for _ in range(3000):
-            tier.wait(0.01)
-            for result in tier.poll():
-                assert result.ok
-                done.append(result.key)
-            if len(done) == len(keys):
-                return
-        raise AssertionError("a block was not reported")
-
-    pools: list[list[ByteArray]] = [make_pools(8, PAGE) for _ in range(2)]
-    one, two = (open_shared_dir_tier(tmp_path, 4 << 20, each, FINGERPRINT) for each in pools)
-    assert one.write([key(1)], np.array([3])) == [key(1)]
-    finish(one, [key(1)])
-    for _ in range(600):
-        if two.contains([key(1)])[0]:
-            break
-        two.wait(0.05)
-    assert two.read([key(1)], np.array([5])) == [key(1)]
-    finish(two, [key(1)])
-    assert np.array_equal(pools[1][0][5], pools[0][0][3])
-    one.close()
-    two.close()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction
-from kvoffload.cache.policies.arc import TextbookARCPolicy
+from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.auto import AutoPolicy
 from kvoffload.cache.policies.base import ListPolicy
-from kvoffload.cache.policies.fifo import FIFOPolicy
-from kvoffload.cache.policies.lirs import LIRSPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.policies.recency import RecencyList
-from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
-from kvoffload.cache.policies.sieve import SIEVEPolicy
 from kvoffload.cache.policies.tenants import TenantPolicy
-from kvoffload.cache.policies.twoq import TwoQPolicy
 from kvoffload.cache.tenants import Shares
+from kvoffload.native.structures import RecencyList
 from kvoffload.settings import import_subclass
 
 __all__ = [
@@ -28,26 +25,21 @@ __all__ = [
     "policy_class",
 ]
 
-BUILTIN: dict[str, type[CachePolicy]] = {
-    "fifo": FIFOPolicy,
-    "lru": LRUPolicy,
-    "arc": TextbookARCPolicy,
-    "s3fifo": S3FIFOPolicy,
-    "sieve": SIEVEPolicy,
-    "lirs": LIRSPolicy,
-    "2q": TwoQPolicy,
-    "auto": AutoPolicy,
-}
+TEXTBOOK_EXAMPLE = "kvoffload.lab.policies.sieve:SIEVEPolicy"
+BUILTIN: dict[str, type[CachePolicy]] = {"auto": AutoPolicy, "lru": LRUPolicy, "arc": ARCPolicy}
 
 
-def policy_class(name: str) -> type[CachePolicy]:
-    """Returns the class called ``name``: that of a built-in policy, or your own as "package.module:Class".
+def policy_class(name: str, known: Mapping[str, type[CachePolicy]] = BUILTIN) -> type[CachePolicy]:
+    """Returns the class called ``name``: one of ``known``, or any other as "package.module:Class".
 
     Raises ConfigError if it cannot be imported or is not a CachePolicy.
     """
-    if name in BUILTIN:
-        return BUILTIN[name]
-    choice = f'write one of {", ".join(sorted(BUILTIN))}, or your own class as "package.module:Class"'
+    if name in known:
+        return known[name]
+    choice = (
+        f'write one of {", ".join(sorted(known))}, or a class as "package.module:Class", such as your own or '
+        f'"{TEXTBOOK_EXAMPLE}"'
+    )
     if not name.partition(":")[2]:
         raise ConfigError(f"policy={name!r}: no policy has this name; {choice}")
     return import_subclass(f"policy={name!r}", name, CachePolicy, choice)  # type: ignore[type-abstract]

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
-from kvoffload.cache.keys import Hashes, key_hashes
-from kvoffload.cache.policies.ghosts import (
-    Entries,
-    GhostTable,
-    same_keys,
-    seem_of_several_groups,
-    shared_names,
-)
-from kvoffload.cache.policies.pair import ListPair
-from kvoffload.cache.policies.recency import Positions
+from kvoffload.cache.keys import Hashes, key_hashes, seem_of_several_groups, shared_names
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 from kvoffload.native import load
-
-
-class _Absent(NamedTuple):
-    """Absent keys, tail first, their hashes, and where their ghosts were found. The list of keys is not changed."""
-
-    keys: Sequence[OffloadKey]
-    hashes: Hashes
-    entries: Entries
+from kvoffload.native.structures import GhostTable, ListPair
 
 
 class PlainAutoPolicy(CachePolicy):
@@ -56,45 +40,29 @@ class PlainAutoPolicy(CachePolicy):
         self._has_shared_names = False
         """Whether a key of another group than the first was seen. Then a ghost stays when a block returns, for the
         other blocks of its name. Blocks that came before have names of their own until they leave."""
-        self._last: _Absent | None = None
-        """The absent keys of the last call, because the next call is often about the same keys. While keys are absent,
-        their ghosts can be overwritten, but none is added, unless by ``refuse``."""
+        self._last: tuple[Sequence[OffloadKey], Hashes] = ((), np.zeros(0, dtype=np.uint64))
+        """Keys and hashes of the last call, because the next call is often about the same keys."""
 
     def state(self) -> Mapping[str, Any]:
         scores = zip((rule.name for rule in RULES), self._tournament.scores, strict=True)
         return {"rule": self._tournament.rule.name, "scores": dict(scores)}
 
     def access(self, access: Access) -> None:
+        chain = self._hash_of[access.found]
         missing = access.found < 0
-        num_missing = np.count_nonzero(missing)
-        if num_missing == 0:
-            self._tournament.observe(self._hash_of[access.found])
-        else:
-            all_missing = num_missing == len(missing)
-            keys = access.keys if all_missing else list(compress(access.keys, missing.tolist()))
-            absent = self._absent(keys[::-1])
-            chain = absent.hashes[::-1]
-            if not all_missing:
-                chain = self._hash_of[access.found]
-                chain[missing] = absent.hashes[::-1]
-            self._tournament.observe(chain)
-            self._mark_returning(absent)
+        absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1])
+        chain[missing] = absent[::-1]
+        self._tournament.observe(chain)
+        tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
+        self._ghosts.mark_above(absent, self._lists.oldest_again() if tested else -1)
         self._lists.use(access.slots, access.ready)
 
-    def _mark_returning(self, absent: _Absent) -> None:
-        """Marks those ghosts among absent keys that will count as used again if they are stored."""
-        entries = absent.entries[absent.entries >= 0]
-        if len(entries):
-            tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
-            floor = self._lists.oldest_again() if tested else -1
-            self._ghosts.mark(entries, self._ghosts.stamps(entries) > floor)
-
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        absent, self._last = self._absent(keys), None
-        returning = self._ghosts.is_marked(absent.entries)
+        hashes = self._hashes(keys)
+        returning = self._ghosts.is_marked(hashes)
         if not self._has_shared_names:
-            self._ghosts.remove(absent.entries[absent.entries >= 0])
-        self._hash_of[slots] = absent.hashes
+            self._ghosts.remove(hashes)
+        self._hash_of[slots] = hashes
         self._lists.insert(slots, returning)
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
@@ -123,7 +91,6 @@ class PlainAutoPolicy(CachePolicy):
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
         self._remember(self._hashes(keys), self._lists.tick(len(keys)))
-        self._last = None
 
     def evict(self, eviction: Eviction) -> Slots:
         rule, n, busy = self._tournament.rule, eviction.n, eviction.busy
@@ -137,16 +104,16 @@ class PlainAutoPolicy(CachePolicy):
                 if len(victims) < n:
                     more, at = pop(n - len(victims), busy)
                     victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
-        self._remember(self._hash_of[victims], positions, new=True)
+        self._remember(self._hash_of[victims], positions)
         return victims
 
-    def _remember(self, hashes: Hashes, positions: Positions, new: bool = False) -> None:
-        """Adds ghosts. ``new``: there are none of these blocks yet."""
+    def _remember(self, hashes: Hashes, positions: npt.NDArray[np.int64]) -> None:
+        """Adds ghosts."""
         if self._has_shared_names:
             _, last = np.unique(hashes[::-1], return_index=True)
             chosen = np.sort(len(hashes) - 1 - last)
-            hashes, positions, new = hashes[chosen], positions[chosen], False
-        self._ghosts.add(hashes, positions, new)
+            hashes, positions = hashes[chosen], positions[chosen]
+        self._ghosts.add(hashes, positions)
 
     def resize(self, full: int) -> None:
         self.full = full
@@ -157,7 +124,6 @@ class PlainAutoPolicy(CachePolicy):
         self._lists.clear()
         self._ghosts.clear()
         self._tournament.clear()
-        self._last = None
 
     def check_integrity(self, slots: Slots) -> None:
         self._lists.check_integrity(slots)
@@ -166,21 +132,14 @@ class PlainAutoPolicy(CachePolicy):
 
     def _is_returning(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
         """Returns which absent keys will count as used again if they are stored now."""
-        return self._ghosts.is_marked(self._absent(keys).entries)
-
-    def _absent(self, keys: Sequence[OffloadKey]) -> _Absent:
-        if self._last is not None and (self._last.keys is keys or same_keys(self._last.keys, keys)):
-            _, hashes, entries = self._last
-            self._last = _Absent(keys, hashes, self._ghosts.find_again(hashes, entries))
-        else:
-            hashes = self._hashes(keys)
-            self._last = _Absent(keys, hashes, self._ghosts.find(hashes))
-        return self._last
+        return self._ghosts.is_marked(self._hashes(keys))
 
     def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
-        if not self._has_shared_names:
-            self._has_shared_names = seem_of_several_groups(keys)
-        return key_hashes(shared_names(keys) if self._has_shared_names else keys)
+        if self._last[0] != keys:
+            if not self._has_shared_names:
+                self._has_shared_names = seem_of_several_groups(keys)
+            self._last = keys, key_hashes(shared_names(keys) if self._has_shared_names else keys)
+        return self._last[1]
 
 
 if TYPE_CHECKING or (native := load("_ghosts")) is None:

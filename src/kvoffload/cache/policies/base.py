@@ -1,4 +1,4 @@
-"""ListPolicy: the common part of policies that keep their blocks in recency lists."""
+"""ListPolicy: the common part of policies that keep their blocks in recency lists, and a rule of admission."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import CachePolicy, IntegrityError, Slots
-from kvoffload.cache.policies.recency import RecencyList
+from kvoffload.native.structures import RecencyList
 
 
 class ListPolicy(CachePolicy):
@@ -46,3 +46,13 @@ class ListPolicy(CachePolicy):
             raise IntegrityError(f"{type(self).__name__} does not hold the blocks that it should")
         for members in self.lists:
             members.check_integrity()
+
+
+def admit_head(returning: npt.NDArray[np.bool_], room: int) -> npt.NDArray[np.bool_]:
+    """Returns which blocks of a chain, given tail first, should enter: all that return, and the first ``room`` others.
+
+    A policy that takes one block after the other would evict the tail of a long chain for its head, because the head
+    is used last. A policy that sees the whole chain need not store the tail at all.
+    """
+    admitted: npt.NDArray[np.bool_] = returning | (np.cumsum(~returning[::-1])[::-1] <= room)
+    return admitted

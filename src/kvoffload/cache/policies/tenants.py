@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, MissReason, OffloadKey, Slots, TenantUse
-from kvoffload.cache.slots import FreeSlots
+from kvoffload.cache.slots import check_slots
 from kvoffload.cache.tenants import Shares
+from kvoffload.native.structures import FreeSlots
 
 MakePolicy = Callable[[int], CachePolicy]
 Flags = npt.NDArray[np.bool_]
@@ -336,7 +337,7 @@ class TenantPolicy(CachePolicy):
                 raise IntegrityError(f"tenant {name} counts its busy blocks wrong")
             if any(self._tenant(key) != t for key in blocks.key_of[places].tolist()):
                 raise IntegrityError(f"tenant {name} holds a block of another one")
-            blocks.free.check_integrity(blocks.quota)
+            check_slots(blocks.free, blocks.quota)
             blocks.policy.check_integrity(places)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import inf
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.cache.keys import Hashes
@@ -97,116 +95,84 @@ class Shadow:
     """A cache of ``capacity`` names without blocks that follows one rule.
 
     ``once`` and ``again``: the stamp of each name, oldest first. ``ghosts``: the same, of names that left or were
-    refused.
+    refused. Where the oldest leaves whatever list it is in, one list is enough, and ghosts make no difference.
     """
 
-    def __init__(self, capacity: int, rule: Rule) -> None:
-        self.capacity = capacity
-        self.rule = rule
+    def __init__(self, capacity: int, rule: Rule, max_ghosts: int) -> None:
+        self.capacity, self.rule, self.max_ghosts = capacity, rule, max_ghosts
         self.once: OrderedDict[int, int] = OrderedDict()
         self.again: OrderedDict[int, int] = OrderedDict()
         self.ghosts: OrderedDict[int, int] = OrderedDict()
-        self._clock = 0
 
-    def access(self, names: Sequence[int]) -> int:
+    def access(self, names: Sequence[int], clock: int) -> int:
         """Serves a request for a chain of distinct names, head first. Returns how many leading names were present."""
-        once, again, ghosts = self.once, self.again, self.ghosts
-        found = 0
-        for name in names:
-            if name not in again and name not in once:
-                break
-            found += 1
-        stamped = list(zip(reversed(names), count(self._clock + 1)))
-        self._clock += len(names)
-        if not found and all(members.keys().isdisjoint(names) for members in (once, again, ghosts)):
-            self._make_room(stamped, [], num_present=0)
-            for name, stamp in stamped:
-                once[name] = stamp
-            return 0
-        tested = again and self.rule.is_tested(self.capacity, len(again))
-        floor = next(iter(again.values())) if tested else -1
-        new_once: list[tuple[int, int]] = []
-        new_again: list[tuple[int, int]] = []
-        for name, stamp in stamped:
-            if name in again:
-                again[name] = stamp
-                again.move_to_end(name)
-            elif once.pop(name, None) is not None:
-                again[name] = stamp
-            elif ghosts.get(name, -1) > floor:
-                new_again.append((name, stamp))
-            else:
-                new_once.append((name, stamp))
-        self._make_room(new_once, new_again, num_present=len(names) - len(new_once) - len(new_again))
-        for members, new in ((once, new_once), (again, new_again)):
-            for name, stamp in new:
-                ghosts.pop(name, None)
-                members[name] = stamp
-        if new_again:
-            for name in reversed(names):
-                if name in again:
-                    again.move_to_end(name)
+        present = [name in self.again or name in self.once for name in names]
+        found = present.index(False) if False in present else len(names)
+        stamped = list(zip(reversed(names), range(clock + 1, clock + 1 + len(names)), strict=True))
+        if self.rule.share is None:
+            append(self.again, stamped)
+            cut(self.again, self.capacity)
+        else:
+            self._serve(stamped)
         return found
 
-    def _make_room(self, new_once: list[tuple[int, int]], new_again: list[tuple[int, int]], num_present: int) -> None:
-        """Makes room for new names with their stamps, given tail first, and removes those that the rule refuses.
-        ``num_present`` other names of the request are at the recent end of ``again``, and stay."""
+    def _serve(self, stamped: list[tuple[int, int]]) -> None:
         once, again, ghosts = self.once, self.again, self.ghosts
-        num_once, num_again = len(new_once), len(new_again)
-        need = len(once) + len(again) + num_once + num_again - self.capacity
+        floor = next(iter(again.values()), -1) if self.rule.is_tested(self.capacity, len(again)) else -1
+        new_once = [(name, stamp) for name, stamp in stamped if name not in once and name not in again]
+        new_again = [(name, stamp) for name, stamp in new_once if ghosts.get(name, -1) > floor]
+        new_once = [(name, stamp) for name, stamp in new_once if ghosts.get(name, -1) <= floor]
+        used = [(name, stamp) for name, stamp in stamped if name in once or name in again]
+        for name, _ in used:
+            once.pop(name, None)
+        append(again, used)
+        self._make_room(new_once, new_again, len(again) - len(used))
+        for name, _ in (*new_once, *new_again):
+            ghosts.pop(name, None)
+        append(once, new_once)
+        append(again, sorted(used + new_again, key=lambda each: each[1]))
+
+    def _make_room(self, new_once: list[tuple[int, int]], new_again: list[tuple[int, int]], idle_again: int) -> None:
+        """Evicts names, and removes those from the new ones, given tail first, that the rule refuses."""
+        once, again = self.once, self.again
+        need = len(once) + len(again) + len(new_once) + len(new_again) - self.capacity
         if need <= 0:
             return
-        idle = len(again) - num_present
-        made = plan(self.rule, self.capacity, len(once), len(again), num_once, num_again, need, idle)
+        made = plan(self.rule, self.capacity, len(once), len(again), len(new_once), len(new_again), need, idle_again)
         refused = new_once[: made.drop_once] + new_again[: made.drop_again]
         del new_once[: made.drop_once], new_again[: made.drop_again]
-        for name, stamp in sorted(refused, key=_stamp_of):
-            ghosts[name] = stamp
-            ghosts.move_to_end(name)
-        for members, n in ((once, made.evict_once), (again, made.evict_again)):
-            for _ in range(n):
-                name, stamp = members.popitem(last=False)
-                ghosts[name] = stamp
-        for _ in range(len(ghosts) - SHADOW_GHOSTS * self.capacity):
-            ghosts.popitem(last=False)
+        append(self.ghosts, sorted(refused, key=lambda each: each[1]))
+        append(self.ghosts, [once.popitem(last=False) for _ in range(made.evict_once)])
+        append(self.ghosts, [again.popitem(last=False) for _ in range(made.evict_again)])
+        cut(self.ghosts, self.max_ghosts)
 
 
-_stamp_of = itemgetter(1)
+def append(names: OrderedDict[int, int], stamped: Sequence[tuple[int, int]]) -> None:
+    for name, stamp in stamped:
+        names[name] = stamp
+        names.move_to_end(name)
 
 
-class LRUShadow(Shadow):
-    """Follows the rule without a share, for which lists and ghosts make no difference. ``again`` holds all names, and
-    no stamps."""
-
-    def access(self, names: Sequence[int]) -> int:
-        blocks = self.again
-        found = 0
-        for name in names:
-            if name not in blocks:
-                break
-            found += 1
-        for name in reversed(names):
-            if name in blocks:
-                blocks.move_to_end(name)
-            else:
-                blocks[name] = 0
-        for _ in range(len(blocks) - self.capacity):
-            blocks.popitem(last=False)
-        return found
+def cut(names: OrderedDict[int, int], limit: int) -> None:
+    for _ in range(len(names) - limit):
+        names.popitem(last=False)
 
 
 class PlainShadows:
-    """One shadow per rule, all of one capacity."""
+    """One shadow per rule, all of one capacity, each with at most ``max_ghosts`` ghosts."""
 
-    def __init__(self, capacity: int, rules: Sequence[Rule]) -> None:
+    def __init__(self, capacity: int, rules: Sequence[Rule], max_ghosts: int) -> None:
         self.capacity = capacity
-        self._shadows = [(LRUShadow if rule.share is None else Shadow)(capacity, rule) for rule in rules]
+        self._shadows = [Shadow(capacity, rule, max_ghosts) for rule in rules]
+        self._clock = 0
 
     def access(self, hashes: Hashes, limit: int) -> tuple[int, Sequence[int]]:
         """Serves a request for a chain: those of ``hashes`` that are at most ``limit``, head first. Returns how many
         distinct ones these are and, unless there are none, how many leading ones each shadow had."""
         names = list(dict.fromkeys(hashes[hashes <= limit].tolist()))
-        return len(names), [shadow.access(names) for shadow in self._shadows] if names else []
+        found = tuple(shadow.access(names, self._clock) for shadow in self._shadows) if names else ()
+        self._clock += len(names)
+        return len(names), found
 
     def lists(self, rule: int) -> tuple[list[int], list[int], list[int]]:
         """Returns the names that a shadow holds, used once and used again, and its ghosts, each oldest first."""
@@ -214,13 +180,10 @@ class PlainShadows:
         return list(shadow.once), list(shadow.again), list(shadow.ghosts)
 
 
-if TYPE_CHECKING or (native := load("_ghosts")) is None:
+if TYPE_CHECKING or (native := load("_ghosts")) is None:  # noqa: SIM108  (mypy does not know ``native``)
     Shadows = PlainShadows
 else:
-
-    def Shadows(capacity: int, rules: Sequence[Rule]) -> PlainShadows:
-        """Makes native shadows."""
-        return native.Shadows(capacity, rules, SHADOW_GHOSTS * capacity)
+    Shadows = native.Shadows
 
 
 class Tournament:
@@ -239,7 +202,7 @@ class Tournament:
     def clear(self) -> None:
         self.scores = [0.0] * len(RULES)
         self._current = FIRST
-        self.shadows = Shadows(self._capacity, RULES)
+        self.shadows = Shadows(self._capacity, RULES, SHADOW_GHOSTS * self._capacity)
 
     @property
     def rule(self) -> Rule:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.lab.readers import bailian, kv_cache_tester, libcachesim, mooncake, recorded, sharegpt, synthetic
-from kvoffload.lab.readers.lines import Problems, Progress, Source
-from kvoffload.lab.trace import MEMORY_BYTES, Trace, TraceError
+from kvoffload.lab.readers.lines import Problems, Source
+from kvoffload.lab.trace import MEMORY_BYTES, Progress, Trace, TraceError
 
 FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
     "mooncake": mooncake.read,

@@ -31,30 +31,21 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     rows = source.builder()
     first_of: dict[int, int] = {}
     """The first request of the session of each request."""
-    for number, line in source.lines():
-        try:
-            data = parse_object(line)
-            at, tokens, output = (
-                seconds(data, "timestamp"),
-                whole(data, "input_length", 1),
-                whole(data, "output_length"),
-            )
-            request, parent = whole(data, "chat_id"), whole(data, PARENT, NO_PARENT)
-            ids = block_ids(data)
-            check_length(len(ids), tokens, UNIT)
-        except ValueError as error:
-            source.problem(number, error)
-            continue
+    for _, (at, tokens, output, request, parent, ids) in source.parsed(_request):
         # The trace may begin in the middle of a session.
         session = first_of[request] = request if parent == NO_PARENT else first_of.get(parent, parent)
         chain = _prefixes(ids[: tokens // UNIT])[per_block - 1 :: per_block]
         rows.add(at, tokens, output, chain, None, str(session))
-    source.refuse_if_empty(rows.num_requests)
-    return source.trace(
-        rows,
-        size,
-        info={"format": "bailian"},
-    )
+    return source.trace(rows, size)
+
+
+def _request(line: bytes) -> tuple[float, int, int, int, int, list[int]]:
+    """Returns time, tokens of prompt and answer, id, the parent's id, and the ids of the blocks."""
+    data = parse_object(line)
+    at, tokens, output = seconds(data, "timestamp"), whole(data, "input_length", 1), whole(data, "output_length")
+    request, parent, ids = whole(data, "chat_id"), whole(data, PARENT, NO_PARENT), block_ids(data)
+    check_length(len(ids), tokens, UNIT)
+    return at, tokens, output, request, parent, ids
 
 
 def _prefixes(ids: list[int]) -> list[int]:

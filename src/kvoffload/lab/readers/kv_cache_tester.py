@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from kvoffload.lab.readers.lines import (
     MAX_TOKENS,
+    SessionStarts,
     Source,
     block_ids,
     parse_object,
@@ -47,9 +47,8 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the sessions. ``block_tokens`` must be a multiple of their own block size, the default. Raises
     TraceError."""
     rows = source.builder()
-    starts: list[tuple[float, int]] = []
+    starts = SessionStarts()
     size: int | None = None
-    longest = 0.0
     for file, number, data in _sessions(source):
         try:
             unit, scope = whole(data, "block_size", 1), data.get("hash_id_scope", "local")
@@ -68,17 +67,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         before = rows.num_requests
         session = _Session(file, number, data, unit, size, rows)
         session.read(data["requests"], session.name)
-        starts.append((session.start, rows.num_requests - before))
-        longest = max(longest, session.latest)
-    source.refuse_if_empty(rows.num_requests)
-    assert size is not None
-    shares, counts = np.array([share for share, _ in starts]), [count for _, count in starts]
-    return source.trace(
-        rows,
-        size,
-        np.repeat(shares * longest, counts) if len(starts) > 1 else 0.0,
-        info={"format": "kv-cache-tester", "sessions": len(starts)},
-    )
+        starts.add(session.name_bytes, rows.num_requests - before, session.latest)
+    if size is None:
+        source.empty()
+    return source.trace(rows, size, starts.delays(), {"sessions": len(starts)})
 
 
 class _Session:
@@ -93,11 +85,9 @@ class _Session:
         self.latest = 0.0
         """The latest time of its requests, after its start."""
         self.name = str(data.get("id", f"{file.path.name}:{number}"))[:_LONGEST_NAME]
-        name = self.name.encode("utf-8", "replace")
-        self.start = xxhash.xxh3_64_intdigest(name, seed=1) / 2**64
-        """When it starts, as a share of the longest session's length."""
+        self.name_bytes = self.name.encode("utf-8", "replace")
         is_local = data.get("hash_id_scope") != "global"
-        self._own = xxhash.xxh3_64_digest(name) if is_local else b""
+        self._own = xxhash.xxh3_64_digest(self.name_bytes) if is_local else b""
         self._tools, self._system = (
             most if is_local and type(most := data.get(key)) is int and 0 < most <= MAX_TOKENS else 0
             for key in ("tool_tokens", "system_tokens")

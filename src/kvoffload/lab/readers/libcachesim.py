@@ -7,11 +7,12 @@ of one token; sizes are ignored, because all blocks of a pool have the same size
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from kvoffload.lab.readers.lines import MAX_ID, MAX_SECONDS, Source, finite
+from kvoffload.lab.readers.lines import MAX_ID, MAX_SECONDS, Source
 from kvoffload.lab.trace import Trace, TraceError
 
 TIMES = ("time", "timestamp", "clock_time", "real_time", "ts")
@@ -39,12 +40,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             rows.add(_time(cells, columns[0]), 1, 0, (_object(cells, columns[1]),), None)
         except ValueError as error:
             source.problem(number, error)
-    source.refuse_if_empty(rows.num_requests)
-    return source.trace(
-        rows,
-        1,
-        info={"format": "libcachesim"},
-    )
+    return source.trace(rows, 1)
 
 
 def delimiter(line: str) -> str:
@@ -92,9 +88,11 @@ def _time(cells: Sequence[str], column: int) -> float:
     if column >= len(cells):
         raise ValueError(f"{len(cells)} columns: the time is missing")
     try:
-        value = finite(cells[column])
+        value = float(cells[column])
     except ValueError:
-        raise ValueError(f"{cells[column][:40]!r}: not a time in seconds") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{cells[column][:40]!r}: not a time in seconds")
     if not 0 <= value <= MAX_SECONDS:
         raise ValueError(f"{cells[column][:40]!r}: not a time of 0 or more")
     return value

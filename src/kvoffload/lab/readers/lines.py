@@ -7,15 +7,17 @@ import contextlib
 import gzip
 import io
 import json
-import math
 import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from kvoffload.lab.trace import MEMORY_BYTES, Floats, Problem, Trace, TraceBuilder, TraceError
+import numpy as np
+import xxhash
+
+from kvoffload.lab.trace import MEMORY_BYTES, Floats, Problem, Progress, Trace, TraceBuilder, TraceError
 
 MAX_LINE_BYTES = 256 << 20
 """A session of kv-cache-tester is one line and can have tens of MB."""
@@ -31,7 +33,7 @@ _PIECE = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHOWN = 40
 
-Progress = Callable[[float], None]
+Parsed = TypeVar("Parsed")
 
 
 class Problems:
@@ -73,10 +75,16 @@ class Source:
         return TraceBuilder(self._memory_bytes)
 
     def trace(
-        self, rows: TraceBuilder, block_tokens: int, delays: Floats | float = 0.0, *, info: Mapping[str, object]
+        self,
+        rows: TraceBuilder,
+        block_tokens: int,
+        delays: Floats | float = 0.0,
+        info: Mapping[str, object] | None = None,
     ) -> Trace:
         """Returns the trace of ``rows``, named after the file, with the problems found so far. Arguments as for
-        ``TraceBuilder.build``."""
+        ``TraceBuilder.build``. Raises TraceError if there is no request."""
+        if rows.num_requests == 0:
+            self.empty()
         problems = self.problems
         return rows.build(
             self.path.name,
@@ -84,7 +92,7 @@ class Source:
             delays,
             problems=tuple(problems.kept),
             num_problems=problems.count,
-            info=info,
+            info={**(info or {}), "format": self.format},
         )
 
     def problem(self, line: int, reason: object) -> None:
@@ -129,6 +137,19 @@ class Source:
                     yield number, line
         self.progress(1.0)
 
+    def parsed(self, parse: Callable[[bytes], Parsed]) -> Iterator[tuple[int, Parsed]]:
+        """Yields the numbers of ``lines`` and what ``parse`` returns for each; a line for which it raises ValueError is
+        skipped and counted. Raises TraceError, also if ``parse`` does."""
+        for number, line in self.lines():
+            try:
+                found = parse(line)
+            except TraceError:
+                raise
+            except ValueError as error:
+                self.problem(number, error)
+            else:
+                yield number, found
+
     def elements(self) -> Iterator[tuple[int, Any]]:
         """Yields the numbers, from 1, and the values of the elements of a JSON array, of which one is in memory at a
         time. What cannot be parsed, and all that follows it, is one problem. Raises TraceError if the file cannot be
@@ -150,11 +171,6 @@ class Source:
                 self.problem(number, f"the array cannot be read beyond element {number}: {error}")
         self.progress(1.0)
 
-    def refuse_if_empty(self, requests: int) -> None:
-        """Raises TraceError if there is no request."""
-        if requests == 0:
-            self.empty()
-
     def empty(self) -> NoReturn:
         """Raises TraceError that says why there is no request."""
         problems = self.problems
@@ -164,6 +180,30 @@ class Source:
             f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {problems.count:,} invalid, "
             f"the first: {problems.kept[0]}"
         )
+
+
+class SessionStarts:
+    """When sessions start whose file does not say it: each at a time derived from its name, uniformly distributed over
+    the length of the longest session."""
+
+    def __init__(self) -> None:
+        self._shares: list[float] = []
+        """The start of each session, as a share of the longest one's length."""
+        self._counts: list[int] = []
+        self._longest_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(self, name: bytes, requests: int, length_s: float) -> None:
+        """Adds a session, whose ``requests`` follow those of the sessions before it."""
+        self._shares.append(xxhash.xxh3_64_intdigest(name, seed=1) / 2**64)
+        self._counts.append(requests)
+        self._longest_s = max(self._longest_s, length_s)
+
+    def delays(self) -> Floats | float:
+        """Returns what to add to the time of each request; a single session starts at 0."""
+        return np.repeat(np.array(self._shares) * self._longest_s, self._counts) if len(self) > 1 else 0.0
 
 
 class _Opened:
@@ -278,10 +318,10 @@ def seconds(data: Mapping[str, Any], field: str, unit: float = 1.0) -> float:
     return float(value) * unit
 
 
-def whole(data: Mapping[str, Any], field: str, least: int = 0, most: int = MAX_TOKENS) -> int:
+def whole(data: Mapping[str, Any], field: str, least: int = 0) -> int:
     """Returns a whole number of at least ``least``. Raises ValueError."""
     value = data.get(field)
-    if type(value) is not int or not least <= value <= most:
+    if type(value) is not int or not least <= value <= MAX_TOKENS:
         raise wrong(data, field, f"a whole number, {least} or more")
     return value
 
@@ -335,11 +375,3 @@ def positive_or(block_tokens: int | None, default: int) -> int:
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_TOKENS:
         raise TraceError(f"block_tokens={block_tokens!r}: must be a whole number, 1 or more")
     return block_tokens
-
-
-def finite(text: str) -> float:
-    """Parses a finite number. Raises ValueError."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value

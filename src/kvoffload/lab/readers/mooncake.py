@@ -17,22 +17,17 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. ``block_tokens``: by default 512. Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
     rows = source.builder()
-    for number, line in source.lines():
-        try:
-            data = parse_object(line)
-            at, tokens = seconds(data, "timestamp", MILLISECOND), whole(data, "input_length", 1)
-            output, chain = whole(data, "output_length"), prefix_ids(data)
-            check_length(len(chain), tokens, size)
-        except ValueError as error:
-            source.problem(number, error)
-            continue
-        rows.add(at, tokens, output, chain, None)
-    source.refuse_if_empty(rows.num_requests)
-    return source.trace(
-        rows,
-        size,
-        info={"format": "mooncake"},
-    )
+
+    def request(line: bytes) -> tuple[float, int, int, list[int]]:
+        data = parse_object(line)
+        at, tokens = seconds(data, "timestamp", MILLISECOND), whole(data, "input_length", 1)
+        output, chain = whole(data, "output_length"), prefix_ids(data)
+        check_length(len(chain), tokens, size)
+        return at, tokens, output, chain
+
+    for _, row in source.parsed(request):
+        rows.add(*row, None)
+    return source.trace(rows, size)
 
 
 def check_length(ids: int, tokens: int, block_tokens: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvoffload.lab.readers.lines import MAX_TOKENS, Source, optional_name, parse_object, prefix_ids, seconds, whole
+from kvoffload.lab.readers.lines import Source, optional_name, parse_object, prefix_ids, seconds, whole
 from kvoffload.lab.readers.mooncake import MILLISECOND
 from kvoffload.lab.trace import PREFILL_SPEED, Trace, TraceError
 
@@ -53,7 +53,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
                 names = optional_name(data, "session"), optional_name(data, "tenant")
                 rows.add(at, inputs, outputs, chain, prompt_blocks, *names)
                 if "prefill_ms" in data:
-                    computed += whole(data, "prefill_tokens", 0, MAX_TOKENS)
+                    computed += whole(data, "prefill_tokens")
                     computing_s += seconds(data, "prefill_ms", MILLISECOND)
                 found = [total + tokens for total, tokens in zip(found, here, strict=True)]
         except TraceError:
@@ -64,14 +64,12 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         source.empty()
     if block_tokens not in (None, size):
         raise TraceError(f"block_tokens={block_tokens}: {source.path.name} was recorded with {size}; leave it out")
-    source.refuse_if_empty(rows.num_requests)
     return source.trace(
         rows,
         size,
         -min(starts),
-        info={
+        {
             **header,
-            "format": "recorded",
             "starts": len(starts),
             **dict(zip(FOUND, found, strict=True)),
             **({PREFILL_SPEED: computed / computing_s} if computed and computing_s > 0 else {}),
@@ -99,7 +97,7 @@ def _request(data: Mapping[str, Any], block_tokens: int) -> tuple[tuple[int, ...
         raise ValueError(
             f"{len(chain)} hash_ids for input_length={inputs} and output_length={outputs} in blocks of {block_tokens}"
         )
-    found = [whole(data, name, 0, MAX_TOKENS) if name in data else 0 for name in FOUND]
+    found = [whole(data, name) if name in data else 0 for name in FOUND]
     if sum(found) > inputs:
         raise ValueError(f"{', '.join(FOUND)}: the sum is more than input_length={inputs}")
     return (inputs, outputs, prompt_blocks, *found), chain

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from kvoffload.lab.readers.lines import Source, parse_object, positive_or
+from kvoffload.lab.readers.lines import SessionStarts, Source, parse_object, positive_or
 from kvoffload.lab.trace import Trace
 
 BLOCK_TOKENS = 64
@@ -31,8 +30,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the conversations. ``block_tokens``: by default 64. Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
     rows = source.builder()
-    starts: list[float] = []
-    counts: list[int] = []
+    starts = SessionStarts()
     for number, record in _records(source):
         try:
             turns = _turns(record)
@@ -51,16 +49,9 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
                 # The last token of an answer is sampled, but its KV is not computed.
                 chain = text.names[: (text.tokens - 1) // size]
                 rows.add(at, prompt, text.tokens - prompt, chain, min(blocks, len(chain)), str(number))
-        starts.append(xxhash.xxh3_64_intdigest(b"%d" % number, seed=1) / 2**64)
-        counts.append(rows.num_requests - before)
-    source.refuse_if_empty(rows.num_requests)
-    longest = GAP_S * (max(counts) - 1)
-    return source.trace(
-        rows,
-        size,
-        np.repeat(np.array(starts) * longest, counts) if len(starts) > 1 else 0.0,
-        info={"format": "sharegpt", "sessions": len(starts)},
-    )
+        requests = rows.num_requests - before
+        starts.add(b"%d" % number, requests, GAP_S * (requests - 1))
+    return source.trace(rows, size, starts.delays(), {"sessions": len(starts)})
 
 
 class _Text:
@@ -94,14 +85,8 @@ def _records(source: Source) -> Iterator[tuple[int, Any]]:
     """Yields the number of each element or line, and its value."""
     if source.head(1 << 10).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         yield from source.elements()
-        return
-    for number, line in source.lines():
-        try:
-            record = parse_object(line)
-        except ValueError as error:
-            source.problem(number, error)
-            continue
-        yield number, record
+    else:
+        yield from source.parsed(parse_object)
 
 
 def _turns(record: Any) -> list[tuple[str, str]]:

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots, TierError, TierResult
 from kvoffload.tiers.disk.format import (
     EMPTY_RECORD,
     MAX_HITS,
     MAX_SECONDS,
+    Facts,
     Header,
     are_damaged,
     pack_records,
@@ -44,16 +44,10 @@ from kvoffload.tiers.threads import MAX_QUEUED_WRITES
 JOB_BYTES = 4 << 20
 """Small blocks share a job of up to this size; larger ones have one each."""
 HANDOVER_S = 0.01
-"""A job hands over what it has read once this much time has passed and the current read has ended: a request may wait
-for nothing else."""
+"""A job hands over its blocks once this much time has passed and the current read has ended: a request may wait for
+nothing else."""
 MAX_BUFFERS = 1024
 """IOV_MAX: buffers per system call."""
-
-FACTS = np.dtype([("sequence", "<i8"), ("stored_at", "<u4"), ("hits", "<u4"), ("payload_checksum", "<u8")])
-"""Fields of a block's record other than key and layout."""
-Facts = npt.NDArray[np.void]
-"""Array of FACTS."""
-
 
 Span = tuple[int, int]
 """Start and stop (exclusive) of some blocks of a batch."""
@@ -227,7 +221,7 @@ class BlockIO:
         is_bad[[i - first for i in problems]] = True
         mine.facts["hits"] = np.minimum(mine.facts["hits"], MAX_HITS - 1) + 1
         if not self._abandoned and not self._files.read_only:
-            records = self._records(mine, header)
+            records = pack_records(header, mine.keys, mine.facts)
             records[is_bad] = EMPTY_RECORD
             for start, end in spans:
                 # The bytes that were read are right without it.
@@ -257,7 +251,7 @@ class BlockIO:
         batch.facts["payload_checksum"] = payload_checksums(header, batch.keys, blocks)
         batch.facts["stored_at"] = min(max(0, int(self._wall_clock())), MAX_SECONDS)
         batch.facts["hits"] = 0
-        records = self._records(batch, header)
+        records = pack_records(header, batch.keys, batch.facts)
         spans = self._each(write, spans, problems)
         if not self._abandoned:
             self._each(record, spans, problems)
@@ -287,18 +281,6 @@ class BlockIO:
     def _blocks(self, batch: Batch) -> list[list[ByteArray]]:
         """Returns the host memory of each block, one buffer per rank."""
         return [[pool[slot] for pool in self._pools] for slot in batch.host_slots.tolist()]
-
-    def _records(self, batch: Batch, header: Header) -> ByteArray:
-        """Returns the blocks' records, one per row."""
-        facts = batch.facts
-        return pack_records(
-            header,
-            batch.keys,
-            sequence=facts["sequence"],
-            stored_at=facts["stored_at"],
-            hits=facts["hits"],
-            payload_checksum=facts["payload_checksum"],
-        )
 
     def _ended(
         self,

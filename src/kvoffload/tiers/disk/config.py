@@ -1,4 +1,4 @@
-"""The entry of the disk tier in a configuration, and what entries of tiers in directories have in common."""
+"""The entry of the disk tier in a configuration, and the common part of the entries of tiers in directories."""
 
 from __future__ import annotations
 
@@ -46,22 +46,12 @@ class DiskConfig(DirectoryConfig):
     example = {"dir": "/var/cache/kvoffload", "bytes": "500GiB"}
 
     def open(self, context: TierContext) -> Tier:
-        tier = open_disk_tier(
-            self.dir,
-            self.bytes,
-            context.pools,
-            context.fingerprint,
-            policy=context.policy,
-            engine=context.engine,
-            engines=context.engines,
-            shares=context.shares,
-            identity=context.identity,
-        )
+        tier = open_disk_tier(self.dir, self.bytes, context)
         logger.info(
             "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
             self.dir,
-            format_bytes(tier.capacity_bytes),
-            f"{context.num_tokens(tier.capacity_bytes // tier.block_bytes):,}",
-            f"{tier.num_blocks:,}",
+            format_bytes(tier.files.capacity_bytes),
+            f"{context.num_tokens(tier.files.capacity_bytes // tier.block_bytes):,}",
+            f"{tier.catalog.num_blocks:,}",
         )
         return tier

@@ -43,7 +43,7 @@ RECENCY_NAME = "recency"
 JOURNAL_NAME = "journal"
 """Only where others follow the index; see ``journal``."""
 IDENTITY_NAME = "identity"
-"""What the fingerprint depends on, in words; only in a shared directory."""
+"""The causes of the fingerprint, in words."""
 RECENCY_BYTES = 8
 HEADER_BYTES = 4096
 RECORD_BYTES = 128
@@ -85,11 +85,14 @@ RECORD = np.dtype(
 """The record of one slot. ``sequence`` grows with every write and every read; ``stored_at`` is in seconds since
 1970."""
 assert RECORD.itemsize == RECORD_BYTES
-_RECORD = struct.Struct(f"<IHH{_ID_BYTES}sIQ{MAX_KEY_BYTES}sQIIQ")
 EMPTY_RECORD = np.zeros(RECORD_BYTES, dtype=np.uint8)
 
 Records = npt.NDArray[np.void]
 """Array of RECORD."""
+FACTS = np.dtype([("sequence", "<i8"), ("stored_at", "<u4"), ("hits", "<u4"), ("payload_checksum", "<u8")])
+"""Fields of a block's record other than key and layout."""
+Facts = npt.NDArray[np.void]
+"""Array of FACTS."""
 
 
 class FormatError(KVOffloadError):
@@ -209,36 +212,8 @@ def are_damaged(
     return np.not_equal(payload_checksums(header, keys, blocks), checksums)
 
 
-def pack_record(
-    header: Header, key: OffloadKey, *, sequence: int, stored_at: int, hits: int, payload_checksum: int
-) -> ByteArray:
-    """Returns the record of a slot with a block, RECORD_BYTES bytes."""
-    body = _RECORD.pack(
-        _RECORD_MAGIC,
-        FORMAT_VERSION,
-        len(key),
-        header.fingerprint_id,
-        header.block_bytes,
-        header.generation,
-        key,
-        min(sequence, MAX_SEQUENCE),
-        stored_at,
-        hits,
-        payload_checksum,
-    )
-    return sealed(body)
-
-
-def pack_records(
-    header: Header,
-    keys: Sequence[OffloadKey],
-    *,
-    sequence: npt.NDArray[np.int64],
-    stored_at: npt.NDArray[np.uint32],
-    hits: npt.NDArray[np.uint32],
-    payload_checksum: npt.NDArray[np.uint64],
-) -> ByteArray:
-    """Returns ``pack_record`` of each of several blocks, one per row."""
+def pack_records(header: Header, keys: Sequence[OffloadKey], facts: Facts) -> ByteArray:
+    """Returns the records of blocks with these ``facts``, RECORD_BYTES bytes per row."""
     records = np.zeros(len(keys), dtype=RECORD)
     records["magic"] = _RECORD_MAGIC
     records["version"] = FORMAT_VERSION
@@ -247,10 +222,9 @@ def pack_records(
     records["payload_bytes"] = header.block_bytes
     records["generation"] = header.generation
     records["key"] = np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(f"V{MAX_KEY_BYTES}")
-    records["sequence"] = np.minimum(sequence, MAX_SEQUENCE)
-    records["stored_at"] = stored_at
-    records["hits"] = hits
-    records["payload_checksum"] = payload_checksum
+    records["sequence"] = np.minimum(facts["sequence"], MAX_SEQUENCE)
+    for name in ("stored_at", "hits", "payload_checksum"):
+        records[name] = facts[name]
     rows = records.view(np.uint8).reshape(-1, RECORD_BYTES)
     records["checksum"] = _checksums(rows)
     return rows

@@ -1,5 +1,5 @@
-"""Identities in the directory of a tier: what each fingerprint depends on, in words, for people and for the log of
-servers that cannot use its blocks."""
+"""Identities in the directory of a tier: the causes of each fingerprint in words, for people and for the log of servers
+that cannot use its blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_identity(storage: Storage, fingerprint: str, identity: Mapping[str, st
 
 
 def read_identity(storage: Storage, fingerprint: str) -> dict[str, str]:
-    """Returns the identity in the folder of ``fingerprint``, nothing if there is none that can be read."""
+    """Returns the identity in the folder of ``fingerprint``, empty if none can be read."""
     try:
         file = storage.open(fingerprint, IDENTITY_NAME, fresh=True)
         try:
@@ -62,7 +62,7 @@ def log_unusable(
     directory: str, parts: Iterable[tuple[str, Storage]], fingerprint: str, identity: Mapping[str, str]
 ) -> list[str]:
     """Logs which blocks of the same model in ``parts`` of a directory, storages by name, cannot be used under
-    ``fingerprint``, and why. ``directory`` is what the log calls it. Returns what it has logged. Raises OSError."""
+    ``fingerprint``, and why. ``directory``: its name in the log. Returns the logged texts. Raises OSError."""
     reasons: dict[str, str] = {}
     for name, storage in parts:
         for other in _folders(storage):

@@ -47,7 +47,7 @@ SLOTS_PER_ENTRY = 8
 MAX_PENDING = 1 << 16
 """Notes that wait for being written. If there are more, a new epoch begins."""
 WRITING_DEADLINE_S = 2.0
-"""How long a thread waits for another one that writes the journal."""
+"""How long a thread waits for another thread that writes the journal."""
 
 _MAGIC = b"kvoffjnl"
 _HEADER = struct.Struct("<8sIIQQQ")
@@ -163,14 +163,26 @@ class JournalHeader:
 
 
 class Journal:
-    """Writes down which records of an index have changed.
+    """Writes down which records of an index of ``num_slots`` slots have changed. A former process has left the first
+    ``num_found`` of them.
 
-    ``note`` may be called by any thread and does no I/O. ``write`` and ``close`` may be called by any thread, and wait
-    for each other.
+    ``expect_change``, ``note`` and ``withdraw`` are called by the thread that owns the slots. ``restart``, ``write``
+    and ``close`` may be called by any thread, and the last two wait for each other. Only ``withdraw`` and ``write`` do
+    I/O.
     """
 
-    def __init__(self, file: StoredFile, num_entries: int, new_epoch: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        file: StoredFile,
+        num_entries: int,
+        new_epoch: Callable[[], int],
+        num_slots: int = 0,
+        num_found: int = 0,
+    ) -> None:
         self._file = file
+        self._is_seen = np.zeros(num_slots, dtype=np.bool_)
+        """Per slot: whether other machines may find a block in its record."""
+        self._is_seen[:num_found] = True
         self._new_epoch = new_epoch
         self._header = JournalHeader(num_entries, new_epoch(), 0, 0)
         self._written_generation: int | None = None
@@ -180,8 +192,20 @@ class Journal:
         self._writing = threading.Lock()
         self._closed = False
 
+    def expect_change(self, first_slot: int, count: int) -> None:
+        """Notes that the records of ``first_slot`` and the slots after it are about to be written."""
+        self._is_seen[first_slot : first_slot + count] = True
+
+    def withdraw(self, slots: slice | Slots, sync_index: Callable[[], None]) -> None:
+        """Returns, after the records of ``slots`` were emptied, once other machines see no blocks there any more.
+        Raises OSError."""
+        if self._is_seen[slots].any():
+            sync_index()
+            self._is_seen[slots] = False
+
     def note(self, first_slot: int, records: ByteArray) -> None:
-        """Notes the new records of ``first_slot`` and the slots after it."""
+        """Notes the new records of ``first_slot`` and the slots after it, which name other blocks than before, or
+        none."""
         if len(self._pending) < MAX_PENDING:
             self._pending.append((first_slot, records))
         else:
@@ -192,8 +216,8 @@ class Journal:
         self._num_lost += 1
 
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
-        """Writes what was noted, after ``sync_index``, for an index that has ``header`` now. Raises OSError; what was
-        noted is then made up for by a new epoch. Raises TimeoutError if another thread hangs in this method."""
+        """Writes the notes, after ``sync_index``, for an index that has ``header`` now. Raises OSError; a new epoch
+        then makes up for the notes. Raises TimeoutError if another thread hangs in this method."""
         if not self._writing.acquire(timeout=WRITING_DEADLINE_S):
             raise TimeoutError(errno.ETIMEDOUT, "a write of the journal hangs")
         try:

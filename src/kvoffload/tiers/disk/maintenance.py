@@ -242,7 +242,9 @@ class Maintenance:
         except OSError as error:
             return error
         except Exception as error:
-            logger.exception("kvoffload: disk tier: maintenance failed (%s)", task.name)
+            logger.exception(
+                "kvoffload: disk tier: maintenance failed (%s); it is tried again in %.0f s", task.name, RETRY_S
+            )
             return error
         return None
 

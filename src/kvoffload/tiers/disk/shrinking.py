@@ -9,8 +9,7 @@ from itertools import compress
 import numpy as np
 
 from kvoffload.abc import OffloadKey, Slots
-from kvoffload.tiers.disk.blockio import Facts
-from kvoffload.tiers.disk.format import pack_records
+from kvoffload.tiers.disk.format import Facts, pack_records
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import reason
 
@@ -46,14 +45,7 @@ def shrink(
         these = wanted[done : done + at_once]
         into = targets[done : done + len(these)]
         facts[into] = facts[slots[these]]
-        records = pack_records(
-            files.header,
-            [keys[i] for i in these.tolist()],
-            sequence=facts["sequence"][into],
-            stored_at=facts["stored_at"][into],
-            hits=facts["hits"][into],
-            payload_checksum=facts["payload_checksum"][into],
-        )
+        records = pack_records(files.header, [keys[i] for i in these.tolist()], facts[into])
         arrived, problem = files.move(slots[these], into, records)
         error = error or problem
         slots[these[arrived]] = into[arrived]

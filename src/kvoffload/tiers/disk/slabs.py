@@ -40,7 +40,7 @@ from kvoffload.tiers.disk.format import (
     slab_name,
     slab_number,
 )
-from kvoffload.tiers.disk.publisher import IndexPublisher
+from kvoffload.tiers.disk.journal import Journal, journal_bytes, num_entries_for
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, SETTING_ERRORS, Storage, StoredFile, is_full, reason
 from kvoffload.units import format_bytes
 
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 1 << 30
 FIXED_BYTES = 64 << 10
-"""Set aside for folders, lock, header, and what the file system needs to find the index."""
+"""Set aside for folders, lock, header, and the file system's map of the index."""
 SLAB_OVERHEAD_BYTES = 64 << 10
-"""Set aside per slab for what the file system needs to find it."""
+"""Set aside per slab for the file system's map of it."""
 EXTENT_BYTES = 24
 """Set aside per slot: if slots are written one at a time, each can become an extent of its own, which takes 12 bytes in
 file system blocks that are half full."""
@@ -121,13 +121,15 @@ class SlabFiles:
         """Bytes of files in the directory that are not the tier's."""
         self._recency: StoredFile | None = None
         self._resizing = threading.Lock()
-        """Held while files get other sizes. No thread waits for it: the one that has it may hang in the medium."""
+        """Held while files get other sizes. No thread waits for it: its holder may hang in the medium."""
         self._num_records = 0
         """Records that the index has at the start."""
         self._written: Header | None = None
         """The header that is on disk."""
-        self._publisher: IndexPublisher | None = None
-        """Only if others follow the index."""
+        self._new_generation = new_generation
+        self._journal: Journal | None = None
+        self._journal_entries = 0
+        """Entries of the journal, only if others follow the index."""
         try:
             _check_slots(slot_bytes)
             if not is_fingerprint(fingerprint):
@@ -135,7 +137,7 @@ class SlabFiles:
             per_slab = max(1, slab_bytes // sum(slot_bytes))
             self.header = Header(fingerprint, tuple(slot_bytes), per_slab, new_generation())
             if with_journal and not self.read_only:
-                self._publisher = IndexPublisher(capacity_bytes // slot_cost(self.header.block_bytes), new_generation)
+                self._journal_entries = num_entries_for(capacity_bytes // slot_cost(self.header.block_bytes))
             if self._slots_within(capacity_bytes) < 1:
                 raise ConfigError(
                     f"bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): not enough for one block; set "
@@ -165,7 +167,7 @@ class SlabFiles:
     def bytes_of(self, num_slots: int) -> int:
         """Returns an upper bound of the bytes that ``num_slots`` slots take of the medium."""
         slabs = self._num_slabs(num_slots)
-        journal = self._publisher.nbytes if self._publisher else 0
+        journal = journal_bytes(self._journal_entries) if self._journal_entries else 0
         return FIXED_BYTES + journal + slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(self.header.block_bytes)
 
     @property
@@ -190,7 +192,7 @@ class SlabFiles:
         kept = {IDENTITY_NAME, *map(slab_name, range(self._num_slabs(self.num_allocated)))}
         if not is_new:
             kept |= {INDEX_NAME, RECENCY_NAME}
-        if self._publisher:
+        if self._journal_entries:
             kept.add(JOURNAL_NAME)
         for name in names:
             if name not in kept:
@@ -238,11 +240,15 @@ class SlabFiles:
             if isinstance(error, OSError) and error.errno not in NO_FILE_ERRORS:
                 # What cannot be read now may be readable at the next start, so nothing is removed.
                 raise
-            logger.warning("kvoffload: the disk tier's blocks cannot be used (%s); starting anew", error)
+            logger.warning(
+                "kvoffload: disk tier: its blocks cannot be used (%s), and are removed; it starts empty", error
+            )
             return False
         layout = replace(self.header, generation=found.generation, transient=found.transient)
         if layout != found:
-            logger.warning("kvoffload: the disk tier's blocks were stored by another layout; starting anew")
+            logger.warning(
+                "kvoffload: disk tier: its blocks were stored with another layout, and are removed; it starts empty"
+            )
             return False
         if found.transient:
             # The slabs can be used again, but not the blocks in them.
@@ -251,7 +257,7 @@ class SlabFiles:
         return True
 
     def _open_slabs(self, names: Sequence[str]) -> None:
-        """Opens the slabs that can still be used: those up to the first that is missing or not whole."""
+        """Opens the slabs that can still be used, up to the first that is missing or not whole."""
         for number in itertools.count():
             if slab_name(number) not in names or not self._open_slab(number):
                 break
@@ -311,9 +317,11 @@ class SlabFiles:
         if is_new:
             self._index.resize(0)
         self._index.resize(record_offset(self.num_allocated))
-        if self._publisher:
-            journal = self._keep(self._storage.open(self._folder, JOURNAL_NAME, create=True))
-            self._publisher.open(journal, self.num_slots, 0 if is_new else self.num_allocated)
+        if self._journal_entries:
+            file = self._keep(self._storage.open(self._folder, JOURNAL_NAME, create=True))
+            file.resize(journal_bytes(self._journal_entries))
+            num_found = 0 if is_new else self.num_allocated
+            self._journal = Journal(file, self._journal_entries, self._new_generation, self.num_slots, num_found)
         try:
             self._recency = self._keep(self._storage.open(self._folder, RECENCY_NAME, create=True))
             self._recency.resize(self.num_allocated * RECENCY_BYTES)
@@ -354,7 +362,10 @@ class SlabFiles:
             try:
                 done = self._index.read([data], record_offset(first))
             except OSError as error:
-                logger.warning("kvoffload: the disk tier's index cannot be read in full (%s)", error)
+                logger.warning(
+                    "kvoffload: disk tier: a part of its index cannot be read (%s), so its blocks are misses; check it",
+                    error,
+                )
                 continue
             yield parse_records(self.header, data[:done], first)
 
@@ -365,7 +376,11 @@ class SlabFiles:
             if self._recency is not None:
                 self._recency.read([data], 0)
         except OSError as error:
-            logger.warning("kvoffload: the disk tier's order of eviction cannot be read (%s)", error)
+            logger.warning(
+                "kvoffload: disk tier: its order of eviction cannot be read (%s); blocks are evicted in the order of "
+                "their writes and reads",
+                error,
+            )
         found = data.view("<u8")
         return np.where(found <= MAX_SEQUENCE, found, 0).astype(np.int64)
 
@@ -382,8 +397,8 @@ class SlabFiles:
                 self._empty_record(slot)
                 emptied.append(i)
         with _into(errors):
-            if self._publisher:
-                self._publisher.withdraw(self._index, targets)
+            if self._journal:
+                self._journal.withdraw(targets, self._index.sync)
             by_slab = itertools.groupby(
                 sorted(emptied, key=lambda i: int(sources[i])), lambda i: int(sources[i]) // self.header.slots_per_slab
             )
@@ -447,30 +462,30 @@ class SlabFiles:
     def repair_headers(self) -> None:
         """Has the headers of index and journal written again. May be called by any thread."""
         self._written = None
-        if self._publisher:
-            self._publisher.restart()
+        if self._journal:
+            self._journal.restart()
 
     def write_records(self, first_slot: int, records: ByteArray, *, is_change: bool = True) -> None:
         """Writes the records of ``first_slot`` and those after it. ``is_change``: whether the blocks in the slots are
         others than before. Raises OSError."""
-        if self._publisher:
-            self._publisher.before_change(first_slot, records)
+        if self._journal:
+            self._journal.expect_change(first_slot, len(records) // RECORD_BYTES)
         _write_all(self._index, [records], record_offset(first_slot))
-        if self._publisher and is_change:
-            self._publisher.after_change(first_slot, records)
+        if self._journal and is_change:
+            self._journal.note(first_slot, records)
 
     def empty_records(self, first_slot: int, count: int) -> None:
         """Empties the records of slots whose payloads are about to be overwritten. If other machines may have found
         blocks there, it returns once they do not. Raises OSError."""
         _write_all(self._index, [np.zeros(count * RECORD_BYTES, dtype=np.uint8)], record_offset(first_slot))
-        if self._publisher:
-            self._publisher.withdraw(self._index, slice(first_slot, first_slot + count))
+        if self._journal:
+            self._journal.withdraw(slice(first_slot, first_slot + count), self._index.sync)
 
     def write_journal(self) -> None:
         """Writes down which blocks have come and gone since the last call, if others follow this index. May be called
         by any thread. Raises OSError."""
-        if self._publisher and not self.read_only:
-            self._publisher.write(self.header, self._index)
+        if self._journal and not self.read_only:
+            self._journal.write(self.header, self._index.sync)
 
     def write_recency(self, first_slot: int, last_use: npt.NDArray[np.int64]) -> None:
         """Writes the recency of ``first_slot`` and those after it, as far as they exist. Raises OSError."""
@@ -483,7 +498,7 @@ class SlabFiles:
         """Writes payloads from ``slot`` on, within its slab. Raises OSError if not every byte was written."""
         slab, offset = self.header.place(slot)
         _write_all(self._slabs[slab], buffers, offset)
-        if self._publisher and self._slabs[slab].is_cached:
+        if self._journal and self._slabs[slab].is_cached:
             # Its record may reach other machines at any time from now on.
             self._slabs[slab].sync()
 
@@ -573,7 +588,7 @@ class SlabFiles:
 
     def close(self) -> None:
         """Closes the files and gives up the lock, unless a thread hangs in one of them. May be called twice."""
-        if self._publisher and not self._publisher.close():
+        if self._journal and not self._journal.close():
             return
         for file in self._open_files:
             file.close()

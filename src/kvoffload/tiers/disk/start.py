@@ -6,17 +6,17 @@ import errno
 import logging
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kvoffload.abc import ByteArray, ConfigError
-from kvoffload.cache.tenants import MakeShares
+from kvoffload.abc import ConfigError
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import LOCK_NAMES, DirectoryStorage
 from kvoffload.tiers.disk.format import ENGINE_FOLDER, is_block_file, is_fingerprint
 from kvoffload.tiers.disk.identities import log_unusable, write_identity
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, check_capacity
 from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, reason
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +24,14 @@ SPARE_DESCRIPTORS = 512
 """Files that the rest of the process may still want to open."""
 
 
-def open_disk_tier(
-    directory: str | os.PathLike[str],
-    capacity_bytes: int,
-    pools: Sequence[ByteArray],
-    fingerprint: str,
-    policy: str = "lru",
-    engine: int = 0,
-    engines: int = 1,
-    shares: MakeShares | None = None,
-    identity: Mapping[str, str] | None = None,
-) -> DiskTier:
-    """Opens ``directory`` as a disk tier. Only the other ones of ``engines`` engines may be using it too.
+def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, context: TierContext) -> DiskTier:
+    """Opens ``directory`` as a disk tier. Only the other engines of ``context`` may be using it too.
 
-    If there are several engines, each has a folder ``engine-<number>`` and an equal share of ``capacity_bytes``.
-    ``shares``: what each tenant may take of this engine's blocks. ``identity``: see TierContext. Raises
+    If there are several engines, each has a folder ``engine-<number>`` and an equal share of ``capacity_bytes``. Raises
     ConfigError if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can continue
     without the tier then.
     """
+    engine, engines = context.engine, context.engines
     storage = root = DirectoryStorage(directory)
     try:
         root.lock(shared=engines > 1)
@@ -51,7 +41,7 @@ def open_disk_tier(
             allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
                 _remove_other_layouts(root, engine, engines, capacity_bytes)
-            return _open(storage, pools, fingerprint, capacity_bytes, policy, shares, identity or {})
+            return _open(storage, capacity_bytes, context)
         with root.alone():
             share = capacity_bytes // engines
             allow_descriptors(capacity_bytes, engines)
@@ -62,7 +52,7 @@ def open_disk_tier(
             if root.read_only and folder not in root.folders():
                 raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
             storage = DirectoryStorage(root.path / folder, root)
-            return _open(storage, pools, fingerprint, share, policy, shares, identity or {})
+            return _open(storage, share, context)
     except OSError as error:
         storage.close()
         if error.errno not in SETTING_ERRORS:
@@ -76,25 +66,16 @@ def open_disk_tier(
         raise
 
 
-def _open(
-    storage: Storage,
-    pools: Sequence[ByteArray],
-    fingerprint: str,
-    capacity_bytes: int,
-    policy: str,
-    shares: MakeShares | None,
-    identity: Mapping[str, str],
-) -> DiskTier:
+def _open(storage: Storage, capacity_bytes: int, context: TierContext) -> DiskTier:
     """Opens the tier. Logs why other blocks of the model that are there cannot be used, and stores the identity."""
     with _only_logged():
         # Before the tier removes them to make room.
-        log_unusable("disk tier", [("", storage)], fingerprint, identity)
-    tier = DiskTier(
-        storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy, shares=shares
-    )
+        log_unusable("disk tier", [("", storage)], context.fingerprint, context.identity)
+    settings = DiskSettings(context.fingerprint, capacity_bytes, context.policy, context.shares)
+    tier = DiskTier(storage, context.pools, settings)
     if not storage.read_only:
         with _only_logged():
-            write_identity(storage, fingerprint, identity)
+            write_identity(storage, context.fingerprint, context.identity)
     return tier
 
 

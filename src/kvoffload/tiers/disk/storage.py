@@ -33,7 +33,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def reason(error: OSError) -> str:
-    """Returns what was wrong, and with which file, for a message."""
+    """Returns the problem, and the file concerned, for a message."""
     problem = error.strerror or str(error)
     return f"{error.filename}: {problem}" if isinstance(error.filename, str) else problem
 
@@ -73,12 +73,12 @@ class StoredFile(ABC):
 
     @property
     def is_cached(self) -> bool:
-        """Whether what was written may stay in this machine's cache until ``sync``. By default False."""
+        """Whether written bytes may stay in this machine's cache until ``sync``. By default False."""
         return False
 
     @abstractmethod
     def sync(self) -> None:
-        """Returns once other machines, too, read what was written before."""
+        """Returns once other machines, too, read the bytes written before."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -8,25 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvoffload.abc import (
     ByteArray,
-    IntegrityError,
     OffloadKey,
     Slots,
     States,
-    TenantUse,
     Tier,
     TierError,
     TierResult,
+    TierStats,
 )
 from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.catalog import Catalog, Claim
-from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, Batch, BlockIO, Done
-from kvoffload.tiers.disk.format import MAX_KEY_BYTES
+from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockIO, Done
+from kvoffload.tiers.disk.format import FACTS, MAX_KEY_BYTES
 from kvoffload.tiers.disk.maintenance import Maintenance
 from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.shrinking import shrink
@@ -41,17 +40,32 @@ logger = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 5.0
 """Time for the transfers under way when the tier is closed."""
 FINISH_DEADLINE_S = 2.0
-"""Time for what is written after them."""
+"""Time for the writes after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """Settings of a disk tier."""
+
+    fingerprint: str
+    capacity_bytes: int
+    policy: str = "lru"
+    shares: MakeShares | None = None
+    """Returns what each tenant may take."""
+    slab_bytes: int = SLAB_BYTES
+    job_bytes: int = JOB_BYTES
+    """Smaller blocks share a job of this size."""
+    with_journal: bool = False
+    """Whether other processes follow the index, by a journal that some thread keeps up to date with
+    ``write_journal``."""
 
 
 class DiskTier(Tier):
-    """Blocks of ``pools`` (one per rank, shape (num_slots, slot_bytes)) on ``storage``, at most ``capacity_bytes``.
+    """Blocks of ``pools`` (one per rank, shape (num_slots, slot_bytes)) on ``storage``.
 
     ``files`` and ``catalog``, its two public parts, are for tests and benchmarks. The catalog is kept on the
     scheduler's thread; jobs on ``executor`` move bytes and verify them, see ``blockio``. Nothing is synced: a block
-    that a power loss has damaged fails its checksum. ``random(n)`` returns n random bytes. ``job_bytes``: blocks that
-    are smaller share a job of this size. ``with_journal``: other processes follow the index, by a journal that some
-    thread keeps up to date with ``write_journal``. ``shares``: what each tenant may take.
+    that a power loss has damaged fails its checksum. ``random(n)`` returns n random bytes.
 
     If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong
     or ``storage`` cannot be used, and OSError if its medium fails; later, no method raises because of the medium.
@@ -63,37 +77,36 @@ class DiskTier(Tier):
         self,
         storage: Storage,
         pools: Sequence[ByteArray],
+        settings: DiskSettings,
         *,
-        fingerprint: str,
-        capacity_bytes: int,
-        policy: str = "lru",
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         random: Callable[[int], bytes] = os.urandom,
-        slab_bytes: int = SLAB_BYTES,
-        job_bytes: int = JOB_BYTES,
-        with_journal: bool = False,
-        shares: MakeShares | None = None,
     ) -> None:
         self._random = random
-        slot_bytes = [pool.shape[1] for pool in pools]
         self.files = SlabFiles(
-            storage, fingerprint, slot_bytes, capacity_bytes, slab_bytes, self._new_generation, with_journal
+            storage,
+            settings.fingerprint,
+            [pool.shape[1] for pool in pools],
+            settings.capacity_bytes,
+            settings.slab_bytes,
+            self._new_generation,
+            settings.with_journal,
         )
         num_slots = self.files.num_slots
         try:
-            made = None if shares is None else shares(num_slots, self.block_bytes)
-            self.catalog = Catalog(num_slots, self.block_bytes, policy, clock, grows=True, shares=made)
+            shares = None if settings.shares is None else settings.shares(num_slots, self.block_bytes)
+            self.catalog = Catalog(num_slots, self.block_bytes, settings.policy, clock, grows=True, shares=shares)
             self._facts = np.zeros(max(num_slots, self.files.num_allocated), dtype=FACTS)
-            """What the record of each slot says."""
+            """The facts of each slot's record."""
             self._recency = Recency(num_slots)
             stale = self._restore(clock)
         except BaseException:
             self.files.close()
             raise
         self._executor = executor or IOThreads()
-        self._io = BlockIO(self.files, pools, self._executor, clock, wall_clock, job_bytes)
+        self._io = BlockIO(self.files, pools, self._executor, clock, wall_clock, settings.job_bytes)
         self._maintenance = Maintenance(self.files, self._recency, self._executor, clock)
         self._maintenance.empty_records(stale)
         if not self.files.num_allocated:
@@ -143,30 +156,21 @@ class DiskTier(Tier):
         return np.concatenate((stale, left_out))
 
     @property
-    def capacity_bytes(self) -> int:
-        return self.files.capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self.files.used_bytes
-
-    @property
     def block_bytes(self) -> int:
         return self.files.header.block_bytes
 
-    @property
-    def num_evicted(self) -> int:
-        return self.catalog.num_evicted
-
-    @property
-    def num_blocks(self) -> int:
-        return self.catalog.num_blocks
+    def stats(self) -> TierStats:
+        catalog, files = self.catalog, self.files
+        return TierStats(
+            files.capacity_bytes,
+            catalog.num_blocks,
+            files.used_bytes,
+            catalog.num_evicted,
+            tenant_uses=catalog.tenant_uses(),
+        )
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self.catalog.most_blocks(key)
-
-    def tenant_uses(self) -> Sequence[TenantUse]:
-        return self.catalog.tenant_uses()
 
     @property
     def is_busy(self) -> bool:
@@ -178,7 +182,7 @@ class DiskTier(Tier):
         """Whether a job of any kind uses the files, or may have since the last ``poll``."""
         return self.is_busy or self._maintenance.is_busy
 
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         return self.catalog.contains(keys)
 
     # Transfers.
@@ -281,13 +285,8 @@ class DiskTier(Tier):
 
     # Order and removal.
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._note_use(self.catalog.touch(keys))
-
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        self._note_use(self.catalog.reorder_chain(keys, stored))
-
-    def _note_use(self, slots: Slots) -> None:
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+        slots = self.catalog.touch(keys, stored)
         if len(slots) and not self.files.read_only:
             self._recency.note_use(slots)
 
@@ -297,7 +296,7 @@ class DiskTier(Tier):
 
     def reset(self) -> None:
         """Drops every block. Blocks that are stored later are invalid for the next process, since they belong to other
-        weights than those that it will load."""
+        weights than that process will load."""
         self.catalog.reset()
         self.files.header = replace(self.files.header, generation=self._new_generation(), transient=True)
         self._maintenance.submit()
@@ -331,7 +330,7 @@ class DiskTier(Tier):
             self._io.abandon()
 
     def _finish(self, deadline_s: float) -> bool:
-        """Writes what is left and closes the files, on a thread of its own, because the medium may hang. Returns
+        """Writes the rest and closes the files, on a thread of its own, because the medium may hang. Returns
         whether it has ended within ``deadline_s``; if not, the thread closes the files when it continues."""
         problems: list[Exception] = []
 
@@ -353,5 +352,4 @@ class DiskTier(Tier):
 
     def check_integrity(self) -> None:
         self.catalog.check_integrity()
-        if self.used_bytes > self.capacity_bytes:
-            raise IntegrityError(f"{self.used_bytes} bytes of disk in use, {self.capacity_bytes} allowed")
+        super().check_integrity()

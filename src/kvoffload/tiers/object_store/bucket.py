@@ -72,7 +72,7 @@ class Bucket(ABC):
         """Returns OK, MISSING or FAILED. OK may also mean that there was no such object."""
 
     def close(self) -> None:
-        """Ends what was begun. By default does nothing."""
+        """Ends the requests under way. By default does nothing."""
 
 
 MAX_NOTE = 1024

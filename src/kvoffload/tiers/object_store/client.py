@@ -26,8 +26,8 @@ from kvoffload.tiers.remote.record import RECORD_BYTES
 MAX_PUTS = 4
 """How often values are put again into further objects because others have stored the first of them meanwhile."""
 MORE_WITHIN_S = 1.0
-"""A call that has taken longer asks for nothing more, so that it ends before its deadline. What is not known then has
-failed."""
+"""A call that has taken longer asks for nothing more, so that it ends before its deadline. Values that are not known
+then failed."""
 
 
 def connect(settings: Mapping[str, Any]) -> ObjectStoreClient:
@@ -255,7 +255,7 @@ class ObjectStoreClient(StoreClient):
 
 
 def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Reading]:
-    """Returns what to read, neighbours in one object together."""
+    """Returns the reads, one per run of neighbours in an object."""
     known = [(place.name, place.number, i, place) for i, place in enumerate(places) if place is not None]
     known.sort(key=lambda each: each[:3])
     readings: list[_Reading] = []

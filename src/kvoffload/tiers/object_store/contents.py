@@ -1,4 +1,4 @@
-"""Which values an object has, in what order, and where known values are.
+"""Contents of objects: their values in order, and the places of known values.
 
 An object has values of equal size, one after the other, without gaps. If there are several, or one of another name, its
 note lists them: NOTE_VERSION, then the marks of the values in base64. A mark is the XXH3-64 of the value's name, so it
@@ -24,7 +24,7 @@ MAX_VALUES = 64
 OBJECT_BYTES = (8 << 20) + MAX_VALUES * RECORD_BYTES
 """Smaller values share objects of up to this size: blocks of 8 MiB, with their records."""
 MAX_PLACES = 1 << 17
-"""Values of which the place is remembered; beyond that those of the oldest objects are forgotten."""
+"""Values whose place is remembered; beyond that the values of the oldest objects are forgotten."""
 MAX_HIDDEN = 1 << 14
 """Values that are hidden although an object has them; beyond that the oldest can be found again."""
 MAX_DISTRUSTED = 1 << 12
@@ -109,7 +109,7 @@ class Places:
             return all(self._hidden.get(each) == name for each in self._objects[name])
 
     def show(self, value: bytes) -> None:
-        """Ends what ``hide`` has begun."""
+        """Undoes ``hide``."""
         with self._lock:
             self._hidden.pop(value, None)
 

@@ -1,4 +1,4 @@
-"""What an error of a store means, in words without secrets.
+"""Meanings of the errors of stores, in words without secrets.
 
 Messages of obstore contain addresses, which may be signed, and answers of the store, which may repeat keys. Only the
 status, the store's code and words of this module are kept of them.
@@ -12,7 +12,7 @@ import re
 _STATUS = re.compile(r"status(?: code)?: ([1-5][0-9]{2})\b")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,40})</Code>")
 _ADDRESS = re.compile(r"https?://[\w.:\[\]-]+(?=[/\s,)?]|$)")
-"""Matches the host of a request, without what may be secret before or behind it."""
+"""Matches the host of a request, without the parts before and behind it, which may be secret."""
 _REASONS = (
     ("dns error", "its name is not known"),
     ("Connection refused", "connection refused"),
@@ -21,18 +21,18 @@ _REASONS = (
     ("InvalidContentType", "it does not speak TLS: write http:// if that is intended"),
     ("unreachable", "no route"),
 )
-"""What obstore's text contains, and what it means."""
+"""Parts of obstore's texts, and their meanings."""
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "InsufficientCapacity")
 _KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 _SERVICES = ("169.254.", "/latest/", "metadata", "oauth2", "credential")
-"""What addresses and messages of the services have that give credentials to machines."""
+"""Parts of addresses and messages of the services that give credentials to machines."""
 NO_PROXY_THERE = "127.0.0.1:0"
 """Where no proxy is, nor can be."""
 _SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
 
 
 class Problem(enum.Enum):
-    """Kinds of errors that are not the answer of a healthy store. The values are what to say."""
+    """Kinds of errors that are not the answer of a healthy store. The values are texts for the log."""
 
     EXPIRED = "the credentials have expired; renew them or use a role, which renews itself"
     KEYS = "the store does not accept the credentials; check the keys, and the clock of this machine"
@@ -59,7 +59,7 @@ class Problem(enum.Enum):
 
 
 def classify(error: BaseException) -> Problem:
-    """Returns what kind of problem ``error`` is, an exception of obstore."""
+    """Returns the kind of problem of ``error``, an exception of obstore."""
     text = str(error)
     if NO_PROXY_THERE in text:
         return Problem.REDIRECTED

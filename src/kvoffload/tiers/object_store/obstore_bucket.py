@@ -38,7 +38,7 @@ would outlast their own deadlines."""
 RELEARN_S = 60.0
 """After this time, a store that has answered that it has no conditional put is asked for one again."""
 CHUNK_BYTES = 1 << 18
-"""Bytes of an object received at once, beside what the connection has."""
+"""Bytes of an object received at once, beside the connection's buffer."""
 NOTE_KEY = "kvoffload"
 """The name of the metadata with the note, in S3 ``x-amz-meta-kvoffload``."""
 
@@ -123,7 +123,7 @@ def _own_hosts_only(endpoint: str) -> dict[str, str]:
 
 
 def _profile_credentials() -> Any:
-    """Returns what reads the shared files of AWS, which obstore does not; None if credentials come from elsewhere."""
+    """Returns a reader of the shared files of AWS, which obstore has not; None if credentials come from elsewhere."""
     environment = os.environ
     if any(
         environment.get(name)

@@ -26,8 +26,7 @@ LOOKUP_TIMEOUT_S = 3.0
 TRANSFER_TIMEOUT_S = 12.0
 """Below the deadlines after which the client's process is killed."""
 MAX_REDIRECTS = 16
-"""Nodes at which one call looks for names because other nodes say that these have them. Names beyond that fail: the
-next call knows all nodes again."""
+"""Nodes to which one call is redirected. Names beyond that fail: the next call reads the Cluster's map first."""
 MAX_PROBLEMS = 8
 """Distinct problems of one call that the log names."""
 MAX_INFO_BYTES = 1 << 16
@@ -142,7 +141,9 @@ class RedisClient(StoreClient):
         for left, (redirect, indexes) in zip(range(len(redirected), 0, -1), redirected.items(), strict=True):
             self._converse(call, redirect.address, indexes, left, redirect.asks)
         for redirect in call.take_redirected():
-            call.note(f"{redirect.address}: names move from node to node")
+            call.note(
+                f"{redirect.address}: names were redirected twice and are misses; the Cluster's map is read again"
+            )
         if call.problems:
             words = "; ".join(call.problems)
             if call.outcomes and all(outcome is Outcome.FAILED for outcome in call.outcomes):
@@ -160,11 +161,14 @@ class RedisClient(StoreClient):
             self._nodes.note_lost()
             return
         if self._nodes.rests(address):
-            call.note(f"{address}: it did not answer in time, and is not asked for a while")
+            call.note(
+                f"{address}: it did not answer in time; its blocks are misses until it is asked again, within "
+                f"{self._nodes.rest_s:.0f} s"
+            )
             self._nodes.note_lost()
             return
         if time.monotonic() >= call.deadline:
-            call.note(f"{address}: other nodes have taken all of the time")
+            call.note(f"{address}: not asked, because other nodes took the time of this request; its blocks are misses")
             return
         before: Sequence[int] = ()
         begun = time.monotonic()
@@ -188,10 +192,10 @@ class RedisClient(StoreClient):
     def _take(self, call: _Call, index: int, stream: Stream, address: Address, asks: bool) -> None:
         """Takes the reply about the name at ``index``."""
         if asks and stream.reply() != b"OK":
-            raise Lost("it has sent a reply that fits no request")
+            raise Lost("malformed reply: it does not fit the command")
         answer = call.answer(index, stream)
         if answer is None:
-            raise Lost("it has sent a reply that fits no request")
+            raise Lost("malformed reply: it does not fit the command")
         if isinstance(answer, Outcome):
             call.outcomes[index] = answer
             return
@@ -205,7 +209,7 @@ class RedisClient(StoreClient):
         elif redirect in call.redirected or len(call.redirected) < MAX_REDIRECTS:
             call.redirected.setdefault(redirect, []).append(index)
         else:
-            call.note(f"{address}: it names more than {MAX_REDIRECTS} other nodes")
+            call.note(f"{address}: it redirects names to more than {MAX_REDIRECTS} other nodes; the rest are misses")
 
     def advice(self) -> str:
         return memory_note(self._nodes, self._ttl_s)
@@ -228,8 +232,8 @@ Answer: TypeAlias = Outcome | ErrorReply | None
 
 @dataclass(slots=True)
 class _Call:
-    """One call of the client, and what is known so far. ``request`` returns the bytes of the command about the name at
-    an index, ``answer`` reads its reply. ``value_bytes``: the size of the largest value."""
+    """One call of the client, with the outcomes and problems so far. ``request`` returns the bytes of the command about
+    the name at an index, ``answer`` reads its reply. ``value_bytes``: the size of the largest value."""
 
     names: Sequence[str]
     request: Callable[[int], Sequence[Buffer]]
@@ -275,7 +279,7 @@ def _count_answer(reply: Reply) -> Answer:
 
 
 def _redirect(error: ErrorReply, asked: Address) -> _Redirect | None:
-    """Returns where else the name is that ``asked`` has answered ``error`` about, if it says that."""
+    """Returns the node to which ``error``, an answer of ``asked``, redirects; None if it does not."""
     words = error.text.split()
     if error.code not in ("MOVED", "ASK") or len(words) != 3:
         return None
@@ -288,8 +292,8 @@ def _nbytes(views: Sequence[memoryview]) -> int:
 
 
 def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
-    """Returns what is wrong with the memory limit of the store and what to do, or an empty string. Asks one node, if
-    the user may do that."""
+    """Returns a warning about the memory limit of the store, with its fix, or an empty string. Asks one node, if the
+    user may do that."""
     node = nodes.first
     try:
         with node.connection(time.monotonic() + LOOKUP_TIMEOUT_S) as stream:

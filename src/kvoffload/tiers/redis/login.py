@@ -31,17 +31,18 @@ _WORDS = {
     "DENIED": "it is in protected mode, which accepts only clients of its own machine; set a password there",
     "MOVED": "it is a node of a Cluster, whose other nodes this user may not ask for; grant +cluster|slots",
 }
-"""What error codes of servers mean here."""
+"""Meanings of the error codes of servers."""
 
 
 def explain(error: ErrorReply) -> str:
-    """Returns in words what an error means."""
+    """Returns the meaning of an error in words."""
     text = f'"{error.text}"'
     return f"{_WORDS[error.code]} ({text})" if error.code in _WORDS else f"it answers {text}"
 
 
 def tls_context(ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
-    """Returns what TLS needs. Raises ConfigError for a file that is not what it should be."""
+    """Returns the context of TLS. Raises ConfigError for a file without certificates, or without the key of its
+    certificate."""
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except (ssl.SSLError, OSError) as error:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvoffload.tiers.redis.location import NOWHERE, Address, node_address
 from kvoffload.tiers.redis.login import Login, explain
@@ -25,34 +26,42 @@ MAX_CONNECTIONS = 6
 """Connections per server: as many as threads use a client."""
 MAX_IDLE_CONNECTIONS = 256
 """Connections that all servers together keep while they are not used, or one per server."""
-MAX_IDLE_S = 60.0
-"""A connection that was idle for longer is not used again: firewalls drop such connections silently."""
-REFRESH_PAUSE_S = 1.0
-"""The time between two questions about which node has which part."""
 MAX_ASKED = 4
-"""Nodes that are asked that, one after the other, until one answers."""
-START_TIMEOUT_S = 3.0
-"""Time for each of them at first."""
+"""Nodes that are asked for the map of a Cluster, one after the other, until one answers."""
 REFRESH_TIMEOUT_S = 0.5
-"""Time for each of them later, within the time of a lookup."""
-REST_S = 5.0
-"""How long a node of a Cluster that has not answered in time is not asked for names."""
-SERVER_REST_S = 1.0
-"""The same for a server that is no Cluster: calls that waited behind the one that has failed would outlast their
-deadlines."""
+"""Time for each of them after the start, within the time of a lookup."""
 NO_ADDRESS = (
     "the Cluster names nodes without an address that can be used; set cluster-announce-hostname on each node, or "
     "cluster-preferred-endpoint-type ip"
 )
 
 
-class Node:
-    """Connections to one server, MAX_CONNECTIONS at most, of which it keeps ``max_idle`` while they are not used."""
+@dataclass(frozen=True, slots=True)
+class NodeTimes:
+    """Times in seconds for the nodes of a store."""
 
-    def __init__(self, address: Address, login: Login, max_idle: int = 0) -> None:
+    start_timeout_s: float = 3.0
+    """Until a node answers the first question about the map."""
+    refresh_pause_s: float = 1.0
+    """Between two questions about the map."""
+    rest_s: float = 5.0
+    """How long a node of a Cluster that did not answer in time is not asked for names."""
+    server_rest_s: float = 1.0
+    """The same for a server that is no Cluster: calls that waited behind the failed one would outlast their
+    deadlines."""
+    max_idle_s: float = 60.0
+    """A connection that was idle for longer is not used again: firewalls drop such connections silently."""
+
+
+class Node:
+    """Connections to one server, MAX_CONNECTIONS at most, of which it keeps ``max_idle`` for ``max_idle_s`` while they
+    are not used."""
+
+    def __init__(self, address: Address, login: Login, max_idle: int = 0, max_idle_s: float = 0.0) -> None:
         self.address = address
         self._login = login
         self._max_idle = max_idle
+        self._max_idle_s = max_idle_s
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._idle: list[Stream] = []
         """Used last to first. Appending to a list and popping from it are atomic."""
@@ -62,7 +71,7 @@ class Node:
         """Returns a context with a connection. It is closed afterwards if an exception leaves the context, or if it
         is not sound any more. Raises StoreError."""
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise StoreError(f"{self.address}: all connections are in use")
+            raise StoreError(f"{self.address}: all {MAX_CONNECTIONS} connections are in use")
         try:
             stream = self._take_idle() or self._login.connect(self.address, deadline)
             stream.deadline = deadline
@@ -82,7 +91,7 @@ class Node:
     def _take_idle(self) -> Stream | None:
         while self._idle:
             stream = self._idle.pop()
-            if not stream.has_unread and time.monotonic() - stream.idle_since < MAX_IDLE_S:
+            if not stream.has_unread and time.monotonic() - stream.idle_since < self._max_idle_s:
                 return stream
             stream.close()
         return None
@@ -96,8 +105,9 @@ class Nodes:
     """The servers of a store that is reached through ``seeds``: one server, or the nodes of a Cluster that have parts
     of its names. Several threads may use it. Raises StoreError if none of the seeds can be reached."""
 
-    def __init__(self, seeds: Sequence[Address], login: Login) -> None:
+    def __init__(self, seeds: Sequence[Address], login: Login, times: NodeTimes | None = None) -> None:
         self._login = login
+        self._times = times or NodeTimes()
         self._seeds = list(seeds)
         self._known = frozenset(seeds)
         """The seeds, and all nodes of the Cluster. Connections to others are not kept."""
@@ -111,7 +121,7 @@ class Nodes:
         self._rests: dict[Address, float] = {}
         """Nodes that have not answered in time, and until when they are not asked for names."""
         self._refreshing = threading.Lock()
-        self._ask(self._seeds, START_TIMEOUT_S)
+        self._ask(self._seeds, self._times.start_timeout_s)
 
     @property
     def is_cluster(self) -> bool:
@@ -129,7 +139,7 @@ class Nodes:
         if address not in self._known:
             return Node(address, self._login)
         max_idle = max(1, min(MAX_CONNECTIONS, MAX_IDLE_CONNECTIONS // len(self._known)))
-        return self._nodes.setdefault(address, Node(address, self._login, max_idle))
+        return self._nodes.setdefault(address, Node(address, self._login, max_idle, self._times.max_idle_s))
 
     def split(self, names: Sequence[str]) -> dict[Address, list[int]]:
         """Returns the indexes of the names that each node has; NOWHERE has those of nodes without an address."""
@@ -152,10 +162,15 @@ class Nodes:
         """A server did not answer: others of its Cluster may have its names now."""
         self._is_stale |= self.is_cluster
 
+    @property
+    def rest_s(self) -> float:
+        """How long a node that did not answer in time is not asked for names."""
+        return self._times.rest_s if self.is_cluster else self._times.server_rest_s
+
     def note_hung(self, address: Address) -> None:
         """A node did not answer in time. The time of the next calls belongs to the others."""
         if address in self._known:
-            self._rests[address] = time.monotonic() + (REST_S if self.is_cluster else SERVER_REST_S)
+            self._rests[address] = time.monotonic() + self.rest_s
 
     def rests(self, address: Address) -> bool:
         """Returns whether a node is not asked for names now."""
@@ -165,7 +180,7 @@ class Nodes:
         if time.monotonic() < self._not_before or not self._refreshing.acquire(blocking=False):
             return
         try:
-            self._not_before = time.monotonic() + REFRESH_PAUSE_S
+            self._not_before = time.monotonic() + self._times.refresh_pause_s
             self._is_stale = False
             # Any of them, because one that has left the Cluster still answers what it knew, and always a seed, whose
             # name may lead to another server now. Those that hang are not asked.
@@ -196,7 +211,7 @@ class Nodes:
         raise StoreError("; ".join(problems))
 
     def _take(self, reply: Reply, asked: Address) -> None:
-        """Takes in what the server ``asked`` has answered."""
+        """Takes in the answer of the server ``asked``."""
         if isinstance(reply, ErrorReply):
             if reply.code not in ("ERR", "NOPERM"):
                 raise StoreError(f"{asked}: {explain(reply)}")
@@ -230,8 +245,8 @@ class Nodes:
 
 
 def share_of(deadline: float, num_nodes: int) -> float:
-    """Returns the deadline of the first of so many nodes that are asked one after the other: one that hangs leaves the
-    others their time."""
+    """Returns the deadline of the first of so many nodes that are asked one after the other: a node that hangs leaves
+    the others their time."""
     now = time.monotonic()
     return now + (deadline - now) / num_nodes
 

@@ -1,7 +1,7 @@
 """Stream: commands to a server and its replies, in the protocol RESP2. Values go from and into the caller's memory.
 
-Whatever is not a complete reply to what was asked raises Lost, and the connection is then closed: behind it, bytes
-could be taken for the reply to another command. One deadline holds for everything until the next is set, so a server
+Anything but a complete reply to the command raises Lost, and the connection is then closed: bytes behind it could be
+taken for the reply to another command. One deadline holds for everything until the next is set, so a server
 that sends a byte now and then gains no time.
 """
 
@@ -84,17 +84,17 @@ class Stream:
         self._limits: dict[int, float] = {}
         """The timeouts that the kernel has."""
         self._ending = bytearray(2)
-        """What has come behind a value."""
+        """The two bytes behind a value."""
         self._num_items = 0
         """Parts of the reply that is received."""
         self._bytes_left = 0
         """Bytes that the reply may still have."""
         self._begin = self._end = 0
-        """The part of the buffer that has been received and not used yet."""
+        """The part of the buffer that was received and is not used yet."""
 
     @property
     def has_unread(self) -> bool:
-        """Whether the server has sent something, or has closed the connection."""
+        """Whether bytes of the server wait, or it closed the connection."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         decrypted = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
@@ -118,9 +118,9 @@ class Stream:
                 else:
                     sent = self._socket.sendmsg(views[first : first + MAX_BUFFERS])
             except (TimeoutError, BlockingIOError):
-                raise Late("it takes no more data in time") from None
+                raise Late("it took no more data before the deadline") from None
             except OSError as error:
-                raise Lost(f"the connection is lost ({error})") from None
+                raise Lost(f"the connection was lost ({error})") from None
             first = _advance(views, first, sent)
 
     # Receiving.
@@ -138,7 +138,7 @@ class Stream:
         if kind == b"-":
             return _error(rest)
         if kind != b"$":
-            raise Lost("it has sent a reply that fits no request")
+            raise Lost("malformed reply: it does not fit the command")
         size = _size(rest, MAX_VALUE_BYTES)
         if size is None:
             return None
@@ -159,7 +159,7 @@ class Stream:
         self._num_items += 1
         self._bytes_left -= len(line) + 2
         if self._num_items > MAX_ITEMS or self._bytes_left < 0:
-            raise Lost("its reply is longer than any reply to this command")
+            raise Lost("malformed reply: longer than any reply to this command")
         if kind == b"+":
             return rest
         if kind == b"-":
@@ -177,7 +177,7 @@ class Stream:
         if kind == b"*" and depth > 0:
             count = _size(rest, MAX_ITEMS)
             return None if count is None else [self._reply(depth - 1) for _ in range(count)]
-        raise Lost("it has sent what is no reply")
+        raise Lost("malformed reply: not RESP2")
 
     def _line(self, at_once: int) -> bytes:
         """Returns the next line, and receives ``at_once`` bytes at most at a time."""
@@ -187,14 +187,14 @@ class Stream:
                 self._begin, self._end = 0, len(rest)
                 self._view[: self._end] = rest
             if self._end == BUFFER_BYTES:
-                raise Lost("it has sent a line without an end")
+                raise Lost("malformed reply: a line without an end")
             self._end += self._receive([self._view[self._end : self._end + at_once]])
         line = bytes(self._view[self._begin : at])
         self._begin = at + 2
         return line
 
     def _fill(self, buffers: Sequence[memoryview], ends: bool = True) -> None:
-        """Receives the bytes of ``buffers``, and if the value ``ends`` there, what follows a value."""
+        """Receives the bytes of ``buffers``, and the line end behind them if the value ``ends`` there."""
         views = [view for view in buffers if len(view)]
         if ends:
             views.append(memoryview(self._ending))
@@ -207,7 +207,7 @@ class Stream:
         while first < len(views):
             first = _advance(views, first, self._receive(views[first:], socket.MSG_WAITALL))
         if ends and self._ending != b"\r\n":
-            raise Lost("it has sent a value of another size than announced")
+            raise Lost("malformed reply: a value of another size than announced")
 
     def _receive(self, views: Sequence[memoryview], flags: int = 0) -> int:
         """Receives at least one byte. Returns how many."""
@@ -216,18 +216,18 @@ class Stream:
             tls = self._is_tls
             count = self._socket.recv_into(views[0]) if tls else self._socket.recvmsg_into(views, 0, flags)[0]
         except (TimeoutError, BlockingIOError):
-            raise Late("it does not answer in time") from None
+            raise Late("no answer before the deadline") from None
         except OSError as error:
-            raise Lost(f"the connection is lost ({error})") from None
+            raise Lost(f"the connection was lost ({error})") from None
         if not count:
-            raise Lost("it has closed the connection")
+            raise Lost("the server closed the connection")
         return count
 
     def _limit(self, option: int) -> None:
         """Limits the next system call to the time that is left."""
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise Late("it does not answer in time")
+            raise Late("no answer before the deadline")
         if self._is_tls:
             self._socket.settimeout(left)
         elif abs(self._limits.get(option, math.inf) - left) > TOLERANCE_S:
@@ -268,7 +268,7 @@ def _error(line: bytes) -> ErrorReply:
 
 def _number(digits: bytes) -> int:
     if not _NUMBER.fullmatch(digits):
-        raise Lost("it has sent what is no number")
+        raise Lost("malformed reply: not a number")
     return int(digits)
 
 
@@ -278,5 +278,5 @@ def _size(digits: bytes, most: int) -> int | None:
     if size == -1:
         return None
     if not 0 <= size <= most:
-        raise Lost(f"it has announced {size} bytes or items")
+        raise Lost(f"malformed reply: {size} bytes or items announced")
     return size

@@ -1,1 +1,1 @@
-"""Tiers in stores that other machines serve: the tier, the process that talks to the store, and what they exchange."""
+"""Tiers in stores that other machines serve: the tier, the process of the store's client, and their messages."""

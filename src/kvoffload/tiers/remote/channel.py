@@ -16,7 +16,7 @@ class ChannelState(enum.Enum):
     READY = enum.auto()
     """Requests are answered."""
     ENDING = enum.auto()
-    """The process has been killed and may still touch host slots."""
+    """The process was killed and may still touch host slots."""
 
 
 class StoreChannel(ABC):
@@ -30,7 +30,7 @@ class StoreChannel(ABC):
     @property
     @abstractmethod
     def state(self) -> ChannelState:
-        """What the last ``poll`` found, or what was done since."""
+        """The state that the last ``poll`` found, or that a later call brought about."""
 
     @abstractmethod
     def start(self) -> None:

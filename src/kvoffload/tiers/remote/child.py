@@ -21,9 +21,8 @@ from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
 from kvoffload.tiers.remote.memory import SeparateBuffers, Window
-from kvoffload.tiers.remote.messages import Op, Request
+from kvoffload.tiers.remote.messages import Kind, Op, Request, Setup, Unframer, frame
 from kvoffload.tiers.remote.record import RECORD_BYTES
-from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
 

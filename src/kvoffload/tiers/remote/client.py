@@ -24,7 +24,7 @@ class Outcome(enum.Enum):
     FULL = enum.auto()
     """``put``: the store has no room."""
     FAILED = enum.auto()
-    """The store did not answer, or answered with another error. It may have done what was asked."""
+    """The store did not answer, or answered with another error. It may have carried the call out."""
 
 
 class StoreError(KVOffloadError):
@@ -67,13 +67,13 @@ class StoreClient(ABC):
         """Removes values, even those that others are reading. Returns OK, MISSING or FAILED per name."""
 
     def distrust(self, names: Sequence[str]) -> list[str]:
-        """Says that these values had other bytes than were put, when they were last read. Returns those to be removed;
-        the others go with them, and count as missing. By default returns all."""
+        """Takes note of values whose bytes were not those that were put. Returns the names to remove; the other values
+        go with them, and count as missing. By default returns all."""
         return list(names)
 
     def advice(self) -> str:
-        """Returns what is wrong with the settings of the store itself, and what to do, for the log. By default
-        nothing."""
+        """Returns a warning about the settings of the store itself, with its fix, for the log. By default an empty
+        text."""
         return ""
 
     def close(self) -> None:

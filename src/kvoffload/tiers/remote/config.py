@@ -1,4 +1,4 @@
-"""What entries of remote stores have in common."""
+"""The common part of the entries of remote stores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RemoteTierConfig(TierConfig):
     want all blocks from the first one on."""
 
     prefix: str = "kvoffload"
-    """What the names of all values begin with."""
+    """The beginning of the names of all values."""
     hmac_key_file: str | None = None
     """A file with a secret of MIN_HMAC_KEY_BYTES or more, the same on all servers; white space around it does not
     count. Blocks are stored with an HMAC, and those without the right one are never loaded. By default whoever can
@@ -65,7 +65,7 @@ class RemoteTierConfig(TierConfig):
 
     @abstractmethod
     def settings(self, engines: int = 1) -> Mapping[str, Any]:
-        """Returns what ``connect`` is called with on a node with so many engines: plain JSON without secrets. Raises
+        """Returns the argument of ``connect`` on a node with so many engines: plain JSON without secrets. Raises
         ConfigError."""
 
     def open(self, context: TierContext) -> Tier:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from kvoffload.units import format_bytes
 
 MAX_GROWTH_BYTES = 48 << 20
-"""Memory beside what is asked for: buffers of connections, threads."""
+"""Memory beside the bytes that were asked for: buffers of connections, threads."""
 INTERVAL_S = 0.01
 """Time between two looks while a request is under way: a peer sends a few megabytes meanwhile."""
 IDLE_INTERVAL_S = 0.5

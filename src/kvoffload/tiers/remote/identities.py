@@ -1,4 +1,4 @@
-"""Which fingerprints a store has blocks of, and what distinguishes them, in words for the log.
+"""Identities in a store: the fingerprints of its blocks and their differences, in words for the log.
 
 A store cannot list its names. So servers of one model leave their identities under numbered names,
 ``<prefix>/identities/<digest of the model's name>/<number>``, each in a value of IDENTITY_BYTES: the length and the

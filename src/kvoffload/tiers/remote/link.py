@@ -21,8 +21,8 @@ the time after which any client gives a transfer up without ending it."""
 START_DEADLINE_S = 30.0
 """Time for the process to start and reach the store."""
 RENEW_AFTER_S = 30.0
-"""A process that has answered nothing but failures for so long is replaced: a new one reads files with secrets and
-certificates again, and learns anew what it knows about the store."""
+"""A process that answers nothing but failures for so long is replaced: a new one reads files with secrets and
+certificates again, and learns the nodes of the store anew."""
 MIN_FAILURES = 4
 MAX_FAILURE_GAP_S = 150.0
 """Failures with a longer time between them say nothing about that time. The circuit breaker pauses for up to 60 s."""
@@ -106,13 +106,15 @@ class StoreLink:
         for response in self._channel.poll():
             request, _ = self._under_way.pop(response.number, (None, 0.0))
             if request is None or len(response.statuses) != len(request.keys):
-                self._kill("sent a response that fits no request")
+                self._kill("sent a malformed response")
                 break
             answers.append(Answer(request, response))
             self._watch_failures(response)
             if response.problem:
                 problem = printable(response.problem, MAX_PROBLEM_BYTES)
-                self._log.warning("%s: %s failed: %s", self._name, request.op.name.lower(), problem)
+                self._log.warning(
+                    "%s: %s failed (%s); the blocks concerned are misses", self._name, request.op.name.lower(), problem
+                )
             else:
                 self._pause = FIRST_PAUSE_S
         self.num_in_flight = len(self._under_way)
@@ -135,9 +137,9 @@ class StoreLink:
             logger.info("kvoffload: %s: connected", self._name)
         # Requests of one kind are in the order of their deadlines, and there are only a few.
         if self._under_way and min(deadline for _, deadline in self._under_way.values()) <= self._clock():
-            self._kill("did not answer a request in time")
+            self._kill("did not answer a request before its deadline")
         elif self._num_failures >= MIN_FAILURES and self._failed_at - self._failing_since >= RENEW_AFTER_S:
-            self._kill(f"has answered nothing but failures for {RENEW_AFTER_S:g} s")
+            self._kill(f"answered nothing but failures for {RENEW_AFTER_S:g} s")
 
     def _down(self) -> list[Answer]:
         now = self._clock()
@@ -149,7 +151,8 @@ class StoreLink:
             self._was_ready, self._start_deadline, self._num_failures = False, float("inf"), 0
             self._start_at = now + self._pause * (0.5 + self._random() / 2)
             self._log.warning(
-                "%s: the process of its client has ended; its blocks are misses. It is started again in %.1f s",
+                "%s: the process of the store's client ended; blocks of the store are misses. It is started again "
+                "in %.1f s",
                 self._name,
                 self._start_at - now,
             )
@@ -160,7 +163,11 @@ class StoreLink:
         return lost
 
     def _kill(self, why: str) -> None:
-        self._log.warning("%s: the process of its client %s and was killed", self._name, why)
+        self._log.warning(
+            "%s: the store's client %s; its process was killed and is started again. Until then its blocks are misses",
+            self._name,
+            why,
+        )
         self._channel.kill()
 
     def wait(self, timeout_s: float) -> None:

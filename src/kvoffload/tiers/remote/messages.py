@@ -1,25 +1,32 @@
-"""What a tier and the process of its store's client say to each other, and how that is packed.
+"""Messages between a tier and the process of its store's client, on a stream socket.
 
-A message is a header, its keys (one byte for the length, then the bytes), then eight bytes per slot in a request, or
-one byte per key and a text in a response. Numbers are little-endian.
+A message is the length and the kind of its body in five bytes, then the body. The body of a request or a response is a
+header, the keys (one byte for the length, then the bytes), then eight bytes per slot in a request, or one byte per key
+and a text in a response. Numbers are little-endian. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kvoffload.abc import KVOffloadError, OffloadKey
+from kvoffload.host.pool import PoolHandle
 
+MAX_MESSAGE_BYTES = 4 << 20
 MAX_KEYS = 8192
 """Keys in one message."""
 MAX_PROBLEM_BYTES = 1024
 """The text of a problem is cut there."""
 
+_FRAME = struct.Struct("<IB")
+"""Bytes of the body, kind."""
 _REQUEST = struct.Struct("<QBI")
 """Number, operation, how many keys."""
 _RESPONSE = struct.Struct("<QIddH")
@@ -27,7 +34,7 @@ _RESPONSE = struct.Struct("<QIddH")
 
 
 class Op(enum.IntEnum):
-    """What is asked of the store."""
+    """Operations of the store."""
 
     LOOKUP = 0
     READ = 1
@@ -39,7 +46,7 @@ class Status(enum.IntEnum):
     """The answer for one key."""
 
     OK = 0
-    """Lookup: the store has the value. Otherwise: done, and what was read is verified."""
+    """Lookup: the store has the value. Otherwise: done, and bytes that were read are verified."""
     MISSING = 1
     """The store does not have the block, or has it in another format."""
     HELD = 2
@@ -90,7 +97,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Response:
     """``statuses``: one per key of the request. ``begun`` and ``ended``: times of the monotonic clock, which all
-    processes of a machine share. ``problem``: what went wrong, for the log; empty if nothing did."""
+    processes of a machine share. ``problem``: the cause of a failure, for the log; else empty."""
 
     number: int
     statuses: Sequence[Status]
@@ -115,3 +122,75 @@ class Response:
         if len(statuses) != count or len(problem) != size:
             raise MessageError(f"a response has {len(data)} bytes, not {_RESPONSE.size + count + size}")
         return cls(number, statuses, begun, ended, problem.decode(errors="replace"))
+
+
+# The stream.
+
+
+class Kind(enum.IntEnum):
+    SETUP = 0
+    """The first message to the process: a Setup."""
+    READY = 1
+    """From the process: it has reached the store."""
+    REQUEST = 2
+    RESPONSE = 3
+    NOTE = 4
+    """From the process: a text for the log."""
+
+
+_KINDS = frozenset(map(int, Kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Settings of the process. ``client`` is the import path "package.module:function" of a function that
+    returns the StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has. Secrets
+    are named by the files that they are in, so that no message or log has one. ``client_bytes``: memory that the
+    client takes for itself, beyond what any client needs."""
+
+    client: str
+    settings: Mapping[str, Any]
+    handles: tuple[PoolHandle, ...]
+    num_slots: int
+    fingerprint: str
+    prefix: str
+    identity: Mapping[str, str] = field(default_factory=dict)
+    hmac_key_file: str | None = None
+    client_bytes: int = 0
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Setup:
+        fields = json.loads(data)
+        handles = tuple(PoolHandle(**each) for each in fields.pop("handles"))
+        return cls(handles=handles, **fields)
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    """Returns a message as it is sent."""
+    return _FRAME.pack(len(body), kind) + body
+
+
+class Unframer:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
+        """Yields the messages that are complete now. Raises MessageError if the stream makes no sense."""
+        self._data += data
+        at = 0
+        while len(self._data) - at >= _FRAME.size:
+            size, kind = _FRAME.unpack_from(self._data, at)
+            if size > MAX_MESSAGE_BYTES or kind not in _KINDS:
+                raise MessageError(f"a message of kind {kind} with {size} bytes")
+            end = at + _FRAME.size + size
+            if end > len(self._data):
+                break
+            body = bytes(self._data[at + _FRAME.size : end])
+            at = end
+            yield Kind(kind), body
+        del self._data[:at]

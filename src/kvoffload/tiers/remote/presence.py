@@ -21,7 +21,8 @@ MISSING_TTL_S = 1.0
 class PresenceCache:
     """Remembers answers about keys. Times are of the caller's clock, and not negative."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_known: int = MAX_KNOWN) -> None:
+        self._max_known = max_known
         self._until: dict[OffloadKey, float] = {}
         """Until when each key counts as present, or negative: until when it counts as missing. The oldest first."""
 
@@ -43,7 +44,7 @@ class PresenceCache:
         for key in keys:
             self._until.pop(key, None)
             self._until[key] = until
-        for key in [key for _, key in zip(range(len(self._until) - MAX_KNOWN), self._until, strict=False)]:
+        for key in [key for _, key in zip(range(len(self._until) - self._max_known), self._until, strict=False)]:
             del self._until[key]
 
     def clear(self) -> None:

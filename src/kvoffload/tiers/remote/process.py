@@ -17,8 +17,7 @@ from collections.abc import Callable
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
-from kvoffload.tiers.remote.messages import MessageError, Request, Response
-from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
+from kvoffload.tiers.remote.messages import Kind, MessageError, Request, Response, Setup, Unframer, frame
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,11 @@ class ProcessChannel(StoreChannel):
         try:
             self._child = _Child(self._name, self._output)
         except OSError as error:
-            self._notes.warning("%s: its client cannot be started (%s)", self._name, error)
+            self._notes.warning(
+                "%s: the store's client cannot be started (%s); blocks of the store are misses. It is tried again",
+                self._name,
+                error,
+            )
             return
         self._state = ChannelState.STARTING
         self._unsent += frame(Kind.SETUP, self._setup.pack())
@@ -132,7 +135,11 @@ class ProcessChannel(StoreChannel):
                         notes = [printable(line, MAX_LINE_BYTES) for line in body.split(b"\n", MAX_NOTES)[:MAX_NOTES]]
                         self._notes.warning("%s: %s", self._name, "\n".join(notes))
             except MessageError as error:
-                self._notes.warning("%s: its client sent %s", self._name, error)
+                self._notes.warning(
+                    "%s: malformed message of the store's client (%s); its process is killed and started again",
+                    self._name,
+                    error,
+                )
                 self.kill()
                 break
         return responses
@@ -151,8 +158,8 @@ class ProcessChannel(StoreChannel):
             self._state = ChannelState.ENDING
 
     def close(self, timeout_s: float) -> bool:
-        """Lets the process finish what it has begun, and leave the store; kills it after ``timeout_s``. What has come
-        meanwhile is left for ``poll``."""
+        """Lets the process finish the requests under way and leave the store; kills it after ``timeout_s``. Responses
+        are left for ``poll``."""
         self._closed = True
         if self._child is None:
             return True
@@ -229,7 +236,11 @@ class _Child:
             with theirs:
                 process = self._start(theirs.fileno())
         except Exception as error:
-            self._log.warning("%s: its client cannot be started (%s)", self._name, error)
+            self._log.warning(
+                "%s: the store's client cannot be started (%s); blocks of the store are misses. It is tried again",
+                self._name,
+                error,
+            )
         else:
             with self._starting:
                 self._process = process
@@ -252,8 +263,8 @@ class _Child:
         )
 
     def _read_output(self, process: subprocess.Popen[bytes]) -> None:
-        """Logs what the process writes, a line now and then, and what it has written last. So the process never waits
-        for a reader."""
+        """Logs the output of the process, a line now and then, and its last lines. So the process never waits for a
+        reader."""
         output = process.stdout
         if output is None:
             return
@@ -261,8 +272,12 @@ class _Child:
         with output:
             while line := output.readline(MAX_LINE_BYTES):
                 last.append(printable(line.rstrip(), MAX_LINE_BYTES))
-                self._log.warning("%s: its client says: %s", self._name, last[-1])
+                self._log.warning("%s: output of the store's client: %s", self._name, last[-1])
         # Reaps the process even if the channel is not polled any more.
         process.wait()
         if process.returncode and last:
-            logger.warning("kvoffload: %s: its client has said last:\n%s", self._name, "\n".join(last))
+            logger.warning(
+                "kvoffload: %s: the store's client ended with an error; its last output:\n%s",
+                self._name,
+                "\n".join(last),
+            )

@@ -40,7 +40,7 @@ assert _RECORD.size == RECORD_BYTES - CHECKSUM_BYTES
 
 
 class Verdict(enum.Enum):
-    """What is known about a value after its bytes have been compared with its record."""
+    """Results of the comparison of a value with its record."""
 
     GOOD = enum.auto()
     FOREIGN = enum.auto()
@@ -50,7 +50,7 @@ class Verdict(enum.Enum):
 
 
 def namespace(fingerprint: str, hmac_key: bytes = b"") -> str:
-    """Returns what the names of all values of ``fingerprint`` contain, 64 hexadecimal digits."""
+    """Returns the part of the names that all values of ``fingerprint`` share, 64 hexadecimal digits."""
     return hmac.digest(hmac_key, b"namespace" + bytes.fromhex(fingerprint), "sha256").hex() if hmac_key else fingerprint
 
 
@@ -81,7 +81,7 @@ def pack_record(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray], h
 
 
 def _tag(hmac_key: bytes, body: bytes, parts: Sequence[ByteArray]) -> bytes:
-    """Returns the tag of a block. Whatever tag ``body``, the record without its checksum, has is left out. Large
+    """Returns the tag of a block. ``body`` is the record without its checksum; its own tag is left out. Large
     buffers are hashed without the GIL."""
     if not hmac_key:
         return _NO_TAG
@@ -94,8 +94,8 @@ def _tag(hmac_key: bytes, body: bytes, parts: Sequence[ByteArray]) -> bytes:
 def verify(
     fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes = b""
 ) -> Verdict:
-    """Returns whether ``record`` and ``parts`` are what was stored under ``key``, by a server with the same HMAC key if
-    there is one."""
+    """Returns whether ``record`` and ``parts`` were stored under ``key``, by a server with the same HMAC key if there
+    is one."""
     raw = record.tobytes()
     if len(raw) != RECORD_BYTES or not is_sealed(raw):
         return Verdict.BAD

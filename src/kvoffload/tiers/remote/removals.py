@@ -1,4 +1,4 @@
-"""Removals: the blocks of a shared store that this process has written, and those that it wants removed."""
+"""Removals: blocks of a shared store that this process wrote, and blocks that it wants removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Removals:
         _limit(self._written, MAX_WRITTEN)
 
     def note_missing(self, keys: Iterable[OffloadKey]) -> None:
-        """Notes that the store does not have these blocks: those that this process has written were lost."""
+        """Notes that the store lacks these blocks: blocks that this process wrote were lost."""
         lost = [key for key in keys if key in self._written]
         for key in lost:
             del self._written[key]
@@ -51,7 +51,7 @@ class Removals:
         return lost
 
     def delete(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Requests the removal of those of ``keys`` that this process has written. Returns them."""
+        """Requests the removal of the ``keys`` that this process wrote. Returns them."""
         own = [key for key in keys if key in self._written]
         for key in own:
             del self._written[key]
@@ -59,7 +59,7 @@ class Removals:
         return own
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
-        """Requests the removal of ``keys``, whoever has written them."""
+        """Requests the removal of ``keys``, also of blocks that other processes wrote."""
         self._pending.update(dict.fromkeys(keys))
         _limit(self._pending, MAX_PENDING)
 

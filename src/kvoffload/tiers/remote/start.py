@@ -9,9 +9,9 @@ from typing import Any
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.remote.channel import ChannelState
+from kvoffload.tiers.remote.messages import Setup
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.wire import Setup
 
 START_WAIT_S = 20.0
 """How long the start of a server waits for the client of a store that does not refuse it, so that the first requests

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random as random_module
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote.channel import StoreChannel
 from kvoffload.tiers.remote.link import Answer, StoreLink
@@ -18,14 +19,6 @@ from kvoffload.tiers.remote.presence import PresenceCache
 from kvoffload.tiers.remote.record import MAX_KEY_BYTES, RECORD_BYTES
 from kvoffload.tiers.remote.removals import Removals
 
-MAX_IN_FLIGHT_BYTES = 128 << 20
-"""Bytes of reads under way at once, and of writes; at least one block."""
-MAX_IN_FLIGHT_BLOCKS = 1024
-"""Blocks read at once, and blocks written at once."""
-REQUEST_BYTES = 64 << 20
-"""Blocks that are smaller share a request of this size."""
-MAX_ASKED = 1 << 16
-"""Keys that the store is being asked about at once; others count as missing meanwhile."""
 CLOSE_DEADLINE_S = 5.0
 
 _ERRORS = {
@@ -34,6 +27,20 @@ _ERRORS = {
     Status.CORRUPT: TierError.CORRUPT,
     Status.FAILED: TierError.IO,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLimits:
+    """Bounds of the requests of a remote tier."""
+
+    in_flight_bytes: int = 128 << 20
+    """Bytes of reads under way at once, and of writes; at least one block."""
+    in_flight_blocks: int = 1024
+    """Blocks read at once, and blocks written at once."""
+    request_bytes: int = 64 << 20
+    """Smaller blocks share a request of this size."""
+    keys_asked: int = 1 << 16
+    """Keys that the store is being asked about at once; others count as missing meanwhile."""
 
 
 class RemoteTier(Tier):
@@ -54,10 +61,12 @@ class RemoteTier(Tier):
         name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
+        limits: RemoteLimits | None = None,
     ) -> None:
         self.name = name
+        self._limits = limits = limits or RemoteLimits()
         self._block_bytes = RECORD_BYTES + payload_bytes
-        self._max_moving = max(1, min(MAX_IN_FLIGHT_BLOCKS, MAX_IN_FLIGHT_BYTES // self._block_bytes))
+        self._max_moving = max(1, min(limits.in_flight_blocks, limits.in_flight_bytes // self._block_bytes))
         self._clock = clock
         self._link = StoreLink(channel, name, clock, random)
         self._presence = PresenceCache()
@@ -66,7 +75,6 @@ class RemoteTier(Tier):
         self._moving: dict[Op, dict[OffloadKey, bool]] = {Op.READ: {}, Op.WRITE: {}}
         """Blocks being read and written. False: the block has been deleted since the transfer began."""
         self._removals = Removals()
-        self._num_failed_lookups = 0
         self._unreported: list[TierResult] = []
         """Results that ``close`` has found, for ``poll``."""
         self._is_off = False
@@ -77,22 +85,20 @@ class RemoteTier(Tier):
     def block_bytes(self) -> int:
         return self._block_bytes
 
-    @property
-    def num_failed_lookups(self) -> int:
-        return self._num_failed_lookups
-
-    @property
-    def is_connected(self) -> bool:
-        return self._link.is_ready
+    def stats(self) -> TierStats:
+        return TierStats(is_connected=self._link.is_ready)
 
     # Lookups.
 
-    def expect(self, keys: Sequence[OffloadKey]) -> None:
-        self.contains(keys)
-
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         if self._is_off:
             return np.zeros(len(keys), dtype=np.uint8)
+        if ahead:
+            self._find(ahead)
+        return self._find(keys)
+
+    def _find(self, keys: Sequence[OffloadKey]) -> States:
+        """Returns one state per key, and asks the store about the keys of which nothing is known."""
         states = self._presence.states(keys, self._clock())
         unknown = np.flatnonzero(states == RETRY)
         if len(unknown):
@@ -103,11 +109,11 @@ class RemoteTier(Tier):
         return states
 
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
-        """Asks the store about those of ``keys`` that it is not being asked about yet, if it can be reached."""
+        """Asks the store, if it can be reached, about the ``keys`` that no request under way names."""
         if not self._link.is_ready or self._asked.issuperset(keys):
             return
         new = [key for key in dict.fromkeys(keys) if key not in self._asked and len(key) <= MAX_KEY_BYTES]
-        new = new[: MAX_ASKED - len(self._asked)]
+        new = new[: self._limits.keys_asked - len(self._asked)]
         for start in range(0, len(new), MAX_KEYS):
             part = new[start : start + MAX_KEYS]
             if not self._link.send(Op.LOOKUP, part):
@@ -126,14 +132,14 @@ class RemoteTier(Tier):
         return taken
 
     def _begin(self, op: Op, keys: Sequence[OffloadKey], slots: Slots, refused: int) -> list[OffloadKey]:
-        """Begins the transfers of those of ``keys`` that are not in the state ``refused``. Returns the keys."""
+        """Begins the transfers of the ``keys`` that are not in the state ``refused``. Returns them."""
         if self._is_off or not keys or not self._link.is_ready:
             return []
         moving = self._moving[op]
         fits = self._presence.states(keys, self._clock()) != refused
         chosen = [i for i in np.flatnonzero(fits).tolist() if self._may_move(keys[i])]
         del chosen[max(0, self._max_moving - len(moving)) :]
-        step = max(1, REQUEST_BYTES // self._block_bytes)
+        step = max(1, self._limits.request_bytes // self._block_bytes)
         taken: list[OffloadKey] = []
         for start in range(0, len(chosen), step):
             part = chosen[start : start + step]
@@ -172,9 +178,9 @@ class RemoteTier(Tier):
         return []
 
     def _end_lookup(self, keys: Sequence[OffloadKey], statuses: Sequence[Status], at: float) -> None:
-        """Takes in what the store has answered at the time ``at``: an idle engine may take it in much later."""
+        """Takes in an answer of the store of the time ``at``: an idle engine may take it in much later."""
         self._asked.difference_update(keys)
-        # What is written or removed at the moment is not found before that has ended.
+        # A block that is being written or removed is not found before that ends.
         answers = [
             (key, status)
             for key, status in zip(keys, statuses, strict=True)
@@ -183,7 +189,7 @@ class RemoteTier(Tier):
         self._presence.note_present([key for key, status in answers if status is Status.OK], at)
         self._presence.note_missing([key for key, status in answers if status is not Status.OK], at)
         self._removals.note_missing(key for key, status in answers if status is Status.MISSING)
-        self._num_failed_lookups += Status.FAILED in statuses
+        self.num_failed_lookups += Status.FAILED in statuses
 
     def _end_transfers(
         self, op: Op, keys: Sequence[OffloadKey], statuses: Sequence[Status], begun: float, ended: float
@@ -199,7 +205,7 @@ class RemoteTier(Tier):
         return results
 
     def _note_end(self, op: Op, key: OffloadKey, status: Status, is_wanted: bool) -> None:
-        """Remembers what the end of a transfer says about the block."""
+        """Remembers whether the store has the block of a transfer that ended."""
         now = self._clock()
         if status is Status.CORRUPT or (op is Op.WRITE and status is Status.OK and not is_wanted):
             self._removals.remove([key])
@@ -231,7 +237,7 @@ class RemoteTier(Tier):
 
     # Order and removal.
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
         """Does nothing: the store has an order of its own."""
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -261,8 +267,8 @@ class RemoteTier(Tier):
     def check_integrity(self) -> None:
         if any(len(moving) > self._max_moving for moving in self._moving.values()):
             raise IntegrityError(f"the {self.name} tier moves more than {self._max_moving} blocks at once")
-        if len(self._asked) > MAX_ASKED:
-            raise IntegrityError(f"the {self.name} tier asks about more than {MAX_ASKED} keys at once")
+        if len(self._asked) > self._limits.keys_asked:
+            raise IntegrityError(f"the {self.name} tier asks about more than {self._limits.keys_asked} keys at once")
 
 
 def _among(keys: Sequence[OffloadKey], known: set[OffloadKey]) -> npt.NDArray[np.bool_]:

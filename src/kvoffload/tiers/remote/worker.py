@@ -75,8 +75,8 @@ class StoreWorker:
         return Response(request.number, statuses, begun, self._clock(), problem)
 
     def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int], begun: float) -> tuple[list[Status], str]:
-        """Returns a status per key, and what went wrong if the client has raised an exception, or has taken too long
-        since ``begun``."""
+        """Returns a status per key, and the cause if the client raised an exception, or took too long since
+        ``begun``."""
         statuses: list[Status] = []
         step = max(1, len(keys) if op is Op.LOOKUP else self._memory.num_rows)
         for start in range(0, len(keys), step):

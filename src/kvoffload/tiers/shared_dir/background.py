@@ -18,6 +18,7 @@ class Repeating:
     """Calls ``do`` every ``interval_s`` on a daemon thread, which may hang in it, until ``stop``; then ``finish``."""
 
     def __init__(self, name: str, do: Callable[[], None], interval_s: float, finish: Callable[[], None]) -> None:
+        self._name = name
         self._do = do
         self._interval_s = interval_s
         self._finish = finish
@@ -26,11 +27,10 @@ class Repeating:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_s: float) -> bool:
-        """Ends the thread. Returns whether it has ended within ``timeout_s``."""
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread, and waits at most ``timeout_s`` for it."""
         self._stopped.set()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -43,7 +43,7 @@ class Repeating:
             do()
         except Exception:
             if not self._has_failed:
-                logger.exception("kvoffload: %s failed", threading.current_thread().name)
+                logger.exception("kvoffload: the thread %s failed; it goes on", self._name)
             self._has_failed = True
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvoffload.abc import ConfigError, Tier
+from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.config import DirectoryConfig
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.start import allow_descriptors
+from kvoffload.tiers.disk.storage import SETTING_ERRORS, reason
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, SILENT_S
-from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
+from kvoffload.tiers.shared_dir.tier import SharedDirTier
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -37,27 +41,18 @@ class SharedDirConfig(DirectoryConfig):
                 f"{GONE_AFTER_S:.0f}"
             )
 
-    def open(self, context: TierContext) -> Tier:
+    def open(self, context: TierContext) -> SharedDirTier:
         existed = os.path.isdir(self.dir)
-        tier = open_shared_dir_tier(
-            self.dir,
-            self.bytes,
-            context.pools,
-            context.fingerprint,
-            identity=context.identity,
-            policy=context.policy,
-            engines=context.engines,
-            gone_after_s=self.gone_after_s,
-            shares=context.shares,
-        )
+        tier = self._open(context)
+        capacity_bytes = tier.own.files.capacity_bytes
         logger.info(
             "kvoffload: shared directory %s: writes to %s, %s = %s tokens; found %s blocks of this model there, and "
             "looks for those of other servers",
             self.dir,
             tier.seat.name,
-            format_bytes(tier.capacity_bytes),
-            f"{context.num_tokens(tier.capacity_bytes // tier.block_bytes):,}",
-            f"{tier.num_blocks:,}",
+            format_bytes(capacity_bytes),
+            f"{context.num_tokens(capacity_bytes // tier.block_bytes):,}",
+            f"{tier.own.catalog.num_blocks:,}",
         )
         if not existed:
             logger.warning(
@@ -67,6 +62,29 @@ class SharedDirConfig(DirectoryConfig):
                 _mount_point(self.dir),
             )
         return tier
+
+    def _open(self, context: TierContext) -> SharedDirTier:
+        """Opens the tier of one engine, with an equal share of the budget."""
+        try:
+            root = DirectoryStorage(self.dir)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. All servers that share a directory run as the same user") from error
+        try:
+            if root.read_only:
+                raise OSError(errno.EROFS, "the file system is mounted read-only")
+            allow_descriptors(self.bytes, context.engines)
+            return SharedDirTier(root, context, self.bytes // context.engines, self.gone_after_s)
+        except OSError as error:
+            root.close()
+            if error.errno not in SETTING_ERRORS:
+                raise
+            raise ConfigError(
+                f"dir={str(root.path)!r}: cannot be used ({reason(error)}); name a directory that this user can write "
+                "to"
+            ) from error
+        except BaseException:
+            root.close()
+            raise
 
 
 def _mount_point(path: str) -> str:

@@ -6,6 +6,7 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -31,7 +32,7 @@ FOLLOW_S = 1.0
 """Time between two passes."""
 RECORDS_PER_READ = 1 << 13
 MAX_RECHECKS = 1024
-"""Slots that are looked at again in one pass, because a read has failed there."""
+"""Slots whose records are read again in one pass, because a read of the block has failed."""
 PAGE = 4096
 GONE_ERRORS = (*NO_FILE_ERRORS, errno.ESTALE, errno.ENOTDIR)
 """Errors of files that their owner has removed."""
@@ -47,20 +48,18 @@ class Follower:
         fingerprint: str,
         slot_bytes: Sequence[int],
         blocks: ForeignBlocks,
-        own: str | None,
+        own: str,
         clock: Callable[[], float],
     ) -> None:
-        self.own = own
+        self.own: str | None = own
         """The seat that is not followed."""
         self._root = root
-        self._fingerprint = fingerprint
-        self._slot_bytes = tuple(slot_bytes)
+        self._layout = fingerprint, tuple(slot_bytes)
         self._blocks = blocks
         self._clock = clock
         self._seats: dict[str, _FollowedSeat] = {}
         self._doubtful: deque[tuple[int, int]] = deque(maxlen=MAX_RECHECKS)
-        """Numbers of seats, and slots, to be looked at again."""
-        self._rebuild_rest = Rest(clock)
+        """Numbers of seats, and slots, whose records are to be read again."""
         self._moved: tuple[Storage, str] | None = None
         """The directory, and the seat that is not followed, from the next pass on."""
 
@@ -69,82 +68,66 @@ class Follower:
         self._moved = root, own
 
     def recheck(self, number: int, slot: int) -> None:
-        """A block was not found in this slot: the next pass reads the slot's record. Any thread may call this."""
+        """Has the next pass read the record of a slot again. Any thread may call this."""
         self._doubtful.append((number, slot))
 
     def follow(self) -> None:
         """Takes in what has changed since the last call. Never raises because of the medium."""
         if self._moved is not None:
-            self._take_move(*self._moved)
+            moved, self._moved = self._moved, None
+            self._leave()
+            self._root, self.own = moved
         try:
             names = [name for name in seat_names(self._root) if name != self.own]
         except OSError as error:
             logger.debug("kvoffload: shared directory: cannot be listed (%s)", error)
             return
-        for name in [name for name in self._seats if name not in names]:
+        for name in self._seats.keys() - set(names):
             self._seats.pop(name).leave()
         for name in names:
-            self._follow(name)
-        doubtful = [self._doubtful.popleft() for _ in range(len(self._doubtful))]
-        for number, slot in dict.fromkeys(doubtful):
-            seat = next((seat for seat in self._seats.values() if seat.number == number), None)
+            seat = self._seats.get(name) or self._new_seat(name)
             if seat is not None:
-                seat.recheck(slot)
-        if self._blocks.is_incomplete and self._rebuild_rest.is_over:
-            with self._rebuild_rest.after():
-                self._blocks.rebuild()
-        self._blocks.handles.close_idle(self._clock())
+                seat.follow()
+        by_number = {seat.number: seat for seat in self._seats.values()}
+        for number, slot in dict.fromkeys(self._doubtful.popleft() for _ in range(len(self._doubtful))):
+            if number in by_number:
+                by_number[number].recheck(slot)
+        self._blocks.slabs.close_idle(self._clock())
 
-    def _take_move(self, root: Storage, own: str) -> None:
-        self._moved = None
+    def _new_seat(self, name: str) -> _FollowedSeat | None:
+        number = seat_number(name)
+        assert number is not None
+        try:
+            storage = self._root.child(name)
+        except (OSError, ConfigError) as error:
+            logger.debug("kvoffload: shared directory: %s cannot be used (%s)", name, error)
+            return None
+        self._seats[name] = _FollowedSeat(number, storage, self._layout, self._blocks, Rest(self._clock))
+        return self._seats[name]
+
+    def _leave(self) -> None:
         for seat in self._seats.values():
             seat.leave()
         self._seats.clear()
         self._root.close()
-        self._root, self.own = root, own
-
-    def _follow(self, name: str) -> None:
-        seat = self._seats.get(name)
-        if seat is None:
-            try:
-                storage = self._root.child(name)
-            except (OSError, ConfigError) as error:
-                logger.debug("kvoffload: shared directory: %s cannot be used (%s)", name, error)
-                return
-            number = seat_number(name)
-            assert number is not None
-            seat = self._seats[name] = _FollowedSeat(
-                number, storage, self._fingerprint, self._slot_bytes, self._blocks, Rest(self._clock)
-            )
-        seat.follow()
 
     def close(self) -> None:
         """Closes the files and folders of the seats, and the directory. No pass may be under way."""
-        self._blocks.handles.shut()
-        for seat in self._seats.values():
-            seat.leave()
-        self._seats.clear()
-        self._root.close()
+        self._blocks.slabs.shut()
+        self._leave()
         if self._moved is not None:
             self._moved[0].close()
 
 
 class _FollowedSeat:
-    """One seat."""
+    """One seat, whose blocks count if they have the fingerprint and slot sizes of ``layout``."""
 
     def __init__(
-        self,
-        number: int,
-        storage: Storage,
-        fingerprint: str,
-        slot_bytes: tuple[int, ...],
-        blocks: ForeignBlocks,
-        rest: Rest,
+        self, number: int, storage: Storage, layout: tuple[str, tuple[int, ...]], blocks: ForeignBlocks, rest: Rest
     ) -> None:
         self.number = number
         self._storage = storage
-        self._fingerprint = fingerprint
-        self._slot_bytes = slot_bytes
+        self._layout = layout
         self._blocks = blocks
         self._rest = rest
         self._journal: JournalHeader | None = None
@@ -157,17 +140,13 @@ class _FollowedSeat:
     def follow(self) -> None:
         try:
             self._take_changes()
-        except FormatError as error:
-            # It may be changing just now.
-            logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
-            self._forget()
         except OSError as error:
             logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             if error.errno in GONE_ERRORS:
                 self._forget()
         except Exception as error:
-            # Nonsense in its files must not hide the other seats.
-            logger.debug("kvoffload: shared directory: writer-%d", self.number, exc_info=error)
+            # Headers may be changing just now, and nonsense in the files of a seat must not hide the others.
+            logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             self._forget()
 
     def _forget(self) -> None:
@@ -175,104 +154,81 @@ class _FollowedSeat:
         self._blocks.drop(self.number)
 
     def _take_changes(self) -> None:
-        file = self._open(JOURNAL_NAME)
-        try:
+        old = self._journal
+        with closing(_open(self._storage, self._layout[0], JOURNAL_NAME)) as file:
             journal = JournalHeader.unpack(_read(file, 0, JOURNAL_HEADER_BYTES))
-            old = self._journal
             if old == journal:
                 return
+            entries = None
             if old is not None and (old.epoch, old.generation) == (journal.epoch, journal.generation):
                 entries = read_entries(journal, old.head, lambda offset, nbytes: _read(file, offset, nbytes))
-                if entries is not None:
-                    last = len(entries) - 1 - np.unique(entries["slot"][::-1], return_index=True)[1]
-                    entries = entries[last]
-                    slots = entries["slot"].astype(np.int64)
-                    digests = np.where(entries["has_block"] != 0, entries["digest"], np.uint64(0))
-                    self._blocks.apply(self.number, slots, digests, entries["payload_checksum"])
-                    self._journal = journal
-                    return
-        finally:
-            file.close()
-        self._read_index(journal)
+        if entries is None:
+            self._read_index(journal)
+            return
+        view = self._blocks.view(self.number)
+        if view is not None:
+            entries = entries[len(entries) - 1 - np.unique(entries["slot"][::-1], return_index=True)[1]]
+            digests = np.where(entries["has_block"] != 0, entries["digest"], np.uint64(0))
+            self._blocks.update(view, entries["slot"].astype(np.int64), digests, entries["payload_checksum"])
+        self._journal = journal
 
     def _read_index(self, journal: JournalHeader) -> None:
         """Takes the blocks from the index. ``journal``: read before, so that no later change is missed."""
-        index = self._open(INDEX_NAME)
-        try:
+        with closing(_open(self._storage, self._layout[0], INDEX_NAME)) as index:
             header = Header.unpack(_read(index, 0, HEADER_BYTES))
-            if header.fingerprint != self._fingerprint or header.slot_bytes != self._slot_bytes:
+            if (header.fingerprint, header.slot_bytes) != self._layout:
                 raise FormatError("its blocks have another fingerprint or layout")
-            if header.transient:
-                # Its weights were changed while it ran. The journal changes when the next process has the seat.
+            view = self._blocks.view(self.number)
+            if view is not None and (header.transient or view.header != header):
                 self._blocks.drop(self.number)
-                self._journal = journal
-                return
-            if not self._is_same(header):
-                self._blocks.drop(self.number)
-            if not self._rest.is_over:
-                return
-            with self._rest.after():
-                num_slots = max(0, index.size() - HEADER_BYTES) // RECORD_BYTES
-                num_slots = min(num_slots, self._blocks.max_slots(self.number))
-                old = self._blocks.view(self.number)
-                view = SeatView.empty(
-                    self.number, self._storage, header, num_slots, None if old is None else old.serial
-                )
-                self._scan(index, view, num_slots)
-                self._blocks.replace(view.trimmed())
-        finally:
-            index.close()
+                view = None
+            # The weights of a transient one were changed while it ran. Its journal changes with the seat's next owner.
+            if not header.transient:
+                if not self._rest.is_over:
+                    return
+                with self._rest.after():
+                    if view is None:
+                        view = SeatView(self.number, self._storage, header)
+                        self._blocks.open(view)
+                    self._scan(index, view)
         # The header that was read is as new as the journal or newer. If it is newer, the journal changes soon.
         self._journal = journal
 
-    def _is_same(self, header: Header) -> bool:
-        """Returns whether the blocks that are known are those of this header."""
-        view = self._blocks.view(self.number)
-        return view is not None and view.header == header
-
-    def _scan(self, index: StoredFile, view: SeatView, num_slots: int) -> None:
+    def _scan(self, index: StoredFile, view: SeatView) -> None:
         """Fills ``view`` with the blocks that the index has."""
-        buffer = aligned_buffer(min(RECORDS_PER_READ * RECORD_BYTES, -(-record_offset(num_slots) // PAGE) * PAGE))
-        offset = HEADER_BYTES
-        while offset < record_offset(num_slots):
-            done = index.read([buffer], offset)
-            first = (offset - HEADER_BYTES) // RECORD_BYTES
-            data = buffer[: min(done, record_offset(num_slots) - offset)]
-            slots, digests, checksums = changed_blocks(view.header, data, first)
-            view.digests[slots] = digests
-            view.checksums[slots] = checksums
-            if done < buffer.size:
+        most = self._blocks.max_slots(self.number)
+        for first in range(0, most, RECORDS_PER_READ):
+            count = min(RECORDS_PER_READ, most - first)
+            nbytes = -(-count * RECORD_BYTES // PAGE) * PAGE
+            records = _read(index, record_offset(first), nbytes)
+            self._take(view, first, count, records[: count * RECORD_BYTES])
+            if len(records) < nbytes and len(view.digests) <= first + count:
                 return
-            offset += buffer.size
+
+    def _take(self, view: SeatView, first_slot: int, count: int, records: ByteArray) -> None:
+        """Takes the blocks of ``count`` slots from their records. Slots without a record have none."""
+        slots, found, found_checksums = changed_blocks(view.header, records, first_slot)
+        digests, checksums = np.zeros((2, count), dtype=np.uint64)
+        digests[slots - first_slot] = found
+        checksums[slots - first_slot] = found_checksums
+        self._blocks.update(view, np.arange(first_slot, first_slot + count), digests, checksums)
 
     def recheck(self, slot: int) -> None:
-        """Reads one slot's record."""
+        """Reads the record of a slot again."""
         view = self._blocks.view(self.number)
         if view is None:
             return
         try:
-            record = read_record(self._storage, self._fingerprint, slot)
+            self._take(view, slot, 1, read_record(self._storage, view.header.fingerprint, slot))
         except OSError as error:
             if error.errno in GONE_ERRORS:
                 self._forget()
-            return
-        digests = checksums = np.zeros(1, dtype=np.uint64)
-        found, found_digests, found_checksums = changed_blocks(view.header, record, slot)
-        if len(found):
-            digests, checksums = found_digests, found_checksums
-        self._blocks.apply(self.number, np.array([slot]), digests, checksums)
-
-    def _open(self, name: str) -> StoredFile:
-        return self._storage.open(self._fingerprint, name, fresh=True)
 
 
 def read_header(storage: Storage, fingerprint: str) -> Header:
     """Returns the header of an index as it is on the medium now. Raises FormatError and OSError."""
-    file = storage.open(fingerprint, INDEX_NAME, fresh=True)
-    try:
-        return Header.unpack(_read(file, 0, HEADER_BYTES))
-    finally:
-        file.close()
+    with closing(_open(storage, fingerprint, INDEX_NAME)) as index:
+        return Header.unpack(_read(index, 0, HEADER_BYTES))
 
 
 def has_good_headers(storage: Storage, expected: Header) -> bool:
@@ -281,11 +237,8 @@ def has_good_headers(storage: Storage, expected: Header) -> bool:
     try:
         if read_header(storage, expected.fingerprint) != expected:
             return False
-        file = storage.open(expected.fingerprint, JOURNAL_NAME, fresh=True)
-        try:
-            JournalHeader.unpack(_read(file, 0, JOURNAL_HEADER_BYTES))
-        finally:
-            file.close()
+        with closing(_open(storage, expected.fingerprint, JOURNAL_NAME)) as journal:
+            JournalHeader.unpack(_read(journal, 0, JOURNAL_HEADER_BYTES))
     except FormatError:
         return False
     return True
@@ -293,13 +246,13 @@ def has_good_headers(storage: Storage, expected: Header) -> bool:
 
 def read_record(storage: Storage, fingerprint: str, slot: int) -> ByteArray:
     """Returns the record of a slot as it is on the medium now, fewer bytes if there is none. Raises OSError."""
-    file = storage.open(fingerprint, INDEX_NAME, fresh=True)
-    try:
-        at = record_offset(slot)
-        page = _read(file, at // PAGE * PAGE, PAGE)
-        return page[at % PAGE : at % PAGE + RECORD_BYTES]
-    finally:
-        file.close()
+    at = record_offset(slot)
+    with closing(_open(storage, fingerprint, INDEX_NAME)) as index:
+        return _read(index, at // PAGE * PAGE, PAGE)[at % PAGE :][:RECORD_BYTES]
+
+
+def _open(storage: Storage, fingerprint: str, name: str) -> StoredFile:
+    return storage.open(fingerprint, name, fresh=True)
 
 
 def _read(file: StoredFile, offset: int, nbytes: int) -> ByteArray:

@@ -1,22 +1,19 @@
 """What this process knows of the blocks in other seats, and their slab files.
 
 **Threads.** The follower's thread changes everything here; the scheduler's thread looks up, and threads of the executor
-read files. None of them waits for another, except for the moment in which SlabHandles keeps its list:
-
-- ``ForeignBlocks`` assigns a new table and new views as wholes, so that others use the old or the new one.
-- A table is changed in place while it is looked up; see ``table``. A view's arrays are too: ``locate`` confirms a place
-  by the digest in the view. If the slot gets another block at that very moment, the payload checksum may be the new
-  block's. The block that is then read under the old key fails its verification, since the checksum is seeded with the
-  key.
+read files. None of them waits for another, except for the moment in which OpenSlabs keeps its list. Places and views
+change while they are looked up, so ``locate`` confirms a place by the digest in the view. If the slot gets another
+block at that very moment, the payload checksum may be the new block's. The block that is then read under the old key
+fails its verification, since the checksum is seeded with the key.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,47 +32,25 @@ IDLE_S = 5.0
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
-_serials = itertools.count()
 
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SeatView:
     """The blocks of one generation in the seat ``number``. ``digests`` (0: no block) and ``checksums`` have one element
-    per slot. ``serial`` differs between views whose files may differ."""
+    per slot."""
 
-    number: int
-    storage: Storage
-    header: Header
-    digests: UInt64s
-    checksums: UInt64s
-    serial: int
+    def __init__(self, number: int, storage: Storage, header: Header) -> None:
+        self.number = number
+        self.storage = storage
+        self.header = header
+        self.digests = np.zeros(0, dtype=np.uint64)
+        self.checksums = np.zeros(0, dtype=np.uint64)
 
-    @classmethod
-    def empty(
-        cls, number: int, storage: Storage, header: Header, num_slots: int, serial: int | None = None
-    ) -> SeatView:
-        """Returns a view without blocks, by default with a new serial."""
-        arrays = np.zeros(num_slots, dtype=np.uint64), np.zeros(num_slots, dtype=np.uint64)
-        return cls(number, storage, header, *arrays, next(_serials) if serial is None else serial)
-
-    def grown(self, num_slots: int) -> SeatView:
-        """Returns a view of the same files with room for more slots."""
-        arrays = []
-        for old in (self.digests, self.checksums):
-            new = np.zeros(num_slots, dtype=np.uint64)
-            new[: len(old)] = old
-            arrays.append(new)
-        return SeatView(self.number, self.storage, self.header, arrays[0], arrays[1], self.serial)
-
-    def trimmed(self) -> SeatView:
-        """Returns a view without the slots after the last block: a file can claim any size."""
-        num_slots = int(np.flatnonzero(self.digests).max(initial=-1)) + 1
-        digests, checksums = self.digests[:num_slots].copy(), self.checksums[:num_slots].copy()
-        return SeatView(self.number, self.storage, self.header, digests, checksums, self.serial)
+    def grow(self, num_slots: int) -> None:
+        more = np.zeros(num_slots - len(self.digests), dtype=np.uint64)
+        self.checksums = np.concatenate((self.checksums, more))
+        self.digests = np.concatenate((self.digests, more))
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignSlot:
+class ForeignSlot(NamedTuple):
     """Where another seat has a block, and the checksum of the block's payload."""
 
     view: SeatView
@@ -84,33 +59,25 @@ class ForeignSlot:
 
 
 class ForeignBlocks:
-    """The blocks of all other seats by the digests of their keys."""
+    """The blocks of all other seats by the digests of their keys, at most ``max_blocks``."""
 
     def __init__(self, max_blocks: int = MAX_FOREIGN_BLOCKS) -> None:
-        self.handles = SlabHandles()
+        self.slabs = OpenSlabs()
         self._max_blocks = max_blocks
-        self._table = BlockTable(0)
         self._views: dict[int, SeatView] = {}
         """By number of the seat."""
-        self._num_held = 0
-        """Blocks in the views. Those that several seats have are in the table once."""
-        self.is_incomplete = False
-        """Whether the table may lack a block that a seat has, since it had it from another seat."""
+        self._table = BlockTable(0)
+        """One place per digest: number of the seat and slot in one number."""
+        self._copies: dict[int, list[int]] = {}
+        """Further places of the digests that have several."""
 
     # Any thread.
 
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self._table.nbytes + sum(view.digests.nbytes + view.checksums.nbytes for view in self._views.values())
-
     def find(self, digests: UInt64s) -> Places:
         """Returns a place per digest, -1 if no other seat has the block."""
-        if not len(self._table):
-            return np.full(len(digests), -1, dtype=np.int64)
         return self._table.find(digests)
 
     def locate(self, place: int, digest: int) -> ForeignSlot | None:
@@ -125,173 +92,145 @@ class ForeignBlocks:
     def view(self, number: int) -> SeatView | None:
         return self._views.get(number)
 
+    def open(self, view: SeatView) -> None:
+        """Takes a view without blocks in the place of the seat's former view."""
+        self.drop(view.number)
+        self._views[view.number] = view
+
     def max_slots(self, number: int) -> int:
         """Returns how many slots of this seat may be known, given those of the others: a bound of the memory."""
         others = sum(len(view.digests) for view in self._views.values() if view.number != number)
         return max(0, self._max_blocks - others)
 
-    def replace(self, view: SeatView) -> None:
-        """Takes ``view`` in the place of the seat's former view."""
-        old = self._views.get(view.number)
-        if old is not None and old.serial != view.serial:
-            self.drop(view.number)
-            old = None
-        if old is None:
-            slots = np.flatnonzero(view.digests)
-            self._views[view.number] = view
-            self._insert(view, slots)
-            return
-        # The same files, read again.
-        size = max(len(old.digests), len(view.digests))
-        before, after = old.grown(size), view.grown(size)
-        gone = np.flatnonzero((before.digests != after.digests) & (before.digests != 0))
-        new = np.flatnonzero((before.digests != after.digests) & (after.digests != 0))
-        self._remove(before, gone)
-        self._views[view.number] = after
-        self._insert(after, new)
-
-    def apply(self, number: int, slots: Slots, digests: UInt64s, checksums: UInt64s) -> None:
+    def update(self, view: SeatView, slots: Slots, digests: UInt64s, checksums: UInt64s) -> None:
         """Distinct ``slots`` of a seat have these blocks now; digest 0 means none."""
-        view = self._views.get(number)
-        if view is None or not len(slots):
-            return
-        max_slots = self.max_slots(number)
-        fitting = slots < max_slots
+        needed = int(slots[digests != 0].max(initial=-1)) + 1
+        if needed > len(view.digests):
+            most = self.max_slots(view.number)
+            view.grow(max(len(view.digests), min(most, max(needed, 2 * len(view.digests)))))
+        fitting = slots < len(view.digests)
         slots, digests, checksums = slots[fitting], digests[fitting], checksums[fitting]
-        if len(slots) and slots.max() >= len(view.digests):
-            view = view.grown(int(max(slots.max() + 1, min(2 * len(view.digests), max_slots))))
-            self._views[number] = view
-        others = view.digests[slots] != digests
-        self._remove(view, slots[others & (view.digests[slots] != 0)])
+        changed = slots[view.digests[slots] != digests]
+        self._remove(view, changed)
         view.checksums[slots] = checksums
         view.digests[slots] = digests
-        self._insert(view, slots[others & (digests != 0)])
+        if len(self._table) + len(changed) > self._table.capacity:
+            self._rebuild()
+        else:
+            self._insert(self._table, view, changed)
 
     def drop(self, number: int) -> None:
         """Forgets a seat's blocks and closes its files."""
         view = self._views.pop(number, None)
         if view is not None:
-            self._remove(view, np.flatnonzero(view.digests))
-            self.handles.close_all(view.serial)
+            self._remove(view, np.arange(len(view.digests)))
+            self.slabs.close(view)
+
+    def _insert(self, table: BlockTable, view: SeatView, slots: Slots) -> None:
+        """Adds the blocks in ``slots``."""
+        slots = slots[view.digests[slots] != 0]
+        digests, places = view.digests[slots], _places(view, slots)
+        table.insert(digests, places)
+        for i in np.flatnonzero(table.find(digests) != places).tolist():
+            self._copies.setdefault(int(digests[i]), []).append(int(places[i]))
 
     def _remove(self, view: SeatView, slots: Slots) -> None:
-        self._table.remove(view.digests[slots], _places(view, slots))
-        self._num_held -= len(slots)
-        self.is_incomplete = self.is_incomplete or (len(slots) > 0 and self._num_held > len(self._table))
+        """Removes the blocks in ``slots``. Where another seat has the same block, that one is found from now on."""
+        slots = slots[view.digests[slots] != 0]
+        digests, places = view.digests[slots], _places(view, slots)
+        self._table.remove(digests, places)
+        for digest, place in zip(digests.tolist(), places.tolist(), strict=True) if self._copies else ():
+            copies = self._copies.get(digest)
+            if copies is None:
+                continue
+            if place in copies:
+                copies.remove(place)
+            else:
+                self._table.insert(np.array([digest], dtype=np.uint64), np.array([copies.pop()]))
+            if not copies:
+                del self._copies[digest]
 
-    def _insert(self, view: SeatView, slots: Slots) -> None:
-        """Inserts the blocks in ``slots`` into the table, which grows if necessary."""
-        wanted = len(self._table) + len(slots)
-        self._num_held += len(slots)
-        if wanted > self._max_blocks:
-            slots = slots[: max(0, self._max_blocks - len(self._table))]
-        if wanted > self._table.capacity and self._table.capacity < self._max_blocks:
-            self._rebuild(wanted)
-            return
-        self._table.insert(view.digests[slots], _places(view, slots))
-
-    def rebuild(self) -> None:
-        """Makes the table anew from the views."""
-        self._rebuild(self._num_held)
-
-    def _rebuild(self, num_blocks: int) -> None:
-        table = BlockTable(min(num_blocks, self._max_blocks))
-        for view in list(self._views.values()):
-            slots = np.flatnonzero(view.digests)[: self._max_blocks - len(table)]
-            table.insert(view.digests[slots], _places(view, slots))
-        self._table, self.is_incomplete = table, False
+    def _rebuild(self) -> None:
+        """Makes a larger table of all views."""
+        table = BlockTable(sum(int(np.count_nonzero(view.digests)) for view in self._views.values()))
+        self._copies.clear()
+        for view in self._views.values():
+            self._insert(table, view, np.arange(len(view.digests)))
+        self._table = table
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError if the table has blocks that no view has. The follower must stand still."""
-        held = sum(int(np.count_nonzero(view.digests)) for view in self._views.values())
-        if len(self._table) > held or held != self._num_held:
-            raise IntegrityError(f"{len(self._table)} foreign blocks in the table, {held} in the seats")
+        """Raises IntegrityError if blocks are found that no seat has, or the reverse. The follower must stand still."""
+        digests = {int(digest) for view in self._views.values() for digest in view.digests if digest}
+        num_held = sum(int(np.count_nonzero(view.digests)) for view in self._views.values())
+        num_copies = sum(map(len, self._copies.values()))
+        if len(self) != len(digests) or len(self) + num_copies != num_held or num_held > self._max_blocks:
+            raise IntegrityError(f"{len(self)} foreign blocks and {num_copies} copies, {num_held} in the seats")
 
 
 def _places(view: SeatView, slots: Slots) -> Places:
     return slots + (view.number << _SLOT_BITS)
 
 
-@dataclass(slots=True, eq=False)
-class _Handle:
-    file: StoredFile
-    users: int = 0
-    used_at: float = 0.0
-    is_closing: bool = False
-    """Whether it is closed as soon as it has no users."""
+class OpenSlab:
+    """An open slab file. It is closed as soon as nobody has it any more."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self.file = file
+        self.used_at = 0.0
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.file.close()
 
 
-class SlabHandles:
-    """Slab files of other seats, opened when they are read, and closed when they are not used for a while."""
+class OpenSlabs:
+    """Slab files of other seats, at most ``max_open``: opened when they are read, closed when they are not used for a
+    while."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_open: int = MAX_OPEN_SLABS) -> None:
+        self._max_open = max_open
         self._lock = threading.Lock()
-        self._handles: dict[tuple[int, int], _Handle] = {}
-        """By serial of the view, and number of the slab; the one used last comes last."""
-        self._closed = False
-
-    @contextmanager
-    def use(self, view: SeatView, slab: int, clock: Callable[[], float]) -> Iterator[StoredFile]:
-        """Yields the slab's file. Raises OSError if it cannot be opened."""
-        key = view.serial, slab
-        with self._lock:
-            handle = self._handles.get(key)
-            if handle is not None:
-                handle.users += 1
-        if handle is None:
-            file = view.storage.open(view.header.fingerprint, slab_name(slab), fresh=True)
-            handle = _Handle(file, users=1, is_closing=True)
-            with self._lock:
-                if key not in self._handles and not self._closed:
-                    handle.is_closing = False
-                    self._handles[key] = handle
-        try:
-            yield handle.file
-        finally:
-            with self._lock:
-                handle.users -= 1
-                handle.used_at = clock()
-                if not handle.is_closing:
-                    self._handles[key] = self._handles.pop(key)
-                    self._limit()
-                elif not handle.users:
-                    handle.file.close()
-
-    def close(self, view: SeatView, slab: int) -> None:
-        """Closes one file, as soon as no read uses it; the next use opens it anew."""
-        with self._lock:
-            self._close((view.serial, slab))
-
-    def close_all(self, serial: int | None = None) -> None:
-        """Closes the files of one view, or all."""
-        with self._lock:
-            for key in list(self._handles):
-                if serial is None or key[0] == serial:
-                    self._close(key)
-
-    def close_idle(self, now: float) -> None:
-        """Closes the files that were not used for IDLE_S."""
-        with self._lock:
-            for key, handle in list(self._handles.items()):
-                if not handle.users and now - handle.used_at >= IDLE_S:
-                    self._close(key)
-
-    def shut(self) -> None:
-        """Closes all files, and those that are opened later after their use."""
-        self._closed = True
-        self.close_all()
+        self._slabs: OrderedDict[tuple[SeatView, int], OpenSlab] = OrderedDict()
+        """By view and number of the slab; the one used last comes last."""
 
     @property
     def num_open(self) -> int:
-        return len(self._handles)
+        return len(self._slabs)
 
-    def _limit(self) -> None:
-        while len(self._handles) > MAX_OPEN_SLABS:
-            self._close(next(iter(self._handles)))
+    def get(self, view: SeatView, number: int, now: float) -> OpenSlab:
+        """Returns a slab, open until the caller has done with it. Raises OSError if it cannot be opened."""
+        slab = self._keep((view, number), None, now)
+        if slab is None:
+            file = view.storage.open(view.header.fingerprint, slab_name(number), fresh=True)
+            slab = self._keep((view, number), OpenSlab(file), now)
+        assert slab is not None
+        return slab
 
-    def _close(self, key: tuple[int, int]) -> None:
-        handle = self._handles.pop(key, None)
-        if handle is not None:
-            handle.is_closing = True
-            if not handle.users:
-                handle.file.close()
+    def _keep(self, key: tuple[SeatView, int], new: OpenSlab | None, now: float) -> OpenSlab | None:
+        """Keeps ``new`` or the slab that is open already, and returns it."""
+        with self._lock:
+            slab = new or self._slabs.pop(key, None)
+            if slab is not None:
+                slab.used_at = now
+                self._slabs[key] = slab
+            if len(self._slabs) > self._max_open:
+                self._slabs.popitem(last=False)
+        return slab
+
+    def close(self, view: SeatView | None = None, number: int | None = None) -> None:
+        """Closes one slab of a view, all of a view, or all. The next use opens it anew."""
+        self._close(lambda key, _: view in (None, key[0]) and number in (None, key[1]))
+
+    def close_idle(self, now: float) -> None:
+        """Closes the slabs that were not used for IDLE_S."""
+        self._close(lambda _, slab: now - slab.used_at >= IDLE_S)
+
+    def shut(self) -> None:
+        """Closes all slabs, and those that are opened later after their use."""
+        self._max_open = 0
+        self.close()
+
+    def _close(self, is_due: Callable[[tuple[SeatView, int], OpenSlab], bool]) -> None:
+        with self._lock:
+            for key in [key for key, slab in self._slabs.items() if is_due(key, slab)]:
+                del self._slabs[key]

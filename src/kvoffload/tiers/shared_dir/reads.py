@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from kvoffload.abc import ByteArray, OffloadKey, TierError, TierResult
-from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, MAX_BUFFERS, Batch
-from kvoffload.tiers.disk.format import RECORD_BYTES, FormatError, parse_records, payload_checksum
+from kvoffload.tiers.disk.blockio import JOB_BYTES, MAX_BUFFERS, Batch
+from kvoffload.tiers.disk.format import FACTS, RECORD_BYTES, FormatError, parse_records, payload_checksum
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.followers import GONE_ERRORS, Follower, read_header, read_record
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, ForeignSlot, SeatView
@@ -55,16 +55,14 @@ class ForeignReads:
         self, keys: Sequence[OffloadKey], places: Sequence[ForeignSlot], host_slots: Sequence[int]
     ) -> list[OffloadKey]:
         """Queues reads. Returns the keys that were taken on."""
-        by_view: dict[int, list[int]] = defaultdict(list)
+        by_view: dict[SeatView, list[int]] = defaultdict(list)
         for i, located in enumerate(places):
-            by_view[located.view.serial].append(i)
+            by_view[located.view].append(i)
         taken: list[OffloadKey] = []
-        for chosen in by_view.values():
-            view = places[chosen[0]].view
+        for view, chosen in by_view.items():
             facts = np.zeros(len(chosen), dtype=FACTS)
             facts["payload_checksum"] = [places[i].checksum for i in chosen]
-            slots = np.array([places[i].slot for i in chosen], dtype=np.int64)
-            hosts = np.array([host_slots[i] for i in chosen], dtype=np.int64)
+            slots, hosts = np.array([(places[i].slot, host_slots[i]) for i in chosen], dtype=np.int64).T
             batch = Batch([keys[i] for i in chosen], hosts, slots, facts)
             for start in range(0, len(chosen), self._blocks_per_job):
                 job = batch.part(start, min(len(chosen), start + self._blocks_per_job))
@@ -98,20 +96,20 @@ class ForeignReads:
             self._done.append(self._ended(view, rest, [TierError.IO] * len(rest.keys), begun))
 
     def _read(self, view: SeatView, run: Batch) -> Iterator[list[TierResult]]:
-        begun = self._clock()
+        """Reads neighbouring blocks by one call; if that fails, each by a call of its own."""
+        begun, errors = self._clock(), list[TierError | None]()
         try:
-            buffers = [[pool[slot] for pool in self._pools] for slot in run.host_slots.tolist()]
-            self._fill(view, int(run.slots[0]), [part for block in buffers for part in block])
-            errors = [
-                None if self._is_good(view, run, i, block) else self._look_again(view, run, i, block)
-                for i, block in enumerate(buffers)
-            ]
+            blocks = [[pool[slot] for pool in self._pools] for slot in run.host_slots.tolist()]
+            self._fill(view, int(run.slots[0]), [part for block in blocks for part in block])
+            for i, block in enumerate(blocks):
+                errors.append(self._verify(view, run.part(i, i + 1), block))
         except Exception as error:
             if len(run.keys) > 1:
                 for i in range(len(run.keys)):
                     yield from self._read(view, run.part(i, i + 1))
                 return
-            errors = [self._error_of(view, error)]
+            is_gone = isinstance(error, OSError) and error.errno in STALE_ERRORS
+            errors = [TierError.GONE if is_gone or self._blocks.view(view.number) is not view else TierError.IO]
         for slot, problem in zip(run.slots.tolist(), errors, strict=True):
             if problem is not None:
                 self._follower.recheck(view.number, slot)
@@ -127,44 +125,35 @@ class ForeignReads:
 
     def _fill(self, view: SeatView, slot: int, buffers: Sequence[ByteArray]) -> None:
         """Raises OSError if not every byte could be read; ESTALE at the end of the file, which its owner has cut."""
-        slab, offset = view.header.place(slot)
-        with self._blocks.handles.use(view, slab, self._clock) as file:
-            if file.read(buffers, offset) != sum(buffer.size for buffer in buffers):
-                if file.size() < offset + sum(buffer.size for buffer in buffers):
-                    raise OSError(errno.ESTALE, "the slab has become shorter")
-                raise OSError(errno.EIO, "not every byte could be read")
+        number, offset = view.header.place(slot)
+        slab, nbytes = self._blocks.slabs.get(view, number, self._clock()), sum(buffer.size for buffer in buffers)
+        if slab.file.read(buffers, offset) != nbytes:
+            if slab.file.size() < offset + nbytes:
+                raise OSError(errno.ESTALE, "the slab has become shorter")
+            raise OSError(errno.EIO, "not every byte could be read")
 
-    def _is_good(self, view: SeatView, run: Batch, i: int, block: Sequence[ByteArray]) -> bool:
-        return payload_checksum(view.header, run.keys[i], block) == int(run.facts["payload_checksum"][i])
-
-    def _look_again(self, view: SeatView, run: Batch, i: int, block: Sequence[ByteArray]) -> TierError | None:
-        """Reads a block again that was bad, from a file that was opened anew, after its record. Returns None if it is
-        good now. Raises OSError."""
-        slot, key = int(run.slots[i]), run.keys[i]
-        if not self._is_current(view, slot, key, int(run.facts["payload_checksum"][i])):
-            return TierError.GONE
-        self._blocks.handles.close(view, view.header.place(slot)[0])
-        self._fill(view, slot, block)
-        if self._is_good(view, run, i, block):
+    def _verify(self, view: SeatView, run: Batch, block: Sequence[ByteArray]) -> TierError | None:
+        """Verifies one block. A bad one is read again after its record, from a file that was opened anew: its owner
+        may have replaced it, and empties the record before. Raises OSError."""
+        slot, key, checksum = int(run.slots[0]), run.keys[0], int(run.facts["payload_checksum"][0])
+        if payload_checksum(view.header, key, block) == checksum:
             return None
-        # The owner empties the record before it overwrites the block.
-        is_current = self._is_current(view, slot, key, int(run.facts["payload_checksum"][i]))
-        return TierError.CORRUPT if is_current else TierError.GONE
+        if not self._is_current(view, slot, key, checksum):
+            return TierError.GONE
+        self._blocks.slabs.close(view, view.header.place(slot)[0])
+        self._fill(view, slot, block)
+        if payload_checksum(view.header, key, block) == checksum:
+            return None
+        return TierError.CORRUPT if self._is_current(view, slot, key, checksum) else TierError.GONE
 
     def _is_current(self, view: SeatView, slot: int, key: OffloadKey, checksum: int) -> bool:
         """Returns whether the index still says that this block is in the slot. Raises OSError."""
-        fingerprint = view.header.fingerprint
         try:
-            header = read_header(view.storage, fingerprint)
+            header = read_header(view.storage, view.header.fingerprint)
         except FormatError:
             return False
-        record = read_record(view.storage, fingerprint, slot)
+        record = read_record(view.storage, view.header.fingerprint, slot)
         if header != view.header or len(record) < RECORD_BYTES:
             return False
         entries = parse_records(header, record, slot)
         return entries.keys == [key] and int(entries.records[0]["payload_checksum"]) == checksum
-
-    def _error_of(self, view: SeatView, error: Exception) -> TierError:
-        is_gone = isinstance(error, OSError) and error.errno in STALE_ERRORS
-        now = self._blocks.view(view.number)
-        return TierError.GONE if is_gone or now is None or now.serial != view.serial else TierError.IO

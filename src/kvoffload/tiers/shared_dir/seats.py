@@ -27,9 +27,8 @@ import mmap
 import os
 import re
 import socket
-import time
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,16 +44,12 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_NAME = "heartbeat"
 HEARTBEAT_BYTES = 4096
 HEARTBEAT_VERSION = 1
-GATE_NAME = "gate"
-"""The folder whose lock a process holds while it chooses a seat."""
 CLOCK_NAME = "clock"
-"""A file in GATE_NAME, or for a moment beside it, whose time is the medium's."""
+"""A file of the shared directory that a process writes to learn the medium's time."""
 BEAT_S = 3.0
 SILENT_S = 60.0
 GONE_AFTER_S = 3600
 """By default a seat is emptied after so long."""
-GATE_DEADLINE_S = 20.0
-GATE_RETRY_S = 0.05
 MAX_SEATS = 256
 MAX_NUMBER = 1 << 62
 """No number in a heartbeat is higher."""
@@ -162,11 +157,9 @@ def look(seat: Storage) -> Sighting | None:
         if error.errno in NO_FILE_ERRORS:
             return None
         raise
-    try:
+    with closing(file):
         page = aligned_buffer(HEARTBEAT_BYTES)
         return Sighting(page[: file.read([page], 0)].tobytes(), file.modified())
-    finally:
-        file.close()
 
 
 def aligned_buffer(nbytes: int) -> ByteArray:
@@ -176,14 +169,11 @@ def aligned_buffer(nbytes: int) -> ByteArray:
 
 def _write(storage: Storage, name: str, data: ByteArray) -> float:
     """Writes a small file. Returns the time that the medium has given it. Raises OSError."""
-    file = storage.open("", name, create=True)
-    try:
+    with closing(storage.open("", name, create=True)) as file:
         if file.write([data], 0) < data.size:
             raise OSError(errno.ENOSPC, f"{name} could not be written in full")
         file.sync()
         return file.modified()
-    finally:
-        file.close()
 
 
 class Seat:
@@ -209,15 +199,8 @@ class Seat:
         """Writes the first heartbeat. Raises OSError."""
         self._write(SeatState.SERVING)
 
-    def beat(self) -> None:
+    def beat(self, state: SeatState = SeatState.SERVING) -> None:
         """Writes the heartbeat again, unless the seat is lost, which is noticed here. Raises OSError."""
-        self._beat(SeatState.SERVING)
-
-    def end(self) -> None:
-        """Writes that the process has ended. Raises OSError."""
-        self._beat(SeatState.ENDED)
-
-    def _beat(self, state: SeatState) -> None:
         found = look(self.storage)
         heartbeat = None if found is None else found.heartbeat
         if found is None or (heartbeat is not None and heartbeat.owner != self.owner):
@@ -227,152 +210,114 @@ class Seat:
 
     def _write(self, state: SeatState) -> None:
         self._num_beats += 1
-        machine = self._machine
+        host, pid, boot = self._machine.host, self._machine.pid, self._machine.boot
         heartbeat = Heartbeat(
-            self.owner,
-            machine.host,
-            machine.pid,
-            machine.boot,
-            state,
-            self._num_beats,
-            self._wall_clock(),
-            self.capacity_bytes,
+            self.owner, host, pid, boot, state, self._num_beats, self._wall_clock(), self.capacity_bytes
         )
         self.modified = _write(self.storage, HEARTBEAT_NAME, heartbeat.pack())
 
 
-def take_seat(
-    root: Storage,
-    fingerprint: str,
-    machine: Machine,
-    random: Callable[[int], bytes],
-    wall_clock: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
-    unusable: Collection[str] = (),
-) -> Seat:
-    """Returns a seat for this process, locked: one that can be adopted, preferably one with blocks of ``fingerprint``,
-    else a new one. Seats with ``unusable`` names, and those that cannot be claimed, are left alone. Raises ConfigError
-    if the file system has no locks or MAX_SEATS are taken, and OSError."""
-    try:
-        with _alone(root, sleep) as now, closing(_candidates(root, fingerprint, machine, now, unusable)) as candidates:
-            for name, storage, is_new in candidates:
-                seat = Seat(name, storage, machine, random(16).hex(), wall_clock)
-                seat.is_new = is_new
-                try:
-                    seat.claim()
-                    return seat
-                except BaseException as error:
-                    storage.close()
-                    if is_new or not isinstance(error, OSError):
-                        raise
-                    _log_unusable(name, error)
-    except OSError as error:
-        if error.errno not in NO_LOCK_ERRORS:
-            raise
-        raise ConfigError(
-            "its file system has no file locks, which servers need to agree on their folders; mount it with locks "
-            "(NFS: version 4, without nolock or local_lock; Lustre: -o flock; CephFS has them)"
-        ) from error
-    raise ConfigError(f"{MAX_SEATS} servers use it already, the most that there can be; name another directory")
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A process that wants a seat in ``root``. ``random(n)`` returns n random bytes."""
 
+    root: Storage
+    fingerprint: str
+    machine: Machine
+    random: Callable[[int], bytes]
+    wall_clock: Callable[[], float]
+    max_seats: int = MAX_SEATS
 
-@contextmanager
-def _alone(root: Storage, sleep: Callable[[float], None]) -> Iterator[float]:
-    """Waits until no other process is choosing a seat. Yields the medium's time. If that takes GATE_DEADLINE_S, or the
-    gate cannot be used, it goes on regardless: at worst this process takes a new seat although an old one could be
-    adopted."""
-    gate, now = None, -float("inf")
-    try:
+    def take(self, unusable: Collection[str] = ()) -> Seat:
+        """Returns a seat, locked: one that can be adopted, preferably one with blocks of ``fingerprint``, else a new
+        one. Seats with ``unusable`` names, and those that cannot be claimed, are left alone. Raises ConfigError if the
+        file system has no locks or MAX_SEATS are taken, and OSError."""
         try:
-            gate = root.child(GATE_NAME)
-            _enter(gate, sleep)
-            now = _write(gate, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
-        except (OSError, ConfigError) as error:
-            if isinstance(error, OSError) and error.errno in NO_LOCK_ERRORS:
+            seat = self._adopt(set(unusable)) or self._new_seat()
+        except OSError as error:
+            if error.errno not in NO_LOCK_ERRORS:
                 raise
-            _log_unusable(GATE_NAME, error)
-            # Without the medium's time, no silent seat would ever be adopted.
+            raise ConfigError(
+                "its file system has no file locks, which servers need to agree on their folders; mount it with locks "
+                "(NFS: version 4, without nolock or local_lock; Lustre: -o flock; CephFS has them)"
+            ) from error
+        if seat is None:
+            raise ConfigError(
+                f"{self.max_seats} servers use it already, the most that there can be; name another directory"
+            )
+        return seat
+
+    def _adopt(self, unusable: set[str]) -> Seat | None:
+        now = _medium_time(self.root)
+        for has_blocks in (True, False):
+
+            def may_adopt(seat: Storage, has_blocks: bool = has_blocks) -> bool:
+                return (self.fingerprint in seat.folders()) is has_blocks and _is_free(seat, self.machine, now)
+
+            for name in [name for name in seat_names(self.root) if name not in unusable]:
+                try:
+                    seat = self._claim(name, may_adopt)
+                except (OSError, ConfigError) as error:
+                    if isinstance(error, OSError) and error.errno in NO_LOCK_ERRORS:
+                        raise
+                    unusable.add(name)
+                    log_unusable_seat(name, error)
+                else:
+                    if seat is not None:
+                        return seat
+        return None
+
+    def _new_seat(self) -> Seat | None:
+        folders, files = seat_names(self.root), self.root.files("")
+        for name in map(seat_name, range(self.max_seats)):
+            if name in files:
+                logger.warning("kvoffload: shared directory: %s is not a folder and is left alone; remove it", name)
+            elif name not in folders and (seat := self._claim(name, lambda storage: storage.try_lock())) is not None:
+                seat.is_new = True
+                return seat
+        return None
+
+    def _claim(self, name: str, may_take: Callable[[Storage], bool]) -> Seat | None:
+        """Returns the seat ``name`` if this process may take it. Raises OSError and ConfigError."""
+        with ExitStack() as opened:
+            storage = self.root.child(name)
+            opened.callback(storage.close)
+            if not may_take(storage):
+                return None
+            seat = Seat(name, storage, self.machine, self.random(16).hex(), self.wall_clock)
+            seat.claim()
+            opened.pop_all()
+            return seat
+
+
+def log_unusable_seat(name: str, error: Exception) -> None:
+    logger.warning("kvoffload: shared directory: %s cannot be used (%s); the server takes another folder", name, error)
+
+
+def _medium_time(root: Storage) -> float:
+    """Returns the medium's time; a time before all others if it cannot be learned."""
+    for _ in range(2):
+        try:
+            return _write(root, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
+        except OSError as error:
+            problem = error
             with suppress(OSError):
-                now = _write(root, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
                 root.remove("", CLOCK_NAME)
-        yield now
-    finally:
-        if gate is not None:
-            gate.close()
+    logger.warning(
+        "kvoffload: shared directory: %s cannot be written (%s), so folders of servers on machines that were lost are "
+        "not taken over; remove it",
+        CLOCK_NAME,
+        problem,
+    )
+    return -float("inf")
 
 
-def _enter(gate: Storage, sleep: Callable[[float], None]) -> None:
-    for _ in range(int(GATE_DEADLINE_S / GATE_RETRY_S)):
-        if gate.try_lock():
-            return
-        sleep(GATE_RETRY_S)
-    logger.warning("kvoffload: shared directory: another server has been starting for %.0f s", GATE_DEADLINE_S)
-
-
-def _candidates(
-    root: Storage, fingerprint: str, machine: Machine, now: float, unusable: Collection[str]
-) -> Generator[tuple[str, Storage, bool], None, None]:
-    """Yields the seats that this process may have, best first: name, storage, which is locked, and whether it is
-    new."""
-    found: list[tuple[str, Storage, bool]] = []
-    names = seat_names(root)
-    try:
-        for name in names:
-            adopted = _adopt(root, name, fingerprint, machine, now) if name not in unusable else None
-            if adopted is not None:
-                found.append((name, *adopted))
-        found.sort(key=lambda each: not each[2])
-        while found:
-            name, storage, _ = found.pop(0)
-            yield name, storage, False
-    finally:
-        for _, storage, _ in found:
-            storage.close()
-    files = root.files("")
-    for name in map(seat_name, range(MAX_SEATS)):
-        if name in files:
-            logger.warning("kvoffload: shared directory: %s is not a folder and is left alone; remove it", name)
-        elif name not in names:
-            storage = root.child(name)
-            try:
-                is_mine = storage.try_lock()
-            except BaseException:
-                storage.close()
-                raise
-            if is_mine:
-                yield name, storage, True
-            else:
-                storage.close()
-
-
-def _adopt(root: Storage, name: str, fingerprint: str, machine: Machine, now: float) -> tuple[Storage, bool] | None:
-    """Returns the seat's storage, locked, and whether it has a folder of ``fingerprint``. Returns None if this process
-    may not have the seat, or cannot use it."""
-    try:
-        storage = root.child(name)
-    except (OSError, ConfigError) as error:
-        _log_unusable(name, error)
-        return None
-    try:
-        if storage.try_lock():
-            seen = look(storage)
-            if seen is None or _may_be_adopted(seen, machine, now):
-                return storage, fingerprint in storage.folders()
-    except OSError as error:
-        storage.close()
-        if error.errno in NO_LOCK_ERRORS:
-            raise
-        _log_unusable(name, error)
-        return None
-    except BaseException:
-        storage.close()
-        raise
-    storage.close()
-    return None
-
-
-def _log_unusable(name: str, error: Exception) -> None:
-    logger.warning("kvoffload: shared directory: %s cannot be used (%s)", name, error)
+def _is_free(seat: Storage, machine: Machine, now: float) -> bool:
+    """Returns whether a seat may be adopted. It is locked then. Raises OSError."""
+    if not seat.try_lock():
+        return False
+    seen = look(seat)
+    return seen is None or _may_be_adopted(seen, machine, now)
 
 
 def _may_be_adopted(seen: Sighting, machine: Machine, now: float) -> bool:
@@ -393,26 +338,17 @@ class GoneSeats:
         self._seen: dict[str, tuple[bytes, float]] = {}
         """Per seat, its heartbeat, and since when it has not changed."""
 
-    def look_around(self) -> list[str]:
-        """Looks at each seat, and empties those that are gone. Returns their names. Raises OSError."""
-        emptied = []
+    def look_around(self) -> None:
+        """Looks at each seat, and empties those that are gone. Raises OSError."""
         names = [name for name in seat_names(self._root) if name != self._seat.name]
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         for name in names:
             try:
-                if self._look_at(name):
-                    emptied.append(name)
+                with closing(self._root.child(name)) as storage:
+                    if self._is_gone(name, look(storage)) and storage.try_lock():
+                        self._empty(name, storage)
             except (OSError, ConfigError) as error:
                 logger.debug("kvoffload: shared directory: %s cannot be looked at (%s)", name, error)
-        return emptied
-
-    def _look_at(self, name: str) -> bool:
-        """Returns whether the seat was emptied. Raises OSError and ConfigError."""
-        storage = self._root.child(name)
-        try:
-            return self._is_gone(name, look(storage)) and self._empty(name, storage)
-        finally:
-            storage.close()
 
     def _is_gone(self, name: str, seen: Sighting | None) -> bool:
         found = seen.raw if seen is not None else b""
@@ -429,13 +365,11 @@ class GoneSeats:
             return now - since >= self._gone_after_s
         return now - since >= SILENT_S and self._seat.modified - seen.modified >= self._gone_after_s
 
-    def _empty(self, name: str, storage: Storage) -> bool:
-        """Returns whether the seat was emptied: not if another process has it, or is doing the same."""
-        if not storage.try_lock():
-            return False
+    def _empty(self, name: str, storage: Storage) -> None:
+        """Empties a seat, which is locked, unless another process has done so meanwhile. Raises OSError."""
         again = look(storage)
         if (again.raw if again is not None else b"") != self._seen[name][0]:
-            return False
+            return
         logger.warning(
             "kvoffload: shared directory: %s has been without a server for more than %.0f s; its blocks are removed",
             name,
@@ -446,4 +380,3 @@ class GoneSeats:
         self._seen[name] = (self._seen[name][0], float("inf"))
         left = Heartbeat(self._seat.owner, "", 0, "", SeatState.EMPTIED, 0, 0.0, 0)
         _write(storage, HEARTBEAT_NAME, left.pack())
-        return True

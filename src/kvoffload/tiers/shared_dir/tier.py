@@ -11,26 +11,28 @@ import enum
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Slots, States, TenantUse, Tier, TierError, TierResult
+from kvoffload.abc import ConfigError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.cache.tenants import MakeShares
+from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.blockio import JOB_BYTES
 from kvoffload.tiers.disk.identities import log_unusable, write_identity
 from kvoffload.tiers.disk.journal import UInt64s, digests_of
 from kvoffload.tiers.disk.slabs import SLAB_BYTES
 from kvoffload.tiers.disk.storage import Storage
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
-from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
+from kvoffload.tiers.shared_dir.foreign import MAX_FOREIGN_BLOCKS, ForeignBlocks
 from kvoffload.tiers.shared_dir.reads import ForeignReads
-from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Machine, Seat, seat_names, take_seat
+from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Claimant, Machine, Seat, log_unusable_seat, seat_names
 from kvoffload.tiers.shared_dir.writer import Renewal, Writer
 from kvoffload.tiers.threads import IOThreads
 
@@ -47,6 +49,22 @@ BAD_S = 600.0
 MAX_HIDDEN = 4096
 
 
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a tier runs on. ``background`` False: there are no threads of the tier's own, and the caller calls ``keep``
+    and ``follow``. ``job_bytes``: blocks that are smaller share a job of this size."""
+
+    machine: Machine = field(default_factory=Machine.this)
+    executor: Executor = field(default_factory=lambda: IOThreads(name="kvoffload-shared-io"))
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    random: Callable[[int], bytes] = os.urandom
+    slab_bytes: int = SLAB_BYTES
+    job_bytes: int = JOB_BYTES
+    max_foreign_blocks: int = MAX_FOREIGN_BLOCKS
+    background: bool = True
+
+
 class _State(enum.Enum):
     SERVING = enum.auto()
     LOST = enum.auto()
@@ -58,12 +76,11 @@ class _State(enum.Enum):
 
 
 class SharedDirTier(Tier):
-    """Blocks of ``pools`` (one per rank, shape (num_slots, slot_bytes)) in a shared directory, of which this process
-    writes at most ``capacity_bytes``, in a seat of its own.
+    """Blocks of ``context.pools`` in a shared directory, of which this process writes at most ``capacity_bytes``, in a
+    seat of its own.
 
-    ``root`` is closed with the tier. With ``background`` False there are no threads of the tier's own, and the caller
-    calls ``keep`` and ``follow``. Raises ConfigError if a setting is wrong or ``root`` cannot be used, and OSError if
-    its medium fails; later, no method raises because of the medium.
+    ``root`` is closed with the tier. Raises ConfigError if a setting is wrong or ``root`` cannot be used, and OSError
+    if its medium fails; later, no method raises because of the medium.
     """
 
     name = "shared_dir"
@@ -72,89 +89,78 @@ class SharedDirTier(Tier):
     def __init__(
         self,
         root: Storage,
-        pools: Sequence[ByteArray],
-        *,
-        fingerprint: str,
+        context: TierContext,
         capacity_bytes: int,
-        identity: Mapping[str, str] | None = None,
-        policy: str = "lru",
         gone_after_s: float = GONE_AFTER_S,
-        machine: Machine | None = None,
-        executor: Executor | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[int], bytes] = os.urandom,
-        slab_bytes: int = SLAB_BYTES,
-        job_bytes: int = JOB_BYTES,
-        background: bool = True,
-        shares: MakeShares | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
-        self._fingerprint = fingerprint
-        self._identity = dict(identity or {})
-        """What to compare other identities with, once."""
+        self._context = context
+        self._capacity_bytes = capacity_bytes
+        self._gone_after_s = gone_after_s
+        self._runs_on = on = surroundings or Surroundings()
+        self._compares_identities = bool(context.identity)
+        """Whether other identities are still to be compared with this one, once."""
         self._state = _State.SERVING
-        executor = executor or IOThreads(name="kvoffload-shared-io")
-
-        def open_own(seat: Seat) -> DiskTier:
-            return DiskTier(
-                seat.storage,
-                pools,
-                fingerprint=fingerprint,
-                capacity_bytes=capacity_bytes,
-                policy=policy,
-                executor=executor,
-                clock=clock,
-                wall_clock=wall_clock,
-                random=random,
-                slab_bytes=slab_bytes,
-                job_bytes=job_bytes,
-                with_journal=True,
-                shares=shares,
-            )
-
-        def open_writer(root: Storage) -> Writer:
-            unusable: list[str] = []
-            while True:
-                seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock, sleep, unusable)
-                seat.capacity_bytes = capacity_bytes
-                try:
-                    own = open_own(seat)
-                    break
-                except (OSError, ConfigError) as error:
-                    # What a former server has left there may be damaged. A wrong setting has no such cause.
-                    cause = error if isinstance(error, OSError) else error.__cause__
-                    if seat.is_new or not isinstance(cause, OSError):
-                        raise
-                    logger.warning("kvoffload: shared directory: %s cannot be used (%s)", seat.name, error)
-                    unusable.append(seat.name)
-            try:
-                write_identity(seat.storage, fingerprint, identity or {})
-            except OSError as error:
-                logger.debug("kvoffload: shared directory: the identity cannot be written (%s)", error)
-            return Writer(root, seat, own, gone_after_s, clock)
-
         try:
-            self._writer = open_writer(root)
+            self._writer = self._open_writer(root)
         except BaseException:
-            executor.close(0.0)
+            on.executor.close(0.0)
             raise
-        self._renewal = Renewal(open_writer, clock)
+        self._renewal = Renewal(self._open_writer, on.clock)
         self._num_evicted_before = 0
         """Blocks evicted from seats that were lost."""
-        self.blocks = ForeignBlocks()
-        slot_bytes = [pool.shape[1] for pool in pools]
-        self._follower = Follower(root, fingerprint, slot_bytes, self.blocks, self.seat.name, clock)
-        self._reads = ForeignReads(pools, executor, self.blocks, self._follower, clock, job_bytes)
+        self.blocks = ForeignBlocks(on.max_foreign_blocks)
+        slot_bytes = [pool.shape[1] for pool in context.pools]
+        self._follower = Follower(root, context.fingerprint, slot_bytes, self.blocks, self.seat.name, on.clock)
+        self._reads = ForeignReads(context.pools, on.executor, self.blocks, self._follower, on.clock, on.job_bytes)
         self._reading: dict[OffloadKey, bool] = {}
         """Foreign blocks that are being read, and whether each was deleted meanwhile."""
-        self._hidden = _Hidden(clock)
+        self._hidden = _Hidden(on.clock)
         self._threads: list[Repeating] = []
-        if background:
+        if on.background:
             self._threads = [
                 Repeating("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping),
                 Repeating("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close),
             ]
+
+    def _open_writer(self, root: Storage) -> Writer:
+        """Takes a seat. Raises ConfigError and OSError."""
+        context, on = self._context, self._runs_on
+        claimant, unusable = Claimant(root, context.fingerprint, on.machine, on.random, on.wall_clock), list[str]()
+        while True:
+            seat = claimant.take(unusable)
+            seat.capacity_bytes = self._capacity_bytes
+            try:
+                own = DiskTier(
+                    seat.storage,
+                    context.pools,
+                    DiskSettings(
+                        context.fingerprint,
+                        self._capacity_bytes,
+                        policy=context.policy,
+                        shares=context.shares,
+                        slab_bytes=on.slab_bytes,
+                        job_bytes=on.job_bytes,
+                        with_journal=True,
+                    ),
+                    executor=on.executor,
+                    clock=on.clock,
+                    wall_clock=on.wall_clock,
+                    random=on.random,
+                )
+                break
+            except (OSError, ConfigError) as error:
+                # What a former server has left there may be damaged. A wrong setting has no such cause.
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if seat.is_new or not isinstance(cause, OSError):
+                    raise
+                log_unusable_seat(seat.name, error)
+                unusable.append(seat.name)
+        try:
+            write_identity(seat.storage, context.fingerprint, context.identity)
+        except OSError as error:
+            logger.debug("kvoffload: shared directory: the identity cannot be written (%s)", error)
+        return Writer(root, seat, own, self._gone_after_s, on.clock)
 
     # The threads' work.
 
@@ -171,10 +177,11 @@ class SharedDirTier(Tier):
     def follow(self) -> None:
         """Takes in what other servers have written and removed."""
         self._follower.follow()
-        if self._identity:
-            identity, self._identity = self._identity, {}
+        if self._compares_identities:
+            self._compares_identities = False
             try:
-                log_unusable("shared directory", _seats(self._writer.root), self._fingerprint, identity)
+                seats = _seats(self._writer.root)
+                log_unusable("shared directory", seats, self._context.fingerprint, dict(self._context.identity))
             except OSError as error:
                 logger.debug("kvoffload: shared directory: identities cannot be read (%s)", error)
 
@@ -190,38 +197,26 @@ class SharedDirTier(Tier):
         """The blocks in it."""
         return self._writer.own
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self.own.capacity_bytes
+    def stats(self) -> TierStats:
+        stats = self.own.stats()
+        return stats._replace(
+            num_blocks=0 if self._state is _State.FORGOTTEN else stats.num_blocks,
+            num_evicted=self._num_evicted_before + stats.num_evicted,
+        )
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self.own.most_blocks(key)
-
-    def tenant_uses(self) -> Sequence[TenantUse]:
-        return self.own.tenant_uses()
-
-    @property
-    def used_bytes(self) -> int:
-        return self.own.used_bytes
 
     @property
     def block_bytes(self) -> int:
         return self.own.block_bytes
 
     @property
-    def num_blocks(self) -> int:
-        return 0 if self._state is _State.FORGOTTEN else self.own.num_blocks
-
-    @property
-    def num_evicted(self) -> int:
-        return self._num_evicted_before + self.own.num_evicted
-
-    @property
     def is_busy(self) -> bool:
         """Whether reads or writes are under way, or have ended since the last ``poll``."""
         return self.own.is_busy or bool(self._reading)
 
-    def contains(self, keys: Sequence[OffloadKey]) -> States:
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         if self._state in (_State.FORGOTTEN, _State.CLOSED):
             return np.full(len(keys), MISS, dtype=np.uint8)
         states = self.own.contains(keys)
@@ -237,8 +232,7 @@ class SharedDirTier(Tier):
         """Returns the digests of ``keys``, and their places in other seats, -1 without one."""
         digests = digests_of(keys)
         places = self.blocks.find(digests)
-        if self._hidden:
-            places[self._hidden.among(digests)] = -1
+        places[self._hidden.among(digests)] = -1
         return digests, places
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -282,11 +276,10 @@ class SharedDirTier(Tier):
         results, foreign = self.own.poll(), self._reads.take_done()
         if self._state is _State.LOST and not self.own.has_jobs:
             self._use_new_seat()
-        failed = [result for result in foreign if not result.ok]
-        self._hidden.add([result.key for result in failed if result.error is TierError.CORRUPT], BAD_S)
-        self._hidden.add([result.key for result in failed if result.error is not TierError.CORRUPT], GONE_S)
         for result in foreign:
             is_deleted = self._reading.pop(result.key)
+            if not result.ok:
+                self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
             results.append(_gone(result) if is_deleted else result)
         return list(map(_gone, results)) if self._state is _State.FORGOTTEN else results
 
@@ -299,7 +292,7 @@ class SharedDirTier(Tier):
         logger.warning(
             "kvoffload: shared directory: %s is lost: its files have vanished, or another server has taken it because "
             "this one was silent for too long. This server reads the others' blocks, and writes none until it has a "
-            "new folder",
+            "new folder, which it takes by itself",
             self.seat.name,
         )
 
@@ -308,7 +301,7 @@ class SharedDirTier(Tier):
         writer = self._renewal.take(self._writer)
         if writer is None:
             return
-        self._num_evicted_before += self.own.num_evicted
+        self._num_evicted_before += self.own.stats().num_evicted
         self._writer = writer
         self._follower.move(self._writer.root, self.seat.name)
         self._state = _State.SERVING
@@ -318,11 +311,8 @@ class SharedDirTier(Tier):
         if not self._reads.has_done:
             self.own.wait(timeout_s)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self.own.touch(keys)
-
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        self.own.reorder_chain(keys, stored)
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+        self.own.touch(keys, stored)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self.own.delete(keys)
@@ -375,33 +365,28 @@ def _gone(result: TierResult) -> TierResult:
 
 
 class _Hidden:
-    """Digests of foreign blocks that are not found for a while."""
+    """Digests of foreign blocks that are not found for a while, at most MAX_HIDDEN."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until: dict[int, float] = {}
-        self._next = float("inf")
-        """When the first of them is found again."""
-        self._digests = np.zeros(0, dtype=np.uint64)
+        self._until: OrderedDict[int, float] = OrderedDict()
+        self._last = -float("inf")
+        """When all of them are found again."""
 
-    def __bool__(self) -> bool:
-        return bool(self._until)
-
-    def add(self, keys: Sequence[OffloadKey], seconds: float) -> None:
-        if keys:
-            self._until |= dict.fromkeys(digests_of(keys).tolist(), self._clock() + seconds)
-            for digest in list(self._until)[: max(0, len(self._until) - MAX_HIDDEN)]:
-                del self._until[digest]
-            self._changed()
+    def add(self, key: OffloadKey, seconds: float) -> None:
+        (digest,) = digests_of([key]).tolist()
+        until = self._clock() + seconds
+        self._last = max(self._last, until)
+        self._until.pop(digest, None)
+        self._until[digest] = until
+        if len(self._until) > MAX_HIDDEN:
+            self._until.popitem(last=False)
 
     def among(self, digests: UInt64s) -> npt.NDArray[np.bool_]:
         """Returns which of ``digests`` are hidden now."""
-        now = self._clock()
-        if self._next <= now:
-            self._until = {digest: until for digest, until in self._until.items() if until > now}
-            self._changed()
-        return np.isin(digests, self._digests)
-
-    def _changed(self) -> None:
-        self._digests = np.fromiter(self._until, dtype=np.uint64)
-        self._next = min(self._until.values(), default=float("inf"))
+        if not self._until:
+            return np.zeros(len(digests), dtype=np.bool_)
+        now, until = self._clock(), self._until
+        if now >= self._last:
+            self._until = OrderedDict()
+        return np.fromiter((until.get(digest, now) > now for digest in digests.tolist()), np.bool_, len(digests))

@@ -1,4 +1,4 @@
-"""Writer: a seat, the disk tier in it, and what keeps both."""
+"""What this process writes in a shared directory: a seat, the disk tier in it, and another seat if that one is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.followers import has_good_headers
-from kvoffload.tiers.shared_dir.seats import BEAT_S, GoneSeats, Seat
+from kvoffload.tiers.shared_dir.seats import BEAT_S, SILENT_S, GoneSeats, Seat, SeatState
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +22,9 @@ VANISHED_ERRORS = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 
 
 class Writer:
-    """The part of a shared directory ``root`` that this process writes: ``seat``, and its blocks in the disk tier
-    ``own``.
+    """The seat of this process in ``root``, and its blocks in the disk tier ``own``.
 
-    ``keep`` and ``end`` wait for the medium, and are called by one thread at a time.
+    ``keep``, ``end`` and ``close`` wait for the medium, and are called by one thread at a time.
     """
 
     def __init__(
@@ -37,27 +36,32 @@ class Writer:
         self._gone = GoneSeats(root, seat, gone_after_s, clock)
         self._clock = clock
         self._next_beat = self._next_look = -float("inf")
-        self._problem: str | None = None
+        self._is_failing = False
 
     def keep(self) -> None:
         """Does what is due of: heartbeat, journal, seats of servers that are gone. Finds out whether the seat is
         lost."""
         if self.seat.is_lost:
             return
+        now = self._clock()
         try:
-            now = self._clock()
             if now >= self._next_beat:
                 self.seat.beat()
                 self._next_beat = now + BEAT_S
             if not self.seat.is_lost:
                 self.own.write_journal()
-            self._problem = None
+            self._is_failing = False
         except OSError as error:
-            if error.errno in VANISHED_ERRORS:
-                self.seat.is_lost = True
-            elif self._problem is None:
-                logger.warning("kvoffload: shared directory: %s cannot be kept (%s)", self.seat.name, error)
-            self._problem = str(error)
+            self.seat.is_lost = error.errno in VANISHED_ERRORS
+            if not self.seat.is_lost and not self._is_failing:
+                logger.warning(
+                    "kvoffload: shared directory: the heartbeat or the journal of %s cannot be written (%s); after "
+                    "%.0f s another server may take the folder. Check the file system",
+                    self.seat.name,
+                    error,
+                    SILENT_S,
+                )
+            self._is_failing = True
             return
         if now >= self._next_look and not self.seat.is_lost:
             self._next_look = now + LOOK_AROUND_S
@@ -66,7 +70,7 @@ class Writer:
                 self._check_headers()
                 self.own.files.remove_excess()
             except OSError as error:
-                logger.debug("kvoffload: shared directory: seats cannot be looked at (%s)", error)
+                logger.debug("kvoffload: shared directory: folders cannot be looked at (%s)", error)
 
     def _check_headers(self) -> None:
         """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
@@ -86,9 +90,15 @@ class Writer:
         """Says in the heartbeat that the process has ended."""
         try:
             if not self.seat.is_lost:
-                self.seat.end()
+                self.seat.beat(SeatState.ENDED)
         except OSError as error:
             logger.debug("kvoffload: shared directory: %s: %s", self.seat.name, error)
+
+    def close(self) -> None:
+        """Ends what was never used, and closes its files."""
+        self.end()
+        self.own.files.close()
+        self.root.close()
 
 
 class Renewal:
@@ -110,8 +120,11 @@ class Renewal:
     def work(self, lost: Writer | None) -> None:
         """Opens a writer in place of ``lost``, keeps it until it is taken, and closes the files of one that was
         replaced. With None no other writer is needed."""
-        if self._close_replaced():
-            return  # ``lost`` may be the one that was replaced.
+        if self._replaced is not None:
+            # ``lost`` may be this one: the next call knows.
+            self._replaced.own.files.close()
+            self._replaced = None
+            return
         opened = self._next
         if opened is not None:
             # A server without requests may not take it for hours. Without a heartbeat it would look like a seat whose
@@ -119,27 +132,20 @@ class Renewal:
             opened.keep()
             if lost is None or opened.seat.is_lost:
                 self._drop(opened)
-            return
-        if lost is None or self._replaced is not None or not self._rest.is_over:
-            return
-        with self._rest.after():
-            try:
-                root = lost.root.reopened()
-                try:
-                    self._next = self._open_writer(root)
-                except BaseException:
-                    root.close()
-                    raise
-            except (OSError, ConfigError) as error:
-                logger.debug("kvoffload: shared directory: no new seat (%s)", error)
+        elif lost is not None and self._replaced is None and self._rest.is_over:
+            with self._rest.after():
+                self._open(lost)
 
-    def _close_replaced(self) -> bool:
-        """Closes the files of a writer that was replaced. Returns whether there was one."""
-        if self._replaced is None:
-            return False
-        self._replaced.own.files.close()
-        self._replaced = None
-        return True
+    def _open(self, lost: Writer) -> None:
+        try:
+            root = lost.root.reopened()
+            try:
+                self._next = self._open_writer(root)
+            except BaseException:
+                root.close()
+                raise
+        except (OSError, ConfigError) as error:
+            logger.debug("kvoffload: shared directory: no new folder (%s)", error)
 
     def _drop(self, opened: Writer) -> None:
         """Closes a writer, unless it was taken meanwhile."""
@@ -147,9 +153,7 @@ class Renewal:
             if self._next is not opened:
                 return
             self._next = None
-        opened.end()
-        opened.own.files.close()
-        opened.root.close()
+        opened.close()
 
     def take(self, lost: Writer) -> Writer | None:
         """Returns the new writer in place of ``lost``, which has no jobs under way and is not used any more. Returns
@@ -164,6 +168,7 @@ class Renewal:
 
     def close(self) -> None:
         """Closes what was opened and is not used."""
-        self._close_replaced()
+        if self._replaced is not None:
+            self._replaced.own.files.close()
         if self._next is not None:
             self._drop(self._next)

@@ -37,9 +37,9 @@ def real_device() -> None:
 def warm_device() -> None:
     """Runs each kind of work once, because a kernel's first launch may wait for the whole device."""
     import numpy as np
+
     from benchmarks.gpu import cuda
     from benchmarks.gpu.rig import Layout, make_views, rig
-
     from kvoffload.abc import PageGroup
 
     cuda.sleep(0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import (
     Layout,
@@ -20,11 +21,10 @@ from benchmarks.gpu.rig import (
     rig,
     slot_bytes,
 )
-
 from kvoffload.abc import PageGroup
-from kvoffload.testing.faults import WrappedDevice
 from kvoffload.transfer.cuda import pipeline
 from kvoffload.transfer.cuda.slots import Unregistered
+from tests.sim.faults import WrappedDevice
 
 pytestmark = pytest.mark.cuda
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import DelayedDevice, Layout, Rig, block_numbers, make_views, rig
-
 from kvoffload.abc import PageGroup
-from kvoffload.testing.faults import WrappedDevice
 from kvoffload.transfer.cuda.device import Device
+from tests.sim.faults import WrappedDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("warm_device")]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import (
     Layout,
@@ -18,10 +19,9 @@ from benchmarks.gpu.rig import (
     rig,
     slot_bytes,
 )
-
 from kvoffload.abc import PageGroup
-from kvoffload.testing.faults import WrappedDevice
 from kvoffload.transfer.cuda import driver
+from tests.sim.faults import WrappedDevice
 
 pytestmark = pytest.mark.cuda
 

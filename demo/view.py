@@ -1,0 +1,179 @@
+"""What a report shows, on a page that needs no other file and in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+from demo.protocol import EngineInfo, RequestResult, Source
+from kvoffload.lab.figures import BLUE, GREEN, ORANGE, PURPLE
+from kvoffload.lab.page import environment
+from kvoffload.units import milliseconds
+
+COLOURS = {Source.RECOMPUTE: ORANGE, Source.DEVICE: BLUE, Source.HOST: GREEN, Source.DISK: PURPLE}
+GOOD, BAD, BEST = "good", "bad", "best"
+STYLES = {
+    "": "",
+    GOOD: "green",
+    BAD: "bold red",
+    BEST: "bold",
+    Source.RECOMPUTE: "dark_orange3",
+    Source.DEVICE: "dodger_blue2",
+    Source.HOST: "green4",
+    Source.DISK: "purple",
+}
+"""In the terminal, by the tone of a cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """``tone``: GOOD, BAD, BEST, or a Source, whose colour is shown. ``title`` explains it where there is no room."""
+
+    text: str
+    tone: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The first column names the rows, and is aligned to the left. Without ``columns`` there is no header."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell | str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """``notes`` come before plots and tables, ``foot`` behind them."""
+
+    heading: str
+    notes: Sequence[str] = ()
+    plots: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    foot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A report, which has ``failures`` in place of ``headline`` and ``verdict`` if there are any."""
+
+    title: str
+    heading: str
+    lead: str
+    sections: Sequence[Section]
+    end: str = ""
+    headline: str = ""
+    verdict: str = ""
+    failures: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    cards: Sequence[tuple[str, str]] = ()
+    """Amounts, and what they are."""
+    details: Table | None = None
+    style: str = ""
+
+
+def yes_no(value: bool, detail: str = "") -> Cell:
+    return Cell(("yes" if value else "NO") + (detail and f", {detail}"), GOOD if value else BAD)
+
+
+def limited(text: str, is_within: bool) -> Cell:
+    """Returns an amount that is bad if it is not within its limit."""
+    return Cell(text, "" if is_within else BAD)
+
+
+def render(page: Page) -> str:
+    """Returns the HTML."""
+    return environment("demo").get_template("report.html.j2").render(page=page, colours=COLOURS, bad=BAD, best=BEST)
+
+
+def terminal_table(table: Table) -> TerminalTable:
+    made = TerminalTable(
+        box=box.SIMPLE_HEAD if table.columns else box.SIMPLE,
+        show_header=bool(table.columns),
+        title=table.title or None,
+        title_justify="left",
+        title_style="bold",
+        padding=0 if len(table.columns) > 5 else (0, 1),
+    )
+    if table.columns:
+        for i, name in enumerate(table.columns):
+            made.add_column(name, justify="right" if i else "left")
+    else:
+        made.add_column(style="dim")
+    for row in table.rows:
+        cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+        made.add_row(*(Text(cell.text, style=STYLES[cell.tone]) for cell in cells))
+    return made
+
+
+def verdict(page: Page, warnings: Sequence[str]) -> Text:
+    """Returns ``warnings``, then one sentence per failure, or the headline."""
+    text = Text("".join(f"{sentence}\n" for sentence in [*warnings, *page.remarks]), style="yellow")
+    if page.failures:
+        return text.append("\n".join(page.failures), style="bold red")
+    return text.append(page.headline, style="bold green")
+
+
+@dataclass
+class TerminalProgress:
+    """A context manager that shows one progress bar per part of the run. ``names`` are those of the sources."""
+
+    console: Console
+    names: Mapping[Source, str]
+    _task: TaskID | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description:<32}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=self.console,
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def begin(self, title: str, requests: int) -> None:
+        if self._task is not None:
+            self._bars.stop_task(self._task)
+        self._task = self._bars.add_task(title, total=requests, now="[dim]starting vLLM[/]")
+        if not self.console.is_terminal:
+            # The bars appear at the end only.
+            self.console.print(title.strip(), markup=False, highlight=False)
+
+    def ready(self, info: EngineInfo) -> None:
+        if self._task is not None:
+            self._bars.update(self._task, now=f"[dim]vLLM {info.vllm_version}, {info.device}[/]")
+
+    def request(self, result: RequestResult) -> None:
+        if self._task is None:
+            return
+        (task,) = (task for task in self._bars.tasks if task.id == self._task)
+        style, name = STYLES[result.source], self.names[result.source]
+        self._bars.update(
+            self._task,
+            advance=1,
+            # How long a fault lasts says how many requests there are.
+            total=max(task.total or 0, task.completed + 1),
+            now=f"[{style}]{name:<14}[/] {milliseconds(result.ttft_ms):>8}",
+        )
+
+    def skip(self, store: str, reason: str) -> None:
+        self.console.print(
+            f"{store} is skipped: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )

@@ -1,0 +1,167 @@
+"""Room: which blocks leave so that new ones can enter, with the slots of one owner or shared among tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import Backend, CachePolicy, Eviction, IntegrityError, MissReason, OffloadKey, Slots, TenantUse
+from kvoffload.cache.hints import HintedBlocks
+from kvoffload.cache.policies.tenants import TenantPolicy
+from kvoffload.cache.table import BlockTable
+
+Flags = npt.NDArray[np.bool_]
+NO_SLOTS = np.empty(0, dtype=np.int64)
+
+
+class Plan(NamedTuple):
+    """How many blocks leave, and which idle ones stay, because they are of the chain that is stored."""
+
+    n: int
+    protected: Slots
+
+
+class Room:
+    """Room in slots that all blocks share. Hinted blocks leave before the policy is asked."""
+
+    def __init__(self, backend: Backend, policy: CachePolicy, table: BlockTable, hints: HintedBlocks) -> None:
+        self.backend = backend
+        self._policy = policy
+        self._table = table
+        self._hints = hints
+        self._busy, self._key_of = _read_only(table.busy), _read_only(table.key_of)
+        self._num_early = 0
+
+    def take_num_early(self) -> int:
+        """Returns how many blocks left because of hints since the last call."""
+        num_early, self._num_early = self._num_early, 0
+        return num_early
+
+    def admitted(self, keys: Sequence[OffloadKey]) -> Flags | None:
+        """Returns which of ``keys``, absent and tail first, the policy admits; None for all."""
+        shortage = len(keys) - self.backend.get_num_free_blocks() - self._hints.num_unexpected
+        return self._policy.admit(keys, shortage) if shortage > 0 else None
+
+    def plan(self, entering: Sequence[OffloadKey], present: Slots) -> Plan | MissReason:
+        """Returns how room is made for new keys, whose chain has the blocks ``present`` too, or why there is none.
+        Changes nothing."""
+        n = len(entering) - self.backend.get_num_free_blocks()
+        if n <= 0:
+            return Plan(0, NO_SLOTS)
+        protected = self._table.idle(present)
+        return MissReason.NO_ROOM if n > self._table.num_evictable - len(protected) else Plan(n, protected)
+
+    def evict(self, plan: Plan, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Carries out what ``plan`` has just returned for the same keys. Returns the keys of the blocks that left."""
+        n, protected = plan
+        if len(protected):
+            self._table.mark_busy(protected, True)
+            self.mark_busy(protected)
+        victims = self._evict_early(n, entering) if self._hints.has_begun else NO_SLOTS
+        if len(victims) < n:
+            eviction = Eviction(n - len(victims), self._busy, self._key_of, entering)
+            chosen = np.asarray(self._policy.evict(eviction))
+            victims = np.concatenate((victims, chosen)) if len(victims) else chosen
+        keys = self._table.evict(victims) if victims.shape == (n,) and victims.dtype.kind == "i" else None
+        if keys is None:
+            raise IntegrityError(f"policy {type(self._policy).__name__} chose blocks that it may not evict")
+        if len(protected):
+            self._table.mark_busy(protected, False)
+            self._policy.mark_evictable(protected)
+        self.backend.free(victims)
+        return keys
+
+    def _evict_early(self, n: int, entering: Sequence[OffloadKey]) -> Slots:
+        """Removes up to ``n`` blocks that are to leave early from the policy, and returns their slots. Of each tenant
+        no more leave than it must lose."""
+        leaving = self._leaving(n, entering).items()
+        early = np.concatenate([self._hints.take(most, self._busy, tenant) for tenant, most in leaving])
+        if len(early):
+            self._num_early += len(early)
+            self._remove_early(early)
+            # So that the policy learns from their return, if the hint was wrong.
+            self._policy.refuse(self._key_of[early].tolist())
+        return early
+
+    def _leaving(self, n: int, entering: Sequence[OffloadKey]) -> dict[int, int]:
+        """Returns how many of ``n`` blocks each tenant loses."""
+        return {0: n}
+
+    def _remove_early(self, slots: Slots) -> None:
+        self._policy.remove(slots)
+
+    def mark_busy(self, slots: Slots) -> None:
+        """Marks blocks that must not be evicted any more. The table knows them."""
+
+    def num_storable(self, key: OffloadKey) -> int:
+        """Returns how many blocks of the tenant of ``key`` could be stored now."""
+        return self.backend.get_num_free_blocks() + self._table.num_evictable
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        """Returns how many blocks the tenant of ``key`` can have whatever the others hold."""
+        return self.backend.num_blocks
+
+    def restorable(self, keys: Sequence[OffloadKey]) -> Flags | None:
+        """Returns which of ``keys``, the least recently used first, may enter if nothing is held yet; None for all."""
+        return None
+
+    def uses(self) -> Sequence[TenantUse]:
+        """Returns what each tenant holds; nothing if the slots are not shared."""
+        return ()
+
+
+class SharedRoom(Room):
+    """Room in slots that tenants share: each loses its own blocks above its quota, even if slots are free."""
+
+    def __init__(self, backend: Backend, policy: TenantPolicy, table: BlockTable, hints: HintedBlocks) -> None:
+        super().__init__(backend, policy, table, hints)
+        self._tenants = policy
+
+    def admitted(self, keys: Sequence[OffloadKey]) -> Flags | None:
+        return self._tenants.admit(keys, len(keys) - self.backend.get_num_free_blocks())
+
+    def plan(self, entering: Sequence[OffloadKey], present: Slots) -> Plan | MissReason:
+        protected = self._table.idle(present)
+        n = self._tenants.room(entering, self.backend.get_num_free_blocks(), protected)
+        return n if isinstance(n, MissReason) else Plan(n, protected)
+
+    def _leaving(self, n: int, entering: Sequence[OffloadKey]) -> dict[int, int]:
+        return self._tenants.leaving(entering, n)
+
+    def _remove_early(self, slots: Slots) -> None:
+        self._tenants.evict_early(slots)
+
+    def mark_busy(self, slots: Slots) -> None:
+        self._tenants.mark_busy(slots)
+
+    def num_storable(self, key: OffloadKey) -> int:
+        return self._tenants.num_storable(key, self.backend.get_num_free_blocks())
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self._tenants.most_blocks(key)
+
+    def restorable(self, keys: Sequence[OffloadKey]) -> Flags | None:
+        return self._tenants.restorable(keys)
+
+    def uses(self) -> Sequence[TenantUse]:
+        return self._tenants.uses()
+
+
+def room_of(
+    backend: Backend, policy: CachePolicy, table: BlockTable, clock: Callable[[], float]
+) -> tuple[Room, HintedBlocks]:
+    """Returns the room of a policy's blocks, and which of them leave early."""
+    if isinstance(policy, TenantPolicy):
+        hints = HintedBlocks(table, clock, policy.tenant_of)
+        return SharedRoom(backend, policy, table, hints), hints
+    hints = HintedBlocks(table, clock, np.broadcast_to(np.int8(0), table.num_blocks))
+    return Room(backend, policy, table, hints), hints
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,46 @@
+"""Shared parts of all commands: consoles, messages, tables and progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+
+
+def console_of(stderr: bool = False) -> Console:
+    """Returns a console that prints text unchanged, without markup, emoji or highlighting."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def say(command: str, text: str, style: str) -> None:
+    """Prints a message of ``command`` to stderr."""
+    console_of(stderr=True).print(f"kvoffload {command}: {text}", style=style, soft_wrap=True)
+
+
+def table_of(*titles: str, gap: int = 1, wrap: bool = False) -> Table:
+    """Returns a table with these columns: the first one for names, the others for numbers, which ``wrap`` in a narrow
+    terminal or are cut."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), show_edge=False)
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="right" if i else "left", no_wrap=not (i and wrap))
+    return table
+
+
+@contextmanager
+def progress_bar(*columns: ProgressColumn) -> Iterator[Progress]:
+    """Shows a bar on stderr if that is a terminal."""
+    from rich.progress import Progress
+
+    console = console_of(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar

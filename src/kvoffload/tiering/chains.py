@@ -1,0 +1,179 @@
+"""Backlog: the chains with blocks that may still have to be written to one tier, and their order."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.abc import IntegrityError, OffloadKey
+
+MAX_CHAINS = 4096
+"""Chains in one backlog."""
+BACKLOG_SHARE = 2.0
+"""Keys of these chains, as a multiple of the host's blocks. Above it the oldest chain is dropped."""
+
+
+class ChainState(enum.Enum):
+    FRESH = enum.auto()
+    """Nothing of it has been written since it was offered."""
+    STARTED = enum.auto()
+    """A part of it has been written, the rest is to be written."""
+    WAITING = enum.auto()
+    """Its next block is not in the host yet, or is being written for another chain."""
+    HELD = enum.auto()
+    """The tier holds all of it, or is writing the rest. Its request may bring a longer one."""
+    GONE = enum.auto()
+    """It is not in the backlog."""
+
+
+class Fate(enum.Enum):
+    """What has become of a block that the tier was given."""
+
+    WRITTEN = enum.auto()
+    """It was written, or is being written."""
+    FOREIGN = enum.auto()
+    """The medium held it already: others have written it."""
+    LOST = enum.auto()
+    """The latest write has failed."""
+
+
+@dataclass(slots=True, eq=False)
+class History:
+    """What the tier was given for one request. Blocks that are being written refer to it, and so to the latest chain of
+    their request."""
+
+    chain: Chain | None = None
+    """None after a reset."""
+    fates: dict[OffloadKey, Fate] = field(default_factory=dict)
+    num_writes: int = 0
+    num_failures: int = 0
+
+    def having(self, *fates: Fate) -> set[OffloadKey]:
+        return {key for key, fate in self.fates.items() if fate in fates}
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """The blocks of one request: ``keys`` in order, ``by_group[g]`` those of group g. The chain has ``num_units``
+    units, see ``kvoffload.tiering.plan``."""
+
+    keys: list[OffloadKey]
+    by_group: list[list[OffloadKey]]
+    num_units: int
+    is_whole: bool
+    """Its request has ended: blocks that the host lacks now will not be stored any more."""
+    request: str | None
+    history: History = field(default_factory=History)
+    state: ChainState = ChainState.GONE
+    waits_for: Sequence[OffloadKey] = ()
+    """In the state WAITING, the blocks of which it waits for any."""
+    done: int = 0
+    """Units whose blocks the tier holds or is writing, as far as is known."""
+    verify_at: int = 0
+    """When this many units are done, all of them are looked up again if the tier has lost blocks since."""
+    losses: int = 0
+    """Blocks that the tier had lost when the units that are done were last looked up."""
+    num_writes_before: int = field(init=False)
+    """Writes for its request before it was offered."""
+
+    def __post_init__(self) -> None:
+        self.num_writes_before = self.history.num_writes
+        before, self.history.chain = self.history.chain, self
+        # What is done of the chain before is not looked up again, unless this one is whole, or another one.
+        if before is not None and not self.is_whole and self.keys[: len(before.keys)] == before.keys:
+            self.done, self.verify_at, self.losses = before.done, before.verify_at, before.losses
+
+
+class Backlog:
+    """The chains with blocks that may still have to be written: at most MAX_CHAINS and ``max_keys`` keys, but at least
+    one chain. A chain that is STARTED comes first, then the FRESH one that was offered last."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._num_keys = 0
+        self._chains: dict[Chain, None] = {}
+        """Every chain that is not GONE, the oldest first."""
+        self._by_request: dict[str, Chain] = {}
+        self._queues: dict[ChainState, dict[Chain, None]] = {ChainState.STARTED: {}, ChainState.FRESH: {}}
+        self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
+        """Chains that are WAITING, by each block that they wait for."""
+
+    def __iter__(self) -> Iterator[Chain]:
+        return iter(self._chains)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a chain to be written now."""
+        return any(self._queues.values())
+
+    @property
+    def awaited(self) -> Collection[OffloadKey]:
+        """The blocks that chains wait for."""
+        return self._waiting.keys()
+
+    def of_request(self, request: str | None) -> Chain | None:
+        return None if request is None else self._by_request.get(request)
+
+    def next(self) -> Chain | None:
+        """Returns the chain to be written next."""
+        return next(iter(self._queues[ChainState.STARTED]), None) or next(
+            reversed(self._queues[ChainState.FRESH]), None
+        )
+
+    def excess(self) -> Chain | None:
+        """Returns the chain to be dropped because a bound is exceeded: the oldest, one that is not STARTED if
+        possible."""
+        if len(self._chains) < 2 or (len(self._chains) <= MAX_CHAINS and self._num_keys <= self._max_keys):
+            return None
+        others = (chain for chain in self._chains if chain.state is not ChainState.STARTED)
+        return next(others, next(iter(self._chains)))
+
+    def move(self, chain: Chain, state: ChainState, waits_for: Sequence[OffloadKey] = ()) -> None:
+        """Brings ``chain`` into ``state``. WAITING, it waits until ``wake`` names one of ``waits_for``."""
+        for key in dict.fromkeys(chain.waits_for):
+            waiting = self._waiting[key]
+            del waiting[chain]
+            if not waiting:
+                del self._waiting[key]
+        self._queues.get(chain.state, {}).pop(chain, None)
+        if (chain.state is ChainState.GONE) is not (state is ChainState.GONE):
+            self._add_or_remove(chain, state)
+        chain.state, chain.waits_for = state, waits_for
+        if state in self._queues:
+            self._queues[state][chain] = None
+        for key in waits_for:
+            self._waiting.setdefault(key, {})[chain] = None
+
+    def _add_or_remove(self, chain: Chain, state: ChainState) -> None:
+        if state is not ChainState.GONE:
+            self._chains[chain] = None
+            self._num_keys += len(chain.keys)
+            if chain.request is not None:
+                self._by_request.setdefault(chain.request, chain)
+            return
+        del self._chains[chain]
+        self._num_keys -= len(chain.keys)
+        if chain.request is not None and self._by_request.get(chain.request) is chain:
+            del self._by_request[chain.request]
+
+    def wake(self, keys: Collection[OffloadKey]) -> bool:
+        """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
+        if not self._waiting or self._waiting.keys().isdisjoint(keys):
+            return False
+        for chain in dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ())):
+            self.move(chain, ChainState.STARTED if chain.history.fates else ChainState.FRESH)
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a chain is in the wrong queue, or the keys are miscounted."""
+        states: dict[Chain, ChainState] = {
+            chain: chain.state for chain in self._chains if chain.state is ChainState.HELD
+        }
+        states |= {chain: state for state, queue in self._queues.items() for chain in queue}
+        for waiting in self._waiting.values():
+            states |= dict.fromkeys(waiting, ChainState.WAITING)
+        if states != {chain: chain.state for chain in self._chains}:
+            raise IntegrityError("a chain of the backlog is in no queue, or in the wrong one")
+        if self._num_keys != sum(len(chain.keys) for chain in self._chains):
+            raise IntegrityError("the backlog has miscounted the keys of its chains")

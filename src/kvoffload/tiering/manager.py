@@ -1,0 +1,433 @@
+"""TieredOffloadingManager: host memory first, then lower tiers that must not stall the engine.
+
+Everything here runs on the scheduler's thread. Tiers do their work on threads of their own and report in ``Tier.poll``.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from kvoffload.abc import (
+    Admission,
+    IntegrityError,
+    KVGroup,
+    LoadStoreSpec,
+    Miss,
+    MissReason,
+    Need,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    States,
+    Tier,
+    TierResult,
+)
+from kvoffload.abc.tier import HIT, PENDING, RETRY
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.misses import MissMemory
+from kvoffload.tiering.chains import BACKLOG_SHARE
+from kvoffload.tiering.events import TierCounts
+from kvoffload.tiering.health import GuardedTier, TierState
+from kvoffload.tiering.lookup import LoadGate, Search, explain_miss, look_up, states_below
+from kvoffload.tiering.promoter import Promoter
+from kvoffload.tiering.promotion import waiting_for
+from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
+from kvoffload.tiering.requests import RequestChains
+from kvoffload.tiering.writes import WriteThrough
+
+logger = logging.getLogger(__name__)
+
+WRITE_SHARE = 0.125
+"""At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
+MAX_WAITS = 64
+"""How often an idle step looks for results."""
+SHARED_RESET = (
+    "the weights are not known to be those of before, so blocks from before must not be found, and other servers use "
+    "those of this tier"
+)
+SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it again"
+SERVED_WITHOUT = "requests are served from host memory or computed from here on"
+
+
+@dataclass(frozen=True, slots=True)
+class TieringSettings:
+    """How host memory and lower tiers work together."""
+
+    tokens_per_block: Sequence[float]
+    """Per KV cache group, the tokens that one loaded block saves."""
+    groups: Sequence[KVGroup] = ()
+    """The KV cache groups that keys name, by default with full attention and blocks of one size."""
+    load_only_if_faster: bool = True
+    """A run of blocks that would take longer to read than to compute is not loaded."""
+    load_deadline_ms: float = 1000.0
+    """How long a request waits for a promotion."""
+    lookup_deadline_ms: float = 100.0
+    """A block counts as missing if a tier does not say within this time whether it holds it."""
+    lookup_deadlines_ms: Sequence[float | None] = ()
+    """The same per tier; None for those that have no deadline of their own."""
+    admissions: Sequence[Admission | None] = ()
+    """Per tier, what decides which blocks are worth writing to it, or None."""
+    write_share: float = WRITE_SHARE
+    backlog_share: float = BACKLOG_SHARE
+
+    @property
+    def kv_groups(self) -> Sequence[KVGroup]:
+        return self.groups or [KVGroup(1)] * len(self.tokens_per_block)
+
+
+class TieredOffloadingManager(OffloadingManager):
+    """A manager with ``host`` in front of ``tiers``, the fastest first.
+
+    Chains that requests touch or store are written through to every tier, see WriteThrough. A lookup that finds blocks
+    below the host answers RETRY, and ``poll`` starts to promote them, together for all lookups of a step and each key
+    at most once at a time, see Promoter. A request that has waited for ``load_deadline_ms`` gets the blocks that have
+    arrived. Promoted blocks stay pinned for the requests that waited for them until these are given device blocks or
+    end. Without a context, or with one that may not wait, only host memory is consulted. A tier that fails or hangs is
+    paused and tested, see CircuitBreaker. After a reset, a shared tier is not used any more.
+
+    Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``random``
+    returns numbers from 0 to 1. If ``host`` has events, so have the tiers.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[Tier],
+        settings: TieringSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
+    ) -> None:
+        self.host = host
+        self._counts = TierCounts()
+        self._origins = Origins()
+        self._clock = clock
+        self.tiers = _make_states(host, tiers, settings, self._counts, self._origins, clock, random)
+        """State of each tier; read only."""
+        self._reasons = MissMemory(clock=clock)
+        self._promoter = Promoter(
+            host,
+            self.tiers,
+            groups=settings.kv_groups,
+            deadline_s=settings.load_deadline_ms / 1000,
+            count=self._counts.add,
+            reasons=self._reasons,
+            clock=clock,
+        )
+        self._rates = LoadOrCompute(settings.tokens_per_block, always_load=not settings.load_only_if_faster)
+        self._gate = LoadGate(self.tiers, settings.kv_groups, self._promoter, self._rates, self._reasons, clock)
+        max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
+        self._chains = RequestChains(self.tiers, max_writing, clock)
+        self._is_asking = False
+        """Whether, since the last ``poll``, a tier did not know yet whether it holds a block that was looked up."""
+        self._has_changed = False
+        """Whether something has changed for waiting requests that ``poll`` has not reported yet."""
+        self._is_off = not tiers
+        """Whether all tiers are off."""
+
+    # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
+
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
+    ) -> States:
+        if req_context is None or not req_context.may_wait:
+            return self.host.lookup_each(keys, req_context, need)
+        promotion = self._promoter.get(req_context)
+        if promotion is not None and not promotion.may_want_more:
+            return np.full(len(keys), RETRY, dtype=np.uint8)
+        if self._is_off or not self._promoter.may_wait(promotion):
+            return self.host.lookup_each(keys, req_context, need)
+        self.host.admission.count(keys, req_context)
+        search = Search(self.host, self.tiers, self._reasons, self._clock(), promotion)
+        states, coming = look_up(search, keys, need, self._promoter, self._gate)
+        self._is_asking |= search.is_unanswered
+        if coming.keys:
+            self._chains.waits(self._promoter.promote(coming, req_context))
+        return states
+
+    def states(self, keys: Sequence[OffloadKey], chain: Sequence[OffloadKey] = ()) -> States:
+        """Returns the state of every key without promoting any, and without counting a request: HIT for one that the
+        host or a tier holds, RETRY for one that a tier must be asked for again. ``chain``: what may be looked up
+        next."""
+        states = self.host.states(keys)
+        below = np.flatnonzero(states != HIT)
+        if len(below):
+            search = Search(self.host, self.tiers, self._reasons, self._clock())
+            states[below], _ = states_below(search, [*keys, *chain], below, states[below])
+            self._is_asking |= search.is_unanswered
+            states[states == PENDING] = RETRY
+        return states
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        self._rates.observe_prefill(num_tokens, seconds)
+
+    def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
+        promotion = self._promoter.release(req_context)
+        if promotion is None:
+            return {}
+        self._chains.released(promotion)
+        return promotion.promoted
+
+    # Steps.
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Waits until some request has all the blocks that it waits for, until more blocks can be written, or until a
+        tier may have answered."""
+        changed = self._poll()
+        if timeout_s > 0:
+            changed |= self._wait(timeout_s)
+        self._is_asking = False
+        return changed
+
+    def _poll(self) -> bool:
+        changed = False
+        for tier in self.tiers:
+            results = tier.tier.poll()
+            if results:
+                changed |= self._take_in(tier, results)
+            tier.update(self._clock())
+            if tier.was_paused:
+                tier.was_paused, changed = False, True
+                self._promoter.abandon(tier)
+            if tier.tier.fault is not None:
+                self._switch_off(tier, tier.tier.fault)
+        changed |= self._promoter.poll(may_take_back=not changed)
+        changed |= self._is_asking | self._has_changed
+        self._has_changed = False
+        self._chains.write()
+        return changed
+
+    def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
+        """Takes in transfers of a tier that have ended. Returns whether there were reads."""
+        reads, writes = by_direction(results)
+        if writes:
+            tier.end_writes(writes, self._clock())
+        if reads:
+            self._promoter.end_reads(tier, reads)
+            if tier.index:
+                self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
+        for ended in (writes, reads):
+            tier.judge(ended, self._clock())
+        return bool(reads)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Waits for tiers. Returns whether a lookup may have another result now."""
+        changed = False
+        for tier in self.tiers:
+            promotions = waiting_for(set(tier.reads.values()))
+            for _ in range(MAX_WAITS if promotions else 0):
+                begun = self._clock()
+                tier.tier.wait(timeout_s)
+                changed |= self._poll()
+                timeout_s -= self._clock() - begun
+                if timeout_s <= 0 or not all(promotion.is_waiting for promotion in promotions):
+                    return changed
+            is_asked = self._is_asking and tier is self.tiers[-1]
+            if not promotions and (tier.writes.is_busy or is_asked):
+                tier.tier.wait(timeout_s)
+                return changed | self._poll()
+        return changed
+
+    def switch_off_tiers(self, reason: str) -> None:
+        """Stops reading and writing all tiers. Host memory is not affected."""
+        for tier in self.tiers:
+            self._switch_off(tier, reason)
+
+    def _switch_off(self, tier: TierState, reason: str, effect: str = SERVED_WITHOUT) -> None:
+        if not tier.breaker.is_off:
+            tier.breaker.switch_off()
+            self._is_off = all(each.breaker.is_off for each in self.tiers)
+            logger.error("kvoffload: THE %s TIER IS OFF: %s; %s", tier.name.upper(), reason, effect)
+            tier.writes.clear()
+            self._promoter.abandon(tier)
+            self._has_changed = True
+
+    @property
+    def has_pending_writes(self) -> bool:
+        return any(tier.writes.is_busy for tier in self.tiers)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a tier has blocks to read or to write that it has not reported yet."""
+        return any(tier.has_transfers for tier in self.tiers)
+
+    @property
+    def num_promotions(self) -> int:
+        """Requests that wait for lower tiers, or for which promoted blocks may be pinned."""
+        return len(self._promoter)
+
+    @property
+    def max_promoted(self) -> int:
+        """Blocks that may be read from lower tiers, or pinned after that, at a time."""
+        return self._promoter.max_blocks
+
+    # Loads and stores.
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
+        if req_context is None:
+            return self.host.prepare_load(keys)
+        return self._promoter.take_pins(keys, req_context)
+
+    def complete_load(
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> None:
+        self.host.complete_load(blocks, req_context)
+
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
+        found = self.host.find(keys)
+        self.host.touch(keys, req_context, chain, found)
+        self._chains.touch(keys, found, req_context, chain)
+
+    def end_chain(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
+        self.host.end_chain(keys, stored, req_context)
+        self._chains.end(keys, stored, req_context, keys if chain is None else chain)
+        self._chains.write()
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
+        return self.host.prepare_store(keys, req_context, behind_refused)
+
+    def complete_store(
+        self,
+        blocks: LoadStoreSpec | Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
+    ) -> None:
+        self.host.complete_store(blocks, req_context, success)
+        if success:
+            keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
+            self._origins.forget(keys)
+            for tier in self.tiers:
+                tier.writes.stored(keys)
+        else:
+            for tier in self.tiers:
+                tier.writes.store_failed()
+        self._chains.write()
+
+    def note_dropped(self, keys: Sequence[OffloadKey]) -> None:
+        """Counts writes of ``keys``, which the host has no room for."""
+        for tier in self.tiers:
+            tier.count("dropped_writes", int(np.count_nonzero(tier.writes.lacks(keys))))
+        self._reasons.record(keys, MissReason.NO_ROOM)
+
+    # Counts, and the end.
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Returns the events of host memory, then those of each tier."""
+        yield from self.host.take_events()
+        for tier in self.tiers:
+            if tier.tier.events is not None:
+                yield from tier.tier.events.take()
+
+    def take_counts(self) -> Mapping[str, float]:
+        gauges = [each for tier in self.tiers for each in tier.take_gauges().items()]
+        return {**self.host.take_counts(), **self._counts.take(), **dict(gauges)}
+
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        return explain_miss(key, self.host.explain_miss(key), self._reasons.explain(key), self.tiers)
+
+    def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+        self._promoter.drop(keys)
+        self.host.drop(keys)
+        for tier in self.tiers if not only_host else ():
+            tier.tier.delete(keys)
+            tier.writes.lose(len(keys))
+
+    def reset(self, keep_shared: bool = False) -> bool:
+        self._reset_host()
+        for tier in self.tiers:
+            if not tier.tier.is_shared:
+                tier.tier.reset()
+        if not keep_shared:
+            self._leave_shared_tiers()
+        return any(tier.tier.is_shared and not tier.breaker.is_off for tier in self.tiers)
+
+    def forget(self) -> None:
+        """Does the same as ``reset``, but tiers that are not shared keep their blocks for the next process: the caller
+        uses other keys from now on."""
+        self._reset_host()
+        self._leave_shared_tiers()
+
+    def _reset_host(self) -> None:
+        self._promoter.release_all()
+        self.host.reset()
+        self._chains.clear()
+
+    def _leave_shared_tiers(self) -> None:
+        for tier in self.tiers:
+            if tier.tier.is_shared:
+                tier.tier.reset()
+                self._switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
+
+    def shutdown(self) -> None:
+        for tier in self.tiers:
+            tier.tier.close()
+            tier.writes.ended(by_direction(tier.tier.poll())[1])
+            tier.writes.close()
+        self.host.shutdown()
+
+    @property
+    def num_blocks(self) -> int:
+        return self.host.num_blocks
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self.host.most_blocks(key)
+
+    @property
+    def num_removed(self) -> int:
+        return self.host.num_removed
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that take a slot of the host now, those being written included."""
+        return self.host.num_used_blocks
+
+    def check_integrity(self) -> None:
+        self.host.check_integrity()
+        self._promoter.check_integrity()
+        for tier in self.tiers:
+            tier.check_integrity()
+        if any(len(tier.writes.writing) > self._chains.max_writing for tier in self.tiers):
+            raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
+
+
+def _make_states(
+    host: PolicyOffloadingManager,
+    tiers: Sequence[Tier],
+    settings: TieringSettings,
+    counts: TierCounts,
+    origins: Origins,
+    clock: Callable[[], float],
+    random: Callable[[], float],
+) -> tuple[TierState, ...]:
+    states, deadline_s = [], settings.load_deadline_ms / 1000
+    options = zip_longest(tiers, settings.admissions, settings.lookup_deadlines_ms)
+    for i, (each, admission, lookup_ms) in enumerate(options):
+        tier, count = GuardedTier(each, host.has_events), counts.of(each.name)
+        estimator = ReadEstimator(tier.block_bytes)
+        is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
+        writes = WriteThrough(host, tier, settings.kv_groups, count, clock, admission, is_worth, settings.backlog_share)
+        lookup_s = (settings.lookup_deadline_ms if lookup_ms is None else lookup_ms) / 1000
+        states.append(TierState(i, tier, writes, estimator, deadline_s, lookup_s, count, random))
+    return tuple(states)

@@ -1,0 +1,477 @@
+"""WriteThrough: writes chains of blocks to a lower tier, whole, head first, and never behind a hole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, KeysView, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvoffload.abc import (
+    Admission,
+    IntegrityError,
+    KVGroup,
+    MissReason,
+    OffloadKey,
+    ReqContext,
+    Tier,
+    TierError,
+)
+from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, Fate, History
+from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes, unreachable
+from kvoffload.tiering.rates import Ended
+
+MAX_REWRITES = 1
+"""How often a chain is written again from where a write has failed."""
+MAX_WRITES_PER_BLOCK = 2
+"""Writes per block of one chain, on average: a tier that keeps evicting the chain is given no more of it."""
+FIRST_UNITS = 256
+"""Units of a chain that are looked up first; doubled while there is nothing to write."""
+REFUSAL_S = 0.01
+"""A tier that takes on nothing although it has nothing to do is asked again after this time."""
+PATIENCE_S = 0.25
+"""How long an idle engine is kept stepping for a backlog on which the tier makes no progress."""
+GIVE_UP_S = 1.0
+"""After this time without a block that the tier takes on, although it has nothing to do, a chain is dropped."""
+
+
+class Writes:
+    """The blocks of ``host`` that ``tier`` is writing, pinned in the host, and what the tier holds with them.
+
+    ``is_worth`` returns which blocks are worth writing to this tier; None: all are.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tier: Tier,
+        is_worth: Callable[[Sequence[OffloadKey]], Bools] | None,
+    ) -> None:
+        self._host = host
+        self._tier = tier
+        self._is_worth = is_worth
+        self.history_of: dict[OffloadKey, History] = {}
+        """Blocks that the tier has not reported yet, and the requests that they are written for."""
+        self._slots: dict[OffloadKey, int] = {}
+        """Their host slots."""
+
+    def begin(self, keys: Sequence[OffloadKey], history: History) -> list[OffloadKey]:
+        """Gives blocks to the tier. Returns those that it has taken on."""
+        lease = self._host.prepare_load(keys)
+        taken = self._tier.write(keys, lease.slots)
+        slots = dict(zip(keys, lease.slots.tolist(), strict=True))
+        self._slots.update((key, slots.pop(key)) for key in taken)
+        self._unpin(slots.values())
+        self.history_of.update(dict.fromkeys(taken, history))
+        history.fates.update(dict.fromkeys(taken, Fate.WRITTEN))
+        history.num_writes += len(taken)
+        return taken
+
+    def end(self, keys: Sequence[OffloadKey]) -> list[History]:
+        """The tier has reported ``keys``. Returns the history of each."""
+        self._unpin([self._slots.pop(key) for key in keys])
+        return [self.history_of.pop(key) for key in keys]
+
+    def end_all(self) -> None:
+        """The tier reports no more writes."""
+        self._unpin(self._slots.values())
+        self._slots.clear()
+        self.history_of.clear()
+
+    def _unpin(self, slots: Collection[int]) -> None:
+        if slots:
+            self._host.complete_load(self._host.lease(slots))
+
+    def are_under_way(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Returns which of ``keys`` the tier has not reported yet."""
+        return _among(keys, self.history_of)
+
+    def in_tier(self, keys: Sequence[OffloadKey], history: History) -> Bools:
+        """Returns which of ``keys`` the tier holds, or is being given for this request: if that fails, its chain is
+        corrected."""
+        states = self._tier.contains(keys)
+        held: Bools = states == HIT
+        if (states == RETRY).any():
+            # It took these once. Until it knows better, it has them.
+            held |= (states == RETRY) & _among(keys, history.having(Fate.WRITTEN, Fate.FOREIGN))
+        if not self.history_of.keys().isdisjoint(keys):
+            for i in np.flatnonzero(~held).tolist():
+                held[i] = self.history_of.get(keys[i]) is history
+        return held
+
+    def look(self, keys: Sequence[OffloadKey], history: History) -> tuple[Bools, Bools]:
+        """Returns which of ``keys`` are ``in_tier``, and which are that or can be written: the host has them, and they
+        are not being written for another request."""
+        in_tier = self.in_tier(keys, history)
+        available = in_tier.copy()
+        absent = np.flatnonzero(~in_tier)
+        names = [keys[i] for i in absent.tolist()]
+        if names:
+            available[absent] = (self._host.states(names) == HIT) & ~self.are_under_way(names)
+            if self._is_worth is not None:
+                available[absent] &= self._is_worth(names)
+        return in_tier, available
+
+
+class WriteThrough:
+    """Writes to ``tier`` the blocks that it lacks of chains that requests touch or store. Their bytes come from
+    ``host``.
+
+    A block is written only if every earlier block that a lookup needs is in the tier or is being written: in a group
+    with full attention every block, in a group with a window the blocks that a request needs to resume at some later
+    position. In a chain with states nothing is written behind the last state, which comes after all blocks before it:
+    when a later request of the conversation brings another one, the blocks between are written for that. Blocks that
+    cannot be written now stay in the backlog while the host holds them. A block of which the tier does not know yet
+    whether it holds it is written, since the tier then finds out, but nothing is deleted because of it.
+
+    ``groups``: the KV cache groups that keys name. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
+    ``admission``: only leading blocks of a chain that it accepts are written. ``is_worth`` returns which blocks are
+    worth writing to this tier; None: all are.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tier: Tier,
+        groups: Sequence[KVGroup],
+        count: Callable[[str, float], None],
+        clock: Callable[[], float],
+        admission: Admission | None = None,
+        is_worth: Callable[[Sequence[OffloadKey]], Bools] | None = None,
+        backlog_share: float = BACKLOG_SHARE,
+    ) -> None:
+        self._host = host
+        self._tier = tier
+        self._layout = ChainLayout(groups)
+        self._count = count
+        self._clock = clock
+        self._admission = admission
+        self._writes = Writes(host, tier, is_worth)
+        # Chains name a state for every unit; hardly any of them exist.
+        keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
+        self.backlog = Backlog(max(1, int(host.num_blocks * backlog_share * keys_per_block)))
+        self._num_lost = 0
+        """Blocks that the tier was given and has lost, without those that it has evicted."""
+        self._progress_at = float("-inf")
+        """When a write last began or ended, or a chain was offered."""
+        self._refused_at: float | None = None
+        """When the tier last took on nothing, None if it has done something since."""
+        self._idle_since: float | None = None
+        """Since when the tier takes on nothing although it has nothing to do."""
+
+    # State.
+
+    @property
+    def writing(self) -> KeysView[OffloadKey]:
+        """Blocks that the tier has not reported yet, each with a pin in the host."""
+        return self._writes.history_of.keys()
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether there are chains to be written now."""
+        return self.backlog.is_ready
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a backlog and the tier makes progress."""
+        has_work = self.has_backlog or not self.writing.isdisjoint(self.backlog.awaited)
+        return has_work and self._clock() - self._progress_at < PATIENCE_S
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
+        them nor is being given them, and the admission accepts them."""
+        lacking: Bools = (self._tier.contains(keys) != HIT) & ~self._writes.are_under_way(keys)
+        if self._admission is not None and lacking.any():
+            lacking &= np.array(self._admission.accepts(keys), dtype=np.bool_)
+        return lacking
+
+    def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
+        """Returns whether some of ``keys``, of the chain of ``request``, are being written, or will be as soon as the
+        tier takes them on or has written others."""
+        if not self.writing.isdisjoint(keys):
+            return True
+        chain = self.backlog.of_request(request)
+        if chain is None or chain.state is ChainState.HELD:
+            return False
+        if chain.state is ChainState.WAITING and self.writing.isdisjoint(chain.waits_for):
+            return False
+        return not self._writes.in_tier(keys, chain.history).all()
+
+    # What happens elsewhere.
+
+    def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+        """Tells the admission that a request asks for ``keys``."""
+        if self._admission is not None:
+            self._admission.count(keys, req_context)
+
+    def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
+        """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
+        which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
+        holds all of it, there is nothing to do."""
+        before = self.backlog.of_request(request)
+        if before is not None:
+            state = ChainState.STARTED if before.state is ChainState.STARTED else ChainState.FRESH
+            self.backlog.move(before, ChainState.GONE)
+        elif self._holds(keys):
+            return
+        else:
+            state = ChainState.FRESH
+        keys = list(keys)
+        by_group = self._layout.split(keys)
+        num_units = self._num_writable(by_group)
+        if num_units == 0:
+            return
+        history = History() if before is None else before.history
+        self.backlog.move(Chain(keys, by_group, num_units, is_whole, request, history), state)
+        self._progress_at = self._clock()
+        while (excess := self.backlog.excess()) is not None:
+            self._drop(excess)
+
+    def _holds(self, keys: Sequence[OffloadKey]) -> bool:
+        """Returns whether the tier certainly holds all of ``keys``. The last one, which is lacking if others are, is
+        looked up first. A shared tier would have to ask its medium."""
+        if self._tier.is_shared or not keys or self._tier.contains(keys[-1:])[0] != HIT:
+            return False
+        return bool((self._tier.contains(keys) == HIT).all())
+
+    def _num_writable(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+        """Returns how many leading units of a chain the tier may be given: what it has room for, since the tail of a
+        longer chain would evict its head, and what the admission accepts, since nothing behind could be found."""
+        layout = self._layout
+        num_units = layout.num_units(by_group)
+        most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
+        if most_blocks is not None:
+            num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
+        if self._admission is not None:
+            for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
+                accepted = self._admission.accepts(keys[: num_units * per_unit])
+                if not all(accepted):
+                    num_units = accepted.index(False) // per_unit
+        return num_units
+
+    def stored(self, keys: Collection[OffloadKey]) -> None:
+        """Called when ``keys`` have become ready in the host."""
+        if self.backlog.wake(keys):
+            self._progress_at = self._clock()
+
+    def store_failed(self) -> None:
+        """Plans all chains that wait for a block again, because blocks that were to become ready in the host have
+        vanished."""
+        self.stored(list(self.backlog.awaited))
+
+    def lose(self, num_blocks: int) -> None:
+        """Notes that the tier has lost blocks that could not be read."""
+        self._num_lost += num_blocks
+
+    def clear(self) -> None:
+        """Empties the backlog. Writes in progress continue, but belong to no chain."""
+        for chain in list(self.backlog):
+            self.backlog.move(chain, ChainState.GONE)
+        for history in self._writes.history_of.values():
+            history.chain = None
+
+    def close(self) -> None:
+        """Called when the tier is closed: it reports no more writes."""
+        self.clear()
+        self._writes.end_all()
+
+    # Writing.
+
+    def pump(self, room: int) -> list[OffloadKey]:
+        """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks. Returns these."""
+        begun: list[OffloadKey] = []
+        if self._refused_at is not None and self._clock() - self._refused_at < REFUSAL_S:
+            return begun
+        while len(begun) < room and (chain := self.backlog.next()) is not None:
+            plan = self._plan(chain)
+            keys = plan.keys[: room - len(begun)]
+            if keys:
+                if self._is_evicted_again(chain):
+                    self._drop(chain)
+                    continue
+                taken = self._writes.begin(keys, chain.history)
+                begun += taken
+                if taken:
+                    self._note_progress()
+                    if chain.state is ChainState.FRESH:
+                        self.backlog.move(chain, ChainState.STARTED)
+                if len(taken) < len(keys):
+                    self._note_refusal(chain)
+                    break
+                if len(keys) < len(plan.keys):
+                    break
+            chain.done = plan.done
+            if plan.holes:
+                self._stop(chain, plan.holes)
+            elif chain.done == chain.num_units:
+                self._finish(chain)
+        return begun
+
+    def _is_evicted_again(self, chain: Chain) -> bool:
+        """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
+        A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
+        fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.history.fates))
+        return chain.history.num_writes >= MAX_WRITES_PER_BLOCK * fewest
+
+    def _note_progress(self) -> None:
+        self._progress_at, self._refused_at, self._idle_since = self._clock(), None, None
+
+    def _note_refusal(self, chain: Chain) -> None:
+        """The tier has refused some blocks of ``chain``."""
+        self._refused_at = now = self._clock()
+        if self.writing:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since > GIVE_UP_S:
+            self._idle_since = None
+            self._drop(chain)
+
+    def ended(self, writes: Ended) -> None:
+        """Takes in writes that have ended."""
+        if not writes:
+            return
+        self._note_progress()
+        self._count_results(writes)
+        histories = self._writes.end(writes.keys)
+        failed: dict[History, bool] = {}
+        """The requests of which writes have failed, and whether that was a failure of the tier."""
+        if not writes.all_ok or 0 in writes.nbytes:
+            for history, result in zip(histories, writes.results, strict=True):
+                if not result.ok:
+                    self._num_lost += 1
+                    history.fates[result.key] = Fate.LOST
+                    # A block that is GONE was deleted for another chain.
+                    failed[history] = failed.get(history, False) or result.error is not TierError.GONE
+                elif not result.nbytes:
+                    history.fates[result.key] = Fate.FOREIGN
+        self.backlog.wake(writes.keys)
+        for history, is_failure in failed.items():
+            history.num_failures += is_failure
+            if history.chain is not None:
+                self._rewrite(history.chain)
+
+    def _count_results(self, writes: Ended) -> None:
+        # Those of no bytes were held by a shared medium already.
+        written = [nbytes for nbytes, error in zip(writes.nbytes, writes.errors, strict=True) if nbytes and not error]
+        num_ok, num_gone = writes.errors.count(None), writes.errors.count(TierError.GONE)
+        self._count("write_seconds", sum(writes.seconds))
+        self._count("write_blocks", len(written))
+        self._count("write_bytes", sum(written))
+        self._count("write_failures", len(writes) - num_ok - num_gone)
+
+    def _plan(self, chain: Chain) -> Plan:
+        """Returns which blocks of the chain are to be written next."""
+        before, losses = chain.done, self._losses
+        if losses != chain.losses and before >= chain.verify_at:
+            # The longer the chain, the less often, so that each block is looked up a few times at most.
+            chain.verify_at, chain.losses, chain.done = before + before // 4, losses, 0
+        # The last unit that is done is looked up again in any case.
+        start, num_units = max(0, chain.done - 1), FIRST_UNITS
+        look = partial(self._writes.look, history=chain.history)
+        while True:
+            stop = min(chain.num_units, start + num_units)
+            plan = plan_writes(self._layout, chain.by_group, start, stop, stop == chain.num_units, look)
+            if plan.keys or plan.holes or stop == chain.num_units:
+                return plan
+            start, num_units = plan.done, 2 * num_units
+            chain.done = max(chain.done, start)
+
+    # The end of a chain.
+
+    def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
+        """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see Plan."""
+        # The last blocks of a request are still on their way to the host when it ends.
+        pending = (self._host.states(holes) == PENDING).tolist()
+        coming = [key for key, is_pending in zip(holes, pending, strict=True) if is_pending or key in self.writing]
+        if not chain.is_whole or coming:
+            self.backlog.move(chain, ChainState.WAITING, coming if chain.is_whole else holes)
+            return
+        if self._host.explain_miss(holes[0]).reason is MissReason.EVICTED:
+            self._count_dropped(chain, in_host=False)
+        self._delete_unreachable(chain)
+        self._finish(chain)
+
+    def _finish(self, chain: Chain) -> None:
+        if not chain.is_whole and chain.request is not None:
+            self.backlog.move(chain, ChainState.HELD)
+            return
+        self.backlog.move(chain, ChainState.GONE)
+        if chain.is_whole and chain.history.num_writes > chain.num_writes_before:
+            # Blocks written after the request had ended are newer than those before them in the chain.
+            self._tier.touch(chain.keys, list(chain.history.fates))
+
+    def _rewrite(self, chain: Chain) -> None:
+        """A write has failed: looks the chain up again from its head, so that writing continues where the tier lacks a
+        block, or cuts it off there."""
+        if chain.history.num_failures > MAX_REWRITES:
+            self._delete_unreachable(chain)
+            self.backlog.move(chain, ChainState.GONE)
+        else:
+            chain.done = 0
+            self.backlog.move(chain, ChainState.STARTED)
+
+    def _drop(self, chain: Chain) -> None:
+        self._count_dropped(chain, in_host=True)
+        self.backlog.move(chain, ChainState.GONE)
+        self._delete_unreachable(chain)
+
+    def _count_dropped(self, chain: Chain, in_host: bool) -> None:
+        """Counts the blocks that the tier lacks as dropped; with ``in_host`` only those that the host has. Most states
+        of a chain were never kept, so only those in the host count in any case."""
+        num_lacking = 0
+        for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
+            lacking = ~self._writes.in_tier(keys, chain.history)
+            if in_host or group.state:
+                lacking &= self._host.states(keys) == HIT
+            num_lacking += int(np.count_nonzero(lacking))
+        self._count("dropped_writes", num_lacking)
+
+    def _delete_unreachable(self, chain: Chain) -> None:
+        """Deletes the blocks of the chain that no lookup can use. From a shared tier only those that were written for
+        its request. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
+        history = chain.history
+        mine, lost = history.having(Fate.WRITTEN, Fate.LOST), history.having(Fate.LOST)
+        states = [self._tier.contains(keys) for keys in chain.by_group]
+        held = [
+            (its == HIT) | ((its == RETRY) & ~_among(keys, lost)) | self._writes.are_under_way(keys)
+            for keys, its in zip(chain.by_group, states, strict=True)
+        ]
+        useless: list[OffloadKey] = []
+        for keys, mask, its in zip(
+            chain.by_group, unreachable(self._layout, chain.by_group, held, chain.num_units, mine), states, strict=True
+        ):
+            for i in np.flatnonzero(mask).tolist():
+                writer, may_hold = self._writes.history_of.get(keys[i]), its[i] != MISS
+                is_mine = keys[i] in mine or not self._tier.is_shared
+                if is_mine and (may_hold if writer is None else writer is history):
+                    useless.append(keys[i])
+                    self._num_lost += bool(may_hold)
+        self._tier.delete(useless)
+
+    @property
+    def _losses(self) -> int:
+        return self._tier.stats().num_evicted + self._num_lost
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if the backlog is inconsistent, or if the tier lacks a block before the position up to
+        which a chain counts as written, although it has lost none since that was looked up."""
+        self.backlog.check_integrity()
+        if self._tier.is_shared or self._tier.stats().capacity_bytes is None:
+            # The medium may lose blocks without counting them.
+            return
+        for chain in self.backlog:
+            if chain.losses == self._losses:
+                layout = self._layout
+                for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
+                    before = keys[: chain.done * per_unit] if group.is_full else []
+                    lacking = (self._tier.contains(before) == MISS) & ~self._writes.in_tier(before, chain.history)
+                    if lacking.any():
+                        raise IntegrityError("a chain is written behind a hole")
+
+
+def _among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
+    """Returns which of ``keys`` are in ``group``."""
+    return np.fromiter(map(group.__contains__, keys), np.bool_, len(keys)) if group else np.zeros(len(keys), np.bool_)

@@ -1,0 +1,47 @@
+"""The command line of the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from click.testing import CliRunner
+
+from demo.__main__ import main
+
+
+def test_help_names_every_option() -> None:
+    result = CliRunner().invoke(main, ["-h"])
+    assert result.exit_code == 0
+    for option in ("--out", "--text", "--model", "--shared", "--store", "--faults", "--json", "--seed"):
+        assert option in result.output
+
+
+@pytest.mark.parametrize("shared", [[], ["--shared"]])
+def test_the_demo_without_vllm_says_what_to_install(
+    shared: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = CliRunner().invoke(main, [*shared, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "pip install vllm" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--faults"], "--faults goes only with --shared"),
+        (["--store", "redis"], "--store goes only with --shared"),
+        (["--shared", "--text", "."], "--text goes only without --shared"),
+        (["--shared", "--model", "."], "--model goes only without --shared"),
+    ],
+)
+def test_an_option_of_other_acts_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert message in result.output

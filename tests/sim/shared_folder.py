@@ -1,0 +1,377 @@
+"""Servers that share a directory of a simulated network file system, see ``shared_storage`` and ``servers``.
+
+Beside the laws of ``servers`` these must hold:
+
+- each seat stays within the budget of its server, and all of them within seats x budget;
+- no server takes the seat of one that lives;
+- no server removes a file from a seat that another one has;
+- where nothing has failed, no block is found bad, whatever the caches of the clients show;
+- the seats of servers that are gone are emptied, so that their budget returns.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from kvoffload.abc import ByteArray, ConfigError, Tier
+from kvoffload.testing.executor import Killed, SteppedExecutor
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.format import is_block_file
+from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
+from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.shared_dir.seats import HEARTBEAT_BYTES, HEARTBEAT_NAME, SILENT_S, Machine, seat_number
+from kvoffload.tiers.shared_dir.tier import STOP_S, SharedDirTier, Surroundings
+from tests.sim.engine import Leak
+from tests.sim.life import FalseAlarm
+from tests.sim.servers import Connection, DeletedOthers, Servers, SharedMedium, SharingServer
+from tests.sim.shared_storage import LOCK_NAME, Folder, Inode, Mount, NfsClient, NfsServer
+from tests.sim.simulation import OverBudget
+from tests.sim.storage import PAGE, os_error
+
+GONE_AFTER_S = 200.0
+"""Seats are emptied after this long."""
+STALL_S = 10.0
+"""After so long, a stalled access looks whether it may go on. Longer than a shutdown waits."""
+OTHER_BYTES = 64 << 10
+"""For everything in the directory that is not in a seat."""
+
+
+class SeatTaken(AssertionError):
+    """A server has taken the seat of another one that lives."""
+
+
+class SharedFolderMedium(SharedMedium):
+    """A directory on a network file system that stalls, fails, is full, loses files and bytes, and cuts clients off."""
+
+    kind = "shared_dir"
+
+    def __init__(self, seed: int, is_calm: bool) -> None:
+        super().__init__()
+        rng = self.random = Random(f"folder {seed}")
+        self.is_calm = is_calm
+        self.num_blocks = rng.choice((3, 6, 40, 100))
+        """The budget of each server."""
+        self.keeps_enough = self.num_blocks >= 40
+        self.slab_blocks = rng.choice((2, 10, 100))
+        self.capacity_bytes = 0
+        """The same in bytes, known when the first server has connected."""
+        self.server = NfsServer(1 << 40, seed, clock=self._clock)
+        self.server.on_remove = self._removed
+        self.connections: list[FolderConnection] = []
+        self.has_zombies = False
+        """Whether a server may have lost its seat without noticing."""
+        self.deleted = ""
+        kinds = ("stalls", "fails", "spoils", "loses", "fills", "cuts")
+        chosen = [] if is_calm else rng.sample(kinds, rng.choice((1, 1, 2, 3)))
+        self.rates = {kind: rng.choice((0.002, 0.01, 0.05)) if kind in chosen else 0.0 for kind in kinds}
+        self.stall_s = rng.choice((0.005, 0.05, 30.0))
+        self.cut_s = rng.choice((0.01, 30.0, 100.0))
+
+    def _clock(self) -> float:
+        """Returns the latest time of any machine."""
+        alive = (connection.server.clock.now for connection in self.connections if not connection.is_dead)
+        self.now = max(self.now, *alive, 0.0)
+        return self.now
+
+    def connect(self, server: SharingServer) -> Connection:
+        connection = FolderConnection(self, server)
+        self.connections.append(connection)
+        return connection
+
+    # Faults.
+
+    def tick(self) -> None:
+        for kind, rate in self.rates.items():
+            if rate and self.random.random() < rate:
+                getattr(self, f"_{kind}")()
+
+    def _stalls(self) -> None:
+        self.server.stalled_until = self.now + self.stall_s
+        self.injected["stalls"] += 1
+
+    def _fails(self) -> None:
+        """Single accesses fail in ``FolderConnection.before_access``."""
+
+    def _spoils(self) -> None:
+        """Changes a bit of a file, but not in a header: only the next process makes a new one."""
+        inode = self._any_file()
+        if inode is not None and inode.size > PAGE:
+            inode.data[self.random.randrange(PAGE, inode.size)] ^= 1 << self.random.randrange(8)
+            self.injected["spoiled"] += 1
+
+    def _loses(self) -> None:
+        """Somebody removes all files of a folder, or one file of a server that is gone."""
+        owned = [self._seats().get(connection.seat) for connection in self.connections if connection.has_seat]
+        folder = self._any_folder(self.server.root)
+        if folder is None:
+            return
+        is_owned = any(seat and folder in (seat, *seat.entries.values()) for seat in owned)
+        names = [name for name, node in folder.entries.items() if isinstance(node, Inode) and name != LOCK_NAME]
+        if names and not is_owned and self.random.random() < 0.3:
+            names = [self.random.choice(names)]
+        for name in names:
+            inode = folder.entries.pop(name)
+            assert isinstance(inode, Inode)
+            self.server.remove(inode)
+            self.injected["lost files"] += 1
+
+    def _fills(self) -> None:
+        self.server.capacity_bytes = self.server.used_bytes
+        self.injected["full"] += 1
+
+    def _cuts(self) -> None:
+        alive = [connection for connection in self.connections if not connection.is_dead]
+        if alive:
+            self.random.choice(alive).client.cut_off(self.cut_s)
+            self.has_zombies = True
+            self.injected["cut off"] += 1
+
+    def _any_folder(self, folder: Folder) -> Folder | None:
+        """Returns a folder below ``folder`` that has files, or None."""
+        found = [folder] if any(isinstance(node, Inode) for node in folder.entries.values()) else []
+        for node in folder.entries.values():
+            inner = self._any_folder(node) if isinstance(node, Folder) else None
+            found += [inner] if inner is not None else []
+        return self.random.choice(found) if found else None
+
+    def _any_file(self) -> Inode | None:
+        folder = self._any_folder(self.server.root)
+        files = [node for node in folder.entries.values() if isinstance(node, Inode)] if folder else []
+        return self.random.choice(files) if files else None
+
+    def end_faults(self) -> None:
+        self.rates = dict.fromkeys(self.rates, 0.0)
+        self.server.stalled_until = float("-inf")
+        self.server.capacity_bytes = 1 << 40
+        for connection in self.connections:
+            connection.end_faults()
+
+    def begin_outage(self) -> bool:
+        self.server.stalled_until = float("inf")
+        return True
+
+    # Laws.
+
+    def _removed(self, client: object, folder: Folder, name: str) -> None:
+        """A client removes a file."""
+        if not self.has_zombies and self._owner(folder) not in (None, client):
+            self.deleted = name
+
+    def _owner(self, folder: Folder) -> NfsClient | None:
+        """Returns the client that has the seat in which ``folder`` is, as the locks say, None if there is none."""
+        seat = next((seat for seat in self._seats().values() if folder in (seat, *seat.entries.values())), None)
+        lock = seat.entries.get(LOCK_NAME) if seat is not None else None
+        owner, until = self.server.locks.get(lock, (None, 0.0)) if isinstance(lock, Inode) else (None, 0.0)
+        return owner if until == float("inf") else None
+
+    def _seats(self) -> dict[str, Folder]:
+        nodes = self.server.root.entries.items()
+        return {name: node for name, node in nodes if isinstance(node, Folder) and seat_number(name) is not None}
+
+    def check(self) -> None:
+        if self.deleted:
+            raise DeletedOthers(f"a server has removed {self.deleted} from the seat of another one")
+        living = Counter(connection.seat for connection in self.connections if connection.has_seat)
+        if living and max(living.values()) > 1 and not self.has_zombies:
+            raise SeatTaken(f"servers per seat: {dict(living)}")
+        seats = self._seats()
+        for name, folder in seats.items():
+            held = self.server.held_bytes(folder)
+            if held > self.capacity_bytes:
+                raise OverBudget(f"{name} has {held} bytes, {self.capacity_bytes} allowed")
+        held = self.server.held_bytes()
+        if held > len(seats) * self.capacity_bytes + OTHER_BYTES:
+            raise OverBudget(f"{held} bytes in {len(seats)} seats of {self.capacity_bytes}")
+
+    def check_bad_blocks(self, counts: Counter[str]) -> None:
+        """Raises FalseAlarm if a block was found bad although nothing has failed."""
+        bad = sum(n for name, n in counts.items() if name.startswith("reads: ") and name.endswith(("corrupt", "io")))
+        if bad and self.is_calm:
+            raise FalseAlarm(f"on a medium that never failed: {counts}")
+
+    def afterwards(self, servers: Servers) -> None:
+        """Raises Leak if seats of servers that are gone still have blocks after a while."""
+        alive = [connection for connection in self.connections if not connection.is_dead and connection.tier]
+        for connection in alive:
+            watch = connection.server.shared_watch
+            if watch is not None:
+                self.check_bad_blocks(watch.counts)
+        if not any(connection.has_seat for connection in alive):
+            return
+        servers.pass_time(2 * (GONE_AFTER_S + SILENT_S))
+        # A living server keeps the lock of a seat that it has lost until it uses a new one.
+        owned = {connection.seat for connection in alive}
+        for name, seat in self._seats().items():
+            if name in owned or self._beats(seat):
+                continue
+            folders = [node for node in seat.entries.values() if isinstance(node, Folder)]
+            left = [file for folder in folders for file in folder.entries if is_block_file(file)]
+            if left:
+                raise Leak(f"{name} has no server any more, and still has {sorted(left)}")
+            self.injected["seats that came back"] += 1
+
+    def _beats(self, seat: Folder) -> bool:
+        """Returns whether a server keeps the seat: the one that it uses, or one that it will use from the next request
+        on."""
+        heartbeat = seat.entries.get(HEARTBEAT_NAME)
+        return isinstance(heartbeat, Inode) and self._clock() - heartbeat.modified < SILENT_S
+
+    def counts(self) -> Counter[str]:
+        return self.injected + Counter({"seats": len(self._seats())})
+
+
+class FolderConnection(Connection):
+    """A server's mount of the directory and its tier there. ``client`` is killed with the server."""
+
+    def __init__(self, medium: SharedFolderMedium, server: SharingServer) -> None:
+        rng = self.random = Random(f"mount {server.life.scenario.seed}")
+        self.medium = medium
+        self.server = server
+        self.is_dead = self.is_closed = False
+        self.tier: SharedDirTier | None = None
+        mount = Mount(
+            attributes_s=rng.choice((0.0, 0.003, 0.05, 3.0, 60.0)),
+            entries_s=rng.choice((0.0, 0.01, 3.0, 60.0)),
+            flush_s=rng.choice((0.002, 0.05, 30.0)),
+            lease_s=rng.choice((0.0, 0.05, 90.0)),
+            is_direct=rng.random() < 0.7,
+            transfer_bytes=rng.choice((PAGE, 4 * PAGE, 1 << 20)),
+            skew_s=rng.choice((0.0, -1e6, 1e5, 3.0)),
+        )
+        self.client = medium.server.connect(mount, rng.randrange(1 << 30), pause=self._before_access, stall=self._stall)
+        self.background = SteppedExecutor(rng.randrange(1 << 30), 2, 4, rng.choice((0.3, 0.6, 0.9)), clock=server.clock)
+        self._is_same_kernel = rng.random() < 0.5
+        """Whether the machine has not been started again since the server before."""
+        self._kill_at = None if medium.is_calm or rng.random() < 0.8 else int(2 ** rng.uniform(3, 10))
+        self._num_accesses = 0
+        self._intervals = {"keep": rng.choice((0.002, 0.02)), "follow": rng.choice((0.002, 0.02, 0.2))}
+        self._next = dict.fromkeys(self._intervals, 0.0)
+        self._busy: set[str] = set()
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether the server lives and believes that it has a seat."""
+        return self.tier is not None and not (self.is_dead or self.is_closed or self.tier.seat.is_lost)
+
+    @property
+    def seat(self) -> str:
+        assert self.tier is not None
+        return self.tier.seat.name
+
+    def open(self, pools: Sequence[ByteArray]) -> Tier | None:
+        medium, server = self.medium, self.server
+        block_bytes = sum(pool.shape[1] for pool in pools)
+        slabs = -(-medium.num_blocks // medium.slab_blocks)
+        blocks = medium.num_blocks * slot_cost(block_bytes)
+        medium.capacity_bytes = (
+            FIXED_BYTES
+            + journal_bytes(num_entries_for(medium.num_blocks))
+            + HEARTBEAT_BYTES
+            + slabs * SLAB_OVERHEAD_BYTES
+            + blocks
+        )
+        rng = Random(server.life.scenario.seed)
+        boot = f"{server.number}" if self._is_same_kernel else f"{server.number} {rng.random()}"
+        try:
+            self.tier = SharedDirTier(
+                self.client.storage(),
+                TierContext(pools, server.fingerprint, policy=server.life.scenario.policy),
+                medium.capacity_bytes,
+                GONE_AFTER_S,
+                Surroundings(
+                    machine=Machine(f"host-{server.number}", rng.randrange(1 << 15), boot),
+                    executor=server.executor,
+                    clock=server.clock,
+                    wall_clock=self.client.wall_clock,
+                    random=rng.randbytes,
+                    slab_bytes=medium.slab_blocks * block_bytes,
+                    job_bytes=rng.choice((1, 3, 1000)) * block_bytes,
+                    background=False,
+                ),
+            )
+        except (OSError, ConfigError):
+            if medium.is_calm:
+                raise
+            medium.injected["servers without the tier"] += 1
+            return None
+        close = self.tier.close
+
+        def closing() -> None:
+            self.background.close(STOP_S)
+            # What hangs would hold the locks of this process.
+            self.background.kill()
+            close()
+
+        self.tier.close = closing  # type: ignore[method-assign]
+        return self.tier
+
+    def _before_access(self) -> None:
+        self._num_accesses += 1
+        if self._num_accesses == self._kill_at:
+            raise Killed
+        if self.background.in_job:
+            self.background.pause()
+        else:
+            self.server.pause()
+        medium = self.medium
+        if medium.rates["fails"] and medium.random.random() < medium.rates["fails"]:
+            medium.injected["failures"] += 1
+            raise os_error(errno.EIO)
+
+    def _stall(self, seconds: float) -> None:
+        executor = self.background if self.background.in_job else self.server.executor
+        while executor.in_job and self.client.is_stalled and seconds > 0.0:
+            executor.stall(min(seconds, STALL_S))
+            seconds -= STALL_S
+
+    def _submit(self) -> None:
+        """Submits what the tier's threads do again and again."""
+        if self.tier is None or self.is_dead:
+            return
+        self.client.tick()
+        now = self.server.clock.now
+        for name, work in (("keep", self.tier.keep), ("follow", self.tier.follow)):
+            if now >= self._next[name] and name not in self._busy:
+                self._busy.add(name)
+                self.background.submit_read(lambda name=name, work=work: self._run(name, work))  # type: ignore[misc]
+
+    def tick(self) -> None:
+        self._submit()
+        self.background.tick()
+
+    def drain(self) -> None:
+        self._submit()
+        self.background.drain()
+
+    def _run(self, name: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        finally:
+            self._busy.discard(name)
+            self._next[name] = self.server.clock.now + self._intervals[name]
+
+    def end_faults(self) -> None:
+        self._kill_at = None
+        self.client.cut_off(float("-inf"))
+
+    def closed(self) -> None:
+        self.is_closed = True
+        if self.server.executor.idle and self.client.handles:
+            raise Leak(f"{len(self.client.handles)} files are open after the shutdown")
+
+    def die(self) -> None:
+        self.background.kill()
+        self.client.kill()
+        self.is_dead = True
+
+    def counts(self) -> Counter[str]:
+        if self.tier is None:
+            return Counter()
+        watch = self.server.shared_watch
+        if watch is not None:
+            self.medium.check_bad_blocks(watch.counts)
+        return Counter({"servers that lost their seat": int(self.tier.seat.is_lost)})

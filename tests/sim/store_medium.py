@@ -1,0 +1,216 @@
+"""Servers that share a simulated store through remote tiers, for the simulation of several servers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from kvoffload.abc import ByteArray, Tier
+from kvoffload.tiers.remote.client import StoreClient
+from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.record import pack_record
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.worker import StoreWorker
+from tests.sim.servers import Connection, DeletedOthers, SharedMedium, SharingServer
+from tests.sim.stores import (
+    ClientState,
+    FaultyCalls,
+    ForgingClient,
+    SimulatedChannel,
+    SimulatedClient,
+    SimulatedStore,
+    StoreFaults,
+    random_faults,
+)
+
+PREFIX = "sim"
+HMAC_KEY = b"a key that only servers have, 32b"
+"""Of the servers of half of all simulations."""
+FORGERS_KEYS = (b"", b"the key of somebody else, 32 bytes")
+
+
+class StoreMedium(SharedMedium):
+    """A store that lies, hangs, forgets, fills up, returns other values and restarts empty, and processes that crash.
+    If servers have an HMAC key, others who do not have it put blocks there too.
+
+    With ``is_calm`` it does none of that, but may be slow.
+    """
+
+    kind = "store"
+    faults_kind: type[StoreFaults] = StoreFaults
+
+    def __init__(self, seed: int, is_calm: bool) -> None:
+        super().__init__()
+        rng = self.random = Random(f"store {seed}")
+        self.store = SimulatedStore(lambda: self.now, lease_s=rng.choice((0.0, 0.0, 0.1, 5.0)))
+        self.faults = self.faults_kind() if is_calm else random_faults(rng, self.faults_kind)
+        self.latency_s = rng.choice((0.0, 0.0, 0.002, 0.02))
+        self.stall_s = rng.choice((0.01, 0.2, 30.0))
+        self.death_s = rng.choice((0.0, 0.05, 1.0))
+        self.start_s = rng.choice((0.0, 0.01, 0.5))
+        # Of its own, so that the other choices of a seed do not depend on these.
+        keys = Random(f"hmac {seed}")
+        self.hmac_key = keys.choice((b"", HMAC_KEY))
+        if self.hmac_key and not is_calm:
+            self.faults = dataclasses.replace(self.faults, forged=keys.choice((0.0, 0.02, 0.3)))
+        self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
+        self._hidden_until = self._slow_until = 0.0
+        if not is_calm:
+            self.store.overwrites = rng.random() < 0.2
+            self.store.max_values = rng.choice((3, 20, 1 << 20, 1 << 20))
+            self.store.refuses_when_full = rng.random() < 0.3
+            self._forget_rate = rng.choice((0.0, 0.0, 0.01, 0.2))
+            self._clear_rate = rng.choice((0.0, 0.0, 0.005))
+            self._hide_rate = rng.choice((0.0, 0.0, 0.005))
+            self._slow_rate = rng.choice((0.0, 0.0, 0.005))
+
+    def connect(self, server: SharingServer) -> Connection:
+        return StoreConnection(self, server)
+
+    def tick(self) -> None:
+        store, rng = self.store, self.random
+        if store.values and rng.random() < self._forget_rate:
+            store.evict(rng.choice(list(store.values)))
+            self.injected["value evicted"] += 1
+        if rng.random() < self._clear_rate:
+            store.clear()
+            self.injected["store restarted empty"] += 1
+        if store.is_reachable and rng.random() < self._hide_rate:
+            store.is_reachable = False
+            self._hidden_until = self.now + rng.choice((0.05, 1.0, 30.0))
+            self.injected["store unreachable"] += 1
+        elif not store.is_reachable and self.now >= self._hidden_until:
+            store.is_reachable = True
+        if self.now >= self._slow_until and rng.random() < self._slow_rate:
+            self._slow_until = self.now + rng.choice((0.05, 1.0))
+            self.injected["store slow"] += 1
+
+    @property
+    def call_s(self) -> float:
+        """How long a call takes now."""
+        return self.latency_s * 10 + 0.01 if self.now < self._slow_until else self.latency_s
+
+    def end_faults(self) -> None:
+        self.faults = self.faults_kind()
+        self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
+        self._slow_until = self._hidden_until = 0.0
+        self.store.is_reachable = True
+        self.store.max_values = 1 << 20
+
+    def begin_outage(self) -> bool:
+        self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
+        self._hidden_until = float("inf")
+        self.store.is_reachable = False
+        return True
+
+    def check(self) -> None:
+        if self.store.removed_by_others:
+            raise DeletedOthers(f"a server has removed {self.store.removed_by_others[0]}, which it has not put")
+
+    def counts(self) -> Counter[str]:
+        return Counter({"values in the store": len(self.store.values), "values evicted": self.store.num_evicted})
+
+
+class StoreConnection(Connection):
+    """The remote tier of one server, and the process of its client. ``tier_class`` and ``channel_class`` may have a
+    planted bug."""
+
+    tier_class: type[RemoteTier] = RemoteTier
+    channel_class: type[SimulatedChannel] = SimulatedChannel
+    worker_class: type[StoreWorker] = StoreWorker
+
+    def __init__(self, medium: StoreMedium, server: SharingServer) -> None:
+        self.medium = medium
+        self.server = server
+        self.random = Random(f"client {server.life.scenario.seed}")
+        self.channel: SimulatedChannel | None = None
+        self.state = ClientState(
+            server,
+            lambda: medium.faults,
+            self.random,
+            self._pause,
+            self._stall,
+            medium.stall_s,
+            lambda: medium.call_s,
+            medium.injected,
+        )
+
+    def _forge(self, name: str, parts: Sequence[ByteArray]) -> ByteArray:
+        """Returns the block that somebody who knows everything except the HMAC key makes for ``name``."""
+        key = bytes.fromhex(name.rpartition("/")[2])
+        record = pack_record(self.server.fingerprint, key, parts, self.random.choice(FORGERS_KEYS))
+        return np.concatenate([record, *parts])
+
+    def open(self, pools: Sequence[ByteArray]) -> Tier:
+        medium, server, life = self.medium, self.server, self.server.life
+        self.channel = self.channel_class(
+            lambda: self.worker_class(
+                self._make_forging_client() if medium.hmac_key else self.make_client(),
+                SeparateBuffers(pools),
+                server.fingerprint,
+                PREFIX,
+                server.clock,
+                hmac_key=medium.hmac_key,
+            ),
+            server.clock,
+            self.random.randrange(1 << 30),
+            life.num_threads,
+            life.max_queued,
+            medium.start_s,
+            medium.death_s,
+            self.random.choice((0.3, 0.6, 0.9)),
+            lambda: medium.store.is_reachable,
+        )
+        return self.tier_class(
+            self.channel,
+            sum(pool.shape[1] for pool in pools),
+            name="store",
+            clock=server.clock,
+            random=self.random.random,
+        )
+
+    def _make_forging_client(self) -> StoreClient:
+        calls = FaultyCalls(self.medium.store, self.state)
+        return ForgingClient(self.make_client(), calls, self._forge, self.holders)
+
+    def holders(self, name: str) -> Sequence[str]:
+        """Returns the names in the store that have the value ``name`` of a block."""
+        return [name]
+
+    def make_client(self) -> StoreClient:
+        """Returns the client for one thread of the process that starts."""
+        return SimulatedClient(self.medium.store, self.state)
+
+    def _pause(self) -> None:
+        if self.channel is None or not self.channel.in_process:
+            # On the scheduler's thread.
+            self.server.pause()
+        else:
+            self.channel.pause()
+
+    def _stall(self, seconds: float) -> None:
+        if self.channel is not None:
+            self.channel.stall(seconds)
+
+    def tick(self) -> None:
+        if self.channel is not None:
+            self.channel.tick()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.channel is None or self.channel.is_idle
+
+    def drain(self) -> None:
+        if self.channel is not None:
+            self.channel.drain()
+
+    def die(self) -> None:
+        if self.channel is not None:
+            self.channel.close(0.0)
+
+    def counts(self) -> Counter[str]:
+        return Counter({"processes of clients": 0 if self.channel is None else self.channel.num_starts})

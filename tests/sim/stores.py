@@ -1,0 +1,526 @@
+"""A simulated store for remote tiers, with clients that fail, and a channel to a simulated process.
+
+``SimulatedStore`` is what all servers share. ``SimulatedClient`` is the client of one process, which lies, hangs, loses
+its connection and returns wrong values at the rates of ``StoreFaults``. ``SimulatedChannel`` runs StoreWorkers on the
+threads of a simulated process, which may crash, and which goes on for a while after it was killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import TypeVar
+
+import numpy as np
+
+from kvoffload.abc import ByteArray
+from kvoffload.testing.executor import SteppedExecutor
+from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.messages import Op, Request, Response
+from kvoffload.tiers.remote.worker import StoreWorker
+
+Answer = TypeVar("Answer")
+OUTAGE_RETRY_S = 0.5
+"""A call that hangs in an outage looks this often whether that has ended."""
+
+
+@dataclass(frozen=True)
+class StoreFaults:
+    """The probability of each fault, per value unless said otherwise."""
+
+    says_it_has: float = 0.0
+    """``exists`` says that the store has a value, which it has not."""
+    says_it_lacks: float = 0.0
+    wrong_value: float = 0.0
+    """``get`` returns the value of another name."""
+    truncated: float = 0.0
+    """``get`` fills only a part of the buffers and says OK."""
+    garbage: float = 0.0
+    """``get`` returns random bytes."""
+    forged: float = 0.0
+    """``get`` returns a block that somebody else has made: its checksums are right, its payload is not. See
+    ``ForgingClient``."""
+    rotten: float = 0.0
+    """``put`` stores other bytes than it was given."""
+    forgotten: float = 0.0
+    """``put`` says OK and stores nothing."""
+    failed: float = 0.0
+    """A value fails, although the store has perhaps done what was asked."""
+    full: float = 0.0
+    """``put`` finds no room."""
+    connection_lost: float = 0.0
+    """A call ends with StoreError before this value."""
+    stall: float = 0.0
+    """A call hangs before this value."""
+    late_get: float = 0.0
+    """``get`` hangs when it has half of the bytes, and delivers the rest afterwards, whether or not anyone waits."""
+    crash: float = 0.0
+    """The client ends its process."""
+
+
+@dataclass(slots=True, eq=False)
+class StoreValue:
+    data: ByteArray
+    checksum: bytes
+    """The bytes that were put, if ``data`` has others."""
+    writer: object
+    leased_until: float
+    note: str = ""
+    """What a client of a bucket has stored with it."""
+
+
+class SimulatedStore:
+    """Values by name, at most ``max_values``; the oldest is evicted first. ``lease_s``: a value cannot be removed for
+    this long after a put or a get. ``overwrites``: a second put of a name replaces the first."""
+
+    def __init__(self, clock: Callable[[], float], lease_s: float = 0.0, overwrites: bool = False) -> None:
+        self.clock = clock
+        self.lease_s = lease_s
+        self.overwrites = overwrites
+        self.max_values = 1 << 20
+        self.refuses_when_full = False
+        """Whether a full store refuses puts instead of evicting."""
+        self.is_reachable = True
+        """If not, calls hang."""
+        self.values: dict[str, StoreValue] = {}
+        """The oldest first."""
+        self.num_evicted = 0
+        self.removed_by_others: list[str] = []
+        """Good values that a client has removed which has not put them."""
+
+    def put(self, name: str, data: ByteArray, original: ByteArray, writer: object, note: str = "") -> Outcome:
+        if name in self.values and not self.overwrites:
+            return Outcome.HELD
+        if name not in self.values and len(self.values) >= self.max_values:
+            if self.refuses_when_full:
+                return Outcome.FULL
+            self.evict(next(iter(self.values)))
+        self.values[name] = StoreValue(data, original.tobytes(), writer, self.clock() + self.lease_s, note)
+        return Outcome.OK
+
+    def remove(self, name: str, state: ClientState) -> Outcome:
+        """Removes a value for the server of ``state``, and notes if it was not its own."""
+        value = self.values.get(name)
+        if value is None:
+            return Outcome.MISSING
+        if self.clock() < value.leased_until:
+            state.injected["lease"] += 1
+            return Outcome.FAILED
+        is_good = value.data.tobytes() == value.checksum
+        if is_good and name not in state.put and name not in state.misread:
+            self.removed_by_others.append(name)
+        del self.values[name]
+        return Outcome.OK
+
+    def evict(self, name: str) -> None:
+        del self.values[name]
+        self.num_evicted += 1
+
+    def clear(self) -> None:
+        """The store was restarted, empty."""
+        self.values.clear()
+
+
+@dataclass
+class ClientState:
+    """What the clients of one server have in common, across restarts of its process."""
+
+    server: object
+    faults: Callable[[], StoreFaults]
+    random: Random
+    pause: Callable[[], None]
+    """Called before each value: others run there, or the process is killed."""
+    stall: Callable[[float], None]
+    """Called to hang for so many seconds."""
+    stall_s: float = 30.0
+    call_s: Callable[[], float] = lambda: 0.0
+    """How long a call takes, without faults."""
+    injected: Counter[str] = field(default_factory=Counter)
+    put: set[str] = field(default_factory=set)
+    """Names that this server has put."""
+    misread: set[str] = field(default_factory=set)
+    """Names of good values that were read wrong."""
+
+
+class FaultyCalls:
+    """The calls of one process to ``store``, with the faults of ``state``."""
+
+    def __init__(self, store: SimulatedStore, state: ClientState) -> None:
+        self._store = store
+        self._state = state
+
+    def begin(self) -> None:
+        """A call begins."""
+        seconds = self._state.call_s()
+        if seconds:
+            self._state.stall(seconds)
+
+    def one(self, act: Callable[[], Answer], failed: Answer) -> Answer:
+        """Returns the answer for one value, or ``failed`` although the store has done what was asked."""
+        state = self._state
+        state.pause()
+        if self.injects("stall"):
+            state.stall(state.stall_s)
+        while not self._store.is_reachable:
+            state.injected["outage"] += 1
+            state.stall(OUTAGE_RETRY_S)
+        if self.injects("connection_lost"):
+            raise StoreError("the connection to the simulated store is lost")
+        if self.injects("crash"):
+            raise _Crash
+        answer = act()
+        return failed if self.injects("failed") else answer
+
+    def injects(self, fault: str) -> bool:
+        """Returns whether this fault happens now."""
+        state = self._state
+        rate: float = getattr(state.faults(), fault)
+        if rate == 0.0 or state.random.random() >= rate:
+            return False
+        state.injected[fault] += 1
+        return True
+
+    def random_bytes(self, nbytes: int) -> ByteArray:
+        return np.frombuffer(self._state.random.randbytes(nbytes), np.uint8)
+
+    def note_misread(self, names: Iterable[str]) -> None:
+        """The server has read other bytes than these names have, and may remove them."""
+        self._state.misread.update(names)
+
+    def read(self, name: str, value: StoreValue, buffers: Sequence[ByteArray], part: slice = slice(None)) -> bool:
+        """Fills ``buffers`` with this part of ``value``. Returns False, with nothing filled, if it has another size."""
+        store, state, rng = self._store, self._state, self._state.random
+        value.leased_until = store.clock() + store.lease_s
+        data, size = value.data, sum(buffer.size for buffer in buffers)
+        if self.injects("wrong_value"):
+            data = store.values[rng.choice(list(store.values))].data
+        data = data[part]
+        if self.injects("garbage"):
+            data = self.random_bytes(size)
+        if data.size != size:
+            return False
+        end = rng.randrange(size) if self.injects("truncated") else size
+        is_right = end == size and data.tobytes() == value.checksum[part]
+        if not is_right:
+            state.misread.add(name)
+        # The bytes come in two parts, between which others run or the process is killed.
+        middle = rng.randrange(end + 1)
+        _fill(buffers, data[:middle], 0)
+        if self.injects("late_get"):
+            state.stall(state.stall_s)
+        state.pause()
+        _fill(buffers, data[middle:end], middle)
+        return True
+
+    def write(self, name: str, buffers: Sequence[ByteArray], note: str = "") -> Outcome:
+        """Puts a value."""
+        if self.injects("full"):
+            return Outcome.FULL
+        data = np.concatenate([buffer.reshape(-1) for buffer in buffers])
+        original = data
+        # Another client may put the same name meanwhile.
+        self._state.pause()
+        if self.injects("rotten"):
+            data = data.copy()
+            data[self._state.random.randrange(data.size)] ^= 1 << self._state.random.randrange(8)
+            self._state.misread.add(name)
+        if self.injects("forgotten"):
+            # The server cannot know that the value of this name is not its own.
+            self._state.put.add(name)
+            return Outcome.OK
+        outcome = self._store.put(name, data, original, self._state.server, note)
+        if outcome is Outcome.OK:
+            self._state.put.add(name)
+        return outcome
+
+
+class SimulatedClient(StoreClient):
+    """The client of one process."""
+
+    def __init__(self, store: SimulatedStore, state: ClientState) -> None:
+        self.store = store
+        self.state = state
+        self._calls = FaultyCalls(store, state)
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        return self._each(names, self._exists)
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        of = dict(zip(names, buffers, strict=True))
+        return self._each(names, lambda name: self._get(name, of[name]))
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        of = dict(zip(names, buffers, strict=True))
+        return self._each(names, lambda name: self._calls.write(name, of[name]))
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        return self._each(names, lambda name: self.store.remove(name, self.state))
+
+    def _each(self, names: Sequence[str], act: Callable[[str], Outcome]) -> list[Outcome]:
+        self._calls.begin()
+        return [self._calls.one(partial(act, name), Outcome.FAILED) for name in names]
+
+    def _exists(self, name: str) -> Outcome:
+        is_there = name in self.store.values
+        if self._calls.injects("says_it_lacks" if is_there else "says_it_has"):
+            is_there = not is_there
+        return Outcome.OK if is_there else Outcome.MISSING
+
+    def _get(self, name: str, buffers: Sequence[ByteArray]) -> Outcome:
+        value = self.store.values.get(name)
+        if value is None:
+            return Outcome.MISSING
+        return Outcome.OK if self._calls.read(name, value, buffers) else Outcome.OTHER_SIZE
+
+
+class ForgingClient(StoreClient):
+    """Passes calls on to ``client``; what it has read may be a block that somebody has forged.
+
+    ``forge`` returns the value that somebody makes for a name, with these payloads of the ranks. ``holders`` returns
+    the names in the simulated store that have the value of a name: a server may remove them, because it has found a
+    bad block there.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        calls: FaultyCalls,
+        forge: Callable[[str, Sequence[ByteArray]], ByteArray],
+        holders: Callable[[str], Iterable[str]],
+    ) -> None:
+        self._client = client
+        self._calls = calls
+        self._forge = forge
+        self._holders = holders
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        return self._client.exists(names)
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        outcomes = self._client.get(names, buffers)
+        for name, parts, outcome in zip(names, buffers, outcomes, strict=True):
+            if outcome is Outcome.OK and len(parts) > 1 and self._calls.injects("forged"):
+                payloads = [self._calls.random_bytes(part.size) for part in parts[1:]]
+                _fill(parts, self._forge(name, payloads), 0)
+                self._calls.note_misread(self._holders(name))
+        return outcomes
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        return self._client.put(names, buffers)
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        return self._client.remove(names)
+
+
+class _Crash(BaseException):
+    """The client has ended its process."""
+
+
+def _fill(buffers: Sequence[ByteArray], data: ByteArray, offset: int) -> None:
+    """Puts ``data`` into the buffers, which follow each other, from byte ``offset`` on."""
+    for buffer in buffers:
+        flat = buffer.reshape(-1)
+        part = data[: max(0, flat.size - offset)] if offset < flat.size else data[:0]
+        flat[offset : offset + part.size] = part
+        data, offset = data[part.size :], max(0, offset - flat.size)
+
+
+class SimulatedChannel(StoreChannel):
+    """A channel to a simulated process, whose threads run within ``tick`` and ``wait`` only.
+
+    ``make_worker`` makes one worker per thread of a new process. A process needs ``start_s`` until it is READY, and
+    goes on for up to ``death_s`` after it was killed. The interleaving depends on ``seed``.
+    """
+
+    def __init__(
+        self,
+        make_worker: Callable[[], StoreWorker],
+        clock: Callable[[], float],
+        seed: int = 0,
+        num_threads: int = 2,
+        max_submitted: int = 1 << 16,
+        start_s: float = 0.0,
+        death_s: float = 0.0,
+        chance: float = 0.6,
+        is_store_reachable: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._make_worker = make_worker
+        self._clock = clock
+        self._random = Random(seed)
+        self._num_threads = num_threads
+        self._max_submitted = max_submitted
+        self._start_s, self._death_s, self._chance = start_s, death_s, chance
+        self._is_store_reachable = is_store_reachable
+        self._state = ChannelState.DOWN
+        self._is_closed = False
+        self.process: _Process | None = None
+        """The process that runs, or that was killed and still goes on."""
+        self.num_starts = 0
+
+    @property
+    def state(self) -> ChannelState:
+        return self._state
+
+    def start(self) -> None:
+        if self._state is ChannelState.DOWN and not self._is_closed:
+            self._state = ChannelState.STARTING
+            self.num_starts += 1
+            executors = [
+                SteppedExecutor(self._random.randrange(1 << 30), num_threads, 1 << 20, self._chance, clock=self._clock)
+                for num_threads in (1, self._num_threads)
+            ]
+            workers = [self._make_worker() for _ in range(1 + self._num_threads)]
+            self.process = _Process(executors, workers, self._clock() + self._random.uniform(0, self._start_s))
+
+    def submit(self, request: Request) -> bool:
+        process = self.process
+        if self._state is not ChannelState.READY or process is None or process.num_open >= self._max_submitted:
+            return False
+        process.submit(Request.unpack(request.pack()))
+        return True
+
+    def poll(self) -> list[Response]:
+        self._advance()
+        process = self.process
+        if process is None or self._state is not ChannelState.READY:
+            return []
+        responses, process.responses = process.responses, []
+        return [Response.unpack(response.pack()) for response in responses]
+
+    def _advance(self) -> None:
+        """Follows what has become of the process."""
+        process, now = self.process, self._clock()
+        if process is None:
+            return
+        if process.has_crashed or now >= process.dies_at:
+            process.end()
+            self.process, self._state = None, ChannelState.DOWN
+        elif self._state is ChannelState.STARTING and now >= process.ready_at and self._is_store_reachable():
+            self._state = ChannelState.READY
+
+    def wait(self, timeout_s: float) -> None:
+        self.tick()
+
+    def kill(self) -> None:
+        if self.process is not None and self._state is not ChannelState.ENDING:
+            self._state = ChannelState.ENDING
+            self.process.dies_at = self._clock() + self._random.uniform(0, self._death_s)
+
+    def close(self, timeout_s: float) -> bool:
+        self._is_closed = True
+        if self.process is not None:
+            self.process.end()
+        self.process, self._state = None, ChannelState.DOWN
+        return True
+
+    # For simulations.
+
+    def processes(self) -> list[_Process]:
+        """Returns the processes that have not ended."""
+        return [] if self.process is None else [self.process]
+
+    def tick(self) -> None:
+        """Lets the process go on for a while."""
+        self._advance()
+        for process in self.processes():
+            process.run(lambda executor: executor.tick())
+
+    def drain(self) -> None:
+        """Lets the process go on until it waits for time to pass."""
+        self._advance()
+        for process in self.processes():
+            process.run(lambda executor: executor.drain())
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Returns a context in which the process stands still."""
+        with ExitStack() as held:
+            for process in self.processes():
+                for executor in process.executors:
+                    held.enter_context(executor.hold())
+            yield
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread of a process can touch a host slot."""
+        return all(process.num_open == 0 for process in self.processes())
+
+    def pause(self) -> None:
+        """May interrupt the job that calls it."""
+        for process in self.processes():
+            process.run(lambda executor: executor.pause())
+
+    def stall(self, seconds: float) -> None:
+        """Interrupts the job that calls it for so many seconds."""
+        for process in self.processes():
+            process.run(lambda executor: executor.stall(seconds))
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the caller is a thread of a process."""
+        return any(executor.in_job for process in self.processes() for executor in process.executors)
+
+
+class _Process:
+    """A process with a thread for lookups and others for transfers."""
+
+    def __init__(self, executors: Sequence[SteppedExecutor], workers: Sequence[StoreWorker], ready_at: float) -> None:
+        self.executors = executors
+        self.ready_at = ready_at
+        self.dies_at = float("inf")
+        self.has_crashed = False
+        self.responses: list[Response] = []
+        self.num_open = 0
+        """Requests that are not answered yet."""
+        self._lookup_worker, *self._free = workers
+
+    def submit(self, request: Request) -> None:
+        self.num_open += 1
+        lookups, transfers = self.executors
+        if request.op is Op.LOOKUP:
+            lookups.submit_read(lambda: self._answer(self._lookup_worker, request))
+        elif request.op is Op.READ:
+            transfers.submit_read(lambda: self._transfer(request))
+        else:
+            transfers.submit_write(lambda: self._transfer(request))
+
+    def _transfer(self, request: Request) -> None:
+        worker = self._free.pop()
+        try:
+            self._answer(worker, request)
+        finally:
+            self._free.append(worker)
+
+    def _answer(self, worker: StoreWorker, request: Request) -> None:
+        try:
+            response = worker.run(request)
+            # The list may have become another one meanwhile.
+            self.responses.append(response)
+        except _Crash:
+            self.has_crashed = True
+        self.num_open -= 1
+
+    def run(self, action: Callable[[SteppedExecutor], None]) -> None:
+        for executor in self.executors:
+            if not self.has_crashed:
+                action(executor)
+
+    def end(self) -> None:
+        """Ends all threads where they are."""
+        for executor in self.executors:
+            executor.kill()
+        self.num_open = 0
+
+
+def random_faults(rng: Random, kind: type[StoreFaults] = StoreFaults) -> StoreFaults:
+    """Returns no faults, or some kinds of them, rare or frequent."""
+    # Forgeries are for servers with an HMAC key only.
+    names = [each.name for each in dataclasses.fields(kind) if each.name != "forged"]
+    chosen = rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
+    return kind(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})

@@ -1,0 +1,337 @@
+"""Simulated servers that share a medium break no law, and each bug planted in them breaks one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier, TierResult
+from kvoffload.testing.scale import scaled
+from kvoffload.tiering import writes
+from kvoffload.tiering.health import CircuitBreaker
+from kvoffload.tiering.plan import Plan, plan_writes
+from kvoffload.tiering.promotion import Promotion
+from kvoffload.tiers.remote import link, record, worker
+from kvoffload.tiers.remote.channel import ChannelState
+from kvoffload.tiers.remote.presence import PresenceCache
+from kvoffload.tiers.remote.record import Verdict
+from kvoffload.tiers.remote.tier import RemoteTier
+from tests.sim import __main__ as program
+from tests.sim import life as living
+from tests.sim import store_medium
+from tests.sim.engine import Late, Leak, WrongBytes
+from tests.sim.life import Blocked, Patch
+from tests.sim.plain_shared import PlainMedium
+from tests.sim.planted import Bug, check_found
+from tests.sim.servers import (
+    Costly,
+    DeletedOthers,
+    NotFound,
+    SharedMedium,
+    SharingServer,
+    plan_servers,
+    simulate_servers,
+)
+from tests.sim.simulation import Report, run_each
+from tests.sim.store_medium import StoreConnection, StoreMedium
+from tests.sim.stores import SimulatedChannel, SimulatedClient, StoreFaults
+from tests.sim.watch import Unreachable
+
+SEEDS = scaled(12)
+PLANTED_SEEDS = 400
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return run_each(range(SEEDS), lambda seed: simulate_servers(StoreMedium, seed))
+
+
+def test_no_law_is_broken_on_a_store(report: Report) -> None:
+    assert report.failures == {}
+
+
+def test_servers_find_each_others_blocks(report: Report) -> None:
+    assert report.counts["servers that read blocks of others"] > SEEDS / 4
+    assert report.counts["blocks found again"] > SEEDS / 12
+
+
+def test_no_law_is_broken_on_the_simplest_tier() -> None:
+    report = run_each(range(scaled(4)), lambda seed: simulate_servers(PlainMedium, seed))
+    assert report.failures == {}
+
+
+def test_a_seed_replays_its_simulation() -> None:
+    assert simulate_servers(StoreMedium, 3) == simulate_servers(StoreMedium, 3)
+
+
+def test_plans_have_everything() -> None:
+    plans = [plan_servers(seed) for seed in range(300)]
+    lives = [life for plan in plans for machine in plan.machines for life in machine]
+    assert {len(plan.machines) for plan in plans} == {2, 3, 4}
+    assert {life.end for life in lives} == {"stay", "close", "kill"}
+    assert {life.weights for life in lives} == {0, 1}
+    for share in (
+        sum(plan.is_calm for plan in plans) / len(plans),
+        sum(plan.has_outage for plan in plans) / len(plans),
+        sum(bool(plan.jump_rate) for plan in plans) / len(plans),
+        sum(life.must_find for life in lives) / len(lives),
+        sum(bool(life.disk_blocks) for life in lives) / len(lives),
+    ):
+        assert 0.1 < share < 0.9
+
+
+# Bugs. Each is planted before the servers start; ``Failing`` chooses the faults that show it.
+
+
+class Failing(StoreMedium):
+    """A store that fails in one way, whatever the seed says."""
+
+    faults_now = StoreFaults()
+    hang_s = 0.2
+
+    def __init__(self, seed: int, is_calm: bool) -> None:
+        super().__init__(seed, True)
+        self.faults = self.faults_now
+        self.stall_s = self.hang_s
+        self.death_s = 0.0
+
+
+def failing(hang_s: float = 0.2, **rates: float) -> type[StoreMedium]:
+    return type("Failing", (Failing,), {"faults_now": StoreFaults(**rates), "hang_s": hang_s})
+
+
+def verification_skipped(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    monkeypatch.setattr(worker, "verify", lambda *args: Verdict.GOOD)
+    return failing(garbage=0.3)
+
+
+def half_of_a_value_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    """The record is verified, the payload is not."""
+    verify = record.verify
+
+    def verify_the_record(
+        fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
+    ) -> Verdict:
+        verdict = verify(fingerprint, key, record, parts, hmac_key)
+        return Verdict.GOOD if record.any() else verdict
+
+    monkeypatch.setattr(worker, "verify", verify_the_record)
+    return failing(truncated=0.3)
+
+
+def value_of_another_key_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    """Whatever is a whole block is taken for the block that was asked for."""
+    verify = record.verify
+
+    def verify_itself(
+        fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
+    ) -> Verdict:
+        verdicts = (verify(fingerprint, each, record, parts, hmac_key) for each in written)
+        return max(verdicts, key=[*Verdict][::-1].index)
+
+    written: set[OffloadKey] = set()
+    pack = record.pack_record
+
+    def pack_and_note(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray], hmac_key: bytes) -> ByteArray:
+        written.add(key)
+        return pack(fingerprint, key, parts, hmac_key)
+
+    monkeypatch.setattr(worker, "pack_record", pack_and_note)
+    monkeypatch.setattr(worker, "verify", verify_itself)
+    return failing(wrong_value=0.3)
+
+
+def tag_not_verified(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    """Blocks have tags, and a block without the right one is taken for a good one."""
+    digests = {name: getattr(hmac, name) for name in ("new", "digest")}
+    monkeypatch.setattr(record, "hmac", SimpleNamespace(**digests, compare_digest=lambda one, other: True))
+    return failing(forged=0.3)
+
+
+def fingerprint_ignored(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    monkeypatch.setattr(living, "fingerprint", lambda weights: "00" * 32)
+    return StoreMedium
+
+
+def reset_deletes_the_blocks_of_others(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    class Connection(StoreConnection):
+        def open(self, pools: Sequence[ByteArray]) -> Tier:
+            tier, store = super().open(pools), self.medium.store
+            reset = tier.reset
+
+            def remove_all() -> None:
+                reset()
+                for name in [name for name in store.values if f"/{self.server.fingerprint}/" in name]:
+                    store.remove(name, self.state)
+
+            monkeypatch.setattr(tier, "reset", remove_all)
+            return tier
+
+    monkeypatch.setattr(store_medium, "StoreConnection", Connection)
+    return StoreMedium
+
+
+def breaker_that_never_closes(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    monkeypatch.setattr(CircuitBreaker, "update", lambda breaker, now: None)
+    monkeypatch.setattr(CircuitBreaker, "end_hang", lambda breaker, now: False)
+    return StoreMedium
+
+
+def breaker_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    monkeypatch.setattr(CircuitBreaker, "add_failures", lambda breaker, num_failures, now: False)
+    monkeypatch.setattr(CircuitBreaker, "hang", lambda breaker, now: False)
+    return PlainMedium
+
+
+def old_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    """A process that was killed still writes what it was reading into the host."""
+
+    class Channel(SimulatedChannel):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.old: list[Any] = []
+
+        def kill(self) -> None:
+            self.old.append(self.process)
+            self.process, self._state = None, ChannelState.DOWN
+
+        def processes(self) -> list[Any]:
+            return self.old + super().processes()
+
+        @property
+        def is_idle(self) -> bool:
+            return self.process is None or self.process.num_open == 0
+
+    monkeypatch.setattr(StoreConnection, "channel_class", Channel)
+    monkeypatch.setattr(link, "TRANSFER_DEADLINE_S", 0.01)
+    monkeypatch.setattr(link, "FIRST_PAUSE_S", 0.0)
+    return failing(hang_s=0.03, late_get=0.3)
+
+
+def misses_remembered_for_good(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    note_missing = PresenceCache.note_missing
+
+    def note_for_good(cache: PresenceCache, keys: Iterable[OffloadKey], now: float, ttl_s: float = 1.0) -> None:
+        note_missing(cache, keys, now, float("inf"))
+
+    monkeypatch.setattr(PresenceCache, "note_missing", note_for_good)
+    return StoreMedium
+
+
+def a_block_left_out(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    """The blocks behind it are written behind a hole."""
+
+    def without_the_first(*args: Any, **options: Any) -> Plan:
+        made = plan_writes(*args, **options)
+        return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
+
+    monkeypatch.setattr(writes, "plan_writes", without_the_first)
+    return StoreMedium
+
+
+def store_asked_on_the_schedulers_thread(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    class Connection(StoreConnection):
+        def open(self, pools: Sequence[ByteArray]) -> Tier:
+            tier = super().open(pools)
+            contains, client = tier.contains, SimulatedClient(self.medium.store, self.state)
+
+            def ask_at_once(keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+                client.exists([key.hex() for key in keys])
+                return contains(keys, ahead)
+
+            monkeypatch.setattr(tier, "contains", ask_at_once)
+            return tier
+
+    monkeypatch.setattr(store_medium, "StoreConnection", Connection)
+    return failing()
+
+
+def host_slot_freed_while_it_is_written_from(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    write = RemoteTier.write
+
+    def write_a_neighbour(tier: RemoteTier, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        return write(tier, keys, (slots + 1) % 40)
+
+    monkeypatch.setattr(RemoteTier, "write", write_a_neighbour)
+    return failing()
+
+
+def a_result_lost(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    poll, polled = RemoteTier.poll, [0]
+
+    def lose_the_tenth(tier: RemoteTier) -> list[TierResult]:
+        results = poll(tier)
+        polled[0] += len(results)
+        return results[1:] if results and polled[0] % 10 == 0 else results
+
+    monkeypatch.setattr(RemoteTier, "poll", lose_the_tenth)
+    return failing()
+
+
+def no_deadline(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    start = SharingServer.start
+
+    def start_without(server: SharingServer, patch: Patch[SharingServer] | None = None) -> None:
+        start(server, patch)
+        server.engine.scheduler.lookups.deadline_s = 1e9
+
+    monkeypatch.setattr(Promotion, "is_late", lambda promotion, now, deadline_s: False)
+    monkeypatch.setattr(SharingServer, "start", start_without)
+    return failing(hang_s=30.0, late_get=0.3)
+
+
+BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
+    verification_skipped: ((WrongBytes,), 4),
+    half_of_a_value_accepted: ((WrongBytes,), 4),
+    value_of_another_key_accepted: ((WrongBytes,), 4),
+    tag_not_verified: ((WrongBytes,), 9),
+    fingerprint_ignored: ((WrongBytes,), 8),
+    reset_deletes_the_blocks_of_others: ((DeletedOthers,), 11),
+    breaker_that_never_closes: ((NotFound,), 10),
+    breaker_that_never_opens: ((Costly,), 10),
+    old_process_goes_on: ((WrongBytes,), 10),
+    misses_remembered_for_good: ((NotFound,), 4),
+    a_block_left_out: ((Unreachable,), 1),
+    store_asked_on_the_schedulers_thread: ((Blocked,), 0),
+    host_slot_freed_while_it_is_written_from: ((WrongBytes,), 4),
+    a_result_lost: ((Leak,), 0),
+    no_deadline: ((Late,), 3),
+}
+"""The errors of the laws that each breaks, and a seed that has found it, which is tried first."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    laws, hint = BUGS[bug]
+    check_found(bug, laws, hint, PLANTED_SEEDS)
+
+
+# The program.
+
+
+def test_the_program_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["simulate", "--servers", "store", "--seeds", "2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["simulations"] == 2
+    assert printed["failures"] == {}
+    assert printed["counts"]["servers"] >= 4
+
+
+def test_the_program_prints_how_to_replay_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(medium: type[SharedMedium], seed: int) -> Counter[str]:
+        raise WrongBytes("a block of another")
+
+    monkeypatch.setattr(program, "simulate_servers", fail)
+    assert program.main(["simulate", "--servers", "store", "--first", "7", "--seeds", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: seed 8: WrongBytes: a block of another" in printed
+    assert "python -m tests.sim simulate --servers store --first 8 --seeds 1" in printed

@@ -1,0 +1,345 @@
+"""Servers that share a directory of a network file system break no law, and each bug planted in them breaks one."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, OffloadKey, TierResult
+from kvoffload.testing.executor import SteppedExecutor
+from kvoffload.testing.scale import scaled
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.start import remove_blocks
+from kvoffload.tiers.disk.storage import Storage
+from kvoffload.tiers.shared_dir import reads, seats
+from kvoffload.tiers.shared_dir import writer as writer_module
+from kvoffload.tiers.shared_dir.seats import HEARTBEAT_NAME, Machine, Seat, SeatState, Sighting, seat_names
+from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
+from tests.clock import Clock
+from tests.sim import shared_folder
+from tests.sim.engine import WrongBytes
+from tests.sim.life import Patch
+from tests.sim.servers import DeletedOthers, MakeMedium, SharingServer, simulate_servers
+from tests.sim.shared_folder import SeatTaken, SharedFolderMedium
+from tests.sim.shared_storage import Folder, Inode, Mount, NfsClient, NfsServer
+
+SEEDS = scaled(12)
+PLANTED_SEEDS = 300
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def counts() -> Counter[str]:
+    total: Counter[str] = Counter()
+    # In the first seeds few servers live at the same time.
+    for seed in range(8, 8 + SEEDS):
+        total += simulate_servers(SharedFolderMedium, seed)
+    return total
+
+
+def test_no_law_is_broken_and_servers_find_blocks_of_others(counts: Counter[str]) -> None:
+    assert counts["simulations"] == SEEDS
+    assert counts["servers that read blocks of others"] > SEEDS / 4
+    assert counts["blocks found again"] > 0
+    assert counts["seats that came back"] > SEEDS / 10
+    assert counts["shared writes: ok"] > SEEDS
+
+
+def test_faults_happen(counts: Counter[str]) -> None:
+    for fault in ("stalls", "failures"):
+        assert counts[f"faults: {fault}"] > 0, f"never injected: {fault}"
+
+
+def test_a_seed_replays_its_simulation() -> None:
+    assert simulate_servers(SharedFolderMedium, 1) == simulate_servers(SharedFolderMedium, 1)
+
+
+# Planted bugs.
+
+
+class _EqualToAll:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def foreign_blocks_are_not_verified(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reads, "payload_checksum", lambda *arguments: _EqualToAll())
+
+
+def living_seats_are_adopted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
+    patch.setattr(seats, "SILENT_S", -1e9)
+
+
+def living_seats_are_emptied(patch: pytest.MonkeyPatch) -> None:
+    class EmptiesAll:
+        """Takes every other seat for one whose server is gone."""
+
+        def __init__(self, root: Storage, seat: Seat, gone_after_s: float, clock: object) -> None:
+            self.root, self.seat = root, seat
+
+        def look_around(self) -> None:
+            for name in seat_names(self.root):
+                if name != self.seat.name:
+                    remove_blocks(self.root.child(name))
+
+    patch.setattr(writer_module, "GoneSeats", EmptiesAll)
+
+
+def a_reset_deletes(server: SharingServer) -> None:
+    """Plants the bug in one server: its reset removes the blocks of all seats."""
+    tier = server.tier
+    connection = server.connection
+    if not isinstance(tier, SharedDirTier) or not isinstance(connection, shared_folder.FolderConnection):
+        return
+    reset, root = tier.reset, connection.client.storage()
+
+    def remove_all() -> None:
+        with suppress(OSError):
+            for name in seat_names(root):
+                remove_blocks(root.child(name))
+
+    def resetting() -> None:
+        reset()
+        server.executor.submit_write(remove_all)
+
+    tier.reset = resetting  # type: ignore[method-assign]
+
+
+def failure(
+    seed: int,
+    plant: Callable[[pytest.MonkeyPatch], None] | None,
+    patch: Patch[SharingServer] | None = None,
+    make_medium: MakeMedium = SharedFolderMedium,
+) -> str:
+    """Returns the law that the simulation of ``seed`` finds broken with a bug, "" for none."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if plant is not None:
+            plant(monkeypatch)
+        try:
+            simulate_servers(make_medium, seed, patch)
+        except AssertionError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def small_medium(seed: int, is_calm: bool) -> SharedFolderMedium:
+    """Makes a medium on which blocks are overwritten all the time."""
+    medium = SharedFolderMedium(seed, is_calm=True)
+    medium.num_blocks, medium.slab_blocks = 3, 2
+    return medium
+
+
+BUGS: dict[Callable[[pytest.MonkeyPatch], None], tuple[type[AssertionError], int]] = {
+    living_seats_are_adopted: (SeatTaken, 0),
+    living_seats_are_emptied: (DeletedOthers, 0),
+}
+"""The law that finds each bug, and a seed that does."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
+    law, hint = BUGS[bug]
+    check_found(law, hint, lambda seed: failure(seed, bug))
+
+
+def test_a_reset_that_deletes_is_found() -> None:
+    check_found(DeletedOthers, 1, lambda seed: failure(seed, None, a_reset_deletes))
+
+
+def test_blocks_that_are_not_verified_are_found() -> None:
+    check_found(WrongBytes, 56, lambda seed: failure(seed, foreign_blocks_are_not_verified, make_medium=small_medium))
+
+
+def check_found(law: type[AssertionError], hint: int, find: Callable[[int], str]) -> None:
+    """Checks that a seed, if possible ``hint``, finds a bug by ``law``, and no broken law without the bug."""
+    seeds = (seed for seed in [hint, *range(PLANTED_SEEDS)] if find(seed).startswith(law.__name__))
+    seed = next(seeds, None)
+    assert seed is not None, f"not found in {PLANTED_SEEDS} seeds"
+    print(f"found by seed {seed}")
+    assert failure(seed, None) == ""
+
+
+# Two servers, by hand.
+
+
+class Pair:
+    """Two machines, by hand."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(1e6)
+        self.server = NfsServer(1 << 30, clock=self.clock)
+        self.tiers: list[SharedDirTier] = []
+        self.pools: dict[SharedDirTier, list[ByteArray]] = {}
+
+    def start(self, number: int, skew_s: float, boot: str = "") -> SharedDirTier:
+        client = self.server.connect(Mount(skew_s=skew_s, entries_s=0.0), number)
+        pools = make_pools(4, 4096, seed=number)
+        tier = SharedDirTier(
+            client.storage(),
+            TierContext(pools, "ab" * 32),
+            200 << 10,
+            100.0,
+            Surroundings(
+                machine=Machine(f"host-{number}", number, boot or f"boot-{number}"),
+                executor=SteppedExecutor(number, clock=self.clock),
+                clock=self.clock,
+                wall_clock=client.wall_clock,
+                random=Random(number).randbytes,
+                slab_bytes=1 << 16,
+                background=False,
+            ),
+        )
+        self.tiers.append(tier)
+        self.pools[tier] = pools
+        return tier
+
+    def lose_heartbeat(self, name: str) -> None:
+        """Somebody removes the heartbeat of a seat, whose owner then loses it."""
+        seat = self.server.root.entries[name]
+        assert isinstance(seat, Folder)
+        heartbeat = seat.entries.pop(HEARTBEAT_NAME)
+        assert isinstance(heartbeat, Inode)
+        self.server.remove(heartbeat)
+
+    def state(self, name: str) -> SeatState:
+        """Returns what the heartbeat of a seat says, seen from another machine."""
+        seen = seats.look(self.server.connect(Mount()).reader().child(name))
+        assert seen is not None
+        assert seen.heartbeat is not None
+        return seen.heartbeat.state
+
+    def store(self, tier: SharedDirTier, key: OffloadKey) -> None:
+        """Stores slot 0 as a block. While the files grow, the tier takes none on."""
+        while not tier.write([key], np.array([0])):
+            self.finish(tier)
+        self.finish(tier)
+
+    def finish(self, tier: SharedDirTier) -> list[TierResult]:
+        results = tier.poll()
+        for _ in range(1000):
+            tier.wait(1.0)
+            results += tier.poll()
+        assert not tier.is_busy
+        return results
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.clock.now += 1.0
+            for tier in self.tiers:
+                tier.keep()
+                tier.follow()
+                tier.poll()
+
+
+def seats_of_living_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
+    """Runs a server whose clock is days behind, then another one, on mounts whose locks exclude no one. Returns their
+    seats, the blocks that the first one has, and those that the second one knows of."""
+    monkeypatch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
+    pair = Pair()
+    first = pair.start(1, -1e6)
+    pair.store(first, b"k" * 32)
+    pair.run(5.0)
+    second = pair.start(2, 0.0)
+    pair.run(300.0)
+    return [first.seat.name, second.seat.name], [first.own.catalog.num_blocks, len(second.blocks)]
+
+
+def test_a_server_whose_clock_is_wrong_keeps_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, blocks = seats_of_living_servers(monkeypatch)
+    assert names == ["writer-0", "writer-1"]
+    assert blocks == [1, 1]
+
+
+def test_a_heartbeat_judged_by_its_owners_clock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = seats.look
+
+    def planted(seat: object) -> Sighting | None:
+        seen = look(seat)  # type: ignore[arg-type]
+        heartbeat = seen.heartbeat if seen is not None else None
+        return seen if seen is None or heartbeat is None else Sighting(seen.raw, heartbeat.time)
+
+    monkeypatch.setattr(seats, "look", planted)
+    names, _ = seats_of_living_servers(monkeypatch)
+    # The first server has lost its seat to the second one, and has taken another.
+    assert names == ["writer-1", "writer-0"]
+
+
+def seats_after_a_loss() -> list[str]:
+    """Lets a server lose its seat and take another one before a second server starts, for which a free lock proves that
+    a seat has no server. Returns the seats of both."""
+    pair = Pair()
+    first = pair.start(1, 0.0, "boot")
+    pair.lose_heartbeat(first.seat.name)
+    pair.run(10.0)
+    second = pair.start(2, 0.0, "boot")
+    return [first.seat.name, second.seat.name]
+
+
+def test_a_server_that_takes_another_seat_frees_the_one_that_it_has_lost() -> None:
+    assert seats_after_a_loss() == ["writer-1", "writer-0"]
+
+
+def test_locks_of_whole_clients_would_give_two_servers_one_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``fcntl``: a process takes a lock again that it has, and the first close frees it."""
+
+    def lock(client: NfsClient, inode: Inode) -> bool:
+        return inode in client.locked or client.server.take_lock(inode, client)
+
+    monkeypatch.setattr(NfsClient, "lock", lock)
+    monkeypatch.setattr(NfsServer, "take_lock", take_lock_again)
+    assert seats_after_a_loss() == ["writer-0"] * 2
+
+
+def take_lock_again(server: NfsServer, inode: Inode, client: NfsClient) -> bool:
+    owner, until = server.locks.get(inode, (client, 0.0))
+    if owner is not client and until > server.clock():
+        return False
+    server.locks[inode] = (client, float("inf"))
+    return True
+
+
+def is_emptied_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Lets a server without requests wait with a new seat, on mounts whose locks exclude no other machine. Returns
+    whether another server empties the seat."""
+    monkeypatch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
+    pair = Pair()
+    first = pair.start(1, 0.0)
+    pair.lose_heartbeat("writer-0")
+    pair.run(1.0)
+    assert first.seat.is_lost
+    pair.tiers.remove(first)
+    pair.start(2, 0.0)
+    states = set()
+    for _ in range(300):
+        # The engine takes no steps, so the scheduler's thread does not call the tier.
+        first.keep()
+        pair.run(1.0)
+        states.add(pair.state("writer-1"))
+    assert first.seat.name == "writer-0"
+    return SeatState.EMPTIED in states
+
+
+def test_a_seat_that_waits_to_be_used_is_not_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_emptied_while_it_waits(monkeypatch)
+
+
+def test_a_seat_that_waits_without_a_heartbeat_would_be_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Seat.beat
+    monkeypatch.setattr(Seat, "beat", lambda seat: beat(seat) if seat.name == "writer-0" else None)
+    assert is_emptied_while_it_waits(monkeypatch)

@@ -1,0 +1,555 @@
+"""The simulated storage loses only what a kill or power loss may take, and every fault is injected and counted."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.testing.executor import Killed, SteppedExecutor
+from kvoffload.tiers.disk.storage import Storage, StoredFile
+from tests.clock import Clock
+from tests.sim.storage import PAGE, FaultRates, FaultyStorage, SimulatedStorage
+
+
+def pattern(nbytes: int, seed: int = 0) -> ByteArray:
+    return np.random.default_rng(seed).integers(1, 256, nbytes, dtype=np.uint8)
+
+
+def read(file: StoredFile, nbytes: int, offset: int = 0) -> ByteArray:
+    buffer = np.zeros(nbytes, np.uint8)
+    return buffer[: file.read([buffer], offset)]
+
+
+def write(file: StoredFile, nbytes: int) -> None:
+    file.write([pattern(nbytes)], 0)
+
+
+def new_file(storage: Storage, size: int = 0, direct: bool = False) -> StoredFile:
+    storage.make_folder("f")
+    file = storage.open("f", "x", create=True, direct=direct)
+    file.resize(size)
+    return file
+
+
+def error_of(call: object, *arguments: object) -> int | None:
+    """Returns the number of the OSError that the call raises."""
+    with pytest.raises(OSError) as raised:
+        call(*arguments)  # type: ignore[operator]
+    return raised.value.errno
+
+
+# SimulatedStorage
+
+
+def test_several_buffers_are_written_and_read_in_order() -> None:
+    file = new_file(SimulatedStorage(1 << 20), 3 * PAGE)
+    data = pattern(2 * PAGE + 50)
+    assert file.write([data[:100], data[100:5000], data[5000:]], 7) == len(data)
+    first, second = np.zeros(300, np.uint8), np.zeros(len(data) - 300, np.uint8)
+    assert file.read([first, second], 7) == len(data)
+    assert np.array_equal(np.concatenate((first, second)), data)
+
+
+def test_a_read_ends_at_the_end_of_the_file() -> None:
+    file = new_file(SimulatedStorage(1 << 20), 100)
+    assert len(read(file, 500)) == 100
+    assert len(read(file, 500, offset=80)) == 20
+    assert len(read(file, 500, offset=200)) == 0
+
+
+def test_room_is_taken_in_pages_and_given_back() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    file = new_file(storage, PAGE + 1)
+    assert (file.size(), file.allocated_bytes(), storage.used_bytes) == (PAGE + 1, 2 * PAGE, 2 * PAGE)
+    assert storage.free_bytes() == 8 * PAGE
+    assert error_of(file.resize, 11 * PAGE) == errno.ENOSPC
+    assert (file.size(), storage.used_bytes) == (PAGE + 1, 2 * PAGE)
+    assert error_of(file.write, [pattern(PAGE)], 10 * PAGE) == errno.ENOSPC
+    file.resize(5)
+    assert storage.used_bytes == PAGE
+    assert storage.peak_bytes == 2 * PAGE
+    file.resize(PAGE)
+    assert not read(file, PAGE).any()
+
+
+def test_a_removed_file_takes_room_while_it_is_open() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    file = new_file(storage, 3 * PAGE)
+    storage.remove("f", "x")
+    assert storage.files("f") == []
+    assert storage.used_bytes == 3 * PAGE
+    file.write([pattern(PAGE)], 0)
+    file.close()
+    assert storage.used_bytes == 0
+
+
+def test_names_and_errors_are_those_of_a_directory() -> None:
+    storage = SimulatedStorage(10 * PAGE, clock=lambda: 42.0)
+    assert storage.folders() == []
+    assert error_of(storage.files, "f") == errno.ENOENT
+    assert error_of(storage.open, "", "x") == errno.ENOENT
+    for name in ("", ".", "..", "a/b"):
+        assert error_of(storage.make_folder, name) == errno.EINVAL
+    file = new_file(storage)
+    storage.make_folder("f")
+    assert (storage.folders(), storage.files("f")) == (["f"], ["x"])
+    assert storage.modified("f", "x") == 42.0
+    assert error_of(storage.remove_folder, "f") == errno.ENOTEMPTY
+    file.close()
+    assert error_of(file.size) == errno.EBADF
+    storage.remove("f", "x")
+    storage.remove_folder("f")
+    assert storage.folders() == []
+
+
+def test_direct_files_take_whole_pages_only() -> None:
+    file = new_file(SimulatedStorage(10 * PAGE), 4 * PAGE, direct=True)
+    assert file.write([pattern(PAGE), pattern(2 * PAGE)], PAGE) == 3 * PAGE
+    assert error_of(file.write, [pattern(100)], 0) == errno.EINVAL
+    assert error_of(read, file, PAGE, 1) == errno.EINVAL
+
+
+def test_one_owner_at_a_time() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    storage.lock()
+    storage.lock()
+    successor = storage.restart()
+    other = successor.restart()
+    other.lock()
+    with pytest.raises(ConfigError, match="dir: another"):
+        _sharing(other).lock()
+    other.close()
+    _sharing(other).lock()
+
+
+def _sharing(storage: SimulatedStorage) -> SimulatedStorage:
+    """Returns the storage of another process on the same medium, while the first one lives."""
+    other = SimulatedStorage(0)
+    other.medium = storage.medium
+    return other
+
+
+def test_held_bytes_leave_out_chosen_files() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    new_file(storage, 3 * PAGE)
+    storage.open("", "y", create=True).resize(2 * PAGE)
+    for each in (storage, FaultyStorage(storage)):
+        assert each.held_bytes() == 5 * PAGE
+        assert each.held_bytes(lambda folder, name: (folder, name) == ("f", "x")) == 2 * PAGE
+
+
+def test_a_medium_that_is_mounted_read_only() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    new_file(storage, PAGE).write([pattern(PAGE)], 0)
+    successor = storage.restart()
+    successor.read_only = True
+    assert (FaultyStorage(storage).read_only, FaultyStorage(successor).read_only) == (False, True)
+    file = successor.open("f", "x")
+    assert np.array_equal(read(file, PAGE), pattern(PAGE))
+    for attempt in (
+        partial(file.write, [pattern(PAGE)], 0),
+        partial(file.resize, 2 * PAGE),
+        partial(successor.remove, "f", "x"),
+        partial(successor.open, "f", "new", create=True),
+        partial(successor.make_folder, "g"),
+        partial(successor.remove_folder, "f"),
+    ):
+        assert error_of(attempt) == errno.EROFS
+    assert not successor.restart().read_only
+
+
+def test_written_bytes_survive_a_kill() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    storage.lock()
+    file = new_file(storage, PAGE)
+    file.write([pattern(PAGE)], 0)
+    storage.kill()
+    assert error_of(file.size) == errno.EBADF
+    assert error_of(storage.folders) == errno.EBADF
+    later = storage.restart()
+    later.lock()
+    assert np.array_equal(read(later.open("f", "x"), PAGE), pattern(PAGE))
+
+
+def test_a_kill_frees_removed_files_that_the_process_had_open() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    new_file(storage, 2 * PAGE)
+    storage.remove("f", "x")
+    assert storage.restart().used_bytes == 0
+
+
+def test_a_clone_is_independent() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    storage.lock()
+    file = new_file(storage, PAGE)
+    file.write([pattern(PAGE)], 0)
+    clone = storage.clone()
+    assert (storage.is_locked, clone.is_locked, storage.num_open, clone.num_open) == (True, False, 1, 0)
+    assert clone.used_bytes == storage.used_bytes
+    copy = clone.open("f", "x")
+    copy.write([pattern(PAGE, 1)], 0)
+    clone.open("f", "y", create=True).resize(PAGE)
+    assert np.array_equal(read(file, PAGE), pattern(PAGE))
+    assert (storage.files("f"), storage.used_bytes) == (["x"], PAGE)
+    clone.remove("f", "x")
+    assert clone.used_bytes == 2 * PAGE
+    copy.close()
+    assert clone.used_bytes == PAGE
+
+
+def test_power_loss_undoes_some_unsynced_pages() -> None:
+    kept: set[int] = set()
+    lost: set[int] = set()
+    for seed in range(20):
+        storage = SimulatedStorage(100 * PAGE, seed)
+        file = new_file(storage, 4 * PAGE)
+        file.write([pattern(4 * PAGE, 1)], 0)
+        storage.sync()
+        file.write([pattern(3 * PAGE, 2)], 0)
+        storage.power_loss()
+        data = read(storage.restart().open("f", "x"), 4 * PAGE).reshape(4, PAGE)
+        old, new = pattern(4 * PAGE, 1).reshape(4, PAGE), pattern(3 * PAGE, 2).reshape(3, PAGE)
+        assert np.array_equal(data[3], old[3])
+        for page in range(3):
+            was_kept = np.array_equal(data[page], new[page])
+            assert was_kept or np.array_equal(data[page], old[page])
+            (kept if was_kept else lost).add(page)
+    assert kept == lost == {0, 1, 2}
+
+
+def torn_by_a_kill(seed: int) -> ByteArray:
+    """Returns the file after a kill in the middle of a write of four pages over zeros."""
+    executor = SteppedExecutor(seed, chance=1.0, pause_chance=0.5)
+    storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
+    file = new_file(storage, 4 * PAGE)
+    executor.submit_write(partial(write, file, 4 * PAGE))
+    executor.turn()
+    executor.kill()
+    return read(storage.restart().open("f", "x"), 4 * PAGE)
+
+
+def test_a_kill_tears_a_write_under_way() -> None:
+    whole = pattern(4 * PAGE)
+    shapes = set()
+    for seed in range(80):
+        data = torn_by_a_kill(seed)
+        assert (data == torn_by_a_kill(seed)).all()
+        assert ((data == whole) | (data == 0)).all()
+        shapes.add(tuple((data == whole).reshape(4, PAGE).mean(axis=1).tolist()))
+    assert {(1, 1, 1, 1), (0, 0, 0, 0)} <= shapes
+    assert any(0 < share < 1 for shape in shapes for share in shape), "no write was torn within a page"
+    assert any(early < late for shape in shapes for early, late in pairwise(shape)), "no later page came first"
+
+
+def test_a_reader_may_see_half_of_a_write() -> None:
+    def keep(file: StoredFile, results: list[ByteArray]) -> None:
+        results.append(read(file, 4 * PAGE))
+
+    seen = set()
+    for seed in range(40):
+        executor = SteppedExecutor(seed, pause_chance=0.7)
+        storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
+        file = new_file(storage, 4 * PAGE)
+        results: list[ByteArray] = []
+        executor.submit_write(partial(write, file, 4 * PAGE))
+        executor.turn()
+        executor.submit_read(partial(keep, file, results))
+        executor.drain()
+        seen.add((results[0] == pattern(4 * PAGE)).mean().item())
+    assert {0.0, 1.0} <= seen
+    assert any(0 < share < 1 for share in seen)
+
+
+# FaultyStorage
+
+
+def faulty(
+    seed: int = 0, size: int = 16 * PAGE, direct: bool = False, **rates: float
+) -> tuple[FaultyStorage, StoredFile]:
+    storage = FaultyStorage(SimulatedStorage(1 << 20), seed)
+    file = new_file(storage, size, direct)
+    storage.rates = FaultRates(**rates)
+    return storage, file
+
+
+def differing_bits(a: ByteArray, b: ByteArray) -> int:
+    return int(np.unpackbits(a ^ b).sum())
+
+
+def test_without_rates_there_are_no_faults() -> None:
+    storage, file = faulty()
+    for seed in range(100):
+        assert file.write([pattern(2 * PAGE, seed)], 0) == 2 * PAGE
+        assert np.array_equal(read(file, 2 * PAGE), pattern(2 * PAGE, seed))
+    assert storage.injected.total() == 0
+    assert storage.operations > 200
+
+
+def test_a_flip_on_read_is_not_in_the_medium() -> None:
+    storage, file = faulty(flip_on_read=1.0)
+    data = pattern(PAGE)
+    file.write([data], 0)
+    assert differing_bits(read(file, PAGE), data) == 1
+    storage.active = False
+    assert np.array_equal(read(file, PAGE), data)
+    assert storage.injected["flip_on_read"] == 1
+
+
+def test_a_flip_on_write_is_in_the_medium_and_not_in_the_callers_buffer() -> None:
+    storage, file = faulty(flip_on_write=1.0)
+    data = pattern(PAGE)
+    file.write([data[:100], data[100:]], 0)
+    assert np.array_equal(data, pattern(PAGE))
+    assert differing_bits(read(file, PAGE), data) == 1
+    assert storage.injected["flip_on_write"] == 1
+
+
+def test_a_torn_write_reports_all_bytes_as_written() -> None:
+    cuts = set()
+    for seed in range(30):
+        storage, file = faulty(seed, direct=True, torn_write=1.0)
+        assert file.write([pattern(4 * PAGE)], 0) == 4 * PAGE
+        data = read(file, 4 * PAGE)
+        cut = int((data != 0).sum())
+        assert np.array_equal(data[:cut], pattern(4 * PAGE)[:cut])
+        assert not data[cut:].any()
+        assert storage.injected["torn_write"] == 1
+        cuts.add(cut)
+    assert cuts == {0, PAGE, 2 * PAGE, 3 * PAGE}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_short_transfers_report_the_bytes_moved(direct: bool) -> None:
+    for seed in range(20):
+        storage, file = faulty(seed, direct=direct, short_write=1.0)
+        n = file.write([pattern(PAGE), pattern(PAGE, 1)], 0)
+        assert 0 < n < 2 * PAGE
+        assert storage.injected["short_write"] == 1
+        storage.rates = FaultRates(short_read=1.0)
+        assert len(read(file, 2 * PAGE)) < 2 * PAGE
+        assert storage.injected["short_read"] == 1
+
+
+def test_injected_errors_have_system_error_numbers() -> None:
+    storage, file = faulty(no_space=1.0)
+    assert error_of(file.write, [pattern(10)], 0) == errno.ENOSPC
+    assert error_of(file.resize, 10) == errno.ENOSPC
+    assert len(read(file, 10)) == 10
+    storage.rates = FaultRates(io_error=1.0)
+    for call, *arguments in (
+        (file.write, [pattern(10)], 0),
+        (read, file, 10),
+        (file.size,),
+        (storage.open, "f", "x"),
+        (storage.folders,),
+        (storage.remove, "f", "x"),
+    ):
+        assert error_of(call, *arguments) == errno.EIO
+    assert storage.injected == {"no_space": 2, "io_error": 6}
+
+
+def test_a_storage_can_become_read_only() -> None:
+    storage, file = faulty()
+    file.write([pattern(10)], 0)
+    storage.read_only = True
+    assert error_of(file.write, [pattern(10)], 0) == errno.EROFS
+    assert error_of(storage.make_folder, "g") == errno.EROFS
+    assert error_of(storage.open, "f", "y", True) == errno.EROFS
+    assert np.array_equal(read(file, 10), pattern(10))
+    storage.active = False
+    file.write([pattern(10)], 0)
+
+
+def test_a_stall_ends_when_faults_are_switched_off() -> None:
+    storage = FaultyStorage(SimulatedStorage(1 << 20), rates=FaultRates(stall=1.0), stall_s=60.0)
+    file = new_file(storage, PAGE)
+    done = threading.Event()
+
+    def read_and_tell() -> None:
+        read(file, 10)
+        done.set()
+
+    thread = threading.Thread(target=read_and_tell)
+    thread.start()
+    assert not done.wait(0.05)
+    storage.active = False
+    thread.join(30.0)
+    assert done.is_set()
+
+
+def test_a_kill_at_an_operation_leaves_it_half_done_and_ends_all_later_ones() -> None:
+    cuts = set()
+    for seed in range(20):
+        storage, file = faulty(seed)
+        file.write([pattern(100, 1)], 0)
+        storage.kill_at = storage.operations + 1
+        read(file, 10)
+        with pytest.raises(Killed):
+            file.write([pattern(100)], 0)
+        with pytest.raises(Killed):
+            read(file, 10)
+        with pytest.raises(Killed):
+            storage.folders()
+        assert isinstance(storage.inner, SimulatedStorage)
+        data = read(storage.inner.restart().open("f", "x"), 100)
+        cut = int((data == pattern(100)).sum())
+        assert np.array_equal(data[cut:], pattern(100, 1)[cut:]) or cut > 90
+        cuts.add(cut)
+    assert len(cuts) > 5
+
+
+def run(seed: int) -> tuple[dict[str, int], bytes]:
+    faults = ("flip_on_read", "flip_on_write", "torn_write", "short_read", "io_error", "no_space")
+    chances: dict[str, Any] = dict.fromkeys(faults, 0.1)
+    storage, file = faulty(seed, **chances)
+    seen = b""
+    for i in range(100):
+        try:
+            file.write([pattern(50, i)], i * 50)
+            seen += read(file, 50, i * 50).tobytes()
+        except OSError as error:
+            seen += b"%d" % (error.errno or 0)
+    return dict(storage.injected), seen
+
+
+def test_a_seed_replays_all_faults() -> None:
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+    assert len(run(1)[0]) == 6
+
+
+def test_faults_of_a_real_directory(tmp_path: object) -> None:
+    directory = pytest.importorskip("kvoffload.tiers.disk.directory")
+    inner = directory.DirectoryStorage(tmp_path)
+    storage = FaultyStorage(inner, seed=3)
+    file = new_file(storage, 16 * PAGE, direct=True)
+    room = np.zeros(9 * PAGE, np.uint8)
+    start = -room.ctypes.data % PAGE
+    buffers: Sequence[ByteArray] = [room[start : start + 4 * PAGE], room[start + 4 * PAGE : start + 8 * PAGE]]
+    buffers[0][:], buffers[1][:] = pattern(4 * PAGE), pattern(4 * PAGE, 1)
+    storage.rates = FaultRates(flip_on_write=1.0)
+    assert file.write(buffers, 0) == 8 * PAGE
+    storage.active = False
+    assert file.read([room[start : start + 8 * PAGE]], 0) == 8 * PAGE
+    assert (
+        differing_bits(room[start : start + 8 * PAGE], np.concatenate((pattern(4 * PAGE), pattern(4 * PAGE, 1)))) == 1
+    )
+    file.close()
+    storage.close()
+
+
+# SteppedExecutor
+
+
+def order_of(seed: int) -> list[str]:
+    """Runs twelve jobs of three turns each. Returns the order of all turns."""
+    executor, log = SteppedExecutor(seed, num_threads=3), []
+
+    def job(name: str) -> None:
+        for turn in range(3):
+            log.append(f"{name}{turn}")
+            executor.pause()
+
+    for name in "abcdef":
+        executor.submit_write(partial(job, name))
+        executor.submit_read(partial(job, name.upper()))
+    while not executor.idle:
+        executor.tick()
+    return log
+
+
+def test_jobs_begin_in_order_reads_first_and_the_seed_interleaves_them() -> None:
+    orders = [order_of(seed) for seed in range(20)]
+    assert orders == [order_of(seed) for seed in range(20)]
+    assert len({tuple(order) for order in orders}) > 15
+    for order in orders:
+        assert len(order) == 36
+        assert "".join(entry[0] for entry in order if entry[1] == "0") == "ABCDEFabcdef"
+    ends = {"".join(entry[0] for entry in order if entry[1] == "2") for order in orders}
+    assert len(ends) > 10, "jobs end in the order in which they began"
+
+
+def test_a_stalled_job_goes_on_after_its_time() -> None:
+    clock = Clock(0.0)
+    log: list[float] = []
+    executor = SteppedExecutor(clock=clock)
+
+    def job() -> None:
+        executor.stall(5.0)
+        log.append(clock.now)
+
+    executor.submit_read(job)
+    executor.drain()
+    clock.now = 4.9
+    executor.drain()
+    assert log == []
+    assert not executor.close(timeout_s=0.05)
+    clock.now = 5.0
+    executor.drain()
+    assert log == [5.0]
+    assert executor.idle
+
+
+def test_close_runs_queued_jobs_and_takes_no_more() -> None:
+    executor, log = SteppedExecutor(), []
+    executor.submit_write(lambda: log.append("write"))
+    executor.submit_read(lambda: log.append("read"))
+    assert executor.close(timeout_s=1.0)
+    assert log == ["read", "write"]
+    assert not executor.submit_read(lambda: log.append("late"))
+    executor.tick()
+    assert log == ["read", "write"]
+
+
+def test_a_full_queue_takes_no_more_jobs() -> None:
+    executor = SteppedExecutor(max_queued=2)
+    assert [executor.submit_read(lambda: None) for _ in range(3)] == [True, True, False]
+    assert executor.submit_write(lambda: None)
+    executor.drain()
+    assert executor.submit_read(lambda: None)
+
+
+def test_jobs_of_a_killed_process_do_not_go_on() -> None:
+    executor, log = SteppedExecutor(pause_chance=1.0), []
+
+    def job() -> None:
+        try:
+            log.append("begun")
+            executor.pause()
+            log.append("ended")
+        except Exception:
+            log.append("handled")
+
+    executor.submit_read(job)
+    executor.turn()
+    executor.submit_read(job)
+    executor.kill()
+    executor.drain()
+    assert log == ["begun"]
+    assert executor.idle
+
+
+def test_no_job_runs_while_the_executor_is_held() -> None:
+    executor, log = SteppedExecutor(), []
+    with executor.hold():
+        executor.submit_read(lambda: log.append("read"))
+        executor.drain()
+        assert log == []
+    executor.drain()
+    assert log == ["read"]
+
+
+def test_the_exception_of_a_job_is_raised_by_drain() -> None:
+    executor = SteppedExecutor()
+    executor.submit_read(lambda: print(int("x")))
+    with pytest.raises(ValueError, match="invalid literal"):
+        executor.drain()
+    assert executor.idle

@@ -1,0 +1,246 @@
+"""A host in front of a plain tier in memory, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffload.abc import (
+    KVGroup,
+    LookupState,
+    Need,
+    OffloadKey,
+    ReqContext,
+    Slots,
+    States,
+    TierError,
+    TierResult,
+    TierStats,
+)
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.hits import last_possible
+from kvoffload.testing.executor import SteppedExecutor
+from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.clock import Clock
+
+SLOT_BYTES = 4096
+
+
+A, B = ReqContext("a"), ReqContext("b")
+
+
+def chain(name: str, n: int) -> list[OffloadKey]:
+    return [f"{name}{i}".encode().ljust(12, b".") + bytes(4) for i in range(n)]
+
+
+def content(key: OffloadKey) -> np.ndarray:
+    return np.resize(np.frombuffer(key, dtype=np.uint8), SLOT_BYTES)
+
+
+class SpyTier(MemoryTier):
+    """A MemoryTier that records calls, and fails, hangs or does not know as its attributes say."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.reads: list[OffloadKey] = []
+        self.writes: list[OffloadKey] = []
+        self.expected: list[list[OffloadKey]] = []
+        """The chains that were announced."""
+        self.was_reset = False
+        self.held_by_others: set[OffloadKey] = set()
+        """Blocks that it does not know of and that a write finds in the medium."""
+        self.num_deleted = 0
+        self.asked: list[OffloadKey] = []
+        self.refuses = False
+        self.fails: TierError | None = None
+        self.unsure = False
+        self.seconds_per_block: float | None = None
+        self.most_writes = 1 << 30
+        """Blocks that it writes at the same time."""
+        self.fails_for: OffloadKey | None = None
+        self.num_fails = 0
+        """This many writes of ``fails_for`` fail, then they succeed."""
+        self.claimed_blocks: int | None = None
+        self.hanging: dict[OffloadKey, float] = {}
+        """How many seconds the read or write of a block takes."""
+
+    def stats(self) -> TierStats:
+        stats = super().stats()
+        if self.claimed_blocks is not None:
+            stats = stats._replace(capacity_bytes=self.claimed_blocks * self.block_bytes)
+        return stats
+
+    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        n = max(0, self.most_writes - len(self.under_way))
+        taken = super().write(keys[:n], slots[:n])
+        self.writes += taken
+        return taken
+
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        self.num_deleted += len(keys)
+        super().delete(keys)
+
+    def reset(self) -> None:
+        self.was_reset = True
+        if not self.is_shared:
+            super().reset()
+
+    def read_block(self, key: OffloadKey, slot: int, block: Any) -> None:
+        self._hang(key)
+        super().read_block(key, slot, block)
+
+    def write_block(self, key: OffloadKey, slot: int, block: Any) -> None:
+        self._hang(key)
+        super().write_block(key, slot, block)
+
+    def _hang(self, key: OffloadKey) -> None:
+        if key in self.hanging:
+            assert isinstance(self.executor, SteppedExecutor)
+            self.executor.stall(self.hanging[key])
+
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+        if ahead:
+            self.expected.append(list(ahead))
+        self.asked += keys
+        states = super().contains(keys)
+        return np.full_like(states, LookupState.RETRY) if self.unsure else states
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        taken = [] if self.refuses else super().read(keys, slots)
+        self.reads += taken
+        return taken
+
+    def poll(self) -> list[TierResult]:
+        results = []
+        for result in super().poll():
+            error = self.fails or result.error
+            if result.key == self.fails_for and not result.is_read and self.num_fails:
+                error, self.num_fails = TierError.IO, self.num_fails - 1
+                self.delete([result.key])
+            seconds = result.seconds if self.seconds_per_block is None else self.seconds_per_block
+            begun = result.ended - seconds
+            nbytes = 0 if result.key in self.held_by_others and not result.is_read else result.nbytes
+            results.append(TierResult(result.key, result.is_read, error, nbytes, seconds, begun, result.ended))
+        return results
+
+
+class Rig:
+    """A host of ``host_blocks`` in front of tiers, with a clock of their own. ``tier`` is the first of them,
+    ``tier_class`` makes the last."""
+
+    def __init__(
+        self,
+        host_blocks: int = 16,
+        tier_blocks: int = 64,
+        policy: str = "lru",
+        groups: Sequence[KVGroup] = (KVGroup(16),),
+        enable_events: bool = False,
+        num_tiers: int = 1,
+        num_threads: int = 4,
+        tier_class: type[SpyTier] = SpyTier,
+        **options: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.pools = make_pools(host_blocks, SLOT_BYTES)
+        self.executor = SteppedExecutor(clock=self.clock, num_threads=num_threads)
+        classes = [SpyTier] * (num_tiers - 1) + [tier_class]
+        self.tiers = [make(self.pools, tier_blocks, self.executor, self.clock) for make in classes]
+        for i, tier in enumerate(self.tiers[1:], 2):
+            tier.name = f"memory-{i}"
+        self.tier = self.tiers[0]
+        backend = HostBackend(16, host_blocks)
+        self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), enable_events, clock=self.clock)
+        self.manager = TieredOffloadingManager(
+            self.host,
+            self.tiers,
+            TieringSettings([16.0] * len(groups), groups=groups, **options),
+            clock=self.clock,
+            random=lambda: 0.0,
+        )
+
+    def store(self, keys: list[OffloadKey]) -> None:
+        """A request with the chain ``keys`` stores its blocks, with bytes made from their keys, and ends."""
+        output = self.manager.prepare_store(keys)
+        assert output is not None
+        for key, slot in zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True):
+            self.pools[0][slot] = content(key)
+        self.manager.complete_store(keys)
+        self.manager.end_chain(keys, [])
+
+    def settle(self) -> None:
+        """Starts what lookups have asked for, and ends all transfers of the tier."""
+        self.manager.poll()
+        self.executor.drain()
+        self.manager.poll()
+        self.manager.check_integrity()
+
+    def store_below(self, keys: list[OffloadKey]) -> None:
+        """Puts ``keys`` into the tier but not into the host."""
+        for key in keys:
+            self.store([key])
+            self.settle()
+        self.host.reset()
+
+    def bytes_of(self, keys: list[OffloadKey]) -> list[bytes]:
+        spec = self.manager.prepare_load(keys)
+        self.manager.complete_load(keys)
+        return [bytes(self.pools[0][slot]) for slot in spec.slots.tolist()]
+
+    def fill_host(self, name: str = "filler") -> None:
+        """Fills the host with other blocks, which evict all that can be evicted."""
+        for key in chain(name, self.host.num_blocks):
+            output = self.host.prepare_store([key])
+            if output is not None:
+                self.host.complete_store([key])
+
+    def counts(self) -> dict[str, float]:
+        return dict(self.manager.take_counts())
+
+
+def arrived(manager: TieredOffloadingManager, context: ReqContext) -> dict[str, int]:
+    """Returns how many blocks have arrived for a request, by tier, and leaves them pinned."""
+    promotion = manager._promoter.get(context)
+    return {} if promotion is None else dict(promotion.promoted)
+
+
+def lookup_last(
+    manager: TieredOffloadingManager, keys: list[OffloadKey], context: ReqContext | None
+) -> tuple[int, LookupState]:
+    """Returns the last of ``keys`` that is not certainly missing, and its state; -1 and MISS if there is none."""
+    states = manager.lookup_each(keys, context, Need.LAST)
+    last = last_possible(states)
+    return last, LookupState(states[last]) if last >= 0 else LookupState.MISS
+
+
+def slot_of(rig: Rig, key: OffloadKey) -> int | None:
+    status = rig.host.block_status(key)
+    return None if status is None else status.slot
+
+
+def in_tier(rig: Rig, keys: list[OffloadKey]) -> list[int]:
+    return np.flatnonzero(rig.tier.contains(keys) == LookupState.HIT).tolist()
+
+
+def on_disk(rig: Rig, keys: list[OffloadKey]) -> int:
+    """Returns how many leading blocks the tier has, and checks that it has none behind them."""
+    found = rig.tier.contains(keys) == LookupState.HIT
+    leading = len(keys) if found.all() else int(found.argmin())
+    assert np.count_nonzero(found) == leading, "a block is written behind a hole"
+    return leading
+
+
+def begin(rig: Rig, keys: list[OffloadKey], context: ReqContext) -> None:
+    """A request looks up ``keys``, which it will compute."""
+    rig.manager.touch(keys, context)
+    rig.manager.lookup(keys, context)
+
+
+def compute(rig: Rig, keys: list[OffloadKey]) -> None:
+    output = rig.manager.prepare_store(keys)
+    assert output is not None
+    rig.manager.complete_store(keys)

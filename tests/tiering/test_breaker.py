@@ -1,0 +1,553 @@
+"""When a tier is paused, tested, used again, and switched off."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.abc import (
+    LookupState,
+    OffloadKey,
+    ReqContext,
+    TierError,
+)
+from kvoffload.tiering.health import (
+    FAILURE_PERIOD_S,
+    JITTER,
+    MAX_FAILURES,
+    MAX_HANGS,
+    MAX_PAUSE_S,
+    PAUSE_S,
+    TRUST_FACTOR,
+    WRITE_DEADLINE_S,
+    BreakerState,
+    CircuitBreaker,
+    Progress,
+    TierState,
+)
+from tests.tiering.rig import (
+    A,
+    B,
+    Rig,
+    chain,
+    content,
+    on_disk,
+    slot_of,
+)
+
+
+def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
+    """A request waits for two blocks. The read of the first one hangs."""
+    keys = chain(name, 2)
+    rig.store_below(keys)
+    rig.tier.hanging[keys[0]] = 1e9
+    rig.manager.lookup(keys, ReqContext(name))
+    rig.settle()
+    rig.clock.now += 1.0
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    return keys
+
+
+def wait_for_probe(rig: Rig, keys: list[OffloadKey]) -> None:
+    """A request looks up ``keys`` after the pause, which may start a test read, and that ends or hangs."""
+    half_open(rig)
+    assert rig.manager.lookup(keys, ReqContext("prober")) == 0, "it does not wait"
+    rig.settle()
+    rig.manager.release_request(ReqContext("prober"))
+
+
+def fail(rig: Rig, times: int) -> None:
+    for i in range(times):
+        keys = chain(f"bad{rig.clock.now}/{i}", 1)
+        rig.store_below(keys)
+        rig.tier.fails = TierError.CORRUPT
+        rig.manager.lookup(keys, ReqContext(f"bad{rig.clock.now}/{i}"))
+        rig.settle()
+        rig.tier.fails = None
+
+
+def test_no_other_request_waits_for_a_hanging_tier() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys, other = chain("x", 2), chain("y", 2)
+    rig.store_below(keys + other)
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    rig.clock.now += 1.0
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.lookup(other, B) == 0
+    assert rig.manager.lookup(keys, B) == 0
+    rig.settle()
+    assert rig.manager.lookup(other, B) is None, "the tier works again"
+
+
+def test_transfers_that_have_ended_while_the_engine_was_idle_are_no_hang() -> None:
+    """An idle engine takes no steps, so the results wait until the next request comes."""
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.store(chain("last", 1))
+    rig.manager.poll()
+    assert len(rig.manager.tiers[0].writes.writing) == 1
+    rig.executor.drain()
+    rig.clock.now += 100.0
+    assert rig.manager.lookup(keys, A) is None, "it is loaded"
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+    assert rig.manager.tiers[0].breaker.is_working
+
+
+def test_a_tier_is_read_again_after_a_successful_test_read(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(host_blocks=32, load_deadline_ms=1000)
+    other = chain("y", 6)
+    rig.store_below(other)
+    keys = hang(rig)
+    wait_for_probe(rig, other)
+    for name, n in (("b", 3), ("c", 6)):
+        rig.clock.now += 5.0
+        assert rig.manager.lookup(other[:n], ReqContext(name)) is None
+        rig.settle()
+        assert rig.manager.lookup(other[:n], ReqContext(name)) == n
+    assert rig.manager.lookup(keys, B) == 0, "the block that hangs is still missing"
+    assert rig.bytes_of(other) == [bytes(content(key)) for key in other]
+    assert len([record for record in caplog.records if "has ended no read" in record.message]) == 1
+
+
+def test_the_host_slot_of_a_hanging_read_is_not_given_to_another_block() -> None:
+    rig = Rig(host_blocks=8, load_deadline_ms=1000)
+    keys = hang(rig)
+    rig.manager.release_request(ReqContext("x"))
+    slot = slot_of(rig, keys[0])
+    assert slot is not None
+    wait_for_probe(rig, chain("y", 1))
+    for _ in range(3):
+        rig.fill_host()
+        assert slot_of(rig, keys[0]) == slot
+    rig.manager.reset()
+    rig.fill_host("other")
+    assert slot not in [slot_of(rig, key) for key in chain("other", 8)], "not even after a reset"
+    rig.clock.now += 1e9
+    rig.settle()
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    assert rig.manager.tiers[0].num_overdue == 0
+
+
+def test_test_reads_are_bounded_until_a_read_ends() -> None:
+    rig = Rig(host_blocks=64, load_deadline_ms=1000)
+    victims = [chain(f"v{i}", 2) for i in range(10)]
+    rig.store_below([key for keys in victims for key in keys])
+    rig.tier.hanging = dict.fromkeys((key for keys in victims for key in keys), 1e9)
+    rig.tier.hanging[victims[0][0]] = 1000.0
+    rig.manager.lookup(victims[0], A)
+    rig.settle()
+    rig.clock.now += 1.0
+    rig.settle()
+    for keys in victims[1:]:
+        wait_for_probe(rig, keys)
+        rig.clock.now += 10.0
+    assert len(rig.tier.reads) == 2 + MAX_HANGS - 1
+    rig.tier.hanging.clear()
+    rig.clock.now += 1000.0
+    rig.settle()
+    assert rig.manager.lookup(victims[9], B) is None
+    rig.settle()
+    assert rig.manager.lookup(victims[9], B) == 2
+
+
+def test_a_hanging_read_does_not_change_the_read_rate() -> None:
+    rig = Rig(host_blocks=32, load_deadline_ms=1000, load_only_if_faster=True)
+    other = chain("y", 4)
+    rig.store_below(other)
+    hang(rig)
+    wait_for_probe(rig, other)
+    before = rig.manager.tiers[0].estimator.seconds_to_read(1)
+    rig.clock.now += 1e9
+    rig.settle()
+    assert rig.manager.tiers[0].estimator.seconds_to_read(1) == before
+
+
+def test_a_slow_tier_is_not_suspended_while_reads_end() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys, other = chain("x", 2), chain("y", 2)
+    rig.store_below(keys + other)
+    rig.tier.hanging[keys[1]] = 10.0
+    rig.manager.lookup(keys[:1], A)
+    rig.manager.poll()
+    rig.clock.now += 0.9
+    rig.manager.lookup(keys[1:], B)
+    rig.manager.poll()
+    rig.executor.drain()
+    rig.manager.poll()
+    assert rig.manager.tiers[0].num_reading == 1
+    rig.clock.now += 0.9
+    assert rig.manager.lookup(other, ReqContext("c")) is None
+
+
+def test_a_tier_that_fails_too_often_is_paused_and_the_host_serves_on(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    fail(rig, MAX_FAILURES - 1)
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.counts()["tier_paused:memory"] == 0
+    fail(rig, 1)
+    assert rig.manager.lookup(keys, B) == 0
+    counts = rig.counts()
+    assert (counts["tier_paused:memory"], counts["tier_off:memory"]) == (1, 0)
+    assert len([record for record in caplog.records if "TIER IS PAUSED" in record.message]) == 1
+    rig.store(chain("y", 2))
+    assert rig.manager.lookup(chain("y", 2), B) == 2
+
+
+def pause(rig: Rig) -> None:
+    """The tier fails until it is paused."""
+    fail(rig, MAX_FAILURES)
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+
+
+def half_open(rig: Rig) -> None:
+    rig.clock.now += rig.manager.tiers[0].breaker.pause_s
+    rig.settle()
+
+
+def test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    rig.tier.asked.clear()
+    rig.tier.reads.clear()
+    rig.tier.writes.clear()
+    for i in range(20):
+        rig.clock.now += PAUSE_S / 25
+        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0, "no request waits"
+        rig.manager.touch(keys, ReqContext(f"r{i}"))
+        rig.store(chain(f"y{i}", 2))
+        rig.settle()
+    assert (rig.tier.asked, rig.tier.reads, rig.tier.writes) == ([], [], [])
+
+
+def test_a_request_that_waits_when_its_tier_is_paused_waits_no_longer() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1e6)
+    keys, queued = chain("x", 2), chain("z", 2)
+    rig.store_below(keys + queued)
+    rig.tier.hanging = dict.fromkeys(keys, 1e9)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.tier.refuses = True
+    rig.manager.lookup(queued, ReqContext("queued"))
+    rig.manager.poll()
+    rig.tier.refuses = False
+    rig.tier.num_failed_lookups += MAX_FAILURES
+    assert rig.manager.poll()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.lookup(queued, ReqContext("queued")) == 0
+    rig.manager.check_integrity()
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_half_open_reads_one_block_for_no_request(succeeds: bool) -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys, other = chain("x", 4), chain("z", 4)
+    rig.store_below(keys + other)
+    pause(rig)
+    rig.tier.reads.clear()
+    half_open(rig)
+    if not succeeds:
+        rig.tier.fails = TierError.IO
+    for i in range(3):
+        assert rig.manager.lookup(keys[1:], ReqContext(f"a{i}")) == 0, "a request does not wait for a test"
+        assert rig.manager.lookup(other, ReqContext(f"b{i}")) == 0
+    rig.settle()
+    assert rig.tier.reads == keys[1:2], "one test at a time"
+    if succeeds:
+        assert rig.manager.lookup(other, ReqContext("c")) is None
+        assert rig.host.lookup(keys[1:2]) == 1, "the bytes of the test are not lost"
+    else:
+        assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+        assert rig.manager.tiers[0].breaker.pause_s == 2 * PAUSE_S
+    rig.manager.check_integrity()
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_half_open_writes_one_block(succeeds: bool) -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    pause(rig)
+    half_open(rig)
+    rig.tier.writes.clear()
+    keys = chain("y", 4)
+    with rig.executor.hold():
+        rig.store(keys)
+        rig.manager.poll()
+        rig.manager.poll()
+        assert rig.tier.writes == keys[:1]
+        assert rig.manager.tiers[0].breaker.state is BreakerState.TESTING
+    rig.tier.fails = None if succeeds else TierError.IO
+    rig.settle()
+    rig.settle()
+    if succeeds:
+        assert rig.manager.tiers[0].breaker.state is BreakerState.WORKING  # type: ignore[comparison-overlap]
+        assert on_disk(rig, keys) == 4
+    else:
+        assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN  # type: ignore[comparison-overlap]
+        assert rig.tier.writes == keys[:1]
+
+
+def test_a_tier_that_failed_for_ten_minutes_is_used_again_without_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    rig.tier.fails = TierError.IO
+    rig.tier.reads.clear()
+    for i in range(600):
+        rig.clock.now += 1.0
+        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0
+        rig.settle()
+        rig.host.reset()
+    assert 600 / MAX_PAUSE_S - 2 <= len(rig.tier.reads) <= 600 / MAX_PAUSE_S + 10, "tested once per pause"
+    rig.tier.fails = None
+    for i in range(2 * int(MAX_PAUSE_S)):
+        rig.clock.now += 1.0
+        found = rig.manager.lookup(keys, ReqContext(f"s{i}"))
+        rig.settle()
+        rig.host.reset()
+    assert found is None
+    assert len([record for record in caplog.records if "works again" in record.message]) == 1
+    assert len([record for record in caplog.records if "TIER IS PAUSED" in record.message]) == 1
+
+
+def test_a_tier_that_fails_again_soon_is_paused_longer_and_one_that_has_worked_is_not() -> None:
+    breaker, now = CircuitBreaker(lambda: 0.0), 0.0
+    pauses = []
+    for _ in range(9):
+        breaker.add_failures(MAX_FAILURES, now)
+        pauses.append(breaker.pause_s)
+        now += breaker.pause_s
+        breaker.update(now)
+        breaker.begin_test()
+        assert breaker.end_test(True, now)
+        now += 1.0
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.add_failures(MAX_FAILURES, now + FAILURE_PERIOD_S)
+    assert breaker.pause_s == PAUSE_S
+
+
+def test_the_pause_is_short_again_once_a_tier_has_worked_for_some_time() -> None:
+    for worked_s, next_pause_s in ((TRUST_FACTOR * PAUSE_S - 0.1, 2 * PAUSE_S), (TRUST_FACTOR * PAUSE_S, PAUSE_S)):
+        breaker = CircuitBreaker(lambda: 0.0)
+        breaker.add_failures(MAX_FAILURES, 0.0)
+        breaker.update(PAUSE_S)
+        breaker.begin_test()
+        assert breaker.end_test(True, PAUSE_S)
+        breaker.add_failures(MAX_FAILURES, PAUSE_S + worked_s)
+        assert breaker.pause_s == next_pause_s
+
+
+def test_corrupt_blocks_that_tests_find_do_not_keep_a_tier_paused() -> None:
+    """A store with many bad blocks would be tested with one after the other, each after a longer pause."""
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    bad = [chain(f"damaged{i}", 1) for i in range(20)]
+    for keys in bad:
+        rig.store_below(keys)
+    pause(rig)
+    half_open(rig)
+    breaker = rig.manager.tiers[0].breaker
+    rig.tier.fails = TierError.CORRUPT
+    for i, keys in enumerate(bad):
+        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0
+        rig.settle()
+        assert breaker.state is BreakerState.HALF_OPEN
+    assert len(rig.tier.reads) >= len(bad)
+    rig.tier.fails = None
+    good = chain("good", 2)
+    rig.store_below(good)
+    rig.manager.lookup(good, A)
+    rig.settle()
+    assert breaker.is_working
+
+
+def test_pauses_have_jitter() -> None:
+    for number, half_open_after in ((0.0, 1.0), (1.0, 1.0 + JITTER)):
+        breaker = CircuitBreaker(lambda number=number: number)  # type: ignore[misc]
+        breaker.add_failures(MAX_FAILURES, 0.0)
+        breaker.update(half_open_after - 0.01)
+        assert not breaker.may_test
+        breaker.update(half_open_after)
+        assert breaker.may_test
+
+
+def test_lookups_that_fail_pause_a_tier() -> None:
+    rig = Rig()
+    rig.store_below(chain("x", 2))
+    rig.tier.num_failed_lookups += MAX_FAILURES - 1
+    rig.settle()
+    assert rig.manager.tiers[0].can_read
+    rig.tier.num_failed_lookups += 1
+    rig.settle()
+    assert not rig.manager.tiers[0].can_read
+    half_open(rig)
+    rig.tier.num_failed_lookups += 1
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN, "while it is tested, one is enough"
+    assert rig.counts()["tier_lookup_failures:memory"] == MAX_FAILURES + 1
+
+
+def test_a_tier_that_does_not_answer_the_lookup_of_a_test_is_paused_again() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.tier.num_failed_lookups += MAX_FAILURES
+    rig.settle()
+    half_open(rig)
+    rig.tier.unsure = True
+    assert rig.manager.lookup(keys, A) == 0
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.may_test
+    rig.clock.now += 1.0
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    half_open(rig)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.tier.unsure = False
+    rig.settle()
+    assert rig.manager.tiers[0].can_read, "an answer that comes in time continues the test"
+
+
+def test_writes_that_hang_pause_the_tier_and_tests_of_them_are_bounded() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1000)
+    rig.store_below(chain("x", 1))
+    rig.tier.writes.clear()
+    for i in range(20):
+        keys = chain(f"y{i}", 4)
+        rig.tier.hanging |= dict.fromkeys(keys, 1000.0)
+        rig.store(keys)
+        for _ in range(int(WRITE_DEADLINE_S)):
+            rig.clock.now += 1.1
+            rig.settle()
+    assert not rig.manager.tiers[0].can_read
+    assert len(rig.tier.writes) <= 4 + MAX_HANGS - 1
+    assert rig.host.num_available_blocks >= 64 - len(rig.tier.writes), "the others are not pinned"
+    rig.tier.hanging.clear()
+    rig.clock.now += 1000.0
+    rig.settle()
+    rig.settle()
+    assert rig.manager.tiers[0].can_read
+    rig.store(chain("z", 4))
+    for _ in range(20):
+        rig.settle()
+    assert on_disk(rig, chain("z", 4)) == 4
+
+
+def test_a_test_write_that_hangs_does_not_keep_the_tier_in_the_test() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    half_open(rig)
+    other = chain("y", 2)
+    rig.tier.hanging = dict.fromkeys(other, 1e9)
+    rig.store(other)
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.TESTING
+    rig.clock.now += WRITE_DEADLINE_S
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN  # type: ignore[comparison-overlap]
+    half_open(rig)
+    assert rig.manager.lookup(keys, A) == 0
+    rig.settle()
+    assert rig.manager.tiers[0].can_read, "a read may test it next"
+
+
+def test_one_tier_that_hangs_leaves_another_its_share_of_writes() -> None:
+    rig = Rig(host_blocks=64, num_tiers=2, num_threads=64, write_share=0.25)
+    slow, fast = rig.tiers
+    keys = [chain(f"x{i}", 8) for i in range(2)]
+
+    def write_block(key: OffloadKey, slot: int, block: object) -> None:
+        rig.executor.stall(1e9)
+
+    slow.write_block = write_block  # type: ignore[method-assign]
+    for each in keys:
+        rig.store(each)
+        rig.settle()
+        rig.settle()
+    assert all((fast.contains(each) == LookupState.HIT).all() for each in keys)
+
+
+@pytest.mark.parametrize("planted", ["never half open", "closed without a test", "requests wait for it"])
+def test_a_breaker_with_a_bug_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if planted == "never half open":
+        monkeypatch.setattr(CircuitBreaker, "update", lambda breaker, now: None)
+        with pytest.raises(AssertionError):
+            test_half_open_reads_one_block_for_no_request(succeeds=True)
+    elif planted == "requests wait for it":
+        monkeypatch.setattr(TierState, "can_read", True)
+        with pytest.raises(AssertionError):
+            test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written()
+    else:
+
+        def close(breaker: CircuitBreaker, now: float) -> None:
+            breaker.state = BreakerState.WORKING
+
+        monkeypatch.setattr(CircuitBreaker, "update", close)
+        with pytest.raises(AssertionError):
+            test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written()
+
+
+def test_failures_far_apart_switch_nothing_off() -> None:
+    rig = Rig(tier_blocks=100)
+    for _ in range(MAX_FAILURES + 2):
+        fail(rig, 1)
+        rig.clock.now += FAILURE_PERIOD_S / (MAX_FAILURES - 2)
+    assert rig.counts()["tier_off:memory"] == 0
+
+
+# The breaker by itself.
+
+
+def test_transfers_hang_if_none_ends_for_a_whole_deadline() -> None:
+    reads = Progress(deadline_s=1.0)
+    reads.begun(10.0, num_before=0)
+    reads.begun(10.5, num_before=2)
+    assert not reads.detect_hang(10.9, num_under_way=2)
+    assert not reads.detect_hang(11.5, num_under_way=0)
+    assert reads.detect_hang(11.0, num_under_way=2)
+    reads.ended(11.6, num_late=0, num_hanging=2)
+    assert reads.num_hangs == 1, "the others still hang"
+    reads.ended(11.7, num_late=2, num_hanging=0)
+    assert reads.num_hangs == 0
+
+
+def test_a_hang_ends_when_a_transfer_that_hung_succeeds() -> None:
+    breaker = CircuitBreaker()
+    assert breaker.hang(0.0)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.hang(0.1), "it was paused before"
+    assert breaker.end_hang(0.2)
+    assert breaker.is_working
+    breaker.add_failures(MAX_FAILURES, 1.0)
+    assert not breaker.end_hang(1.1), "it was not paused for a hang"
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_a_breaker_that_is_off_stays_off() -> None:
+    breaker = CircuitBreaker()
+    breaker.switch_off()
+    assert not breaker.hang(5.0)
+    assert not breaker.end_hang(6.0)
+    assert not breaker.add_failures(MAX_FAILURES, 7.0)
+    breaker.update(1e9)
+    breaker.begin_test()
+    assert not breaker.end_test(True, 1e9)
+    assert breaker.is_off
+
+
+def test_failures_in_two_periods_are_too_few() -> None:
+    breaker = CircuitBreaker()
+    assert not breaker.add_failures(MAX_FAILURES - 1, 0.0)
+    assert not breaker.add_failures(1, FAILURE_PERIOD_S + 0.1)
+    assert not breaker.add_failures(MAX_FAILURES - 2, FAILURE_PERIOD_S + 0.2)
+    assert breaker.add_failures(1, FAILURE_PERIOD_S + 0.3)

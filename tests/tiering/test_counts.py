@@ -1,0 +1,51 @@
+"""Counts by tier."""
+
+from __future__ import annotations
+
+from kvoffload.abc import TierStats
+from kvoffload.observe.metrics import METRICS
+from tests.tiering.rig import SLOT_BYTES, A, Rig, SpyTier, chain
+
+
+def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
+    rig = Rig()
+    keys = chain("x", 3)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    counts = rig.counts()
+    assert {name.partition(":")[0] for name in counts} <= METRICS.keys()
+    assert counts["tier_write_blocks:memory"] == 3
+    assert counts["tier_read_bytes:memory"] == 3 * SLOT_BYTES
+    assert counts["tier_blocks:memory"] == 3
+    assert counts["tier_capacity_bytes:memory"] == 64 * SLOT_BYTES
+    assert counts["tier_off:memory"] == counts["tier_paused:memory"] == 0
+    assert rig.manager.release_request(A) == {"memory": 3}
+    assert "tier_write_blocks:memory" not in rig.counts(), "each is reported once"
+
+
+def test_totals_that_a_tier_keeps_are_reported_as_they_grow() -> None:
+    rig = Rig(tier_blocks=2)
+    rig.store_below(chain("x", 3))
+    assert rig.counts()["tier_evicted_blocks:memory"] == 1
+    rig.store_below(chain("y", 2))
+    assert rig.counts()["tier_evicted_blocks:memory"] == 2
+    assert "tier_evicted_blocks:memory" not in rig.counts()
+
+
+class Store(SpyTier):
+    """A tier in a store that cannot be reached while it ``is_away``."""
+
+    is_away = True
+
+    def stats(self) -> TierStats:
+        return super().stats()._replace(is_connected=not self.is_away)
+
+
+def test_a_store_that_was_never_reached_is_paused() -> None:
+    """It has no failures, because nothing is asked of it."""
+    rig = Rig(tier_class=Store)
+    assert rig.counts()["tier_paused:memory"] == 1
+    assert isinstance(rig.tier, Store)
+    rig.tier.is_away = False
+    assert rig.counts()["tier_paused:memory"] == 0

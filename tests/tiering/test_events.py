@@ -1,0 +1,239 @@
+"""Events of tiers: what a router learns from them is what the tier holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResult
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.testing.executor import SteppedExecutor
+from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.tiering import events as events_module
+from kvoffload.tiering.events import TierEvents
+from kvoffload.tiering.health import GuardedTier
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
+from tests.sim.storage import SimulatedStorage
+from tests.tiering.rig import A, Rig, SpyTier, chain
+
+SLOT_BYTES = 4096
+
+
+def apply(index: dict[str | None, set[OffloadKey]], events: Collection[OffloadingEvent]) -> None:
+    """Does what a router does with events."""
+    for event in events:
+        held = index.setdefault(event.tier, set())
+        (held.difference_update if event.removed else held.update)(event.keys)
+
+
+class ReportingTier(SpyTier):
+    """Reports what it has evicted."""
+
+    evicted: list[OffloadKey] | None = None
+
+    def evict(self) -> bool:
+        before = list(self.blocks)
+        evicted = super().evict()
+        if self.evicted is not None:
+            self.evicted += [key for key in before if key not in self.blocks]
+        return evicted
+
+    def take_evicted(self) -> list[OffloadKey]:
+        taken, self.evicted = self.evicted or [], []
+        return taken
+
+
+def test_a_written_block_is_announced_with_medium_and_tier() -> None:
+    rig = Rig(enable_events=True)
+    keys = chain("a", 3)
+    rig.store(keys)
+    rig.settle()
+    rig.settle()
+    events = list(rig.manager.take_events())
+    assert {(event.medium, event.tier, event.removed, event.is_shared) for event in events} == {
+        ("CPU", None, False, False),
+        ("STORAGE", "memory", False, False),
+    }
+    index: dict[str | None, set[OffloadKey]] = {}
+    apply(index, events)
+    assert index == {None: set(keys), "memory": set(keys)}
+    assert list(rig.manager.take_events()) == []
+
+
+def test_a_tier_without_events_is_not_asked_and_keeps_nothing() -> None:
+    rig = Rig(tier_blocks=2)
+    rig.tier = ReportingTier(rig.pools, 2, rig.executor, rig.clock)
+    guarded = GuardedTier(rig.tier)
+    assert guarded.events is None
+    rig.store(chain("a", 2))
+    rig.settle()
+    assert list(rig.manager.take_events()) == []
+    assert rig.tier.evicted is None
+
+
+def test_what_was_held_at_the_start_is_announced_when_it_is_read() -> None:
+    rig = Rig(enable_events=True)
+    keys = chain("a", 2)
+    rig.store_below(keys)
+    list(rig.manager.take_events())
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+    index: dict[str | None, set[OffloadKey]] = {}
+    apply(index, list(rig.manager.take_events()))
+    assert index == {None: set(keys), "memory": set(keys)}
+
+
+@pytest.mark.parametrize("error", [TierError.CORRUPT, TierError.GONE])
+def test_a_block_that_could_not_be_read_is_gone(error: TierError) -> None:
+    rig = Rig(enable_events=True)
+    keys = chain("a", 2)
+    rig.store_below(keys)
+    rig.tier.fails = error
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    index: dict[str | None, set[OffloadKey]] = {"memory": set(keys)}
+    apply(index, list(rig.manager.take_events()))
+    assert index["memory"] == set()
+
+
+def test_a_failing_medium_says_nothing_about_a_block() -> None:
+    """The tier says itself, by ``take_evicted``, if it gives the block up."""
+    events = TierEvents(MemoryTier(make_pools(1, SLOT_BYTES), 1))
+    events.ended([TierResult(b"a", True, TierError.IO), TierResult(b"b", False, TierError.IO)])
+    assert list(events.take()) == []
+
+
+def test_a_block_found_in_a_shared_medium_is_announced_too() -> None:
+    class SharedTier(MemoryTier):
+        is_shared = True
+
+    events = TierEvents(SharedTier(make_pools(1, SLOT_BYTES), 1))
+    events.ended([TierResult(b"a", False, nbytes=0)])
+    (event,) = events.take()
+    assert (event.keys, event.removed, event.is_shared) == ([b"a"], False, True)
+
+
+def test_deleted_blocks_and_blocks_of_a_reset_are_removed() -> None:
+    rig = Rig(enable_events=True)
+    first, second = chain("a", 2), chain("b", 2)
+    for keys in (first, second):
+        rig.store(keys)
+        rig.settle()
+    index: dict[str | None, set[OffloadKey]] = {}
+    rig.manager.drop(first)
+    rig.manager.poll()
+    apply(index, list(rig.manager.take_events()))
+    assert index == {None: set(second), "memory": set(second)}
+
+
+def test_of_a_block_that_was_deleted_and_written_again_the_last_event_counts() -> None:
+    rig = Rig(enable_events=True)
+    keys = chain("a", 2)
+    rig.store(keys)
+    rig.settle()
+    rig.manager.drop(keys)
+    rig.store(keys)
+    rig.settle()
+    index: dict[str | None, set[OffloadKey]] = {}
+    apply(index, list(rig.manager.take_events()))
+    assert index == {None: set(keys), "memory": set(keys)}
+
+
+def test_pending_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "MAX_PENDING_EVENTS", 4)
+    events = TierEvents(MemoryTier(make_pools(1, SLOT_BYTES), 1))
+    names = [bytes([i]) for i in range(10)]
+    events.ended([TierResult(name, False) for name in names])
+    (event,) = events.take()
+    assert event.keys == names[-4:]
+    for name in names:
+        events.deleted([name])
+    events.ended([])
+    (event,) = events.take()
+    assert event.keys == names[-4:]
+
+
+# An index made from events alone, over a random history.
+
+
+class SilentTier(ReportingTier):
+    """The control: does not say what it evicts."""
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return []
+
+
+def disk_tier(pools: Any, executor: SteppedExecutor, clock: Any) -> Tier:
+    return DiskTier(
+        SimulatedStorage(1 << 24, pause=executor.pause),
+        pools,
+        DiskSettings("0" * 64, 160 << 10, slab_bytes=1 << 15),
+        executor=executor,
+        clock=clock,
+    )
+
+
+def history(make_tier: Any, seed: int) -> tuple[set[OffloadKey], set[OffloadKey]]:
+    """Runs random stores, reads, deletions and resets on a small tier. Returns what a router believes that the tier
+    holds, and what it holds."""
+    random, clock = Random(seed), lambda: 0.0
+    pools = make_pools(16, SLOT_BYTES)
+    executor = SteppedExecutor(seed, clock=clock)
+    tier = make_tier(pools, executor, clock)
+    host = PolicyOffloadingManager(HostBackend(16, 16), make_policy("lru", 16), True, must_store=True, clock=clock)
+    manager = TieredOffloadingManager(host, [tier], TieringSettings([16.0], load_only_if_faster=False), clock=clock)
+    index: dict[str | None, set[OffloadKey]] = {tier.name: set()}
+    chains = [chain(chr(ord("a") + i), 6) for i in range(12)]
+    for step in range(150):
+        keys, action = random.choice(chains), random.random()
+        if action < 0.5:
+            output = manager.prepare_store(keys)
+            if output is not None:
+                for slot in output.store_spec.slots.tolist():
+                    pools[0][slot] = random.randrange(256)
+                manager.complete_store(output.store_spec)
+                manager.touch(keys)
+                manager.end_chain(keys, [])
+        elif action < 0.8:
+            manager.lookup(keys, A)
+        elif action < 0.87:
+            manager.drop(keys[random.randrange(6) :])
+        elif action < 0.88 and step < 100:
+            manager.reset()
+        executor.tick()
+        manager.poll()
+        manager.release_request(A)
+        if random.random() < 0.3:
+            apply(index, list(manager.take_events()))
+    executor.drain()
+    manager.poll()
+    manager.poll()
+    apply(index, list(manager.take_events()))
+    everything = [key for keys in chains for key in keys]
+    held = {key for key, state in zip(everything, tier.contains(everything).tolist(), strict=True) if state == 1}
+    assert index[None] == {key for key in everything if host.find([key])[0] >= 0}
+    return index[tier.name], held
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_router_knows_what_the_disk_tier_holds(seed: int) -> None:
+    believed, held = history(disk_tier, seed)
+    assert held
+    assert believed == held
+
+
+def test_a_tier_that_does_not_say_what_it_evicts_is_found() -> None:
+    """The control of the test above."""
+
+    def silent(pools: Any, executor: SteppedExecutor, clock: Any) -> Tier:
+        return SilentTier(pools, 20, executor, clock)
+
+    believed, held = history(silent, 0)
+    assert believed > held

@@ -1,0 +1,316 @@
+"""TieredOffloadingManager over a plain tier: lookups, steps, resets."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.abc import (
+    Hints,
+    LookupState,
+    MissReason,
+    ReqContext,
+    TierError,
+)
+from kvoffload.cache.admission import FilterReusedOffloadingManager
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.testing.conformance import ManagerConformance
+from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.tiering.rig import (
+    SLOT_BYTES,
+    A,
+    B,
+    Rig,
+    arrived,
+    chain,
+    content,
+)
+
+
+class TestConformance(ManagerConformance):
+    """With a tier that has no room, the manager behaves as any other."""
+
+    def make_manager(self, num_blocks: int) -> TieredOffloadingManager:
+        tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
+        backend = HostBackend(16, num_blocks)
+        host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
+        return TieredOffloadingManager(host, [tier], TieringSettings([16.0]))
+
+
+def test_a_block_is_written_through_and_promoted_with_its_bytes() -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.tier.reads == [], "poll starts the reads for all lookups of a step together"
+    rig.manager.poll()
+    assert rig.tier.reads == keys
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 4
+    assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
+
+
+@pytest.mark.parametrize("hints", [None, Hints(2), Hints(2, drop=True), Hints(drop=True)])
+def test_the_blocks_of_the_last_request_of_a_session_are_not_written(hints: Hints | None) -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    ends = hints is not None and hints.drop
+    for context in (ReqContext("last", hints=hints), ReqContext("other")):
+        rig.manager.touch(keys, context)
+        output = rig.manager.prepare_store(keys, context)
+        assert output is not None
+        rig.manager.complete_store(output.store_spec, context)
+        rig.manager.end_chain(keys, output.keys_to_store, context)
+        rig.settle()
+        is_last = context.req_id == "last"
+        assert rig.tier.writes == ([] if ends and is_last else keys)
+
+
+def test_early_evictions_are_counted_beside_the_counts_of_tiers() -> None:
+    rig = Rig(host_blocks=4)
+    keys, context = chain("x", 4), ReqContext("last", hints=Hints(drop=True))
+    rig.manager.touch(keys, context)
+    output = rig.manager.prepare_store(keys, context)
+    assert output is not None
+    rig.manager.complete_store(output.store_spec, context)
+    rig.manager.end_chain(keys, output.keys_to_store, context)
+    rig.store(chain("y", 3))
+    counts = rig.manager.take_counts()
+    assert (counts["early_evictions"], counts["tier_off:memory"]) == (3, 0)
+    assert "early_evictions" not in rig.manager.take_counts()
+
+
+def test_a_block_is_not_found_before_it_has_arrived() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.host.lookup(keys) == 0
+
+
+def test_poll_returns_whether_a_lookup_may_find_more() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.poll()
+    assert not rig.manager.poll(), "nothing has happened"
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    assert not rig.manager.poll(), "nothing has arrived"
+    rig.executor.drain()
+    assert rig.manager.poll()
+
+
+def test_blocks_between_those_of_the_host_are_promoted() -> None:
+    rig = Rig()
+    keys = chain("x", 6)
+    rig.store_below([keys[2], keys[4]])
+    rig.store([keys[0], keys[1], keys[3]])
+    rig.settle()
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 5
+    assert sorted(rig.tier.reads) == [keys[2], keys[4]]
+
+
+def test_blocks_behind_a_missing_block_are_not_promoted() -> None:
+    rig = Rig()
+    keys = chain("x", 6)
+    rig.store_below(keys[:2] + keys[3:])
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+    assert rig.tier.reads == keys[:2]
+
+
+def test_a_key_is_read_once_however_many_requests_want_it() -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.manager.lookup(keys[:3], B) is None
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, ReqContext("c")) is None
+    rig.settle()
+    assert rig.tier.reads == keys
+    assert [sum(arrived(rig.manager, context).values()) for context in (A, B, ReqContext("c"))] == [4, 3, 4]
+
+
+def test_without_a_context_only_host_memory_is_consulted() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys) == 0
+    assert rig.manager.lookup_each(keys).tolist() == [LookupState.MISS] * 2
+    rig.settle()
+    assert rig.tier.reads == []
+
+
+def test_a_store_with_a_reuse_filter_promotes_nothing() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    output = FilterReusedOffloadingManager(rig.manager).prepare_store(keys, A)
+    assert output is not None
+    assert output.keys_to_store == []
+    rig.settle()
+    assert rig.tier.reads == []
+
+
+def test_windows_wait_for_missing_blocks() -> None:
+    rig = Rig()
+    keys = chain("x", 3)
+    rig.store_below(keys)
+    rig.store(keys[:1])
+    rig.settle()
+    hit, retry = LookupState.HIT, LookupState.RETRY
+    assert rig.manager.lookup_each(keys, A).tolist() == [hit, retry, retry]
+    rig.settle()
+    assert rig.manager.lookup_each(keys, A).tolist() == [hit, hit, hit]
+
+
+def test_windows_that_cannot_be_complete_promote_nothing() -> None:
+    rig = Rig()
+    keys = chain("x", 3)
+    rig.store_below(keys[:1])
+    assert rig.manager.lookup_each(keys, A).tolist() == [LookupState.RETRY, LookupState.MISS, LookupState.MISS]
+    rig.settle()
+    assert rig.tier.reads == []
+
+
+@pytest.mark.parametrize(("n", "promoted"), [(8, True), (9, False)])
+def test_a_window_too_large_to_be_promoted_is_a_miss_at_once(n: int, promoted: bool) -> None:
+    rig = Rig(host_blocks=16)
+    keys = chain("x", n)
+    rig.store_below(keys)
+    state = LookupState.RETRY if promoted else LookupState.MISS
+    assert rig.manager.lookup_each(keys, A).tolist() == [state] * n
+    rig.settle()
+    assert rig.tier.reads == (keys if promoted else [])
+    if not promoted:
+        assert rig.manager.explain_miss(keys[0]).reason is MissReason.TOO_LARGE
+        rig.host.prepare_store(keys[:1])
+        rig.host.complete_store(keys[:1])
+        hit, retry = LookupState.HIT, LookupState.RETRY
+        assert rig.manager.lookup_each(keys, A).tolist() == [hit, *[retry] * 8], "blocks of the host need no promotion"
+
+
+def test_promoted_blocks_count_as_promoted_after_the_deadline_too() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.clock.now += 2
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, A) == 4
+    assert sum(arrived(rig.manager, A).values()) == 4
+
+
+def test_a_missed_block_that_the_tier_holds_was_not_delivered_in_time() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 8)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 4
+    assert rig.manager.explain_miss(keys[4]).reason is MissReason.NOT_IN_TIME
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "counter"),
+    [
+        (TierError.CORRUPT, MissReason.CORRUPT, "tier_bad_blocks:memory"),
+        (TierError.IO, MissReason.READ_FAILED, "tier_read_failures:memory"),
+        (TierError.GONE, MissReason.EVICTED, None),
+    ],
+)
+def test_a_block_that_cannot_be_read_is_a_miss(error: TierError, reason: MissReason, counter: str | None) -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    rig.tier.fails = error
+    rig.settle()
+    rig.tier.delete(keys)
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.explain_miss(keys[0]).reason is reason
+    counts = rig.counts()
+    for name in ("tier_bad_blocks:memory", "tier_read_failures:memory"):
+        assert counts.get(name, 0) == (2 if name == counter else 0)
+    assert rig.host.num_used_blocks == 0
+
+
+def test_the_reason_is_corrupt_if_a_queued_block_was_found_corrupt_meanwhile() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.manager.lookup(keys[:2], A)
+    rig.manager.poll()
+    rig.tier.fails = TierError.CORRUPT
+    rig.manager.lookup(keys, B)
+    rig.executor.drain()
+    rig.manager.poll()
+    rig.tier.delete(keys)
+    rig.tier.fails = None
+    rig.settle()
+    assert rig.manager.lookup(keys, B) == 0
+    assert rig.manager.explain_miss(keys[0]).reason is MissReason.CORRUPT
+
+
+def test_tiers_can_be_switched_off_from_outside() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.manager.switch_off_tiers("keys do not outlive the process")
+    assert rig.manager.poll(), "waiting requests must ask again"
+    assert rig.manager.lookup(keys, A) == 0
+    rig.settle()
+    assert rig.tier.reads == []
+
+
+@pytest.mark.parametrize("under_way", ["read", "write", "arrived"])
+def test_a_reset_makes_everything_unreachable_whatever_is_under_way(under_way: str) -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    if under_way == "write":
+        rig.store(keys)
+    else:
+        rig.store_below(keys)
+        rig.manager.lookup(keys, A)
+        rig.manager.poll()
+    if under_way == "arrived":
+        rig.settle()
+    rig.manager.reset()
+    for _ in range(2):
+        assert rig.manager.lookup(keys, B) in (0, None)
+        rig.settle()
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.lookup(keys, B) == 0
+    assert rig.host.num_used_blocks == 0
+    rig.store(keys)
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+    assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
+
+
+def test_shutdown_may_be_called_twice() -> None:
+    rig = Rig()
+    rig.store(chain("x", 2))
+    rig.manager.shutdown()
+    rig.manager.shutdown()
+    assert rig.host.num_used_blocks == 0
+
+
+def test_a_miss_names_the_tier_that_holds_the_block() -> None:
+    rig = Rig()
+    keys = chain("a", 1)
+    rig.store_below(keys)
+    assert rig.manager.explain_miss(keys[0]).tier == "memory"
+    assert rig.manager.explain_miss(b"unknown").tier is None

@@ -1,0 +1,300 @@
+"""Tiers that other servers use too: resets, deletions, and writes of blocks that others hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.abc import LookupState, OffloadKey, TierStats
+from kvoffload.cache.admission import ReuseFilter
+from kvoffload.tiering.health import GuardedTier
+from tests.tiering.rig import A, B, Rig, SpyTier, begin, chain, compute, on_disk
+
+
+class SharedTier(SpyTier):
+    """Bounds itself and is used by others too. As long as ``knows`` is False, it does not say what it holds."""
+
+    name = "shared"
+    is_shared = True
+    knows = True
+
+    def stats(self) -> TierStats:
+        return super().stats()._replace(capacity_bytes=None)
+
+    def contains(self, keys, ahead=()):  # type: ignore[no-untyped-def]
+        states = super().contains(keys)
+        if not self.knows:
+            states[:] = LookupState.RETRY
+        return states
+
+
+def with_shared(**options: object) -> tuple[Rig, SharedTier]:
+    """A rig with a tier of its own and a shared one below it."""
+    rig = Rig(**options, tier_class=SharedTier, num_tiers=2)  # type: ignore[arg-type]
+    shared = rig.tiers[1]
+    assert isinstance(shared, SharedTier)
+    return rig, shared
+
+
+def settle(rig: Rig) -> None:
+    for _ in range(5):
+        rig.settle()
+
+
+def check_reset(rig: Rig, shared: SharedTier) -> None:
+    """Resets, and checks that the shared tier keeps its blocks and is not used again."""
+    keys = chain("x", 2)
+    rig.store(keys)
+    settle(rig)
+    shared.num_deleted = 0
+    rig.manager.reset()
+    rig.manager.reset()
+    assert shared.was_reset
+    assert shared.num_deleted == 0
+    assert len(shared.blocks) == 2, "others still find them"
+    assert rig.manager.tiers[1].breaker.is_off
+    assert rig.manager.tiers[0].can_read, "the tier of its own is empty, and goes on"
+    assert rig.manager.lookup(keys, A) == 0
+    rig.clock.now += 1e6
+    for tier in rig.tiers:
+        tier.asked.clear()
+        tier.writes.clear()
+    rig.store(chain("y", 2))
+    settle(rig)
+    assert rig.manager.lookup(keys, B) == 0
+    assert (shared.asked, shared.reads, shared.writes) == ([], [], [])
+    assert rig.tiers[0].writes == chain("y", 2)
+
+
+def test_a_reset_forgets_a_shared_tier_and_deletes_nothing_there(caplog: pytest.LogCaptureFixture) -> None:
+    rig, shared = with_shared()
+    check_reset(rig, shared)
+    messages = [record.message for record in caplog.records if "TIER IS OFF" in record.message]
+    assert len(messages) == 1
+    assert "MEMORY-2 TIER" in messages[0]
+    assert "restart this server" in messages[0]
+
+
+def test_a_reset_of_what_is_its_own_keeps_what_others_use() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 2)
+    rig.store(keys)
+    settle(rig)
+    assert rig.manager.reset(keep_shared=True)
+    assert rig.host.num_used_blocks == 0
+    assert not rig.tiers[0].blocks
+    assert not shared.was_reset
+    assert rig.manager.lookup(keys, A) is None
+    settle(rig)
+    assert shared.reads == keys
+    assert rig.manager.lookup(keys, A) == 2
+    rig.manager.reset()
+    assert not rig.manager.reset(keep_shared=True), "the shared tier is off"
+
+
+@pytest.mark.parametrize("planted", ["deletes", "stays on"])
+def test_a_wrong_reset_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, shared = with_shared()
+    if planted == "deletes":
+        monkeypatch.setattr(shared, "reset", shared.blocks.clear)
+    else:
+        monkeypatch.setattr(rig.manager, "_switch_off", lambda *args: None)
+    with pytest.raises(AssertionError):
+        check_reset(rig, shared)
+
+
+def test_a_read_from_before_the_reset_is_not_found() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 2)
+    rig.store(keys)
+    settle(rig)
+    rig.host.reset()
+    rig.tiers[0].reset()
+    with rig.executor.hold():
+        assert rig.manager.lookup(keys, A) is None
+        rig.manager.poll()
+        assert shared.reads == keys
+        rig.manager.reset()
+    settle(rig)
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+
+
+def test_a_corrupt_block_is_deleted_from_all_tiers() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 2)
+    rig.store(keys)
+    settle(rig)
+    rig.manager.drop(keys[:1])
+    assert [key in shared.blocks for key in keys] == [False, True]
+    assert [key in rig.tiers[0].blocks for key in keys] == [False, True]
+
+
+def test_blocks_that_others_hold_are_not_written() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 4)
+    rig.store(keys[:2])
+    settle(rig)
+    shared.writes.clear()
+    rig.store(keys)
+    settle(rig)
+    assert shared.writes == keys[2:]
+
+
+def test_a_block_that_the_tier_does_not_know_of_is_written_and_the_write_finds_it() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 4)
+    shared.knows = False
+    shared.held_by_others = set(keys[:3])
+    rig.store(keys)
+    settle(rig)
+    assert shared.writes == keys
+    assert not rig.manager.has_pending_writes
+    counts = rig.counts()
+    assert counts["tier_write_blocks:memory-2"] == 1, "the others were there already"
+    assert counts["tier_write_bytes:memory-2"] == 4096
+    assert "tier_write_failures:memory-2" not in counts
+    assert shared.num_deleted == 0
+    rig.manager.check_integrity()
+
+
+def test_nothing_is_deleted_because_the_tier_does_not_know_whether_it_holds_a_block() -> None:
+    rig, shared = with_shared(host_blocks=8)
+    keys = chain("x", 4)
+    rig.store(keys)
+    settle(rig)
+    rig.fill_host()
+    shared.knows = False
+    rig.store(keys[2:])
+    rig.manager.end_chain(keys, [], A)
+    settle(rig)
+    assert shared.num_deleted == 0
+
+
+def test_only_what_this_chain_has_written_is_deleted_behind_a_hole() -> None:
+    rig, shared = with_shared(host_blocks=32)
+    keys = chain("x", 6)
+    rig.store(keys[:2])
+    settle(rig)
+    other = keys[4:]
+    rig.store([*keys[:2], *other])  # Another server has written these, behind blocks that are gone since.
+    settle(rig)
+    shared.num_deleted = 0
+    shared.fails_for, shared.num_fails = keys[2], 5
+    rig.store(keys)
+    settle(rig)
+    assert all(key in shared.blocks for key in other)
+    assert keys[3] not in shared.blocks, "it was written behind the hole"
+
+
+def test_what_a_write_has_found_is_not_deleted_behind_a_hole() -> None:
+    rig, shared = with_shared(host_blocks=64)
+    keys = chain("x", 6)
+    shared.knows = False
+    shared.held_by_others = set(keys[4:])
+    shared.fails_for, shared.num_fails = keys[2], 5
+    rig.store(keys)
+    settle(rig)
+    assert [key in shared.blocks for key in keys] == [True, True, False, False, True, True]
+
+
+# Admission.
+
+
+def with_admission() -> Rig:
+    return Rig(num_tiers=2, admissions=[None, ReuseFilter(2)])
+
+
+def request(rig: Rig, keys: list[OffloadKey], name: str) -> None:
+    from kvoffload.abc import ReqContext
+
+    context = ReqContext(name)
+    begin(rig, keys, context)
+    settle(rig)
+    compute(rig, keys)
+    rig.manager.end_chain(keys, keys, context)
+    rig.manager.release_request(context)
+    settle(rig)
+
+
+def test_a_tier_with_an_admission_gets_what_several_requests_have_asked_for() -> None:
+    rig = with_admission()
+    own, remote = rig.tiers
+    keys = chain("x", 4)
+    request(rig, keys, "a")
+    assert on_disk(rig, keys) == 4
+    assert remote.writes == []
+    request(rig, [*keys[:2], *chain("y", 2)], "b")
+    assert remote.writes == keys[:2], "the chain is cut where the admission ends"
+    request(rig, keys, "c")
+    assert remote.writes == keys
+    assert own.writes == keys + chain("y", 2)
+    assert "tier_dropped_writes:memory-2" not in rig.counts(), "what is not admitted is not dropped"
+
+
+def test_one_request_counts_once() -> None:
+    rig = with_admission()
+    keys = chain("x", 2)
+    for _ in range(3):
+        request(rig, keys, "a")
+    assert rig.tiers[1].writes == []
+
+
+# Promotion that fills a faster tier.
+
+
+def promote_from_remote(rig: Rig, seconds: tuple[float, float]) -> list[OffloadKey]:
+    """A request gets blocks from the second tier, which the first one lacks. ``seconds``: per block, of each tier."""
+    warm = [chain("v", 1), chain("w", 1)]
+    for tier, seconds_per_block, keys in zip(rig.tiers, seconds, warm, strict=True):
+        tier.seconds_per_block = seconds_per_block
+        rig.store(keys)
+        settle(rig)
+        rig.host.reset()
+        for other in rig.tiers:
+            if other is not tier:
+                other.delete(keys)
+        assert rig.manager.lookup(keys, A) is None
+        settle(rig)
+        rig.manager.release_request(A)
+    keys = chain("x", 4)
+    rig.store(keys)
+    settle(rig)
+    rig.host.reset()
+    rig.tiers[0].delete(keys)
+    for tier in rig.tiers:
+        tier.writes.clear()
+    rig.manager.touch(keys, B)
+    assert rig.manager.lookup(keys, B) is None
+    settle(rig)
+    assert rig.manager.lookup(keys, B) == 4
+    rig.manager.release_request(B)
+    settle(rig)
+    begun = list(rig.tiers[0].writes)
+    rig.manager.end_chain(keys, [], B)
+    settle(rig)
+    assert rig.tiers[0].writes == begun, "what has arrived is written before its request ends"
+    return keys
+
+
+@pytest.mark.parametrize(("seconds", "fills"), [((0.001, 0.01), True), ((0.01, 0.01), False), ((0.02, 0.01), False)])
+def test_promoted_blocks_fill_a_tier_that_is_measured_to_be_faster(seconds: tuple[float, float], fills: bool) -> None:
+    rig = Rig(num_tiers=2, load_only_if_faster=False)
+    keys = promote_from_remote(rig, seconds)
+    assert rig.tiers[0].writes == (keys if fills else [])
+    assert rig.tiers[1].writes == [], "it holds them"
+    rig.manager.check_integrity()
+
+
+def test_blocks_that_are_computed_again_are_written_to_all_tiers() -> None:
+    rig = Rig(num_tiers=2, load_only_if_faster=False)
+    keys = promote_from_remote(rig, (0.02, 0.01))
+    rig.host.reset()
+    rig.tiers[1].delete(keys)
+    rig.store(keys)
+    settle(rig)
+    assert all(key in tier.blocks for tier in rig.tiers for key in keys)
+
+
+def test_a_guarded_tier_says_whether_it_is_shared() -> None:
+    _, shared = with_shared()
+    assert GuardedTier(shared).is_shared

@@ -1,0 +1,512 @@
+"""Chains are written to the tier, head first and never behind a hole."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.abc import (
+    IntegrityError,
+    KVGroup,
+    LookupState,
+    OffloadKey,
+    TierError,
+    TierResult,
+)
+from kvoffload.tiering.manager import WRITE_SHARE
+from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK, PATIENCE_S
+from tests.tiering.rig import (
+    A,
+    B,
+    Rig,
+    begin,
+    chain,
+    compute,
+    content,
+    in_tier,
+    on_disk,
+)
+
+
+def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None:
+    """Evicts ``victims`` from the host, which has exactly the blocks ``stored``."""
+    fillers = chain("filler", rig.host.num_blocks - len(stored))
+    assert rig.host.prepare_store(fillers) is not None
+    rig.host.complete_store(fillers)
+    rig.host.touch([key for key in stored if key not in victims] + fillers)
+    output = rig.host.prepare_store(chain("new", len(victims)))
+    assert output is not None
+    assert sorted(output.evicted_keys) == sorted(victims)
+
+
+def two_groups(n: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
+    """The blocks of a chain in two groups."""
+    full = chain("x", n)
+    return full, [key[:-1] + bytes([1]) for key in full]
+
+
+def interleaved(full: list[OffloadKey], window: list[OffloadKey]) -> list[OffloadKey]:
+    return [key for pair in zip(full, window, strict=True) for key in pair]
+
+
+WINDOW = KVGroup(16, sliding_window=33)
+"""A request that resumes at the end of a block needs the last two."""
+
+
+def test_every_store_is_written_through_once() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store(keys)
+    rig.settle()
+    rig.store(keys)
+    rig.settle()
+    assert (rig.tier.contains(keys) == LookupState.HIT).all()
+    assert rig.counts()["tier_write_blocks:memory"] == 2
+
+
+def test_a_failed_store_is_not_written() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.manager.prepare_store(keys)
+    rig.manager.complete_store(keys, success=False)
+    rig.settle()
+    assert rig.tier.stats().used_bytes == 0
+
+
+def test_a_block_is_not_evicted_while_it_is_written() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 1)
+    rig.store(keys)
+    rig.fill_host()
+    assert rig.host.lookup(keys) == 1
+    rig.settle()
+    rig.fill_host("other")
+    assert rig.host.lookup(keys) == 0
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    assert rig.bytes_of(keys) == [bytes(content(keys[0]))]
+
+
+def test_a_write_does_not_change_the_eviction_order() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 8)
+    for key in keys:
+        rig.store([key])
+    rig.settle()
+    output = rig.manager.prepare_store(chain("y", 3))
+    assert output is not None
+    assert output.evicted_keys == keys[:3]
+
+
+def test_writes_pin_at_most_their_share_of_the_host_and_the_others_follow_later() -> None:
+    rig = Rig(host_blocks=32)
+    share = int(32 * WRITE_SHARE)
+    keys = chain("x", 10)
+    rig.store(keys)
+    assert rig.host.num_available_blocks == 32 - share
+    rig.settle()
+    assert on_disk(rig, keys) == share
+    rig.settle()
+    rig.settle()
+    assert on_disk(rig, keys) == 10
+    assert not rig.counts().get("tier_dropped_writes:memory")
+
+
+def test_a_refused_write_is_tried_again() -> None:
+    rig = Rig(host_blocks=32)
+    keys = chain("x", 3)
+    rig.tier.most_writes = 1
+    rig.store(keys)
+    assert rig.host.num_available_blocks == rig.host.num_blocks - 1
+    for n in range(3):
+        assert on_disk(rig, keys) == n
+        rig.settle()
+        rig.clock.now += 1
+    assert on_disk(rig, keys) == 3
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+
+
+def test_a_prompt_is_written_while_it_is_computed() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    begin(rig, keys, A)
+    for end in (2, 4, 6):
+        compute(rig, keys[end - 2 : end])
+        rig.settle()
+        assert on_disk(rig, keys) == end
+
+
+def test_a_chain_that_grows_is_not_looked_up_from_its_head_each_time() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 40)
+    for n in range(1, 41):
+        rig.manager.touch([], A, keys[:n])
+        compute(rig, keys[n - 1 : n])
+        for _ in range(2):
+            rig.executor.drain()
+            rig.manager.poll()
+    assert len(rig.tier.asked) < 5 * 40, "from the head it would be at least 40 * 40 / 2 times"
+    assert on_disk(rig, keys) == 40
+    rig.manager.end_chain(keys, [], A)
+    rig.settle()
+    assert rig.manager.tiers[0].writes.backlog.of_request("a") is None
+
+
+@pytest.mark.parametrize("lost_by", ["drop", "eviction"])
+def test_a_chain_that_grows_is_written_again_where_the_tier_has_lost_blocks(lost_by: str) -> None:
+    rig = Rig(write_share=0.5)
+    keys = chain("x", 6)
+    rig.manager.touch([], A, keys[:4])
+    compute(rig, keys[:4])
+    rig.settle()
+    if lost_by == "drop":
+        rig.manager.drop(keys[1:2])
+    else:
+        assert rig.tier.evict()
+    rig.manager.touch([], A, keys)
+    compute(rig, keys[4:])
+    rig.settle()
+    assert in_tier(rig, keys) == ([0, 2, 3] if lost_by == "drop" else [0, 1, 2, 3, 4, 5]), "nothing behind a hole"
+    rig.manager.end_chain(keys, [], A)
+    rig.settle()
+    assert on_disk(rig, keys) == (1 if lost_by == "drop" else 6)
+
+
+def test_blocks_that_become_ready_before_their_predecessors_wait_for_them() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    begin(rig, keys, A)
+    compute(rig, keys[2:])
+    rig.settle()
+    assert on_disk(rig, keys) == 0
+    compute(rig, keys[:2])
+    rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_blocks_whose_store_ends_after_their_request_are_written() -> None:
+    """Every request ends like this: its last stores end in the step after it."""
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 4)
+    begin(rig, keys, A)
+    output = rig.manager.prepare_store(keys, A)
+    assert output is not None
+    rig.manager.end_chain(keys, [], A)
+    rig.settle()
+    assert on_disk(rig, keys) == 0
+    rig.manager.complete_store(output.store_spec, A)
+    rig.settle()
+    assert on_disk(rig, keys) == 4
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_store_that_fails_after_its_request_leaves_the_blocks_before_it(by_key: bool) -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    begin(rig, keys, A)
+    outputs = [rig.manager.prepare_store(part, A) for part in (keys[:2], keys[2:3], keys[3:])]
+    rig.manager.end_chain(keys, [], A)
+    for output, success in zip(outputs, (True, False, True), strict=True):
+        assert output is not None
+        rig.manager.complete_store(output.keys_to_store if by_key else output.store_spec, A, success=success)
+        rig.settle()
+    assert on_disk(rig, keys) == 2
+    assert not rig.manager.has_pending_writes
+
+
+def test_a_started_chain_is_finished_first_and_then_the_latest_follows() -> None:
+    rig = Rig(host_blocks=64)
+    chains = [chain(name, 20) for name in "abc"]
+    for keys in chains:
+        rig.store(keys)
+    order = [[on_disk(rig, keys) for keys in chains]]
+    while sum(order[-1]) < 60:
+        rig.settle()
+        order.append([on_disk(rig, keys) for keys in chains])
+    firsts = [next(i for i, row in enumerate(order) if row[n]) for n in range(3)]
+    lasts = [next(i for i, row in enumerate(order) if row[n] == 20) for n in range(3)]
+    assert lasts[0] <= firsts[2] <= lasts[2] <= firsts[1]
+
+
+def test_the_end_of_a_host_hit_offers_its_chain_again() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.host.prepare_store(keys)
+    rig.host.complete_store(keys)
+    rig.settle()
+    begin(rig, keys, A)
+    rig.settle()
+    assert on_disk(rig, keys) == 0
+    rig.manager.end_chain(keys, [], A)
+    rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_the_missing_head_of_a_chain_is_written_again() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.store(keys)
+    rig.settle()
+    rig.tier.delete(keys[:2])
+    begin(rig, keys, A)
+    rig.manager.end_chain(keys, [], A)
+    rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_a_block_that_the_host_has_evicted_ends_its_chain() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 20)
+    rig.store(keys)
+    held = int(64 * WRITE_SHARE)
+    evict(rig, keys[held + 2 : held + 4], keys)
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == held + 2
+    assert rig.counts()["tier_dropped_writes:memory"] == 20 - held - 2
+    assert not rig.manager.has_pending_writes
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_after_a_failed_write_the_chain_is_written_again_or_cut_off(times: int) -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.tier.fails_for, rig.tier.num_fails = keys[2], times
+    rig.store(keys)
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == (6 if times == 1 else 2)
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    assert not rig.manager.has_pending_writes
+
+
+def test_the_head_of_a_chain_longer_than_the_tier_is_written() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=6)
+    keys = chain("x", 20)
+    rig.store(keys)
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_writing_a_chain_that_the_tier_keeps_evicting_ends() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=4)
+    keys = chain("x", 20)
+    rig.tier.claimed_blocks = 20
+    rig.store(keys)
+    for _ in range(100):
+        rig.settle()
+        rig.clock.now += 0.01
+    assert not rig.manager.has_pending_writes
+    assert rig.counts()["tier_write_blocks:memory"] <= 2 * MAX_WRITES_PER_BLOCK * 20
+    on_disk(rig, keys)
+
+
+def test_the_tail_of_a_written_chain_is_evicted_first() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=20)
+    keys = chain("x", 20)
+    rig.store(keys)
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == 20
+    rig.store(chain("y", 5))
+    rig.settle()
+    assert on_disk(rig, keys) == 15
+
+
+def test_the_backlog_is_bounded_and_the_oldest_chain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiering.chains.MAX_CHAINS", 3)
+    rig = Rig(host_blocks=64)
+    chains = [chain(name, 4) for name in "abcde"]
+    rig.tier.most_writes = 0
+    for keys in chains:
+        rig.store(keys)
+    rig.tier.most_writes = 1000
+    rig.clock.now += 0.02
+    for _ in range(4):
+        rig.settle()
+    assert [on_disk(rig, keys) for keys in chains] == [0, 0, 4, 4, 4]
+    assert rig.counts()["tier_dropped_writes:memory"] == 8
+
+
+def test_an_idle_engine_keeps_stepping_while_the_tier_writes() -> None:
+    rig = Rig(host_blocks=64)
+    assert not rig.manager.has_pending_writes
+    with rig.executor.hold():
+        rig.store(chain("x", 20))
+        assert rig.manager.has_pending_writes
+        rig.clock.now += PATIENCE_S
+        assert not rig.manager.has_pending_writes, "the tier hangs"
+    for _ in range(3):
+        rig.settle()
+    assert not rig.manager.has_pending_writes
+
+
+def test_an_idle_engine_stops_stepping_if_the_tier_refuses_all_writes() -> None:
+    rig = Rig(host_blocks=64)
+    rig.tier.most_writes = 0
+    rig.store(chain("x", 3))
+    for _ in range(300):
+        rig.clock.now += 0.01
+        rig.manager.poll()
+    assert not rig.manager.has_pending_writes
+    assert not rig.manager.tiers[0].writes.has_backlog
+
+
+def test_the_check_finds_a_chain_that_is_written_behind_a_hole() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    begin(rig, keys, A)
+    compute(rig, keys[:4])
+    rig.settle()
+    writes = rig.manager.tiers[0].writes
+    started = writes.backlog.of_request(A.req_id)
+    assert started is not None
+    started.done = 5
+    with pytest.raises(IntegrityError, match="behind a hole"):
+        writes.check_integrity()
+
+
+def test_blocks_that_slid_out_of_a_window_are_not_needed() -> None:
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(8)
+    begin(rig, interleaved(full, window), A)
+    compute(rig, full + window[5:])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 8
+    assert (rig.tier.contains(window) == LookupState.HIT).tolist() == [False] * 5 + [True] * 3
+
+
+def test_without_its_window_no_block_is_written() -> None:
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(8)
+    begin(rig, interleaved(full, window), A)
+    compute(rig, full + window[:3] + window[6:7])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 3, "requests can resume after the third block, and nowhere behind it"
+    assert on_disk(rig, window) == 3
+
+
+def test_a_hole_in_one_group_with_full_attention_is_a_hole_in_all() -> None:
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), KVGroup(16, lookahead=1)])
+    full, draft = two_groups(8)
+    begin(rig, interleaved(full, draft), A)
+    compute(rig, full + draft[:3] + draft[4:])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 3
+    assert on_disk(rig, draft) == 3
+
+
+def test_a_chunk_of_attention_is_written_from_its_beginning() -> None:
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), KVGroup(16, attention_chunk=64)])
+    full, chunked = two_groups(10)
+    begin(rig, interleaved(full, chunked), A)
+    compute(rig, full + chunked[:1] + chunked[5:7] + chunked[8:])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 10
+    # Chunks begin at 64 and at 128. A request that resumes there needs none of these blocks; one that resumes later
+    # needs those since 128.
+    assert (rig.tier.contains(chunked) == LookupState.HIT).tolist() == [True] + [False] * 7 + [True] * 2
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_chain_that_ends_without_its_last_window_keeps_its_reachable_blocks(
+    dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(host_blocks=256, tier_blocks=300, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(10)
+    begin(rig, interleaved(full, window), A)
+    # The first blocks of the window slid out before they could be stored.
+    compute(rig, full + window[4:8])
+    for _ in range(3):
+        rig.settle()
+    if dropped:
+        monkeypatch.setattr("kvoffload.tiering.chains.MAX_CHAINS", 1)
+        others = chain("y", 2)
+        rig.manager.touch(interleaved(others, [key[:-1] + bytes([1]) for key in others]), B)
+    else:
+        rig.manager.end_chain(interleaved(full, window), [], A)
+    for _ in range(3):
+        rig.settle()
+    assert in_tier(rig, full) == list(range(8))
+    assert in_tier(rig, window) == [4, 5, 6, 7]
+
+
+def test_a_window_that_cannot_be_written_leaves_nothing_behind_the_last_usable_position() -> None:
+    rig = Rig(host_blocks=256, tier_blocks=300, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(10)
+    rig.tier.fails_for, rig.tier.num_fails = window[9], 9
+    begin(rig, interleaved(full, window), A)
+    compute(rig, full + window)
+    for _ in range(8):
+        rig.clock.now += 0.05
+        rig.settle()
+    assert in_tier(rig, full) == in_tier(rig, window) == list(range(9))
+
+
+def test_nothing_stays_behind_the_first_of_several_blocks_that_cannot_be_written() -> None:
+    """No matter which of them the tier reports first."""
+    rig = Rig(host_blocks=128)
+    keys = chain("x", 8)
+    bad = {keys[3], keys[5]}
+    poll = rig.tier.poll
+
+    def fail() -> list[TierResult]:
+        results = [TierResult(r.key, r.is_read, TierError.IO if r.key in bad else r.error) for r in poll()]
+        rig.tier.delete([result.key for result in results if result.key in bad])
+        return results[::-1]
+
+    rig.tier.poll = fail  # type: ignore[method-assign]
+    rig.store(keys)
+    for _ in range(8):
+        rig.clock.now += 0.05
+        rig.settle()
+    assert in_tier(rig, keys) == [0, 1, 2]
+
+
+def test_a_dropped_chain_keeps_blocks_behind_one_that_another_chain_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(host_blocks=512, tier_blocks=600)
+    shared, tail = chain("x", 10), chain("y", 4)
+    rig.tier.hanging[shared[3]] = 1.0
+    rig.store(shared)
+    rig.settle()
+    assert in_tier(rig, shared) == [0, 1, 2, *range(4, 10)]
+    begin(rig, shared + tail, B)
+    monkeypatch.setattr("kvoffload.tiering.chains.MAX_CHAINS", 1)
+    rig.manager.touch(chain("z", 2), A)
+    rig.manager.poll()
+    assert rig.manager.tiers[0].writes.backlog.of_request(B.req_id) is None
+    rig.clock.now += 2.0
+    rig.settle()
+    assert in_tier(rig, shared) == list(range(10))
+
+
+def test_a_chain_is_completed_while_its_request_waits_for_a_promotion() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.store_below(keys)
+    rig.tier.delete(keys[:2])
+    compute(rig, keys[:2])
+    rig.manager.touch(keys, A)
+    assert rig.manager.lookup(keys, A) is None
+    for _ in range(2):
+        rig.settle()
+    assert in_tier(rig, keys) == [0, 1, 2, 3, 4, 5]
+    assert rig.manager.lookup(keys, A) == 6
+
+
+def test_a_chain_that_the_tier_holds_is_not_offered() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.store(keys)
+    rig.settle()
+    backlog = rig.manager.tiers[0].writes.backlog
+    rig.manager.touch(keys, A)
+    assert list(backlog) == []
+    rig.manager.end_chain(keys, [], A)
+    assert list(backlog) == []
+    rig.manager.touch([*keys, *chain("y", 1)], A)
+    assert len(list(backlog)) == 1
