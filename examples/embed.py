@@ -16,7 +16,9 @@ def serve(config: kv.OffloadConfig, ids: list[int]) -> int:
     pool = kv.HostPool(config.num_blocks(LAYERS * PAGE_BYTES), LAYERS * PAGE_BYTES)
     worker = kv.OffloadingConnectorWorker(kv.InlineTransfer([kv.PageGroup(list(device))], pool.data))
     fingerprint = kv.fingerprint({"weights": "version 1"})  # in earnest: everything that shapes the bytes
-    scheduler = kv.build_scheduler(config, [kv.KVGroup(TOKENS)], [pool.data], fingerprint, share_loads=False)
+    scheduler = kv.build_scheduler(
+        config, kv.EngineSpec([kv.KVGroup(TOKENS)], share_loads=False), [pool.data], fingerprint
+    )
     request = SimpleNamespace(request_id="r", num_tokens=65, num_computed_tokens=0, kv_transfer_params=None)
     request.block_hashes = kv.hash_blocks(range(65), TOKENS)
 

@@ -38,6 +38,7 @@ NAMES = {
     "OffloadingManager",
     "LRUOffloadingManager",
     "ARCOffloadingManager",
+    "EngineSpec",
     "FilterReusedOffloadingManager",
     "ReqContext",
     "Backend",
