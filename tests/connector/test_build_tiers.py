@@ -21,9 +21,9 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.connector import build
 from kvoffload.host.pool import HostPool
-from kvoffload.testing.tiers import MemoryTier
 from kvoffload.tiering.manager import TieredOffloadingManager
 from tests.connector.rig import engine_of
+from tests.sim.memory_tier import MemoryTier
 
 SLOT, BLOCKS, MIB = 4096, 8, 1 << 20
 HERE = __name__

@@ -22,13 +22,14 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.health import MAX_FAILURES, PAUSE_S
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
 from tests.connector.rig import TOKENS, FakeRequest, Rig, make_half, prompt
 from tests.counting import lines_of
+from tests.sim.executor import SteppedExecutor
+from tests.sim.memory_tier import MemoryTier
 from tests.tiering.rig import arrived
 
 SLOT_BYTES = 4096

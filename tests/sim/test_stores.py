@@ -12,8 +12,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.tier_conformance import DEADLINE_S, TierConformance
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import DEADLINE_S, TierConformance, make_pools
 from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.memory import SeparateBuffers
