@@ -20,7 +20,7 @@ from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.tier_conformance import TierConformance
 from kvoffload.testing.tiers import MemoryTier, checksum_of
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.executor import Executor
