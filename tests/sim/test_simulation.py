@@ -15,9 +15,7 @@ import pytest
 from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.scale import scaled
-from kvoffload.testing.tiers import MemoryTier
 from kvoffload.tiering import writes
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, Plan, plan_writes
@@ -31,7 +29,9 @@ from tests.sim import life as living
 from tests.sim import simulation
 from tests.sim.__main__ import main
 from tests.sim.engine import BrokenPromise, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
+from tests.sim.executor import SteppedExecutor
 from tests.sim.life import Blocked, FalseAlarm
+from tests.sim.memory_tier import MemoryTier
 from tests.sim.simulation import (
     DiskLife,
     OverBudget,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, TierError
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.blockio import HANDOVER_S, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, HEADER_BYTES, MAX_HITS, RECORD_BYTES, parse_records
 from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.recovery import open_files
+from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
 
 PAGE = 4096

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, Header, parse_records
 from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S, Maintenance
 from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.recovery import open_files
+from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import SimulatedStorage
 from tests.tiers.disk.records import pack_record
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ConfigError, TierError
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, payload_checksum, record_offset
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S

@@ -21,8 +21,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, LookupState, OffloadKey, TierError, TierResult
 from kvoffload.cache.policies import BUILTIN
-from kvoffload.testing.executor import Killed, SteppedExecutor
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import shrinking
 from kvoffload.tiers.disk import tier as disk
@@ -42,6 +41,7 @@ from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
+from tests.sim.executor import Killed, SteppedExecutor
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
 from tests.tiers.disk.records import pack_record
 
@@ -1113,7 +1113,7 @@ def test_a_write_that_goes_on_after_the_tier_was_closed_leaves_no_block(tmp_path
 WRITER = """
 import sys
 import numpy as np
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier

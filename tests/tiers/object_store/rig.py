@@ -28,7 +28,7 @@ from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.memory import SeparateBuffers
-from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.remote.memory_store import SteppedChannel
@@ -269,7 +269,7 @@ def _open_here(config: ObjectStoreConfig, fingerprint: str, pools: Sequence[Byte
     payload_bytes = sum(each.shape[1] for each in pools)
     made = client.connect({**config.settings(), "value_bytes": RECORD_BYTES + payload_bytes, "chained_groups": [0]})
     hmac_key = read_hmac_key(config.hmac_key_file)
-    worker = StoreWorker(made, SeparateBuffers(pools), fingerprint, config.prefix, hmac_key=hmac_key)
+    worker = StoreWorker(made, SeparateBuffers(pools), ValueFormat(fingerprint, config.prefix, hmac_key))
     return RemoteTier(SteppedChannel(worker), payload_bytes, name=config.kind)
 
 

@@ -22,7 +22,7 @@ from kvoffload.tiers.object_store.contents import (
     values_per_object,
 )
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.record import value_name
+from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.object_store.memory_bucket import MemoryBucket
 from tests.tiers.object_store.rig import FINGERPRINT, chain
 
@@ -38,7 +38,7 @@ VALUE_BYTES = 40
 
 
 def names_of(keys: Sequence[OffloadKey]) -> list[str]:
-    return [value_name("kv", FINGERPRINT, key) for key in keys]
+    return [ValueFormat(FINGERPRINT, "kv").name(key) for key in keys]
 
 
 CHAIN = names_of(chain(200))

@@ -23,7 +23,7 @@ from kvoffload.tiers.object_store.errors import Problem, classify, explain
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
-from kvoffload.tiers.remote.record import RECORD_BYTES, namespace, pack_record, value_name
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from tests.tiers.object_store.rig import (
     CREDENTIALS,
     FINGERPRINT,
@@ -43,6 +43,7 @@ from tests.tiers.remote.rig import content
 
 pytestmark = needs_obstore
 
+VALUES = ValueFormat(FINGERPRINT)
 KEYS = chain(20)
 
 
@@ -142,7 +143,7 @@ def spoil(change: Callable[[Stored], Stored]) -> Callable[[FakeS3], None]:
 
 def lie(each: Stored) -> Stored:
     """The note lists the values in another order."""
-    marks = [mark(value_name("kvoffload", FINGERPRINT, key)) for key in KEYS]
+    marks = [mark(VALUES.name(key)) for key in KEYS]
     return Stored(each.body, make_note([marks[0], *marks[2:], marks[1]]))
 
 
@@ -222,11 +223,11 @@ def test_an_hmac_key_hides_and_protects_blocks(fake: FakeS3, server: Server, tmp
     assert server.states(KEYS) == [MISS] * 20
     assert same.states(KEYS) == [HIT] * 20
     forged = [content(b"forged", rank, pool.shape[1]) for rank, pool in enumerate(server.pools)]
-    record = pack_record(FINGERPRINT, KEYS[0], forged).tobytes()
+    record = VALUES.record(KEYS[0], forged).tobytes()
     value = record + b"".join(part.tobytes() for part in forged)
     secret = path.read_text().encode()
     fake.objects.clear()
-    fake.objects["folder/" + value_name("kvoffload", namespace(FINGERPRINT, secret), KEYS[0])] = Stored(value)
+    fake.objects["folder/" + ValueFormat(FINGERPRINT, hmac_key=secret).name(KEYS[0])] = Stored(value)
     assert len(value) == RECORD_BYTES + 12288
     fresh = Server(fake.endpoint, hmac_key_file=str(path))
     fresh.connect()
