@@ -14,9 +14,9 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.tiers import MemoryTier
 from kvoffload.tiering.health import GuardedTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.sim.memory_tier import MemoryTier
 
 BLOCKS = 16
 
