@@ -445,9 +445,10 @@ def test_blocks_in_the_medium_are_restored_least_recently_used_first() -> None:
 
 
 def test_a_reset_costs_little_compared_with_storing_the_blocks_that_it_drops() -> None:
-    """Measures this thread's CPU time, best of a few tries. A reset that looks at every key takes almost half."""
-    ratios = []
-    for _ in range(3):
+    """Measures this thread's CPU time. A reset that looks at every key takes almost half. Programs that use the caches
+    of the processor too make it longer, so there are several tries."""
+    ratio = 1.0
+    for _ in range(10):
         manager = LRUOffloadingManager(HostBackend(1, 300_000))
         names = [number.to_bytes(36, "big") for number in range(300_000)]
         begun = time.thread_time()
@@ -456,9 +457,11 @@ def test_a_reset_costs_little_compared_with_storing_the_blocks_that_it_drops() -
             manager.complete_store(names[start : start + 8192])
         stored = time.thread_time()
         manager.reset()
-        ratios.append((time.thread_time() - stored) / (stored - begun))
+        ratio = (time.thread_time() - stored) / (stored - begun)
         assert manager.lookup(names) == manager.num_used_blocks == 0
-    assert min(ratios) < 0.25
+        if ratio < 0.25:
+            break
+    assert ratio < 0.25
 
 
 def test_keys_that_found_their_bucket_full_are_forgotten_in_a_reset() -> None:
