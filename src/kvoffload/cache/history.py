@@ -16,12 +16,12 @@ MAX_PENDING_EVENTS = 1 << 16
 
 
 class History:
-    """Counts the blocks of ``table`` that became ready and those that have left, keeps events if somebody takes them,
-    and records in ``misses`` why keys are missing."""
+    """Counts the blocks of ``table`` that became ready and that left, keeps events if there is a taker, and records in
+    ``misses`` why keys are missing."""
 
     def __init__(self, medium: str, table: BlockTable, misses: MissMemory, has_events: bool) -> None:
         self.num_entered = self.num_removed = 0
-        """Blocks that became ready since the start, and those of them that have left."""
+        """Blocks that became ready since the start, and ready blocks that left."""
         self.has_events = has_events
         """Whether events are kept from now on."""
         self.misses = misses

@@ -49,7 +49,7 @@ class StoreAll(Admission):
     """Accepts every key."""
 
     def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        """Nothing depends on it."""
+        """Counts nothing."""
 
     def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return [True] * len(keys)
@@ -58,7 +58,7 @@ class StoreAll(Admission):
         return keys, []
 
     def refuse(self, keys: Collection[OffloadKey]) -> None:
-        """None is."""
+        """Remembers nothing."""
 
     def explain(self, key: OffloadKey) -> Miss:
         return Miss(MissReason.NEVER_STORED)
@@ -184,8 +184,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         return output
 
     def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as those
-        that come from a lower tier."""
+        """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as blocks
+        from a lower tier."""
         present, new_keys, homes = self.table.split(keys)
         return self._store(new_keys[::-1], new_keys, homes, present, [])
 
@@ -332,7 +332,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that take a slot now, those being written included."""
+        """Blocks that take a slot now, including blocks that are being written."""
         return self.backend.num_existing_blocks - self.backend.get_num_free_blocks()
 
     def check_integrity(self) -> None:

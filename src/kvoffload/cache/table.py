@@ -16,7 +16,7 @@ from kvoffload.native import structures
 
 
 class BlockTable(structures.BlockTable):
-    """The table of a manager. The methods that run per request are those of ``structures``, compiled or not."""
+    """The table of a manager. The methods that run per request come from ``structures``, compiled or not."""
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -46,8 +46,12 @@ class BlockTable(structures.BlockTable):
         loadable: npt.NDArray[np.bool_] = self.holds(slots) & (self.ref_cnt[slots] >= 0) & ~self.dropped[slots]
         return loadable
 
+    def mark_busy(self, slots: Slots, is_busy: bool) -> None:
+        """Sets the busy marks of idle blocks, which must not be evicted for the time being, or removes them."""
+        self.busy[slots] = is_busy
+
     def loadable_keys(self, slots: Slots) -> list[OffloadKey]:
-        """Returns the keys of those of ``slots`` that are loadable."""
+        """Returns the keys of the ``slots`` that are loadable."""
         keys: list[OffloadKey] = self.key_of[slots[self.is_loadable(slots)]].tolist()
         return keys
 
