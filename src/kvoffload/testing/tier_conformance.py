@@ -91,7 +91,7 @@ class TierDriver:
         return tier, pools
 
     def check(self, tier: Tier) -> None:
-        """Asserts what must hold at any time."""
+        """Asserts the tier's invariants."""
         tier.check_integrity()
         assert tier.block_bytes > 0
         stats = tier.stats()
@@ -103,7 +103,7 @@ class TierDriver:
         assert tier.num_failed_lookups >= 0
 
     def begin_write(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> str:
-        """Begins writes of ``names``. Returns those that were taken on."""
+        """Begins writes of ``names``. Returns the names that were taken on."""
         asked = keys(names)
         for key, slot in zip(asked, write_slots(names).tolist(), strict=True):
             put(pools, slot, key, version)
@@ -113,7 +113,7 @@ class TierDriver:
         return letters(taken)
 
     def begin_read(self, tier: Tier, names: str) -> str:
-        """Begins reads of ``names``. Returns those that were taken on."""
+        """Begins reads of ``names``. Returns the names that were taken on."""
         asked = keys(names)
         taken = tier.read(asked, read_slots(names))
         assert set(taken) <= set(asked)
@@ -150,7 +150,7 @@ class TierDriver:
         assert not names, f"{names!r} was never taken on"
 
     def check_reads(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> None:
-        """Asserts that all of ``names`` can be read, and hold what was written."""
+        """Asserts that all of ``names`` can be read, and have the bytes that were written."""
         self.read(tier, names)
         for key, slot in zip(keys(names), read_slots(names).tolist(), strict=True):
             assert holds(pools, slot, key, version), f"block {letters([key])} has other bytes"
@@ -172,7 +172,7 @@ class TierDriver:
         assert not names, f"{names!r} was never taken on"
 
     def await_present(self, tier: Tier, names: str) -> None:
-        """Asks until the tier says that all of ``names`` can be read: what it knows of others may be out of date."""
+        """Asks until the tier says that all of ``names`` can be read: its list of other servers' blocks may be old."""
         deadline = time.monotonic() + DEADLINE_S
         while self.present(tier, names) != names:
             assert time.monotonic() < deadline, f"never found {names!r}, only {self.present(tier, names)!r}"
@@ -180,7 +180,7 @@ class TierDriver:
             assert tier.poll() == []
 
     def present(self, tier: Tier, names: str = ALPHABET) -> str:
-        """Returns those of ``names`` that can be read, as soon as the tier knows."""
+        """Returns the ``names`` that can be read, as soon as the tier knows."""
         deadline = time.monotonic() + DEADLINE_S
         while (states := tier.contains(keys(names)).tolist()).count(RETRY) and time.monotonic() < deadline:
             tier.wait(0.01)
