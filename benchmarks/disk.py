@@ -30,6 +30,7 @@ from kvoffload.abc import KVGroup, LookupState, OffloadingManager, OffloadKey, R
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import HostPool
@@ -197,7 +198,7 @@ class Blocks:
 
 
 def connector(manager: OffloadingManager) -> OffloadingConnectorScheduler:
-    return OffloadingConnectorScheduler(manager, groups=[KVGroup(BLOCK_TOKENS)])
+    return OffloadingConnectorScheduler(manager, EngineSpec([KVGroup(BLOCK_TOKENS)]))
 
 
 def decode_steps(manager: OffloadingManager, steps: int) -> float:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
-from kvoffload.lab.latency import Speeds, ttft_seconds
+from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.policies import KNOWN, path_of
 from kvoffload.lab.policies import make_policy as policy_by_name
@@ -56,7 +56,6 @@ CLAIRVOYANT = "clairvoyant"
 """The policy that knows the rest of the trace: an upper bound, only for replays."""
 ENGINE_POLICY = "vllm:"
 """Begins the names of policies that are replayed in the manager of vLLM, which must be installed."""
-DEFAULT_SPEEDS = Speeds()
 REPORT_EVERY = 256
 """Requests between two calls of ``on_progress``."""
 PROGRESS_EVERY_S = 0.1
@@ -189,31 +188,20 @@ class ReplayResult:
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the arrays, for JSON."""
         return {
-            "policy": self.policy,
-            "capacity_blocks": self.capacity_blocks,
-            "device_blocks": self.device_blocks,
-            "disk_blocks": self.disk_blocks,
-            "store_threshold": self.store_threshold,
-            "prefix_hit_tokens_pct": self.prefix_hit_tokens_pct,
-            "saved_flops_pct": self.saved_flops_pct,
-            "writes_per_access": self.writes_per_access,
-            "requests": self.requests,
-            "accesses": self.accesses,
-            "prompt_tokens": self.prompt_tokens,
-            "prefix_hit_tokens": self.prefix_hit_tokens,
-            "device_hit_tokens": self.device_hit_tokens,
-            "host_hit_tokens": self.host_hit_tokens,
-            "disk_hit_tokens": self.disk_hit_tokens,
-            "block_hits": self.block_hits,
-            "stored_blocks": self.stored_blocks,
-            "evicted_blocks": self.evicted_blocks,
-            "dropped_writes": self.dropped_writes,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "misses": {str(reason): count for reason, count in self.misses.items()},
             "tiers": [asdict(tier) for tier in self.tiers],
-            "ttft_p50_s": self.ttft_p50_s,
-            "ttft_p95_s": self.ttft_p95_s,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in ("ttft_p50_s", "ttft_p95_s", "seconds")},
         }
+
+
+_NUMBERS = (
+    *(field.name for field in fields(ReplayConfig)),
+    *("prefix_hit_tokens_pct", "saved_flops_pct", "writes_per_access", "requests", "accesses", "prompt_tokens"),
+    *("prefix_hit_tokens", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens"),
+    *("block_hits", "stored_blocks", "evicted_blocks", "dropped_writes"),
+)
+"""What ``to_dict`` takes of a result as it is."""
 
 
 def replay(
@@ -562,11 +550,7 @@ class Run:
         ttft = ttft_seconds(model, speeds, asked, device, host, disk)
         p50, p95 = np.percentile(ttft, [50, 95]).tolist() if len(ttft) else (0.0, 0.0)
         return ReplayResult(
-            policy=config.policy,
-            capacity_blocks=config.capacity_blocks,
-            device_blocks=config.device_blocks,
-            disk_blocks=config.disk_blocks,
-            store_threshold=config.store_threshold,
+            **asdict(config),
             requests=trace.num_requests,
             accesses=trace.num_accesses,
             prompt_tokens=int(asked.sum()),
