@@ -16,7 +16,7 @@ import time
 import traceback
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
-    CachePolicy,
     ConfigError,
     Hints,
     IntegrityError,
@@ -42,12 +41,12 @@ from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_siz
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.policies import KNOWN, path_of
-from kvoffload.lab.policies import make_policy as policy_by_name
+from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
@@ -66,8 +65,6 @@ MAX_DEVICE_BLOCKS = 1 << 24
 """A bound for the memory of a replay; with 16 tokens per block, 268 million tokens."""
 MAX_POLLS = 1 << 16
 """Polls per request until all its promotions must have ended."""
-
-MakePolicy = Callable[[int], CachePolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,26 +207,24 @@ def replay(
     *,
     model: ModelShape = DEFAULT_MODEL,
     speeds: Speeds = DEFAULT_SPEEDS,
-    make_policy: MakePolicy | None = None,
     on_progress: Progress | None = None,
     hints: Sequence[Hints | None] | None = None,
 ) -> ReplayResult:
     """Serves the requests of ``trace`` in the order of their time.
 
-    ``model`` and ``speeds`` determine what a hit saves. ``make_policy`` makes the host's policy for a number of blocks,
-    instead of ``config.policy``. ``on_progress`` gets the share of requests that are done. ``hints`` has those of each
-    request. Raises ConfigError if the policy cannot be made, if a custom policy fails, or if the device is too small or
-    too large.
+    ``model`` and ``speeds`` determine what a hit saves. ``on_progress`` gets the share of requests that are done.
+    ``hints`` has those of each request. Raises ConfigError if the policy cannot be made, if a custom policy fails, or
+    if the device is too small or too large.
     """
     started = time.perf_counter()
-    run = run_class(config.policy)(trace, config, make_policy, hints)
+    run = run_class(config.policy)(trace, config, hints)
     done = 0
     try:
         for done in run.serve_all():
             if on_progress is not None and done % REPORT_EVERY == 0:
                 on_progress(done / trace.num_requests)
     except Exception as error:
-        if make_policy is not None or config.policy in (CLAIRVOYANT, *KNOWN):
+        if config.policy in (CLAIRVOYANT, *KNOWN):
             raise
         raise ConfigError(_failed(config.policy, done, error)) from error
     if on_progress is not None:
@@ -372,7 +367,6 @@ class Run:
         self,
         trace: Trace,
         config: ReplayConfig,
-        make_policy: MakePolicy | None = None,
         hints: Sequence[Hints | None] | None = None,
     ) -> None:
         self.trace = trace
@@ -387,15 +381,15 @@ class Run:
         """Blocks found on the device, in the host and on disk, per request."""
         self.block_hits = self.stored = self.evicted = 0
         self.misses: Counter[MissReason] = Counter()
-        self.make_managers(make_policy)
+        self.make_managers()
 
-    def make_managers(self, make_policy: MakePolicy | None) -> None:
+    def make_managers(self) -> None:
         trace, config = self.trace, self.config
-        if make_policy is None and config.policy == CLAIRVOYANT:
-            from kvoffload.lab.clairvoyant import clairvoyant_policy
-
-            make_policy = clairvoyant_policy(trace)
-        policy = (make_policy or (lambda n: policy_by_name(config.policy, n)))(self.capacity)
+        policy = (
+            clairvoyant_policy(trace)(self.capacity)
+            if config.policy == CLAIRVOYANT
+            else make_policy(config.policy, self.capacity)
+        )
         backend = HostBackend(trace.block_tokens, self.capacity)
         self.host = PolicyOffloadingManager(
             backend,
