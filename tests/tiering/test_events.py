@@ -16,7 +16,7 @@ from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.tiers import MemoryTier, make_pools
 from kvoffload.tiering import events as events_module
 from kvoffload.tiering.events import TierEvents
-from kvoffload.tiering.health import GuardedTier
+from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.sim.storage import SimulatedStorage
