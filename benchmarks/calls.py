@@ -24,6 +24,7 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.table import BlockTable
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import HostPool
@@ -118,7 +119,7 @@ class Server:
         self.host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, 4 * BLOCKS))
         self.tier = open_disk_tier(str(directory), 64 << 20, TierContext([self.pool.data], "c" * 64))
         self.manager = TieredOffloadingManager(self.host, [self.tier], TieringSettings([BLOCK_TOKENS]))
-        self.scheduler = OffloadingConnectorScheduler(self.manager, groups=[KVGroup(BLOCK_TOKENS)])
+        self.scheduler = OffloadingConnectorScheduler(self.manager, EngineSpec([KVGroup(BLOCK_TOKENS)]))
 
     def ask(self, request: BenchRequest) -> tuple[int | None, bool]:
         return self.scheduler.get_num_new_matched_tokens(request, 0)

@@ -29,7 +29,7 @@ from kvoffload.tiers.object_store.obstore_bucket import TRANSFERS, open_bucket
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.memory import MAX_ROWS, SeparateBuffers
 from kvoffload.tiers.remote.messages import Op, Request, Status
-from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 
 FINGERPRINT = "5e" * 32
@@ -97,7 +97,7 @@ class Side:
         self.pool = np.random.default_rng(0).integers(0, 256, (2 * self.count, block_bytes), dtype=np.uint8)
         self.bucket = Counting(open_bucket(settings))
         client = ObjectStoreClient(self.bucket, RECORD_BYTES + block_bytes if shares else 0, [0])
-        self._worker = StoreWorker(client, SeparateBuffers([self.pool]), FINGERPRINT, "kv")
+        self._worker = StoreWorker(client, SeparateBuffers([self.pool]), ValueFormat(FINGERPRINT))
 
     def run(self, op: Op, keys: list[OffloadKey]) -> tuple[float, float, float]:
         """Returns seconds, CPU seconds, and requests per block."""

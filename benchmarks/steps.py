@@ -31,6 +31,7 @@ from benchmarks.report import Row, publish
 from kvoffload.abc import KVGroup, PageGroup, ScheduledStep
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
@@ -69,7 +70,7 @@ class Engine:
 
     def __init__(self, manager: Any, block_tokens: int, spread: bool, has_worker: bool = False) -> None:
         self.block_tokens = block_tokens
-        self.scheduler = OffloadingConnectorScheduler(manager, groups=[KVGroup(block_tokens)])
+        self.scheduler = OffloadingConnectorScheduler(manager, EngineSpec([KVGroup(block_tokens)]))
         self.worker = make_worker() if has_worker else None
         rng = np.random.default_rng(0)
         self.requests = []

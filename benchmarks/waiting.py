@@ -31,6 +31,7 @@ from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep, Slots
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
@@ -121,8 +122,7 @@ class Server:
         )
         self.scheduler = OffloadingConnectorScheduler(
             self.manager,
-            groups=[KVGroup(BLOCK_TOKENS)],
-            describe_blocks=True,
+            EngineSpec([KVGroup(BLOCK_TOKENS)], enable_events=True),
             load_deadline_ms=1e9,
             clock=lambda: 1.0,
         )

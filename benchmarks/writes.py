@@ -19,6 +19,7 @@ from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.lab.tier import CatalogTier
@@ -72,7 +73,8 @@ class Engine:
         self.manager = TieredOffloadingManager(
             self.host, [self.tier], TieringSettings([BLOCK_TOKENS]), clock=self.clock
         )
-        self.scheduler = OffloadingConnectorScheduler(self.manager, groups=[KVGroup(BLOCK_TOKENS)], clock=self.clock)
+        engine = EngineSpec([KVGroup(BLOCK_TOKENS)])
+        self.scheduler = OffloadingConnectorScheduler(self.manager, engine, clock=self.clock)
         self._next_block = 1
 
     def clock(self) -> float:

@@ -45,9 +45,8 @@ class Engine:
         groups = [kv.PageGroup(list(self.device))]
         self.worker = kv.OffloadingConnectorWorker(kv.InlineTransfer(groups, self.pool.data))
         fingerprint = kv.fingerprint({"weights": "version 1"})  # in earnest: everything that shapes the bytes
-        self.scheduler = kv.build_scheduler(
-            config, [kv.KVGroup(TOKENS)], [self.pool.data], fingerprint, share_loads=False
-        )
+        engine = kv.EngineSpec([kv.KVGroup(TOKENS)], share_loads=False)
+        self.scheduler = kv.build_scheduler(config, engine, [self.pool.data], fingerprint)
         self.free = list(range(1, 1 + num_device_blocks))
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # also those that are loading

@@ -8,6 +8,7 @@ import numpy as np
 import kvoffload as kv
 
 TOKENS, LAYERS, PAGE_BYTES = 16, 4, 4096  # tokens per block, layers of the model, bytes per block and layer
+ENGINE = kv.EngineSpec([kv.KVGroup(TOKENS)], share_loads=False)
 
 
 def serve(config: kv.OffloadConfig, ids: list[int]) -> int:
@@ -16,7 +17,7 @@ def serve(config: kv.OffloadConfig, ids: list[int]) -> int:
     pool = kv.HostPool(config.num_blocks(LAYERS * PAGE_BYTES), LAYERS * PAGE_BYTES)
     worker = kv.OffloadingConnectorWorker(kv.InlineTransfer([kv.PageGroup(list(device))], pool.data))
     fingerprint = kv.fingerprint({"weights": "version 1"})  # in earnest: everything that shapes the bytes
-    scheduler = kv.build_scheduler(config, [kv.KVGroup(TOKENS)], [pool.data], fingerprint, share_loads=False)
+    scheduler = kv.build_scheduler(config, ENGINE, [pool.data], fingerprint)
     request = SimpleNamespace(request_id="r", num_tokens=65, num_computed_tokens=0, kv_transfer_params=None)
     request.block_hashes = kv.hash_blocks(range(65), TOKENS)
 

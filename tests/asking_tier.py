@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, States
-from kvoffload.testing.tiers import MemoryTier
 from kvoffload.tiers.executor import Executor
+from tests.sim.memory_tier import MemoryTier
 
 
 class AskingTier(MemoryTier):

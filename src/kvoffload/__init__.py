@@ -22,6 +22,7 @@ from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.build import build_scheduler
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
@@ -37,6 +38,7 @@ __all__ = [
     "Backend",
     "CachePolicy",
     "ConfigError",
+    "EngineSpec",
     "FilterReusedOffloadingManager",
     "HostBackend",
     "HostPool",

@@ -11,8 +11,7 @@ from kvoffload.cache.keys import key_block_hash, key_group_idx, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from tests.connector.rig import FakeRequest
+from tests.connector.rig import FakeRequest, make_half
 
 SIZE = 4
 """Tokens per block of all groups of HYBRID."""
@@ -40,7 +39,7 @@ class GroupRig:
 
     def __post_init__(self) -> None:
         self.manager = self.manager or LRUOffloadingManager(HostBackend(1, self.num_host_blocks), enable_events=True)
-        self.half = OffloadingConnectorScheduler(self.manager, groups=self.groups, hash_block_size=1, **self.options)
+        self.half = make_half(self.manager, groups=self.groups, hash_block_size=1, **self.options)
         self.states = [g for g, group in enumerate(self.groups) if group.state]
         self.next_block = 1
         self.names = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvoffload.abc import (
     BlockHash,
     KVGroup,
+    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -21,6 +22,7 @@ from kvoffload.cache.keys import hash_blocks, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.adapters import DROPPED, Adapter, Need
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.clock import Clock
@@ -142,6 +144,17 @@ class LoadedAdapters:
         return result
 
 
+def engine_of(options: dict[str, Any]) -> EngineSpec:
+    """Takes what describes an engine out of ``options``."""
+    names = [each.name for each in fields(EngineSpec) if each.init]
+    return EngineSpec(**{name: options.pop(name) for name in names if name in options})
+
+
+def make_half(manager: OffloadingManager, **options: Any) -> OffloadingConnectorScheduler:
+    """Returns the scheduler half with these fields of an EngineSpec, and other arguments."""
+    return OffloadingConnectorScheduler(manager, engine_of(options), **options)
+
+
 @dataclass
 class FakeBlocks:
     ids: list[int]
@@ -163,7 +176,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.manager = self.manager or SpyManager(self.num_host_blocks)
-        self.half = OffloadingConnectorScheduler(
+        self.half = make_half(
             self.manager,
             groups=[KVGroup(TOKENS, self.factor)],
             num_workers=self.num_workers,

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload.abc import MissReason, OffloadKey, Request
 from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES
+from kvoffload.cache.tenants import Tenants
 from kvoffload.connector import adapter_book
 from kvoffload.connector.adapters import DROPPED, NO_ADAPTER, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
@@ -31,7 +32,7 @@ def adapter_of(request: Request) -> Adapter | None:
 
 
 def rig_of(num_workers: int = 1) -> Rig:
-    return Rig(num_workers=num_workers, options={"adapter_of": adapter_of, "namespace": TENANT})
+    return Rig(num_workers=num_workers, options={"adapter_of": adapter_of, "tenants": Tenants(TENANT)})
 
 
 def using(number: int, tokens: list[int], name: str = "r", is_reread: bool = False, source: str = "") -> AdapterRequest:

@@ -24,7 +24,7 @@ from kvoffload.connector.build import tokens_per_block
 from kvoffload.host.pool import HostPool
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk import config as disk_config
-from tests.connector.rig import FakeBlocks, FakeRequest, prompt
+from tests.connector.rig import FakeBlocks, FakeRequest, engine_of, prompt
 
 TOKENS, SLOT, BLOCKS = 16, 4096, 8
 MIB = 1 << 20
@@ -51,7 +51,7 @@ class Builder:
 
     def __call__(self, made: OffloadConfig, **changes: Any) -> OffloadingConnectorScheduler:
         arguments: dict[str, Any] = {"groups": GROUPS, "pools": [pool()], "fingerprint": "ab" * 32, **changes}
-        self.built.append(build_scheduler(made, **arguments))
+        self.built.append(build_scheduler(made, engine_of(arguments), **arguments))
         return self.built[-1]
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ def test_a_pool_on_another_machine_is_refused(make: Builder) -> None:
         ({"hash_block_size": -4}, "hash_block_size=-4: must be"),
         ({"hash_block_size": 16.0}, "hash_block_size=16.0: must be"),
         ({"device_blocks": "7"}, "device_blocks='7': must be"),
-        ({"num_workers": 0}, "num_workers=0: must be 1, the number of pools, or a multiple"),
+        ({"num_workers": 0}, "num_workers=0: must be a whole number, at least 1"),
         ({"num_workers": "2"}, "num_workers='2': must be"),
         ({"pools": [pool(8), pool(8)], "num_workers": 3}, "num_workers=3: must be 2, the number of pools"),
         ({"groups": [16]}, "groups=.*KVGroup"),

@@ -21,8 +21,9 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.connector import build
 from kvoffload.host.pool import HostPool
-from kvoffload.testing.tiers import MemoryTier
 from kvoffload.tiering.manager import TieredOffloadingManager
+from tests.connector.rig import engine_of
+from tests.sim.memory_tier import MemoryTier
 
 SLOT, BLOCKS, MIB = 4096, 8, 1 << 20
 HERE = __name__
@@ -86,7 +87,7 @@ class Builder:
         """Returns the names of the tiers that a server with these ``entries`` has, the fastest first."""
         config = OffloadConfig.from_mapping({"host_bytes": MIB, "tiers": list(entries), **(options or {})})
         arguments: dict[str, Any] = {"groups": [KVGroup(16)], "pools": [pool()], "fingerprint": "ab" * 32, **changes}
-        self.built.append(build_scheduler(config, **arguments))
+        self.built.append(build_scheduler(config, engine_of(arguments), **arguments))
         manager = self.built[-1].manager
         return [state.tier.name for state in manager.tiers] if isinstance(manager, TieredOffloadingManager) else []
 

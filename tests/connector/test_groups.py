@@ -12,9 +12,8 @@ from kvoffload.cache.keys import key_block_hash, key_group_idx, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector import request as request_module
-from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.connector.group_rig import GroupRig
-from tests.connector.rig import TOKENS, FakeRequest
+from tests.connector.rig import TOKENS, FakeRequest, make_half
 
 FULL, WINDOW = 0, 1
 
@@ -334,7 +333,7 @@ def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch:
 
 
 def test_stored_blocks_are_described() -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(2, sliding_window=5)], options={"describe_blocks": True})
+    rig = GroupRig([KVGroup(4), KVGroup(2, sliding_window=5)], options={"enable_events": True})
     request = rig.request(9)
     rig.compute(request)
     (event,) = rig.half.take_events()
@@ -368,7 +367,7 @@ def test_a_request_waits_for_no_answer_about_blocks_that_another_group_lacks(
 ) -> None:
     manager = SlowTier(HostBackend(TOKENS, 100))
     groups = [KVGroup(TOKENS), KVGroup(TOKENS)]
-    half = OffloadingConnectorScheduler(manager, groups=groups, hash_block_size=TOKENS)
+    half = make_half(manager, groups=groups, hash_block_size=TOKENS)
     request = FakeRequest("r", list(range(41)))
     for g, n in enumerate((5, num_of_other)):
         output = manager.prepare_store([make_offload_key(h, g) for h in request.block_hashes[:n]])

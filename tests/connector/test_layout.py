@@ -12,25 +12,21 @@ from kvoffload.abc import (
     OffloadingManager,
 )
 from kvoffload.cache.keys import hash_blocks, make_offload_key
+from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from tests.connector.rig import (
-    TOKENS,
-    FakeRequest,
-    SpyManager,
-    prompt,
-)
+from tests.connector.rig import TOKENS, FakeRequest, SpyManager, make_half, prompt
 
 
 def scheduler(manager: OffloadingManager, **options: Any) -> OffloadingConnectorScheduler:
-    return OffloadingConnectorScheduler(manager, groups=[KVGroup(TOKENS)], **options)
+    return make_half(manager, groups=[KVGroup(TOKENS)], **options)
 
 
 def test_the_namespace_is_part_of_the_key() -> None:
     manager = SpyManager(4)
     found = {}
     for namespace in (b"one", b"two", b""):
-        scheduler(manager, namespace=namespace).get_num_new_matched_tokens(FakeRequest("r", prompt(4)), 0)
+        scheduler(manager, tenants=Tenants(namespace)).get_num_new_matched_tokens(FakeRequest("r", prompt(4)), 0)
         found[namespace] = manager.lookups[-1]
     (h,) = hash_blocks(prompt(4), TOKENS)
     assert found == {name: [make_offload_key(name + h, 0)] for name in found}
@@ -39,7 +35,7 @@ def test_the_namespace_is_part_of_the_key() -> None:
 def test_a_blocks_key_has_the_hash_of_its_last_hash_block() -> None:
     manager = SpyManager(4)
     request = FakeRequest("r", prompt(20), hash_tokens=2)
-    half = OffloadingConnectorScheduler(manager, groups=[KVGroup(TOKENS, 2)], hash_block_size=2)
+    half = make_half(manager, groups=[KVGroup(TOKENS, 2)], hash_block_size=2)
     half.get_num_new_matched_tokens(request, 0)
     hashes = request.block_hashes
     assert manager.lookups == [[make_offload_key(hashes[3], 0), make_offload_key(hashes[7], 0)]]

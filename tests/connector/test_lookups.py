@@ -10,14 +10,7 @@ from kvoffload.abc import (
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from tests.connector.rig import (
-    FakeRequest,
-    Rig,
-    device_ids,
-    only,
-    prompt,
-)
+from tests.connector.rig import FakeRequest, Rig, device_ids, make_half, only, prompt
 
 
 @pytest.mark.parametrize(
@@ -47,7 +40,7 @@ def test_another_prompt_has_no_hit() -> None:
 
 def test_a_prompt_of_one_token_is_computed_although_its_block_is_stored() -> None:
     manager = LRUOffloadingManager(HostBackend(1, 4))
-    half = OffloadingConnectorScheduler(manager, groups=[KVGroup(1)])
+    half = make_half(manager, groups=[KVGroup(1)])
     request = FakeRequest("r", [7], hash_tokens=1)
     half.get_num_new_matched_tokens(request, 0)
     manager.prepare_store([make_offload_key(request.block_hashes[0], 0)])

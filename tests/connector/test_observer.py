@@ -17,6 +17,7 @@ from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManage
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.messages import WorkerReport
 from tests.clock import Clock
 from tests.connector.rig import (
@@ -227,7 +228,7 @@ def test_the_pools_size_is_a_metric() -> None:
 
 
 def test_a_record_names_the_block_and_not_its_namespace() -> None:
-    rig = Rig(options={"namespace": b"8 bytes."})
+    rig = Rig(options={"tenants": Tenants(b"8 bytes.")})
     request = FakeRequest("r", prompt(8))
     rig.look_up(request)
     rig.allocate(request, [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_what_answers_instead_does_not_raise_either(monkeypatch: pytest.MonkeyPa
 
     for method in ("prepare_load", "release_request", "poll"):
         monkeypatch.setattr(rig.manager, method, broken)
-    monkeypatch.setattr(rig.half, "_engine_options", broken)
+    rig.half.engine = replace(rig.half.engine, engine_options=broken)  # type: ignore[arg-type]
     rig.allocate(request, [50, 51], 8)
     rig.half.update_state_after_alloc(unknown, Unreadable(), 8)  # type: ignore[arg-type]
     assert rig.half.off

@@ -21,7 +21,6 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import StepMeta
-from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.connector.group_rig import GroupRig
 from tests.connector.rig import (
     REMOTE_DECODE,
@@ -29,6 +28,7 @@ from tests.connector.rig import (
     FakeRequest,
     Rig,
     device_ids,
+    make_half,
     only,
     prompt,
     start_together,
@@ -310,7 +310,7 @@ def test_every_held_request_waits_for_a_store_of_several() -> None:
 def test_blocks_of_which_a_part_is_gone_are_not_put_beside_others() -> None:
     """A job says where its first device block lies in its slot, and the others follow from that."""
     rig = Rig()
-    rig.half = OffloadingConnectorScheduler(rig.manager, groups=[KVGroup(TOKENS, 2, sliding_window=4)])
+    rig.half = make_half(rig.manager, groups=[KVGroup(TOKENS, 2, sliding_window=4)])
     decoding, *others = [FakeRequest(name, prompt(8, start=100 * i)) for i, name in enumerate("abc")]
     decoding.tokens.pop()
     tables = {name: [10 * i + 1, 10 * i + 2] for i, name in enumerate("abc")}

@@ -17,6 +17,7 @@ from kvoffload.abc import ConfigError, LookupState, OffloadKey, ReqContext
 from kvoffload.cache.admission import TenantAdmission
 from kvoffload.cache.keys import make_offload_key, namespace
 from kvoffload.cache.tenants import OTHER, TenantConfig, Tenants
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.options import MAX_TENANT_CHARS, RequestOptions
 from kvoffload.tiering.manager import TieredOffloadingManager
 from tests.connector.rig import FakeRequest, Rig, prompt
@@ -157,9 +158,7 @@ class Server:
             {"host_bytes": MIB, "tiers": self.tiers, "tenants": tenants, "policy": "lru", **options}
         )
         pools = [np.zeros((64, SLOT), dtype=np.uint8)]
-        self.half: OffloadingConnectorScheduler = build_scheduler(
-            config, groups=[KVGroup(16)], pools=pools, fingerprint=FINGERPRINT
-        )
+        self.half: OffloadingConnectorScheduler = build_scheduler(config, EngineSpec([KVGroup(16)]), pools, FINGERPRINT)
         assert isinstance(self.half.manager, TieredOffloadingManager)
         self.manager = self.half.manager
         self.names = Tenants(namespace(FINGERPRINT), config.tenants)
@@ -256,9 +255,7 @@ def test_a_request_waits_for_no_more_than_its_tenant_can_have(servers: list[Serv
 
 def test_a_request_stores_no_more_than_its_tenant_can_have() -> None:
     config = OffloadConfig.from_mapping({"host_bytes": MIB, "tenants": {"a": {"quota": {"host": 3 * SLOT}}}})
-    half = build_scheduler(
-        config, groups=[KVGroup(4)], pools=[np.zeros((8, SLOT), dtype=np.uint8)], fingerprint=FINGERPRINT
-    )
+    half = build_scheduler(config, EngineSpec([KVGroup(4)]), [np.zeros((8, SLOT), dtype=np.uint8)], FINGERPRINT)
     for request, most in ((of("a", prompt(40), "a"), 12), (FakeRequest("r", prompt(40)), 32)):
         half.get_num_new_matched_tokens(request, 0)
         assert half.requests[request.request_id].blocks.max_stored_tokens == most
@@ -266,9 +263,7 @@ def test_a_request_stores_no_more_than_its_tenant_can_have() -> None:
 
 def test_each_tenant_has_a_reuse_filter_of_its_own() -> None:
     config = OffloadConfig.from_mapping({"host_bytes": MIB, "store_threshold": 2, "tenants": {"a": {}, "b": {}}})
-    half = build_scheduler(
-        config, groups=[KVGroup(4)], pools=[np.zeros((8, SLOT), dtype=np.uint8)], fingerprint=FINGERPRINT
-    )
+    half = build_scheduler(config, EngineSpec([KVGroup(4)]), [np.zeros((8, SLOT), dtype=np.uint8)], FINGERPRINT)
     names, manager = Tenants(namespace(FINGERPRINT), config.tenants), half.manager
     mine = [names.of("a").namespace + bytes([i]) for i in range(3)]
     theirs = [names.of("b").namespace + bytes([i]) for i in range(3)]

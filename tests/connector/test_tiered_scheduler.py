@@ -22,14 +22,14 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
-from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.health import MAX_FAILURES, PAUSE_S
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
-from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
+from tests.connector.rig import TOKENS, FakeRequest, Rig, make_half, prompt
 from tests.counting import lines_of
+from tests.sim.executor import SteppedExecutor
+from tests.sim.memory_tier import MemoryTier
 from tests.tiering.rig import arrived
 
 SLOT_BYTES = 4096
@@ -78,7 +78,7 @@ class TieredRig(Rig):
     def __init__(self, num_host_blocks: int = 16, enable_events: bool = False, **options: Any) -> None:
         clock = Clock()
         manager = SpyManager(num_host_blocks, clock, enable_events=enable_events)
-        options["describe_blocks"] = enable_events
+        options["enable_events"] = enable_events
         super().__init__(num_host_blocks, manager=manager, clock=clock, options=options)
 
     def put_below(self, tokens: list[int]) -> None:
@@ -356,7 +356,7 @@ def test_windows_are_promoted_after_the_blocks_before_them() -> None:
     groups = [KVGroup(TOKENS), KVGroup(TOKENS, sliding_window=TOKENS + 1)]
     manager = SpyManager(32, clock, groups)
     rig = Rig(manager=manager, clock=clock)
-    half = OffloadingConnectorScheduler(manager, groups=groups, clock=clock)
+    half = make_half(manager, groups=groups, clock=clock)
     keys = [key[:-1] + bytes([g]) for key in rig.keys(prompt(12)) for g in range(2)]
     manager.prepare_store(keys)
     manager.complete_store(keys)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier
-from kvoffload.testing.tiers import MemoryTier, StoredBlock
 from kvoffload.tiers.config import TierConfig, TierContext
+from tests.sim.memory_tier import MemoryTier, StoredBlock
 
 BLOCKS = 1000
 

@@ -24,6 +24,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.build import tokens_per_block
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import Finished
@@ -152,14 +153,16 @@ class ModelEngine:
             manager = FilterReusedOffloadingManager(manager, s.store_threshold)
         self.scheduler = OffloadingConnectorScheduler(
             manager,
-            groups=self.groups,
-            hash_block_size=s.hash_block_size,
-            num_workers=s.num_ranks,
-            share_loads=s.prefix_caching,
+            EngineSpec(
+                self.groups,
+                hash_block_size=s.hash_block_size,
+                parts=s.parts,
+                following=following,
+                num_workers=s.num_ranks,
+                share_loads=s.prefix_caching,
+            ),
             load_deadline_ms=s.load_deadline_ms,
             spans=spans,
-            parts=s.parts,
-            following=following,
             clock=self.clock,
         )
         self.batcher = Batcher(s, self.cache, self.scheduler, self.clock, self.random, version)

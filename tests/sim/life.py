@@ -10,12 +10,12 @@ from random import Random
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from kvoffload.abc import ByteArray
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.clock import Clock
 from tests.sim.engine import LowerTiers, ModelEngine, Scenario
+from tests.sim.executor import SteppedExecutor
 from tests.sim.watch import TierWatch
 
 WEIGHTS_APART = 1_000_000

@@ -15,9 +15,9 @@ from random import Random
 import numpy as np
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
-from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from tests.sim.executor import SteppedExecutor
 from tests.sim.servers import Connection, SharingServer
 from tests.sim.store_medium import StoreMedium
 from tests.sim.stores import ClientState, SimulatedClient

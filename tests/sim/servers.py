@@ -34,9 +34,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from kvoffload.abc import ByteArray, IntegrityError, KVGroup, OffloadKey, Tier
 from kvoffload.connector.options import PARAM
-from kvoffload.testing.executor import Killed, SteppedExecutor
 from tests.clock import Clock
 from tests.sim.engine import EngineRequest, Leak, Scenario
+from tests.sim.executor import Killed, SteppedExecutor
 from tests.sim.life import WEIGHTS_APART, FalseAlarm, Life, LivingServer, Patch, disk_bytes
 from tests.sim.scenario import make_requests
 from tests.sim.simulation import choose_full_steps, small_scenario

@@ -35,10 +35,10 @@ from kvoffload.abc import (
     OffloadKey,
     Tier,
 )
-from kvoffload.testing.executor import Killed
 from kvoffload.tiers.disk.tier import CLOSE_DEADLINE_S, DiskTier
 from tests.clock import Clock
 from tests.sim.engine import Leak, Scenario, random_groups
+from tests.sim.executor import Killed
 from tests.sim.life import WEIGHTS_APART, FalseAlarm, Life, LivingServer, Patch, disk_bytes
 from tests.sim.scenario import PARTS_SHARE, STATES_SHARE
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage

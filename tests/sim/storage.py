@@ -17,8 +17,8 @@ from typing import TypeAlias
 import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
-from kvoffload.testing.executor import Killed
 from kvoffload.tiers.disk.storage import Storage, StoredFile, nothing
+from tests.sim.executor import Killed
 
 PAGE = 4096
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.memory import SeparateBuffers
-from kvoffload.tiers.remote.record import pack_record
+from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.servers import Connection, DeletedOthers, SharedMedium, SharingServer
@@ -142,7 +142,7 @@ class StoreConnection(Connection):
     def _forge(self, name: str, parts: Sequence[ByteArray]) -> ByteArray:
         """Returns the block that somebody who knows everything except the HMAC key makes for ``name``."""
         key = bytes.fromhex(name.rpartition("/")[2])
-        record = pack_record(self.server.fingerprint, key, parts, self.random.choice(FORGERS_KEYS))
+        record = ValueFormat(self.server.fingerprint, hmac_key=self.random.choice(FORGERS_KEYS)).record(key, parts)
         return np.concatenate([record, *parts])
 
     def open(self, pools: Sequence[ByteArray]) -> Tier:
@@ -151,10 +151,8 @@ class StoreConnection(Connection):
             lambda: self.worker_class(
                 self._make_forging_client() if medium.hmac_key else self.make_client(),
                 SeparateBuffers(pools),
-                server.fingerprint,
-                PREFIX,
+                ValueFormat(server.fingerprint, PREFIX, medium.hmac_key),
                 server.clock,
-                hmac_key=medium.hmac_key,
             ),
             server.clock,
             self.random.randrange(1 << 30),

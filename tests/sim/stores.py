@@ -19,11 +19,11 @@ from typing import TypeVar
 import numpy as np
 
 from kvoffload.abc import ByteArray
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.link import ChannelState, StoreChannel
 from kvoffload.tiers.remote.messages import Op, Request, Response
 from kvoffload.tiers.remote.worker import StoreWorker
+from tests.sim.executor import SteppedExecutor
 
 Answer = TypeVar("Answer")
 OUTAGE_RETRY_S = 0.5

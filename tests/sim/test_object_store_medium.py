@@ -12,8 +12,7 @@ from kvoffload.testing.scale import scaled
 from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject
 from kvoffload.tiers.object_store.contents import Place, Places
-from kvoffload.tiers.remote import worker
-from kvoffload.tiers.remote.record import Verdict
+from kvoffload.tiers.remote.record import ValueFormat, Verdict
 from tests.sim.engine import WrongBytes
 from tests.sim.life import FalseAlarm
 from tests.sim.object_store_medium import BucketFaults, ObjectStoreMedium
@@ -55,7 +54,7 @@ def offset_off_by_one_block(monkeypatch: pytest.MonkeyPatch) -> type[SharedMediu
 
 
 def notes_trusted_without_verification(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(worker, "verify", lambda *args: Verdict.GOOD)
+    monkeypatch.setattr(ValueFormat, "verify", lambda *args: Verdict.GOOD)
     return type("Replaced", (Shared,), {"faults_now": BucketFaults(wrong_value=0.3)})
 
 

@@ -18,10 +18,10 @@ from kvoffload.tiering import writes
 from kvoffload.tiering.health import CircuitBreaker
 from kvoffload.tiering.plan import Plan, plan_writes
 from kvoffload.tiering.promotion import Promotion
-from kvoffload.tiers.remote import link, record, worker
-from kvoffload.tiers.remote.channel import ChannelState
-from kvoffload.tiers.remote.presence import PresenceCache
-from kvoffload.tiers.remote.record import Verdict
+from kvoffload.tiers.remote import link, record
+from kvoffload.tiers.remote.known import PresenceCache
+from kvoffload.tiers.remote.link import ChannelState
+from kvoffload.tiers.remote.record import ValueFormat, Verdict
 from kvoffload.tiers.remote.tier import RemoteTier
 from tests.sim import __main__ as program
 from tests.sim import life as living
@@ -108,43 +108,39 @@ def failing(hang_s: float = 0.2, **rates: float) -> type[StoreMedium]:
 
 
 def verification_skipped(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(worker, "verify", lambda *args: Verdict.GOOD)
+    monkeypatch.setattr(ValueFormat, "verify", lambda *args: Verdict.GOOD)
     return failing(garbage=0.3)
 
 
 def half_of_a_value_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """The record is verified, the payload is not."""
-    verify = record.verify
+    verify = ValueFormat.verify
 
     def verify_the_record(
-        fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
+        values: ValueFormat, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]
     ) -> Verdict:
-        verdict = verify(fingerprint, key, record, parts, hmac_key)
-        return Verdict.GOOD if record.any() else verdict
+        return Verdict.GOOD if record.any() else verify(values, key, record, parts)
 
-    monkeypatch.setattr(worker, "verify", verify_the_record)
+    monkeypatch.setattr(ValueFormat, "verify", verify_the_record)
     return failing(truncated=0.3)
 
 
 def value_of_another_key_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """Whatever is a whole block is taken for the block that was asked for."""
-    verify = record.verify
+    verify, pack = ValueFormat.verify, ValueFormat.record
 
-    def verify_itself(
-        fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
-    ) -> Verdict:
-        verdicts = (verify(fingerprint, each, record, parts, hmac_key) for each in written)
+    def verify_itself(values: ValueFormat, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
+        verdicts = (verify(values, each, record, parts) for each in written)
         return max(verdicts, key=[*Verdict][::-1].index)
 
     written: set[OffloadKey] = set()
-    pack = record.pack_record
 
-    def pack_and_note(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray], hmac_key: bytes) -> ByteArray:
+    def pack_and_note(values: ValueFormat, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
         written.add(key)
-        return pack(fingerprint, key, parts, hmac_key)
+        return pack(values, key, parts)
 
-    monkeypatch.setattr(worker, "pack_record", pack_and_note)
-    monkeypatch.setattr(worker, "verify", verify_itself)
+    monkeypatch.setattr(ValueFormat, "record", pack_and_note)
+    monkeypatch.setattr(ValueFormat, "verify", verify_itself)
     return failing(wrong_value=0.3)
 
 

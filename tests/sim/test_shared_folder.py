@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, OffloadKey, TierResult
-from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.scale import scaled
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import remove_blocks
 from kvoffload.tiers.disk.storage import Storage
@@ -25,6 +24,7 @@ from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.clock import Clock
 from tests.sim import shared_folder
 from tests.sim.engine import WrongBytes
+from tests.sim.executor import SteppedExecutor
 from tests.sim.life import Patch
 from tests.sim.servers import DeletedOthers, MakeMedium, SharingServer, simulate_servers
 from tests.sim.shared_folder import SeatTaken, SharedFolderMedium

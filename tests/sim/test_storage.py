@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, ConfigError
-from kvoffload.testing.executor import Killed, SteppedExecutor
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from tests.clock import Clock
+from tests.sim.executor import Killed, SteppedExecutor
 from tests.sim.storage import PAGE, FaultRates, FaultyStorage, SimulatedStorage
 
 

@@ -12,13 +12,12 @@ import pytest
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.tier_conformance import DEADLINE_S, TierConformance
-from kvoffload.testing.tiers import make_pools
-from kvoffload.tiers.remote.channel import ChannelState
+from kvoffload.testing.tier_conformance import DEADLINE_S, TierConformance, make_pools
 from kvoffload.tiers.remote.client import Outcome, StoreError
+from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Op, Request, Status
-from kvoffload.tiers.remote.record import value_name
+from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.clock import Clock
@@ -50,7 +49,7 @@ class TestRemoteTierOnASimulatedStore(TierConformance):
 
         state = ClientState(object(), StoreFaults, Random(0), lambda: channel.pause(), stall)
         channel = SimulatedChannel(
-            lambda: StoreWorker(SimulatedClient(store, state), SeparateBuffers(pools), FINGERPRINT, "kv"),
+            lambda: StoreWorker(SimulatedClient(store, state), SeparateBuffers(pools), ValueFormat(FINGERPRINT, "kv")),
             time.monotonic,
         )
         tier = RemoteTier(channel, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
@@ -76,7 +75,7 @@ class TestRemoteTierOnASimulatedStore(TierConformance):
 
     def lose(self, tier: Tier, names: str) -> bool:
         for key in keys(names):
-            self.stores[id(tier)].evict(value_name("kv", FINGERPRINT, key))
+            self.stores[id(tier)].evict(ValueFormat(FINGERPRINT, "kv").name(key))
         return True
 
 
@@ -177,7 +176,7 @@ class Rig:
         state = ClientState(object(), lambda: self.faults, Random(0), self.pause, self.stall, stall_s=30.0)
         self.channel = SimulatedChannel(
             lambda: StoreWorker(
-                SimulatedClient(store, state), SeparateBuffers(self.pools), FINGERPRINT, "kv", self.clock
+                SimulatedClient(store, state), SeparateBuffers(self.pools), ValueFormat(FINGERPRINT, "kv"), self.clock
             ),
             self.clock,
             start_s=start_s,

@@ -37,12 +37,12 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import BackendConformance, ManagerConformance, PolicyConformance
 from kvoffload.testing.reference import (
-    ReferenceFilter,
     ReferenceLRUManager,
     ReferenceManager,
     unique,
 )
 from kvoffload.testing.stateful import manager_machine, walk
+from tests.cache.reference_filter import ReferenceFilter
 from tests.cache.reference_policies import ReferenceARCManager
 
 Keys = Sequence[OffloadKey]

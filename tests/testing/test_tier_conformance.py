@@ -16,15 +16,15 @@ import pytest
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.testing.tier_conformance import TierConformance
-from kvoffload.testing.tiers import MemoryTier, checksum_of
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.executor import Executor
 from tests.asking_tier import AskingTier
+from tests.sim.executor import SteppedExecutor
+from tests.sim.memory_tier import MemoryTier, checksum_of
 from tests.sim.plain_shared import PlainSharedTier
 from tests.sim.storage import SimulatedStorage
 from tests.sim.stores import ClientState, SimulatedClient, SimulatedStore, StoreFaults, StoreValue

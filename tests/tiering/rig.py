@@ -23,10 +23,11 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.hits import last_possible
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
+from tests.sim.executor import SteppedExecutor
+from tests.sim.memory_tier import MemoryTier
 
 SLOT_BYTES = 4096
 

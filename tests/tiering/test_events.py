@@ -12,13 +12,14 @@ from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResu
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering import events as events_module
 from kvoffload.tiering.events import TierEvents
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
+from tests.sim.executor import SteppedExecutor
+from tests.sim.memory_tier import MemoryTier
 from tests.sim.storage import SimulatedStorage
 from tests.tiering.rig import A, Rig, SpyTier, chain
 

@@ -28,9 +28,9 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.tiers import MemoryTier
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.sim.memory_tier import MemoryTier
 
 BLOCKS = 32
 """In the host: the slots of transfers that are never reported stay taken."""

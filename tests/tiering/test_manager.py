@@ -16,8 +16,9 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import ManagerConformance
-from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.sim.memory_tier import MemoryTier
 from tests.tiering.rig import (
     SLOT_BYTES,
     A,

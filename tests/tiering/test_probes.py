@@ -13,13 +13,13 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.table import BlockTable
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.clock import Clock
 from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
 from tests.native.twins import PlainBlockTable
+from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import SimulatedStorage
 
 NUM_BLOCKS = 64

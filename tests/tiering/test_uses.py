@@ -10,10 +10,11 @@ import pytest
 from kvoffload.abc import OffloadKey, ReqContext
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.tiers import MemoryTier, make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering import requests
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiering.requests import HeldBackUses
+from tests.sim.memory_tier import MemoryTier
 
 KEYS = [bytes([i]) * 36 for i in range(6)]
 

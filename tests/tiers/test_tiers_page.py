@@ -14,6 +14,7 @@ import pytest
 
 from kvoffload import ConfigError, OffloadConfig, build_scheduler
 from kvoffload.abc import ByteArray, KVGroup, Tier
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.testing.tier_conformance import TierConformance
 
 PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
@@ -41,7 +42,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 def test_the_entry_names_the_tier(options: dict[str, Any]) -> None:
     config = OffloadConfig.from_mapping(options)
     pool = np.zeros((8, 4096), dtype=np.uint8)
-    half = build_scheduler(config, [KVGroup(16)], [pool], "ab" * 32)
+    half = build_scheduler(config, EngineSpec([KVGroup(16)]), [pool], "ab" * 32)
     half.shutdown()
     assert type(config.tiers[1]).__name__ == "DictConfig"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,28 @@ from demo.process import with_demo
 
 # Engines import from the checkout, in their processes too.
 os.environ |= with_demo(os.environ)
+
+LOG_CHARS_SHOWN = 6000
+
+
+@pytest.fixture(autouse=True)
+def folder_of_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows, when a test fails, the end of each log that a server or a store has written to since the test began."""
+    report = yield
+    folder = item.funcargs.get("folder_of_logs")
+    if report.failed and isinstance(folder, Path):
+        logs = [log for log in folder.rglob("*.log") if log.is_file() and log.stat().st_mtime >= call.start]
+        for log in sorted(logs):
+            text = log.read_text(errors="replace")[-LOG_CHARS_SHOWN:]
+            report.sections.append((f"end of {log.relative_to(folder)}", text))
+    return report
 
 
 @pytest.fixture(scope="session")

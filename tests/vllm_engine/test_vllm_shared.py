@@ -23,7 +23,7 @@ from demo import run as demo_run
 from demo.process import kill_session
 from demo.protocol import EngineInfo, RequestResult
 from demo.run import model_directory
-from demo.shared_report import SharedReport, hit_tokens
+from demo.shared_report import SharedReport, StoreResult, hit_tokens
 from demo.shared_run import SharedDemo
 from demo.stores import STORES, MooncakeStore
 from kvoffload.testing.scale import SCALE
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.vllm
 
 PATIENT = {"load_deadline_ms": 1000 * DEADLINE_S, "lookup_deadline_ms": 1000 * DEADLINE_S, "load_only_if_faster": False}
 """Options with which requests wait for blocks, however slow this machine is."""
+ATTEMPTS = 3
 
 
 class Quiet:
@@ -55,6 +56,28 @@ class Started:
     demo: SharedDemo
     info: EngineInfo
     baseline: dict[int, RequestResult]
+
+    def report(self, result: StoreResult) -> SharedReport:
+        return SharedReport("tiny", 7, "now", 0.0, self.info, self.baseline, [result])
+
+    def share(self, name: str, directory: Path) -> StoreResult:
+        """Runs two servers on a store. A store on a busy machine may refuse a write or answer too late, which must be
+        a miss: if the second server has not found all, two others run on a new store, up to ``ATTEMPTS`` times."""
+        for attempt in range(ATTEMPTS):
+            with STORES[name](directory / f"store-{attempt}", directory) as store:
+                result = self.demo.share(store)
+            assert self.report(result).identical(result)
+            if has_found_all(result):
+                break
+        return result
+
+
+def has_found_all(result: StoreResult) -> bool:
+    """Whether the second server has found most of each prompt in the store, twice, and the first something of the
+    second's, and changed values."""
+    asked = (*result.shared, *result.control)
+    is_shared = all(request.disk_tokens > request.prompt_tokens // 2 for request in asked)
+    return is_shared and hit_tokens(result.back) > 0 and result.bad_blocks > 0
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +109,13 @@ def test_the_second_server_answers_from_what_the_first_has_computed(
         pytest.skip(f"Mooncake Store: {reason}")
     if name == "shared_dir" and SCALE <= 1:
         pytest.skip("other tests here share a directory; set KVOFFLOAD_TEST_SCALE above 1 to run this vllm test too")
-    with STORES[name](tmp_path / "store", tmp_path) as store:
-        result = started.demo.share(store)
-    report = SharedReport("tiny", 7, "now", 0.0, started.info, started.baseline, [result])
+    result = started.share(name, tmp_path)
+    report = started.report(result)
     assert report.failures == []
     documents = started.demo.plan.shared
     assert hit_tokens(result.first) == 0
-    for request, asked in zip(result.shared, documents, strict=True):
-        assert request.document == asked
-        assert request.disk_tokens > request.prompt_tokens // 2
+    assert [request.document for request in result.shared] == list(documents)
+    assert has_found_all(result)
     assert [request.document for request in result.computed] == list(documents)
     for request in result.computed:
         assert request.device_tokens + request.host_tokens + request.disk_tokens == 0

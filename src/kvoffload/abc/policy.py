@@ -75,7 +75,9 @@ class CachePolicy(ABC):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.full = capacity
-        """How many blocks it holds when room is short; see ``resize``."""
+        """How many blocks the policy holds when room is short. The caller sets it, at any time: to fewer than
+        ``capacity`` where tenants share the slots. A policy that divides its blocks into parts should divide so many;
+        it may hold more for a while."""
 
     @abstractmethod
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
@@ -124,12 +126,6 @@ class CachePolicy(ABC):
 
         A policy that looks at all its blocks in every ``evict`` need not care.
         """
-
-    def resize(self, full: int) -> None:
-        """Sets how many blocks the policy holds when room is short: fewer than ``capacity`` where tenants share the
-        slots, and another number at every eviction. A policy that divides its blocks into parts should divide so
-        many."""
-        self.full = full
 
     def state(self) -> Mapping[str, Any]:
         """Returns what a policy that tunes itself has chosen, for metrics and records of misses: ``rule``, a name, and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 import click
 
 from kvoffload.cli.lab import errors, positive
-from kvoffload.cli.terminal import console_of, progress_bar
+from kvoffload.cli.terminal import console_of, json_option, print_json, progress_bar
 from kvoffload.doctor.examine import Effort, Progress, examine
 
 EFFORT = Effort()
@@ -34,7 +33,7 @@ EFFORT = Effort()
     metavar="TOK/S",
     help="What the server computes for one request alone: says whether a hit pays.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@json_option()
 def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, as_json: bool) -> None:
     """Check, before a deployment, what a server with this configuration would find here.
 
@@ -60,7 +59,7 @@ def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, a
         finally:
             signal.signal(signal.SIGTERM, before)
     if as_json:
-        click.echo(json.dumps(to_dict(examination), indent=2))
+        print_json(to_dict(examination))
     else:
         show(console_of(), examination)
     sys.exit(examination.exit_status)

@@ -20,7 +20,7 @@ import click
 
 from kvoffload.abc import ConfigError
 from kvoffload.cli import EXTRA
-from kvoffload.cli.terminal import console_of, progress_bar, say
+from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
@@ -47,8 +47,6 @@ OPTIONS = {
 }
 """The option that a user typed, by the Python setting that an error of the library names."""
 _SETTING = re.compile(rf"\b({'|'.join(OPTIONS)})(?==)")
-
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def gathered(name: str, kind: Callable[..., object], *options: Decorator) -> Decorator:
@@ -163,7 +161,7 @@ def output_options(json_help: str, html_help: str) -> Decorator:
     return gathered(
         "output",
         Output,
-        click.option("--json", "as_json", is_flag=True, help=json_help),
+        json_option(json_help),
         click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help=html_help),
     )
 

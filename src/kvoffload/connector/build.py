@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvoffload.abc import Admission, ByteArray, ConfigError, Following, KVGroup, OffloadingManager, Tier
+from kvoffload.abc import Admission, ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
 from kvoffload.cache.admission import ReuseFilter, TenantAdmission, tracker_size
 from kvoffload.cache.keys import namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -19,10 +19,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
 from kvoffload.config import OffloadConfig
-from kvoffload.connector.adapters import AdapterOf
-from kvoffload.connector.layout import Layout
-from kvoffload.connector.options import EngineOptions
-from kvoffload.connector.parts import Parts
+from kvoffload.connector.engine import EngineSpec, TraceHeaders
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.spans import RequestSpans
@@ -35,87 +32,51 @@ from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-TraceHeaders: TypeAlias = Callable[[Any], Mapping[str, str] | None]
-
 
 def build_scheduler(
     config: OffloadConfig,
-    groups: Sequence[KVGroup],
+    engine: EngineSpec,
     pools: Sequence[ByteArray | PoolHandle],
     fingerprint: str,
-    *,
-    num_workers: int | None = None,
-    hash_block_size: int | None = None,
-    device_blocks: int | None = None,
-    engine: int = 0,
-    engines: int = 1,
-    share_loads: bool = True,
-    enable_events: bool = False,
-    parent_request: Callable[[str], str] = str,
-    following: Following | None = None,
-    trace_headers: TraceHeaders | None = None,
-    identity: Mapping[str, str] | None = None,
     tiers: Sequence[Tier] = (),
-    parts: Parts | None = None,
-    engine_options: EngineOptions | None = None,
-    adapter_of: AdapterOf | None = None,
 ) -> OffloadingConnectorScheduler:
-    """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
+    """Returns the scheduler half for ``engine``, ready to serve.
 
     ``pools`` has one host pool per rank: its bytes, shape (num_blocks, slot_bytes), or the PoolHandle of a pool in
-    another process. ``num_workers`` ranks report jobs, by default as many as there are pools. If there are more, ranks
-    with the same KV share a pool: one of them stores, and the others use FollowerTransfer. ``fingerprint`` is the
-    result of ``kvoffload.fingerprint`` over everything that shapes the bytes of a block: blocks are found again only
-    under the same one.
-
-    ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
-    ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
-    this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
-    to the id under which the reuse filter counts it. ``share_loads``, ``following``, ``engine_options`` and
-    ``adapter_of``: see OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored
-    events describe their blocks. ``trace_headers``: returns a request's headers with its OpenTelemetry trace, or None:
-    then spans are made, see ``kvoffload.observe.spans``. ``identity`` says in words what the fingerprint depends on,
-    such as {"dtype": "bfloat16"}: see ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the
-    configuration, the fastest first; they are closed with the scheduler half. ``parts``: how the blocks of ``groups``
-    are divided, see ``kvoffload.connector.parts``; workers copy ``parts.page_groups``.
+    another process. ``fingerprint`` is the result of ``kvoffload.fingerprint`` over everything that shapes the bytes of
+    a block: blocks are found again only under the same one. ``tiers``: further tiers below those of the configuration,
+    the fastest first; they are closed with the scheduler half.
 
     Raises ConfigError if a setting is wrong, a pool cannot be reached or a tier's directory cannot be used. If a tier's
     medium itself fails, a warning says so and the others serve.
     """
-    _check_arguments(groups, fingerprint, hash_block_size, device_blocks, engine, engines)
-    host_pools = _HostPools(Layout(groups, hash_block_size, following, parts), pools, engines, num_workers)
+    if not isinstance(fingerprint, str) or not is_fingerprint(fingerprint):
+        raise ConfigError(f"fingerprint={fingerprint!r}: must be 64 hex digits; make it with kvoffload.fingerprint")
+    host_pools = _HostPools(engine, pools)
     host_pools.check(config)
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
-        recorder = _make_recorder(config, host_pools, engine, device_blocks)
+        recorder = _make_recorder(config, host_pools)
         if recorder is not None:
             opened.callback(recorder.close)
         below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
         tenants = Tenants(namespace(fingerprint), config.tenants)
         if entries:
-            context = host_pools.context(fingerprint, identity or {}, config.policy, engine)
-            shares = (lambda name: partial(tenants.shares, name, engines=engines)) if config.tenants else None
+            context = host_pools.context(fingerprint, config.policy)
+            shares = (lambda name: partial(tenants.shares, name, engines=engine.engines)) if config.tenants else None
             below += open_tiers(entries, context, opened, shares)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
         below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
         scheduler = OffloadingConnectorScheduler(
-            _make_manager(config, host_pools, below, enable_events, parent_request, tenants),
-            groups=groups,
-            hash_block_size=hash_block_size,
+            _make_manager(config, host_pools, below, tenants),
+            replace(engine, num_workers=host_pools.num_workers),
             tenants=tenants,
-            num_workers=host_pools.num_workers,
-            share_loads=share_loads,
-            describe_blocks=enable_events,
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
-            spans=_make_spans(trace_headers, host_pools.block_bytes),
-            following=following,
-            parts=parts,
-            engine_options=engine_options,
-            adapter_of=adapter_of,
+            spans=_make_spans(engine.trace_headers, host_pools.block_bytes),
         )
         opened.pop_all()
-    logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))
+    logger.info("kvoffload: host pool of %s", host_pools.describe())
     if config.tenants:
         configured = ", ".join(name for name in tenants.names if name != OTHER)
         logger.info("kvoffload: tenants: %s; all other requests are of the tenant %s", configured or "none", OTHER)
@@ -123,54 +84,31 @@ def build_scheduler(
     return scheduler
 
 
-def _check_arguments(
-    groups: Sequence[KVGroup],
-    fingerprint: str,
-    hash_block_size: int | None,
-    device_blocks: int | None,
-    engine: int,
-    engines: int,
-) -> None:
-    """Raises ConfigError for wrong arguments of the engine, before anything is opened."""
-    if not all(isinstance(group, KVGroup) for group in groups):
-        raise ConfigError(f"groups={groups!r}: pass one KVGroup per KV cache group of the engine")
-    if not isinstance(fingerprint, str) or not is_fingerprint(fingerprint):
-        raise ConfigError(f"fingerprint={fingerprint!r}: must be 64 hex digits; make it with kvoffload.fingerprint")
-    counts = {"hash_block_size": hash_block_size, "device_blocks": device_blocks, "engines": engines}
-    for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name}={value!r}: must be a whole number, at least 1")
-    if not isinstance(engine, int) or not 0 <= engine < engines:
-        raise ConfigError(f"engine={engine!r}: must be a whole number from 0 to {engines - 1}, of {engines} engines")
-
-
 def _make_manager(
     config: OffloadConfig,
     pools: _HostPools,
     tiers: Sequence[tuple[Tier, TierConfig | None]],
-    enable_events: bool,
-    parent_request: Callable[[str], str],
     tenants: Tenants,
 ) -> OffloadingManager:
     """Returns the manager of the host pools, in front of ``tiers`` if there are any. Each is beside its entry."""
+    engine, groups, shares = pools.engine, pools.layout.groups, None
 
     def admission(threshold: int | None, entries: Sequence[TierConfig]) -> Admission | None:
         if threshold is None:
             return None
-        tier_blocks = sum(entry.capacity_bytes or 0 for entry in entries) // (pools.block_bytes * pools.engines)
+        tier_blocks = sum(entry.capacity_bytes or 0 for entry in entries) // (pools.block_bytes * engine.engines)
         num_blocks = pools.num_blocks + tier_blocks
         if shares is None:
-            return ReuseFilter(threshold, tracker_size(num_blocks), parent_request)
+            return ReuseFilter(threshold, tracker_size(num_blocks), engine.parent_request)
         size = tracker_size(num_blocks // len(shares.names))
-        return TenantAdmission(shares, lambda: ReuseFilter(threshold, size, parent_request))
+        return TenantAdmission(shares, lambda: ReuseFilter(threshold, size, engine.parent_request))
 
-    groups, shares = pools.layout.groups, None
     if config.tenants:
-        shares = tenants.shares(HOST, pools.num_blocks, pools.block_bytes, pools.engines)
+        shares = tenants.shares(HOST, pools.num_blocks, pools.block_bytes, engine.engines)
     host = PolicyOffloadingManager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
         make_policy(config.policy, pools.num_blocks, shares),
-        enable_events,
+        engine.enable_events,
         must_store=bool(tiers),
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
     )
@@ -210,13 +148,7 @@ def _is_pool_array(pool: object) -> bool:
 class _HostPools:
     """The host pools of one engine, in blocks, bytes and tokens: one per rank, or per set of ranks with the same KV."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        pools: Sequence[ByteArray | PoolHandle],
-        engines: int,
-        num_workers: int | None = None,
-    ) -> None:
+    def __init__(self, engine: EngineSpec, pools: Sequence[ByteArray | PoolHandle]) -> None:
         if not isinstance(pools, Sequence) or not pools:
             raise ConfigError(
                 "pools must be a list that is not empty: pass the bytes or the handle of one pool per rank"
@@ -227,15 +159,15 @@ class _HostPools:
                     f"pools has a {type(pool).__name__}: pass HostPool.data, writable bytes of shape (num_blocks, "
                     "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
                 )
-        self.num_workers = len(pools) if num_workers is None else num_workers
+        self.num_workers = engine.num_workers or len(pools)
         """Ranks that use them."""
-        if not isinstance(self.num_workers, int) or self.num_workers % len(pools) or self.num_workers < 1:
+        if self.num_workers % len(pools):
             raise ConfigError(
-                f"num_workers={num_workers!r}: must be {len(pools)}, the number of pools, or a multiple of it if as "
-                "many ranks share each pool; or leave it out"
+                f"num_workers={engine.num_workers}: must be {len(pools)}, the number of pools, or a multiple of it if "
+                "as many ranks share each pool; or leave it out"
             )
-        self.layout = layout
-        self.engines = engines
+        self.engine = engine
+        self.layout = engine.layout
         self._pools = pools
         shapes = [(p.num_blocks, p.slot_bytes) if isinstance(p, PoolHandle) else p.shape for p in pools]
         self.num_blocks = min(num_blocks for num_blocks, _ in shapes)
@@ -248,11 +180,12 @@ class _HostPools:
         for pool in self._pools:
             if isinstance(pool, PoolHandle):
                 pool.check_reachable()
-        if self._nbytes * self.engines > config.host_bytes:
+        engines = self.engine.engines
+        if self._nbytes * engines > config.host_bytes:
             raise ConfigError(
                 f"host_bytes={config.host_bytes} ({format_bytes(config.host_bytes)}): the host pools of this node take "
-                f"{format_bytes(self._nbytes * self.engines)}; make each pool with config.num_blocks(block_bytes, "
-                f"{len(self._pools) * self.engines}) slots"
+                f"{format_bytes(self._nbytes * engines)}; make each pool with config.num_blocks(block_bytes, "
+                f"{len(self._pools) * engines}) slots"
             )
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
@@ -267,16 +200,16 @@ class _HostPools:
         arrays = [pool.open() if isinstance(pool, PoolHandle) else pool for pool in self._pools]
         return [array[: self.num_blocks] for array in arrays]
 
-    def context(self, fingerprint: str, identity: Mapping[str, str], policy: str, engine: int) -> TierContext:
+    def context(self, fingerprint: str, policy: str) -> TierContext:
         """Returns what tiers are opened with. Raises ConfigError if a pool cannot be opened."""
         return TierContext(
             pools=self.open(),
             fingerprint=fingerprint,
             handles=[pool if isinstance(pool, PoolHandle) else None for pool in self._pools],
-            identity=identity,
+            identity=self.engine.identity,
             policy=policy,
-            engine=engine,
-            engines=self.engines,
+            engine=self.engine.engine,
+            engines=self.engine.engines,
             groups=self.layout.groups,
             num_tokens=self.layout.chains.tokens,
         )
@@ -293,7 +226,7 @@ class _HostPools:
         sizes = [group.device_block_size for group in groups if not group.state]
         return sum(self.layout.device_align // size for size in sizes) or len(groups)
 
-    def describe(self, device_blocks: int | None) -> str:
+    def describe(self) -> str:
         """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache". With recurrent layers, it is
         said how much less that becomes by each position at which states are kept."""
         tokens = self.layout.chains.tokens(self.num_blocks)
@@ -302,12 +235,12 @@ class _HostPools:
             text += f" in {len(self._pools)} pool{'s' * (len(self._pools) > 1)} for {self.num_workers} ranks"
         elif len(self._pools) > 1:
             text += f" on {len(self._pools)} ranks"
-        if self.engines > 1:
-            text += f", one of {self.engines} engines' shares,"
+        if self.engine.engines > 1:
+            text += f", one of {self.engine.engines} engines' shares,"
         text += f" = {tokens:,} tokens"
-        if device_blocks:
+        if self.engine.device_blocks:
             per_token = self._device_blocks_per_align / self.layout.device_align
-            text += f", {tokens * per_token / device_blocks:.1f}x the device cache"
+            text += f", {tokens * per_token / self.engine.device_blocks:.1f}x the device cache"
         if self.layout.states:
             num_states = len(self.layout.states)
             text += f"; each position with states takes the place of {self.layout.chains.tokens(num_states):,} of them"
@@ -327,22 +260,20 @@ def _make_spans(trace_headers: TraceHeaders | None, block_bytes: int) -> Request
         return None
 
 
-def _make_recorder(
-    config: OffloadConfig, pools: _HostPools, engine: int, device_blocks: int | None
-) -> TraceRecorder | None:
+def _make_recorder(config: OffloadConfig, pools: _HostPools) -> TraceRecorder | None:
     """Returns the recorder of the trace that ``config`` asks for. Each of several engines has a file of its own.
 
     Raises ConfigError if the file cannot be written.
     """
     if config.record_trace is None:
         return None
-    path = Path(config.record_trace)
-    if pools.engines > 1:
-        path = path.with_name(f"{path.stem}-engine{engine}{path.suffix}")
+    path, engine = Path(config.record_trace), pools.engine
+    if engine.engines > 1:
+        path = path.with_name(f"{path.stem}-engine{engine.engine}{path.suffix}")
     groups = pools.layout.groups
     block_tokens = groups[pools.layout.traced].block_tokens
     # One device block, the null block, is never used.
-    device_tokens = pools.device_tokens(device_blocks - 1) if device_blocks else 0
+    device_tokens = pools.device_tokens(engine.device_blocks - 1) if engine.device_blocks else 0
     header = {
         "device_blocks": device_tokens // block_tokens,
         "pool_blocks": pools.layout.chains.tokens(pools.num_blocks) // block_tokens,

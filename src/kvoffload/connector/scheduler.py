@@ -20,9 +20,7 @@ from typing import Any
 
 from kvoffload.abc import (
     BlockNotReadyError,
-    Following,
     KVBlocks,
-    KVGroup,
     OffloadingEvent,
     OffloadingManager,
     Request,
@@ -30,16 +28,15 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapter_book import AdapterBook
-from kvoffload.connector.adapters import AdapterOf, Need
+from kvoffload.connector.adapters import Need
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.guarded import guarded
 from kvoffload.connector.jobs import HeldRequests, Job, JobTable
-from kvoffload.connector.layout import NULL_BLOCK, Layout
+from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, look_up
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
-from kvoffload.connector.options import EngineOptions
-from kvoffload.connector.parts import Parts
 from kvoffload.connector.request import Changes, Phase, RequestState, Storing
 from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
@@ -97,66 +94,49 @@ class _NextStep:
 class OffloadingConnectorScheduler:
     """Decides, per request and step, what is loaded and stored; talks to ``manager`` in batches.
 
-    ``groups`` are the engine's KV cache groups. ``hash_block_size`` is the number of tokens that one block hash covers,
-    by default the greatest common divisor of the device block sizes. ``namespace`` precedes every block hash,
-    unless ``tenants`` says what does.
-    ``num_workers`` workers report each job. ``share_loads``: a request whose blocks are being loaded for another waits,
-    to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
-    that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
-    ``recorder`` gets every request that was given device blocks, when it ends; ``spans`` gets every request.
-    ``following`` describes the tokens after a block. It is needed if a group has a ``lookahead``. ``parts``: how the
-    blocks of ``groups`` are divided. ``engine_options`` returns what the engine itself knows of a request, as request
-    options. ``adapter_of`` returns the adapter of a request, for engines whose block hashes do not depend on its bytes.
+    ``tenants`` says what precedes every block hash. ``recorder`` gets every request that was given device blocks, when
+    it ends; ``spans`` gets every request.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
-    as failed. The parts (``requests``, ``jobs``, ``stores``, ...) are public for tests and tools. Raises ConfigError if
-    block sizes do not divide, or ``following`` is missing.
+    as failed. The parts (``requests``, ``jobs``, ``stores``, ...) are public for tests and tools.
     """
 
     def __init__(
         self,
         manager: OffloadingManager,
+        engine: EngineSpec,
         *,
-        groups: Sequence[KVGroup],
-        hash_block_size: int | None = None,
-        namespace: bytes = b"",
         tenants: Tenants | None = None,
-        num_workers: int = 1,
-        share_loads: bool = True,
-        describe_blocks: bool = False,
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
         spans: RequestSpans | None = None,
-        following: Following | None = None,
-        parts: Parts | None = None,
-        engine_options: EngineOptions | None = None,
-        adapter_of: AdapterOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.off = False
-        self.layout = Layout(groups, hash_block_size, following, parts)
-        self._tenants = Tenants(namespace) if tenants is None else tenants
+        self.engine = engine
+        self.layout = engine.layout
+        self._tenants = tenants or Tenants(b"")
+        num_workers = engine.num_workers or 1
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         self.changes = Changes()
         self.jobs = JobTable(num_workers)
         self.held = HeldRequests()
         self.observer = RequestObserver(
-            manager, self.layout, Metrics(self._read_metrics), recorder, spans, describe_blocks, clock
+            manager, self.layout, Metrics(self._read_metrics), recorder, spans, engine.enable_events, clock
         )
         self.loads = LoadPlanner(manager, self.layout, self.jobs)
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer)
         self.shelf = Shelf(manager, self.changes, num_workers)
         deadline_s = load_deadline_ms / 1000
-        self.adapters = AdapterBook(adapter_of, num_workers, self.changes, deadline_s, clock)
+        self.adapters = AdapterBook(engine.adapter_of, num_workers, self.changes, deadline_s, clock)
         self.sound = SoundBlocks(has_adapters=self.adapters.is_used)
-        loading = self.jobs.keys_loading if share_loads else {}
+        loading = self.jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
             manager, self.layout, loading, self.shelf, self.adapters, self.changes, deadline_s, clock
         )
-        self._engine_options = engine_options
         self._clock = clock
         self._next = _NextStep()
         self.metrics.set("pool_blocks", manager.num_blocks)
@@ -452,7 +432,7 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            options = None if self._engine_options is None else self._engine_options(request)
+            options = None if self.engine.engine_options is None else self.engine.engine_options(request)
             adapter = self.adapters.begin(request)
             state = RequestState.new(
                 request,

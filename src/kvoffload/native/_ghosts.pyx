@@ -1431,7 +1431,7 @@ cdef class AutoSteps:
         if k == 0:
             for i in range(n):
                 hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain)
+            self._tournament.observe(chain, self.full)
         else:
             for i in range(n):
                 if at[i] < 0:
@@ -1446,7 +1446,7 @@ cdef class AutoSteps:
                     hashes[i] = absent.hashes[k]
                 else:
                     hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain)
+            self._tournament.observe(chain, self.full)
             self._mark_returning(absent)
         self._lists.use(access.slots, access.ready)
 

@@ -1,6 +1,6 @@
 """Tests for implementations of kvoffload's contracts, ours and those of other projects.
 
-- ``reference``: simple models of the managers and the filter, to compare with.
+- ``reference``: simple models of managers, to compare with.
 - ``conformance``: one pytest class per contract (needs pytest). Subclass it and construct your implementation::
 
       from kvoffload.testing.conformance import ManagerConformance
@@ -11,8 +11,7 @@
 
 - ``stateful``: a state machine that runs a manager and its reference side by side, by Hypothesis or at random
   (needs hypothesis).
-- ``tier_conformance``: the same for tiers (needs pytest). ``tiers``: a simple tier in memory. ``executor``: an executor
-  that schedules the jobs of a tier by a seed.
+- ``tier_conformance``: the same for tiers (needs pytest).
 - ``secondary_tier_conformance``: the same for secondary tiers of vLLM's own offloading (needs pytest and vLLM).
   ``vllm_servers``: vLLM's scheduler half with such a tier, without an engine.
 
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import sys
 
-from kvoffload.testing.reference import ReferenceFilter, ReferenceLRUManager
+from kvoffload.testing.reference import ReferenceLRUManager
 
 if "pytest" in sys.modules:  # a failing assert of a suite then shows the values that it compared
     sys.modules["pytest"].register_assert_rewrite(
@@ -32,4 +31,4 @@ if "pytest" in sys.modules:  # a failing assert of a suite then shows the values
         "kvoffload.testing.secondary_tier_conformance",
     )
 
-__all__ = ["ReferenceFilter", "ReferenceLRUManager"]
+__all__ = ["ReferenceLRUManager"]

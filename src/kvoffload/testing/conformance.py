@@ -1021,6 +1021,23 @@ class PolicyConformance:
         policy.refuse(_slot_keys([first]))
         policy.check_integrity(_array([slot for slot in range(3) if slot != first]))
 
+    @pytest.mark.parametrize("full", range(5))
+    def test_full_may_be_any_number_even_fewer_than_the_busy_blocks(self, full: int) -> None:
+        policy = self.make_policy(4)
+        self.insert(policy, [3, 2, 1, 0])
+        for n in (1, 0, 2, 1):
+            policy.full = full
+            self.access(policy, [1, 0], absent=keys("xy"))
+            admitted = policy.admit(keys("xy"), 2)
+            policy.refuse(keys("xy") if admitted is None else keys("xy")[: np.count_nonzero(~admitted)])
+            evicted = self.evict(policy, n, busy=[0, 1], entering=keys("xy")[:n])
+            self.insert(policy, evicted)
+            policy.mark_evictable(_array([0, 1]))
+            policy.check_integrity(_array(range(4)))
+        policy.clear()
+        self.insert(policy, [3, 2, 1, 0])
+        assert sorted(self.evict(policy, 4)) == [0, 1, 2, 3]
+
     @pytest.mark.parametrize("seed", range(20))
     def test_promises_hold_under_random_calls(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -1052,6 +1069,7 @@ class _PolicyDriver:
 
     def run(self, steps: int) -> None:
         calls = [self.store, self.store, self.written, self.access, self.pin, self.unpin, self.evict, self.reorder]
+        calls += [self.set_full]
         for _ in range(steps):
             self.rng.choice([*calls, self.remove] if self.rng.random() < 0.5 else calls)()
             if self.rng.random() < 0.01:
@@ -1154,6 +1172,10 @@ class _PolicyDriver:
     def clear(self) -> None:
         self.policy.clear()
         self.forget(sorted(self.held()))
+
+    def set_full(self) -> None:
+        """To any number, fewer than the blocks that must stay included."""
+        self.policy.full = self.rng.randint(0, self.policy.capacity)
 
 
 class BackendConformance:

@@ -26,7 +26,6 @@ import pytest
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, Tier, TierError, TierResult
 from kvoffload.testing.conformance import ALPHABET, keys, letters
-from kvoffload.testing.tiers import make_pools
 
 HIT, MISS, RETRY = LookupState.HIT, LookupState.MISS, LookupState.RETRY
 SLOT_BYTES = 4096
@@ -35,6 +34,12 @@ READ_SLOTS = 32
 """The first slot that is read into. Lower slots are written from."""
 DEADLINE_S = 30.0
 """A result that the tier has not reported by then counts as lost."""
+
+
+def make_pools(num_slots: int, *slot_bytes: int, seed: int = 0) -> list[ByteArray]:
+    """Returns one pool per rank, of ``num_slots`` slots of ``slot_bytes`` each, filled at random."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (num_slots, nbytes), dtype=np.uint8) for nbytes in slot_bytes]
 
 
 def fits(nbytes: int, tier: Tier) -> bool:

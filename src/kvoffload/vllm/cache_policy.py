@@ -242,7 +242,7 @@ class PolicyAdapter(CachePolicy):
         req_context.set_state(use)
         use.chain = self._chain(use, list(keys), req_context)
         use.num_keys = len(req_context._offload_key_positions)
-        self._resize()
+        self._set_full()
         found = self._find(use.chain)
         use.held, ready = self._table.used(found)
         self._policy.access(Access(use.chain, found, use.held, ready))
@@ -287,16 +287,16 @@ class PolicyAdapter(CachePolicy):
         if use.refused:
             refused = tail_first
         elif shortage > 0:
-            self._resize()
+            self._set_full()
             admitted = self._policy.admit(tail_first, shortage)
             refused = [] if admitted is None else list(compress(tail_first, ~admitted))
         if refused:
             self._policy.refuse(refused)
         return refused
 
-    def _resize(self) -> None:
+    def _set_full(self) -> None:
         """Tells the policy how many blocks it has room for: those aside take room as well."""
-        self._policy.resize(max(self.cache_capacity - len(self._aside), (self.cache_capacity + 1) // 2))
+        self._policy.full = max(self.cache_capacity - len(self._aside), (self.cache_capacity + 1) // 2)
 
     def _take_back(self, chain: Sequence[OffloadKey]) -> None:
         """Gives blocks aside that a request uses to the policy, if it admits them now."""
@@ -337,7 +337,7 @@ class PolicyAdapter(CachePolicy):
         if self._aside:
             victims = self._aside.take_idle(n, table.busy)
         if len(victims) < n:
-            self._resize()
+            self._set_full()
             eviction = Eviction(n - len(victims), table.busy, table.key_of, entering)
             chosen = self._policy.evict(eviction)
             victims = np.concatenate((victims, chosen)) if len(victims) else chosen

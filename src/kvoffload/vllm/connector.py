@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 
 from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
 from kvoffload.connector.build import build_scheduler
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.parts import plan_parts
 from kvoffload.connector.ranks import KVShare
@@ -140,26 +141,25 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if layout.config.tier_entries:
             self._expected_root = versions.expected_hash_root(self._vllm_config)
         parts = fingerprint_parts(self._vllm_config, layout, layers_of(infos))
-        self._scheduler = build_scheduler(
-            layout.config,
+        engine = EngineSpec(
             layout.kv_groups,
-            [info.pool for info in one_per_pool(infos)],
-            fingerprint(parts),
-            num_workers=len(infos),
             hash_block_size=layout.hash_block_size,
+            parts=layout.parts,
+            following=following,
+            num_workers=len(infos),
+            share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
+            enable_events=events is not None and events.enable_kv_cache_events,
             device_blocks=layout.num_device_blocks,
             engine=layout.engine,
             engines=layout.engines,
-            share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
-            enable_events=events is not None and events.enable_kv_cache_events,
             parent_request=versions.parent_request,
-            following=following,
-            trace_headers=versions.trace_headers(self._vllm_config),
-            identity=describe_parts(self._vllm_config, layout, parts),
-            parts=layout.parts,
             engine_options=engine_options,
             adapter_of=adapters_of(self._vllm_config),
+            trace_headers=versions.trace_headers(self._vllm_config),
+            identity=describe_parts(self._vllm_config, layout, parts),
         )
+        pools = [info.pool for info in one_per_pool(infos)]
+        self._scheduler = build_scheduler(layout.config, engine, pools, fingerprint(parts))
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
         self._records = RecordServer(lambda: scheduler.records, engine_id or "0")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ConfigError, TierError
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, payload_checksum, record_offset
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
@@ -114,6 +114,21 @@ def test_a_failure_to_grow_is_logged_once(simulated: Rig, caplog: pytest.LogCapt
     assert fill(storage.used_bytes) == 1
     assert fill(storage.used_bytes + SLAB + PAGE) == 2, "it has grown in between"
     assert len(warnings(caplog)) == 2
+
+
+def test_a_slab_that_could_not_be_allocated_is_made_anew_by_the_next_server(tmp_path: Path) -> None:
+    """A failed growth, or a kill during one, leaves an empty file behind."""
+    rig = Rig(tmp_path / "disk", capacity_bytes=BUDGET, slab_bytes=SLAB)
+    rig.open()
+    rig.write(*range(4))
+    rig.tier.close()
+    rig.opened = None
+    os.truncate(rig.folder / "slab-00001", 0)
+    rig.open()
+    rig.write(*range(4, 8))
+    rig.open()
+    assert rig.present() == list(range(8))
+    rig.check_reads(*range(8))
 
 
 def test_a_short_write_on_a_full_disk_is_reported_as_no_space(simulated: Rig) -> None:

@@ -18,7 +18,7 @@ from kvoffload.tiers.mooncake.client import connect
 from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S
-from kvoffload.tiers.remote.record import pack_record, value_name
+from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
 from tests.tiers.remote.rig import StoreServer
@@ -26,6 +26,7 @@ from tests.tiers.remote.rig import StoreServer
 pytestmark = needs_mooncake
 
 FINGERPRINT = "5e" * 32
+VALUES = ValueFormat(FINGERPRINT)
 KEYS = [bytes([i]) * 36 for i in range(32)]
 SLOT_BYTES = (1 << 18, 1 << 16)
 SEGMENT_BYTES = 64 << 20
@@ -93,7 +94,7 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     server.works_again(keys)
     # This process joins the store to change values, as nothing in the tier can.
     client = connect(settings(store))
-    names = [value_name("kvoffload", FINGERPRINT, key) for key in keys]
+    names = [VALUES.name(key) for key in keys]
     size = 128 + sum(SLOT_BYTES)
     values = np.zeros((4, size), dtype=np.uint8)
     client.register(values)
@@ -102,9 +103,9 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     values[0, size // 2] ^= 1
     values[1] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     # A server with other blocks may have the same fingerprint.
-    foreign = value_name("kvoffload", FINGERPRINT, KEYS[12])
+    foreign = VALUES.name(KEYS[12])
     values[2, 128:999] = 7
-    values[2, :128] = pack_record(FINGERPRINT, KEYS[12], [values[2, 128:999]])
+    values[2, :128] = VALUES.record(KEYS[12], [values[2, 128:999]])
     client.put([*names, foreign], [[values[0]], [values[1]], [values[3]], [values[3][:999]], [values[2][:999]]])
     results = server.move([*keys, KEYS[12]], is_read=True)
     assert [result.error for result in map(results.get, keys) if result] == [TierError.CORRUPT] * 4

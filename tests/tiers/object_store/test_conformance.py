@@ -13,9 +13,10 @@ from kvoffload.testing.tier_conformance import TierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
-from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, Moto, needs_moto, patched
+from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, PATIENT, Moto, needs_moto, patched
 from tests.tiers.remote.memory_store import SteppedChannel
 
 pytestmark = needs_moto
@@ -36,10 +37,10 @@ class OnMoto(TierConformance):
     _numbers = itertools.count()
 
     @pytest.fixture(autouse=True)
-    def _bucket(self, moto: Moto, patient: None) -> Iterator[None]:
+    def _bucket(self, moto: Moto) -> Iterator[None]:
         settings = {"url": "s3://kv-bucket", "endpoint": moto.endpoint, "prefix": "kv"}
         with patched(CREDENTIALS):
-            self.bucket = open_bucket(settings)
+            self.bucket = open_bucket(settings, PATIENT)
         yield
         self.bucket.close()
 
@@ -49,7 +50,7 @@ class OnMoto(TierConformance):
 
     def on(self, pools: Sequence[ByteArray]) -> Tier:
         client = ObjectStoreClient(self.bucket, self.value_bytes, [0])
-        worker = StoreWorker(client, SeparateBuffers(pools), FINGERPRINT, self.prefix)
+        worker = StoreWorker(client, SeparateBuffers(pools), ValueFormat(FINGERPRINT, self.prefix))
         tier = RemoteTier(WaitingChannel(worker), sum(pool.shape[1] for pool in pools), name="object_store")
         tier.poll()
         return tier

@@ -21,7 +21,7 @@ from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Response
-from kvoffload.tiers.remote.record import RECORD_BYTES, namespace, pack_record, value_name
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
@@ -31,6 +31,7 @@ from tests.tiers.remote.rig import StoreServer, content
 pytestmark = needs_redis
 
 FINGERPRINT = "5e" * 32
+VALUES = ValueFormat(FINGERPRINT)
 KEYS = [bytes([i]) * 36 for i in range(32)]
 SLOT_BYTES = (1 << 16, 1 << 14)
 DEADLINE_S = 90.0
@@ -65,7 +66,7 @@ class Server(StoreServer):
             tier = RedisConfig(url=store.url, **options).open(TierContext(pools, fingerprint, handles))
         else:
             pools = [np.zeros((64, nbytes), dtype=np.uint8) for nbytes in SLOT_BYTES]
-            worker = StoreWorker(client, SeparateBuffers(pools), fingerprint, "kvoffload", hmac_key=hmac_key)
+            worker = StoreWorker(client, SeparateBuffers(pools), ValueFormat(fingerprint, hmac_key=hmac_key))
             tier = RemoteTier(DirectChannel(worker), sum(SLOT_BYTES), name="redis")
         assert isinstance(tier, RemoteTier)
         super().__init__(tier, pools)
@@ -161,7 +162,7 @@ def test_bad_values_are_found_removed_and_written_again(store: RedisServer) -> N
     server, raw = direct(store), store.raw()
     keys = KEYS[8:15]
     server.works_again(keys)
-    names = [value_name("kvoffload", FINGERPRINT, key) for key in keys]
+    names = [VALUES.name(key) for key in keys]
     values = [raw.get(name) for name in names]
     middle = len(values[0]) // 2
     raw.set(names[0], values[0][:middle] + bytes([values[0][middle] ^ 1]) + values[0][middle + 1 :])
@@ -184,12 +185,12 @@ def test_blocks_of_another_size_are_misses_and_stay(store: RedisServer) -> None:
     server, raw = direct(store), store.raw()
     for key, nbytes in zip(KEYS[20:22], (999, 1 << 20), strict=True):
         payload = np.arange(nbytes).astype(np.uint8)
-        value = pack_record(FINGERPRINT, key, [payload]).tobytes() + payload.tobytes()
-        raw.set(value_name("kvoffload", FINGERPRINT, key), value)
+        value = VALUES.record(key, [payload]).tobytes() + payload.tobytes()
+        raw.set(VALUES.name(key), value)
         assert server.states([key]) == [HIT]
         assert server.errors([key]) == [TierError.GONE]
         server.works_again(KEYS[22:23])
-        assert raw.get(value_name("kvoffload", FINGERPRINT, key)) == value
+        assert raw.get(VALUES.name(key)) == value
     server.close()
 
 
@@ -206,13 +207,11 @@ def test_with_an_hmac_key_only_blocks_of_its_servers_are_loaded(store: RedisServ
 
     parts = [content(KEYS[9], rank, nbytes) for rank, nbytes in enumerate(SLOT_BYTES)]
     raw = store.raw()
-    for key, space, tag in (
-        (KEYS[9], namespace(FINGERPRINT), b""),
-        (KEYS[9], namespace(FINGERPRINT, HMAC_KEY), b""),
-        (KEYS[10], namespace(FINGERPRINT, HMAC_KEY), b"a key that the forger does not have"),
-    ):
-        forged = pack_record(FINGERPRINT, key, parts, tag).tobytes() + b"".join(part.tobytes() for part in parts)
-        raw.set(value_name("kvoffload", space, key), forged)
+    signed = ValueFormat(FINGERPRINT, hmac_key=HMAC_KEY)
+    another = ValueFormat(FINGERPRINT, hmac_key=b"a key that the servers do not have")
+    for key, named, written in ((KEYS[9], VALUES, VALUES), (KEYS[9], signed, VALUES), (KEYS[10], signed, another)):
+        forged = written.record(key, parts).tobytes() + b"".join(part.tobytes() for part in parts)
+        raw.set(named.name(key), forged)
     assert open_one.errors(KEYS[9:10]) == [None], "the forged block is not what the tier takes for a good one"
     assert one.states(KEYS[9:11]) == other.states(KEYS[9:11]) == [HIT] * 2
     assert one.errors(KEYS[9:11]) == [TierError.CORRUPT] * 2
@@ -237,7 +236,7 @@ class TestConformance(TierConformance):
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         client = make_client(self.store.url)
         self.clients.append(client)
-        worker = StoreWorker(client, SeparateBuffers(pools), FINGERPRINT, "kvoffload")
+        worker = StoreWorker(client, SeparateBuffers(pools), VALUES)
         tier = RemoteTier(DirectChannel(worker), sum(pool.shape[1] for pool in pools), name="redis")
         tier.poll()
         return tier
@@ -256,5 +255,5 @@ class TestConformance(TierConformance):
         return True
 
     def lose(self, tier: Tier, names: str) -> bool:
-        self.store.raw().delete(*[value_name("kvoffload", FINGERPRINT, key) for key in keys_of(names)])
+        self.store.raw().delete(*[VALUES.name(key) for key in keys_of(names)])
         return True

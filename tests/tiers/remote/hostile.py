@@ -14,17 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.abc import KVGroup, Tier
+from kvoffload.abc import KVGroup
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
-from kvoffload.tiers.config import TierConfig, TierContext
-from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.remote.config import RemoteTierConfig
 
 SLOT_BYTES = 64 << 10
 NUM_BLOCKS = 16
 MANY = b"x" * (1 << 20)
 CHUNK = b"100000\r\n" + MANY + b"\r\n"
 Talk = Callable[[socket.socket], None]
+START_WAIT_S = 3.0
 
 
 class Hostile:
@@ -205,16 +206,15 @@ def private_bytes(pid: int | str) -> int:
 class Victim:
     """A server with a tier on a store, whose memory and that of its client's process are measured all the time."""
 
-    def __init__(self, config: TierConfig) -> None:
+    def __init__(self, config: RemoteTierConfig) -> None:
         self.host = HostPool(2 * NUM_BLOCKS, SLOT_BYTES)
         self.before = private_bytes("self")
         self.peak = self.client_peak = 0
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._measure, daemon=True)
         self._watch.start()
-        self.tier: Tier = config.open(
-            TierContext([self.host.data], "5e" * 32, [self.host.handle()], groups=[KVGroup(16)])
-        )
+        context = TierContext([self.host.data], "5e" * 32, [self.host.handle()], groups=[KVGroup(16)])
+        self.tier = config.open_within(context, START_WAIT_S)
 
     def _measure(self) -> None:
         while not self._is_over.wait(0.002):
@@ -233,7 +233,6 @@ class Victim:
 
     def serve(self, seconds: float) -> None:
         """Asks for blocks, and reads them if there are any."""
-        assert isinstance(self.tier, RemoteTier)
         deadline, number = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
             number += 1

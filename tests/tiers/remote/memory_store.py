@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.link import ChannelState, StoreChannel
 from kvoffload.tiers.remote.messages import Op, Request, Response
 from kvoffload.tiers.remote.worker import StoreWorker
 

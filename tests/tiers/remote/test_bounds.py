@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.testing.scale import SCALE
-from kvoffload.tiers.config import TierConfig
 from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.redis.config import RedisConfig
-from kvoffload.tiers.remote import start
+from kvoffload.tiers.remote.config import RemoteTierConfig
 from tests.tiers.mooncake.rig import needs_mooncake
 from tests.tiers.object_store.rig import CREDENTIALS, needs_obstore, patched
 from tests.tiers.remote.hostile import MOONCAKE, NUM_BLOCKS, REDIS, S3, SLOT_BYTES, Hostile, Talk, Victim
@@ -26,7 +25,7 @@ def chosen(attacks: dict[str, Talk]) -> list[str]:
     return [name for name in attacks if SCALE > 1 or name in OFTEN]
 
 
-def attack(config: TierConfig) -> None:
+def attack(config: RemoteTierConfig) -> None:
     with patched(CREDENTIALS):
         victim = Victim(config)
     try:
@@ -38,11 +37,6 @@ def attack(config: TierConfig) -> None:
     assert victim.client_peak, "no process was measured"
     # The hostile server is in this process too.
     assert victim.peak < MORE_BYTES
-
-
-@pytest.fixture(autouse=True)
-def _does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "START_WAIT_S", 3.0)
 
 
 @pytest.mark.parametrize("name", chosen(REDIS))

@@ -13,7 +13,7 @@ from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.config import load_tiers
 from kvoffload.tiers.mooncake import config as mooncake
 from kvoffload.tiers.remote.config import read_hmac_key
-from kvoffload.tiers.remote.record import RECORD_BYTES, namespace, pack_record, value_name
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from tests.tiers.remote.rig import FINGERPRINT, Server, content, store_in
 
 KEYS = [bytes([i]) * 36 for i in range(4)]
@@ -54,8 +54,8 @@ def test_servers_with_the_same_key_share_blocks_and_others_do_not(servers: tuple
 def test_forged_blocks_are_never_loaded(servers: tuple[Server, Server, Server]) -> None:
     one, other, stranger = servers
     forged = [content(b"forged", rank, pool.shape[1]) for rank, pool in enumerate(one.pools)]
-    value = np.concatenate([pack_record(FINGERPRINT, KEYS[0], forged), *forged])
-    names = [value_name("kv", namespace(FINGERPRINT, hmac_key), KEYS[0]) for hmac_key in (b"", SECRET.encode())]
+    value = np.concatenate([ValueFormat(FINGERPRINT).record(KEYS[0], forged), *forged])
+    names = [ValueFormat(FINGERPRINT, "kv", hmac_key).name(KEYS[0]) for hmac_key in (b"", SECRET.encode())]
     for name in names:
         value.tofile(one.store.path(name))
     assert stranger.read(KEYS[:1])[KEYS[0]].ok, "without a key it is loaded: checksums find damage, not forgery"

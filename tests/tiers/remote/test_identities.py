@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.identities import MAX_IDENTITIES, announce
+from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.remote.memory_store import MemoryClient
 
 MINE = {"model": "llama", "dtype": "bfloat16", "tensor parallelism": "1"}
 
 
 def notes(client: MemoryClient, number: int, hmac_key: bytes = b"", **changes: str) -> list[str]:
-    return list(announce(client, "kv", f"{number:064x}", MINE | changes, hmac_key))
+    return list(announce(client, ValueFormat(f"{number:064x}", "kv", hmac_key), MINE | changes))
 
 
 def test_the_log_says_in_what_other_servers_differ() -> None:
@@ -25,7 +26,7 @@ def test_the_log_says_in_what_other_servers_differ() -> None:
     assert "llama" in note
     assert "dtype is bfloat16 there, float16 here" in note
     changes = {"tensor parallelism": "2"}
-    assert len(list(announce(client, "kv", f"{3:064x}", MINE | changes, b""))) == 2
+    assert len(list(announce(client, ValueFormat(f"{3:064x}", "kv"), MINE | changes))) == 2
     assert len(client.values) == 3
 
 
@@ -47,7 +48,7 @@ def test_damaged_identities_and_a_store_that_fails_are_ignored() -> None:
 
 def test_a_server_without_an_identity_leaves_nothing() -> None:
     client = MemoryClient()
-    assert list(announce(client, "kv", "0" * 64, {})) == []
+    assert list(announce(client, ValueFormat("0" * 64, "kv"), {})) == []
     assert not client.calls
 
 

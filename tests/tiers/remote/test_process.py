@@ -22,15 +22,13 @@ from kvoffload.host.pool import HostPool
 from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import TierConformance
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.child import SMALL_READ_BLOCKS, TRANSFER_NICENESS
-from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
+from kvoffload.tiers.remote.known import PRESENT_TTL_S
+from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S, ChannelState
 from kvoffload.tiers.remote.messages import Setup
-from kvoffload.tiers.remote.presence import PRESENT_TTL_S
 from kvoffload.tiers.remote.process import ProcessChannel
-from kvoffload.tiers.remote.start import open_remote_tier
-from tests.tiers.remote.folder_store import FolderStore
-from tests.tiers.remote.rig import CLIENT, FINGERPRINT, Server, store_in
+from tests.tiers.remote.folder_store import FolderConfig, FolderStore
+from tests.tiers.remote.rig import FINGERPRINT, Server, store_in
 
 KEYS = [bytes([i]) * 36 for i in range(16)]
 
@@ -352,7 +350,7 @@ def test_a_forked_copy_of_the_engine_does_not_kill_the_process(server: Server) -
 def test_a_pool_that_no_other_process_can_open_is_refused() -> None:
     context = TierContext([np.zeros((4, 4096), dtype=np.uint8)], FINGERPRINT, [None])
     with pytest.raises(ConfigError, match=r"1 of the 1 host pools; give build_scheduler HostPool.handle\(\)"):
-        open_remote_tier(CLIENT, {}, context, name="folder", prefix="kv")
+        FolderConfig(folder="", prefix="kv").open(context)
 
 
 CHOSEN = (
@@ -392,7 +390,7 @@ class TestConformanceOfTheProcess(TierConformance):
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         handles = [host.handle() for host in self.hosts_of_tier]
         context = TierContext(pools, FINGERPRINT, handles)
-        tier = open_remote_tier(CLIENT, self.store.settings(), context, name="folder", prefix="kv")
+        tier = FolderConfig(folder=str(self.store.folder), prefix="kv").open(context)
         self.tiers.append(tier)
         while not tier.stats().is_connected:
             tier.wait(0.01)

@@ -11,6 +11,7 @@ import pytest
 from kvoffload.abc import OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote.client import Outcome, StoreError
+from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, RETRY_S
 from kvoffload.tiers.remote.link import (
     FIRST_PAUSE_S,
     LOOKUP_DEADLINE_S,
@@ -23,14 +24,13 @@ from kvoffload.tiers.remote.link import (
 )
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Op
-from kvoffload.tiers.remote.presence import MISSING_TTL_S, PRESENT_TTL_S
-from kvoffload.tiers.remote.record import RECORD_BYTES, value_name
-from kvoffload.tiers.remote.removals import RETRY_S
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteLimits, RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.remote.memory_store import MemoryClient, SteppedChannel
 
 FINGERPRINT = "5e" * 32
+VALUES = ValueFormat(FINGERPRINT, "kv")
 KEYS = [bytes([i]) * 36 for i in range(16)]
 SLOT_BYTES = 64
 
@@ -43,7 +43,7 @@ class Rig:
         self.now = 100.0
         self.pool = np.random.default_rng(0).integers(0, 256, (64, SLOT_BYTES), dtype=np.uint8)
         self.worker = StoreWorker(
-            self.client, SeparateBuffers([self.pool]), FINGERPRINT, "kv", self.clock, lambda: 0.5, lambda s: None
+            self.client, SeparateBuffers([self.pool]), VALUES, self.clock, lambda: 0.5, lambda s: None
         )
         self.channel = SteppedChannel(self.worker)
         self.tier = RemoteTier(
@@ -179,7 +179,7 @@ def test_a_block_that_another_server_has_written_is_not_moved_again() -> None:
 def test_a_block_that_the_store_has_evicted_is_gone_and_reported_as_lost() -> None:
     rig = Rig()
     rig.stored(KEYS[:2])
-    del rig.client.values[value_name("kv", FINGERPRINT, KEYS[0])]
+    del rig.client.values[VALUES.name(KEYS[0])]
     rig.read(KEYS[:2])
     assert errors(rig.step()) == [TierError.GONE, None]
     assert rig.states(KEYS[:2]) == [MISS, HIT]
@@ -191,7 +191,7 @@ def test_a_block_that_the_store_has_evicted_is_gone_and_reported_as_lost() -> No
 def test_a_corrupt_block_is_removed_from_the_store_and_can_be_written_again() -> None:
     rig = Rig()
     rig.stored(KEYS[:2])
-    rig.client.values[value_name("kv", FINGERPRINT, KEYS[0])][-1] ^= 1
+    rig.client.values[VALUES.name(KEYS[0])][-1] ^= 1
     rig.read(KEYS[:2])
     assert errors(rig.step()) == [TierError.CORRUPT, None]
     assert rig.states(KEYS[:1]) == [MISS]
@@ -206,7 +206,7 @@ def test_a_corrupt_block_is_removed_from_the_store_and_can_be_written_again() ->
 def test_removing_a_corrupt_block_is_tried_until_it_is_done() -> None:
     rig = Rig()
     rig.stored(KEYS[:1])
-    rig.client.values[value_name("kv", FINGERPRINT, KEYS[0])][0] ^= 1
+    rig.client.values[VALUES.name(KEYS[0])][0] ^= 1
     rig.read(KEYS[:1])
     rig.step()
     rig.client.num_errors = 1
@@ -265,7 +265,7 @@ def test_deleting_removes_what_this_process_has_written_and_nothing_else() -> No
     other.tier.delete(KEYS[:3])
     assert other.states(KEYS[:3]) == [MISS] * 3
     other.step()
-    assert sorted(one.client.values) == sorted(value_name("kv", FINGERPRINT, key) for key in KEYS[:2])
+    assert sorted(one.client.values) == sorted(VALUES.name(key) for key in KEYS[:2])
 
 
 def test_a_block_deleted_while_it_is_written_is_removed_once_it_is() -> None:
@@ -275,7 +275,7 @@ def test_a_block_deleted_while_it_is_written_is_removed_once_it_is() -> None:
     assert errors(rig.step()) == [TierError.GONE, None]
     assert rig.write(KEYS[:1]) == [], "its removal is not done yet"
     rig.step()
-    assert list(rig.client.values) == [value_name("kv", FINGERPRINT, KEYS[1])]
+    assert list(rig.client.values) == [VALUES.name(KEYS[1])]
     rig.stored(KEYS[:1])
 
 
@@ -301,7 +301,7 @@ def test_reset_forgets_and_deletes_nothing() -> None:
     assert rig.read(KEYS[:2]) == []
     assert rig.write(KEYS[4:5]) == []
     rig.step()
-    assert {value_name("kv", FINGERPRINT, key) for key in KEYS[:2]} <= set(rig.client.values)
+    assert {VALUES.name(key) for key in KEYS[:2]} <= set(rig.client.values)
 
 
 # Deadlines and restarts.

@@ -11,13 +11,14 @@ from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.memory import MAX_ROWS, SeparateBuffers
 from kvoffload.tiers.remote.messages import Op, Request, Status
-from kvoffload.tiers.remote.record import RECORD_BYTES, pack_record, value_name
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import MORE_WITHIN_S, StoreWorker
 from tests.tiers.remote.memory_store import MemoryClient
 
 FINGERPRINT = "5e" * 32
+VALUES = ValueFormat(FINGERPRINT, "kv")
 KEYS = [bytes([i]) * 36 for i in range(8)]
-NAMES = [value_name("kv", FINGERPRINT, key) for key in KEYS]
+NAMES = [VALUES.name(key) for key in KEYS]
 
 
 class Rig:
@@ -30,8 +31,7 @@ class Rig:
         self.worker = StoreWorker(
             self.client,
             SeparateBuffers(self.pools),
-            fingerprint,
-            "kv",
+            ValueFormat(fingerprint, "kv"),
             lambda: self.now,
             lambda: 0.5,
             self.pauses.append,
@@ -96,7 +96,7 @@ def test_other_values_are_corrupt() -> None:
 def test_a_value_of_another_layout_is_missing_and_stays() -> None:
     rig = Rig()
     whole = np.arange(96, dtype=np.uint8)
-    rig.client.values[NAMES[0]] = np.concatenate([pack_record(FINGERPRINT, KEYS[0], [whole]), whole])
+    rig.client.values[NAMES[0]] = np.concatenate([VALUES.record(KEYS[0], [whole]), whole])
     assert rig.run(Op.READ, KEYS[:1], 100) == [Status.MISSING]
     assert NAMES[0] in rig.client.values
 
@@ -106,7 +106,7 @@ def test_an_intact_value_of_another_size_is_missing_and_stays(nbytes: int) -> No
     """Of a server with the same fingerprint and other blocks. One that was cut, or changed, is corrupt."""
     rig = Rig()
     whole = np.arange(nbytes).astype(np.uint8)
-    record = pack_record(FINGERPRINT, KEYS[0], [whole])
+    record = VALUES.record(KEYS[0], [whole])
     rig.client.values[NAMES[0]] = np.concatenate([record, whole])
     rig.run(Op.WRITE, KEYS[1:2])
     rig.client.values[NAMES[1]] = np.resize(rig.client.values[NAMES[1]], RECORD_BYTES + nbytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.tier import SharedDirTier

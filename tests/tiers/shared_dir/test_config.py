@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.abc import ConfigError
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext, load_tiers
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.tier import SharedDirTier

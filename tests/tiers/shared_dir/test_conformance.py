@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
-from kvoffload.testing.executor import SteppedExecutor
-from kvoffload.testing.tier_conformance import TierConformance
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import TierConformance, make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
+from tests.sim.executor import SteppedExecutor
 from tests.tiers.shared_dir.rig import FINGERPRINT, capacity
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, LookupState, TierError, TierResult
 from kvoffload.host.pool import SLOT_ALIGNMENT
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.seats import Machine

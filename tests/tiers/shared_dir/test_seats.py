@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError
-from kvoffload.testing.tiers import make_pools
+from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.identities import read_identity

@@ -33,8 +33,6 @@ class PlainAutoPolicy(CachePolicy):
         self._lists = ListPair(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._tournament = tournament or Tournament(capacity)
-        self._judged = capacity
-        """How many blocks the caches of the tournament stand for."""
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
         self._has_shared_names = False
@@ -52,7 +50,7 @@ class PlainAutoPolicy(CachePolicy):
         missing = access.found < 0
         absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1])
         chain[missing] = absent[::-1]
-        self._tournament.observe(chain)
+        self._tournament.observe(chain, self.full)
         tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
         self._ghosts.mark_above(absent, self._lists.oldest_again() if tested else -1)
         self._lists.use(access.slots, access.ready)
@@ -115,11 +113,6 @@ class PlainAutoPolicy(CachePolicy):
             hashes, positions = hashes[chosen], positions[chosen]
         self._ghosts.add(hashes, positions)
 
-    def resize(self, full: int) -> None:
-        self.full = full
-        if not self._judged / 2 <= full <= 2 * self._judged:
-            self._tournament, self._judged = Tournament(full), full
-
     def clear(self) -> None:
         self._lists.clear()
         self._ghosts.clear()
@@ -152,4 +145,3 @@ else:
         def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
             CachePolicy.__init__(self, capacity)
             self._tournament = tournament or Tournament(capacity)
-            self._judged = capacity

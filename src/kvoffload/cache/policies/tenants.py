@@ -40,7 +40,7 @@ class _Blocks:
         self.free.add(np.arange(self.quota))
         self.num_held = self.num_busy = 0
         self.busy.fill(False)
-        self.policy.resize(self.quota)
+        self.policy.full = self.quota
         self.policy.clear()
 
     @property
@@ -229,7 +229,7 @@ class TenantPolicy(CachePolicy):
             short = blocks.num_held + len(own) - blocks.quota if isinstance(plan, MissReason) else plan[t]
             if short <= 0:
                 continue
-            blocks.policy.resize(max(1, blocks.num_held + len(own) - short))
+            blocks.policy.full = max(1, blocks.num_held + len(own) - short)
             answer = blocks.policy.admit(own, min(short, len(own)))
             if answer is not None:
                 admitted[slice(None) if chosen is None else chosen] = answer
@@ -278,7 +278,7 @@ class TenantPolicy(CachePolicy):
         for t, n in leaving.items():
             blocks = self.tenants[t]
             own = entering.get(t, ())
-            blocks.policy.resize(max(1, held[t] + len(own) - n))
+            blocks.policy.full = max(1, held[t] + len(own) - n)
             places = blocks.policy.evict(Eviction(n, blocks.busy, blocks.key_of, own))
             if len(places) != n:
                 raise IntegrityError(f"policy {type(blocks.policy).__name__} evicted {len(places)} blocks, not {n}")

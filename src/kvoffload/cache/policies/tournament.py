@@ -187,16 +187,21 @@ else:
 
 
 class Tournament:
-    """Keeps the scores of the rules. ``rule`` is the one whose shadow has found most recently.
+    """Keeps the scores of the rules for a cache of ``num_blocks``. ``rule`` is the one whose shadow has found most
+    recently.
 
     The bytes of a key decide whether it is in the sample. A sample is enough because the cached part of a chain is
     nearly always its head.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._limit = int(min(1.0, SHADOW_BLOCKS / capacity) * 2**64) - 1
+    def __init__(self, num_blocks: int) -> None:
+        self._begin(num_blocks)
+
+    def _begin(self, num_blocks: int) -> None:
+        self._num_blocks = max(1, num_blocks)
+        self._limit = int(min(1.0, SHADOW_BLOCKS / self._num_blocks) * 2**64) - 1
         """The greatest hash in the sample."""
-        self._capacity = min(capacity, SHADOW_BLOCKS)
+        self._capacity = min(self._num_blocks, SHADOW_BLOCKS)
         self.clear()
 
     def clear(self) -> None:
@@ -208,8 +213,11 @@ class Tournament:
     def rule(self) -> Rule:
         return RULES[self._current]
 
-    def observe(self, hashes: Hashes) -> None:
-        """Records a request for a chain, given as the ``key_hashes`` of its keys, head first."""
+    def observe(self, hashes: Hashes, num_blocks: int) -> None:
+        """Records a request for a chain, given as the ``key_hashes`` of its keys, head first. The scores begin again
+        if the cache's number of blocks has halved or doubled."""
+        if not self._num_blocks / 2 <= max(1, num_blocks) <= 2 * self._num_blocks:
+            self._begin(num_blocks)
         num_names, found = self.shadows.access(hashes, self._limit)
         if not num_names:
             return

@@ -94,10 +94,8 @@ class MooncakeConfig(RemoteTierConfig):
                 f"{format_bytes(available)} of memory are available beside the host pools; write less, or 0 to "
                 "contribute nothing"
             )
-        settings: dict[str, Any] = {name: getattr(self, name) for name in ("master", "metadata", "protocol", "devices")}
-        settings["host"] = self.host or _own_address(self.master)
-        settings["segment_bytes"] = self.segment_bytes // engines
-        return settings
+        own = {"host": self.host or _own_address(self.master), "segment_bytes": self.segment_bytes // engines}
+        return {**super().settings(engines), **own}
 
 
 def check_installed() -> None:

@@ -42,6 +42,32 @@ class NewObject:
 Answer: TypeAlias = Found | Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Times in seconds of the requests to a bucket. The longest call ends before the deadlines of ``remote.link``."""
+
+    connect_s: float = 1.5
+    small_s: float = 2.0
+    """The timeout of one request without bytes."""
+    small_budget_s: float = 1.0
+    """A call begins requests without bytes for so long."""
+    transfer_s: float = 8.0
+    transfer_budget_s: float = 5.0
+    """The same for requests with bytes."""
+    retry_within_s: float = 1.0
+    """A request is repeated if it failed sooner."""
+    more_within_s: float = 1.0
+    """A call of the client that took longer sends no further requests; unknown values count as failed."""
+    quiet_s: float = 1.0
+    """After a call without any answer in time, further calls fail at once for so long: calls that queued behind it
+    would outlast their own deadlines."""
+    relearn_s: float = 60.0
+    """A store without conditional put is asked for one again after so long."""
+
+
+TIMES = Times()
+
+
 class Bucket(ABC):
     """Objects by name, with notes of at most MAX_NOTE characters of ASCII.
 

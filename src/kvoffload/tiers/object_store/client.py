@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
+from kvoffload.tiers.object_store.bucket import TIMES, Bucket, Found, NewObject, Piece, Times
 from kvoffload.tiers.object_store.contents import (
     OBJECT_BYTES,
     Place,
@@ -25,18 +25,16 @@ from kvoffload.tiers.remote.record import RECORD_BYTES
 
 MAX_PUTS = 4
 """How often values are put again into further objects because others have stored the first of them meanwhile."""
-MORE_WITHIN_S = 1.0
-"""A call that has taken longer asks for nothing more, so that it ends before its deadline. Values that are not known
-then failed."""
 
 
-def connect(settings: Mapping[str, Any]) -> ObjectStoreClient:
+def connect(settings: Mapping[str, Any], times: Times = TIMES) -> ObjectStoreClient:
     """Returns a client whose bucket has answered. ``settings``: those of ObjectStoreConfig, and what
     ``RemoteTierConfig.connect`` adds; without that every value has an object of its own. Raises StoreError."""
     # Only here, because it needs obstore.
     from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 
-    return ObjectStoreClient(open_bucket(settings), settings.get("value_bytes", 0), settings.get("chained_groups", ()))
+    value_bytes, groups = settings.get("value_bytes", 0), settings.get("chained_groups", ())
+    return ObjectStoreClient(open_bucket(settings, times), value_bytes, groups, more_within_s=times.more_within_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +63,12 @@ class ObjectStoreClient(StoreClient):
         groups: Collection[int],
         object_bytes: int = OBJECT_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        more_within_s: float = TIMES.more_within_s,
     ) -> None:
         self._bucket = bucket
         self._chained = frozenset(groups)
         self._clock = clock
+        self._more_within_s = more_within_s
         self._object_bytes = object_bytes
         self._step = values_per_object(value_bytes, object_bytes) if bucket.has_notes else 1
         self._places = Places()
@@ -77,7 +77,7 @@ class ObjectStoreClient(StoreClient):
         search = Search(names, self._step, self._places, self._chained)
         begun = self._clock()
         while wanted := search.next_round():
-            if self._clock() - begun > MORE_WITHIN_S:
+            if self._clock() - begun > self._more_within_s:
                 search.stop()
                 break
             search.take(dict(zip(wanted, self._bucket.head(wanted), strict=True)))
@@ -119,7 +119,7 @@ class ObjectStoreClient(StoreClient):
         records = {i: buffers[i][0][:RECORD_BYTES] for each in readings for i in each.members}
         for record in records.values():
             record[:] = 0
-        if self._clock() - begun > MORE_WITHIN_S:
+        if self._clock() - begun > self._more_within_s:
             return
         pieces = []
         for each, found in zip(readings, self._bucket.head([each.place.name for each in readings]), strict=True):
@@ -130,7 +130,7 @@ class ObjectStoreClient(StoreClient):
                     Piece(each.place.name, number * value_bytes, [records[i]])
                     for number, i in enumerate(each.members, first)
                 ]
-        if pieces and self._clock() - begun <= MORE_WITHIN_S:
+        if pieces and self._clock() - begun <= self._more_within_s:
             self._bucket.get(pieces)
 
     def _locate(self, names: Sequence[str], outcomes: list[Outcome]) -> list[Place | None]:
@@ -164,7 +164,7 @@ class ObjectStoreClient(StoreClient):
         left = list(range(len(names)))
         begun = self._clock()
         for _ in range(MAX_PUTS):
-            if not left or self._clock() - begun > MORE_WITHIN_S:
+            if not left or self._clock() - begun > self._more_within_s:
                 break
             groups = self._groups(left, names, buffers)
             answers = self._bucket.put([new_object(group, names, marks, buffers) for group in groups])

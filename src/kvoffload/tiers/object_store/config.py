@@ -52,9 +52,6 @@ class ObjectStoreConfig(RemoteTierConfig):
     def address(self) -> str:
         return f"{self.url} ({self.endpoint})" if self.endpoint else self.url
 
-    def settings(self, engines: int = 1) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("url", "endpoint", "region", "prefix")}
-
 
 def _check_url(url: object) -> None:
     fix = 'write "s3://BUCKET", "gs://BUCKET" or "az://CONTAINER", perhaps with a folder behind it'

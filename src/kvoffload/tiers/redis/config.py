@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
-from kvoffload.abc import ConfigError, Tier
+from kvoffload.abc import ConfigError
 from kvoffload.settings import absolute_path, check_whole_number
-from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import tls_context
+from kvoffload.tiers.redis.stream import MAX_VALUE_BYTES
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from kvoffload.tiers.remote.record import RECORD_BYTES
-from kvoffload.units import format_bytes
 
-MAX_VALUE_BYTES = 512 << 20
-"""The longest string that servers take (``proto-max-bulk-len``)."""
 _FILES = {
     "password_file": "/etc/kvoffload/redis-password",
     "ca_file": "/etc/kvoffload/redis-ca.pem",
@@ -33,6 +28,7 @@ class RedisConfig(RemoteTierConfig):
     kind = "redis"
     connect = "kvoffload.tiers.redis.client:connect"
     example = {"url": "redis://10.0.0.5:6379"}
+    max_value_bytes = MAX_VALUE_BYTES
 
     url: str
     """Where it is: "redis://HOST:PORT/DATABASE", "rediss://..." with TLS, or "unix:///PATH". Several nodes of a Cluster
@@ -78,20 +74,6 @@ class RedisConfig(RemoteTierConfig):
     @property
     def address(self) -> str:
         return self.url
-
-    def settings(self, engines: int = 1) -> dict[str, Any]:
-        names = ("url", "username", "password_file", "ca_file", "cert_file", "key_file", "ttl_s")
-        return {name: getattr(self, name) for name in names}
-
-    def open(self, context: TierContext) -> Tier:
-        nbytes = RECORD_BYTES + sum(pool.shape[1] for pool in context.pools)
-        if nbytes > MAX_VALUE_BYTES:
-            raise ConfigError(
-                f"kind='redis': a block has {format_bytes(nbytes)}, and a value of the store "
-                f"{format_bytes(MAX_VALUE_BYTES)} at most; use smaller blocks (--block-size, block_size_factor), or "
-                "another kind of tier"
-            )
-        return super().open(context)
 
 
 def _readable(setting: str, value: object, example: str) -> str:

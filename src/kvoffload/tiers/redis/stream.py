@@ -25,6 +25,7 @@ BUFFER_BYTES = 16 << 10
 HEADER_BYTES = 32
 """Bytes received at once where the bytes of a value follow: those behind its header are copied."""
 MAX_VALUE_BYTES = 512 << 20
+"""The longest string that servers take (``proto-max-bulk-len``)."""
 MAX_ITEMS = 1 << 17
 """Parts of one reply, all levels together."""
 MAX_DEPTH = 8

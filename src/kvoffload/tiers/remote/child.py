@@ -22,7 +22,7 @@ from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
 from kvoffload.tiers.remote.memory import SeparateBuffers, Window
 from kvoffload.tiers.remote.messages import Kind, Op, Request, Setup, Unframer, frame
-from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
 
@@ -121,7 +121,7 @@ class _Server:
         self._pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
         self._value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in self._pools)
         self._files = [handle.open_file() for handle in setup.handles]
-        self._hmac_key = read_hmac_key(setup.hmac_key_file)
+        self._values = ValueFormat(setup.fingerprint, setup.prefix, read_hmac_key(setup.hmac_key_file))
         self._client = connect(setup.settings)
         self._has_windows = self._client.moves_buffers_singly and Window.fits(self._pools)
         if not self._has_windows:
@@ -136,11 +136,8 @@ class _Server:
         self._writes = IOThreads(NUM_WRITE_THREADS, "write")
 
     def _new_worker(self) -> StoreWorker:
-        setup = self._setup
         memory = Window(self._pools, self._files) if self._has_windows else SeparateBuffers(self._pools)
-        return StoreWorker(
-            self._client, memory, setup.fingerprint, setup.prefix, pause=time.sleep, hmac_key=self._hmac_key
-        )
+        return StoreWorker(self._client, memory, self._values, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)
@@ -172,13 +169,9 @@ class _Server:
         self._connection.send(Kind.RESPONSE, response.pack())
 
     def _announce(self) -> None:
-        setup = self._setup
         # One message, because the log leaves out what follows soon after another.
         with self._watch.asking():
-            notes = [
-                self._client.advice(),
-                *announce(self._client, setup.prefix, setup.fingerprint, setup.identity, self._hmac_key),
-            ]
+            notes = [self._client.advice(), *announce(self._client, self._values, self._setup.identity)]
         if any(notes):
             self._connection.send(Kind.NOTE, "\n".join(filter(None, notes)).encode(errors="replace"))
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvoffload.abc import ConfigError, Tier
+from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierConfig, TierContext
+from kvoffload.tiers.remote.link import ChannelState
+from kvoffload.tiers.remote.messages import Setup
+from kvoffload.tiers.remote.process import ProcessChannel
+from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+START_WAIT_S = 20.0
+"""How long the start of a server waits for the client of a store, so that the first requests find blocks."""
 MAX_PREFIX = 128
 MIN_HMAC_KEY_BYTES = 32
 _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
@@ -28,6 +37,8 @@ class RemoteTierConfig(TierConfig):
     """Import path "package.module:function" of the function that returns the StoreClient for ``settings``, to which
     ``value_bytes`` is added, the size of a block's value, and ``chained_groups``, the KV cache groups of which lookups
     want all blocks from the first one on."""
+    max_value_bytes: ClassVar[int | None] = None
+    """The largest value that the store takes. None: it takes values of any size."""
 
     prefix: str = "kvoffload"
     """The beginning of the names of all values."""
@@ -63,34 +74,60 @@ class RemoteTierConfig(TierConfig):
         """Whether the client pins the host pools, for RDMA."""
         return False
 
-    @abstractmethod
     def settings(self, engines: int = 1) -> Mapping[str, Any]:
-        """Returns the argument of ``connect`` on a node with so many engines: plain JSON without secrets. Raises
-        ConfigError."""
+        """Returns the argument of ``connect`` on a node with so many engines, plain JSON without secrets: by default
+        ``prefix`` and the keys that only this kind of tier has. Raises ConfigError."""
+        common = {each.name for each in fields(RemoteTierConfig)} - {"prefix"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in common}
 
-    def open(self, context: TierContext) -> Tier:
-        # Only here, because it imports what only servers need.
-        from kvoffload.tiers.remote.record import RECORD_BYTES
-        from kvoffload.tiers.remote.start import open_remote_tier
+    def open(self, context: TierContext) -> RemoteTier:
+        return self.open_within(context, START_WAIT_S)
 
-        values = {
-            "value_bytes": RECORD_BYTES + sum(pool.shape[1] for pool in context.pools),
-            "chained_groups": [i for i, group in enumerate(context.groups) if group.is_full],
-        }
-        tier = open_remote_tier(
+    def open_within(self, context: TierContext, wait_s: float) -> RemoteTier:
+        """Starts the client and waits for it up to ``wait_s``, unless its process ends before. Raises ConfigError if
+        the store cannot have these blocks, or if another process cannot open a host pool."""
+        payload_bytes = sum(pool.shape[1] for pool in context.pools)
+        nbytes = RECORD_BYTES + payload_bytes
+        if self.max_value_bytes is not None and nbytes > self.max_value_bytes:
+            raise ConfigError(
+                f"kind={self.kind!r}: a block has {format_bytes(nbytes)}, and a value of the store "
+                f"{format_bytes(self.max_value_bytes)} at most; use smaller blocks (--block-size, block_size_factor), "
+                "or another kind of tier"
+            )
+        handles = tuple(handle for handle in context.handles if handle is not None)
+        if len(handles) != len(context.pools):
+            raise ConfigError(
+                f"kind={self.kind!r}: the process of the store's client cannot open "
+                f"{len(context.pools) - len(handles)} of the {len(context.pools)} host pools; give build_scheduler "
+                "HostPool.handle() of each pool, not its bytes"
+            )
+        setup = Setup(
             self.connect,
-            {**self.settings(context.engines), **values},
-            context,
-            name=self.kind,
-            prefix=self.prefix,
-            hmac_key_file=self.hmac_key_file,
-            client_bytes=self.client_bytes + self.memory_bytes // context.engines,
+            {
+                **self.settings(context.engines),
+                "value_bytes": nbytes,
+                "chained_groups": [i for i, group in enumerate(context.groups) if group.is_full],
+            },
+            handles,
+            min(len(pool) for pool in context.pools),
+            context.fingerprint,
+            self.prefix,
+            context.identity,
+            self.hmac_key_file,
+            self.client_bytes + self.memory_bytes // context.engines,
         )
+        channel = ProcessChannel(setup, self.kind)
+        tier = RemoteTier(channel, payload_bytes, name=self.kind)
+        deadline = time.monotonic() + wait_s
+        while channel.state is ChannelState.STARTING and time.monotonic() < deadline:
+            tier.wait(0.05)
+            tier.poll()
         logger.info(
-            "kvoffload: %s at %s, values under %s/; its client connects in the background",
+            "kvoffload: the %s tier is in %s, values under %s/; its client %s",
             self.kind,
             self.address,
             self.prefix,
+            "is connected" if channel.state is ChannelState.READY else "connects in the background",
         )
         return tier
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.identity import MODEL, explain_unusable, identity_text, parse_identity
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.record import TAG_BYTES
+from kvoffload.tiers.remote.record import TAG_BYTES, ValueFormat
 
 MAX_IDENTITIES = 32
 """Identities of one model that a store can have; later ones are not explained."""
@@ -28,15 +28,14 @@ _HEADER = struct.Struct("<QQ")
 _FINGERPRINT = "fingerprint"
 
 
-def announce(
-    client: StoreClient, prefix: str, fingerprint: str, identity: Mapping[str, str], hmac_key: bytes = b""
-) -> Iterator[str]:
+def announce(client: StoreClient, values: ValueFormat, identity: Mapping[str, str]) -> Iterator[str]:
     """Stores ``identity`` unless the store has it. Yields why blocks under other fingerprints cannot be used here."""
     if not identity:
         return
+    fingerprint, hmac_key = values.fingerprint, values.hmac_key
     model = identity.get(MODEL, "").encode()
     digest = hmac.digest(hmac_key, b"identity" + model, "sha256") if hmac_key else hashlib.sha256(model).digest()
-    folder = f"{prefix}/identities/{digest.hex()[:16]}"
+    folder = f"{values.prefix}/identities/{digest.hex()[:16]}"
     names = [f"{folder}/{number}" for number in range(MAX_IDENTITIES)]
     rows = np.zeros((MAX_IDENTITIES, IDENTITY_BYTES), dtype=np.uint8)
     try:

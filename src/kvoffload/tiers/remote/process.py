@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
-from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
+from kvoffload.tiers.remote.link import ChannelState, StoreChannel
 from kvoffload.tiers.remote.messages import Kind, MessageError, Request, Response, Setup, Unframer, frame
 
 logger = logging.getLogger(__name__)

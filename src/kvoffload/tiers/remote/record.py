@@ -49,69 +49,69 @@ class Verdict(enum.Enum):
     """These are not the bytes that were stored under this name."""
 
 
-def namespace(fingerprint: str, hmac_key: bytes = b"") -> str:
-    """Returns the part of the names that all values of ``fingerprint`` share, 64 hexadecimal digits."""
-    return hmac.digest(hmac_key, b"namespace" + bytes.fromhex(fingerprint), "sha256").hex() if hmac_key else fingerprint
+class ValueFormat:
+    """The names and records of the values of blocks with this ``fingerprint``, 64 hexadecimal digits.
 
+    ``prefix``: the beginning of all names. With an ``hmac_key``, only blocks of servers with the same key are good.
+    """
 
-def value_name(prefix: str, namespace: str, key: OffloadKey) -> str:
-    """Returns the name of a block's value."""
-    return f"{prefix}/{namespace}/{key.hex()}"
+    def __init__(self, fingerprint: str, prefix: str = "kvoffload", hmac_key: bytes = b"") -> None:
+        self.fingerprint = fingerprint
+        self.prefix = prefix
+        self.hmac_key = hmac_key
+        self._fingerprint = bytes.fromhex(fingerprint)
+        digest = hmac.digest(hmac_key, b"namespace" + self._fingerprint, "sha256").hex() if hmac_key else fingerprint
+        self._folder = f"{prefix}/{digest}"
 
+    def name(self, key: OffloadKey) -> str:
+        """Returns the name of a block's value."""
+        return f"{self._folder}/{key.hex()}"
 
-def payload_checksum(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -> int:
-    """Returns the checksum of a block, given one buffer per rank."""
-    return block_checksum(bytes.fromhex(fingerprint) + struct.pack("<Q", GENERATION) + key, parts)
+    def checksum(self, key: OffloadKey, parts: Sequence[ByteArray]) -> int:
+        """Returns the checksum of a block, given one buffer per rank."""
+        return block_checksum(self._fingerprint + struct.pack("<Q", GENERATION) + key, parts)
 
+    def record(self, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
+        """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes."""
+        body = _RECORD.pack(
+            _MAGIC,
+            FORMAT_VERSION,
+            len(key),
+            len(parts),
+            self._fingerprint[:_ID_BYTES],
+            sum(part.nbytes for part in parts),
+            key,
+            self.checksum(key, parts),
+            _NO_TAG,
+        )
+        return sealed(body[:-TAG_BYTES] + self._tag(body, parts))
 
-def pack_record(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray], hmac_key: bytes = b"") -> ByteArray:
-    """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes."""
-    body = _RECORD.pack(
-        _MAGIC,
-        FORMAT_VERSION,
-        len(key),
-        len(parts),
-        bytes.fromhex(fingerprint)[:_ID_BYTES],
-        sum(part.nbytes for part in parts),
-        key,
-        payload_checksum(fingerprint, key, parts),
-        _NO_TAG,
-    )
-    return sealed(body[:-TAG_BYTES] + _tag(hmac_key, body, parts))
+    def _tag(self, body: bytes, parts: Sequence[ByteArray]) -> bytes:
+        """Returns the tag of a block. ``body`` is the record without its checksum; its own tag is left out. Large
+        buffers are hashed without the GIL."""
+        if not self.hmac_key:
+            return _NO_TAG
+        tag = hmac.new(self.hmac_key, body[:-TAG_BYTES], "sha256")
+        for part in parts:
+            tag.update(part.data)
+        return tag.digest()[:TAG_BYTES]
 
-
-def _tag(hmac_key: bytes, body: bytes, parts: Sequence[ByteArray]) -> bytes:
-    """Returns the tag of a block. ``body`` is the record without its checksum; its own tag is left out. Large
-    buffers are hashed without the GIL."""
-    if not hmac_key:
-        return _NO_TAG
-    tag = hmac.new(hmac_key, body[:-TAG_BYTES], "sha256")
-    for part in parts:
-        tag.update(part.data)
-    return tag.digest()[:TAG_BYTES]
-
-
-def verify(
-    fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes = b""
-) -> Verdict:
-    """Returns whether ``record`` and ``parts`` were stored under ``key``, by a server with the same HMAC key if there
-    is one."""
-    raw = record.tobytes()
-    if len(raw) != RECORD_BYTES or not is_sealed(raw):
-        return Verdict.BAD
-    magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, payload, tag = _RECORD.unpack_from(raw)
-    if magic != _MAGIC:
-        return Verdict.BAD
-    if version != FORMAT_VERSION:
-        return Verdict.FOREIGN
-    if (
-        fingerprint_id != bytes.fromhex(fingerprint)[:_ID_BYTES]
-        or stored_key[:key_bytes] != key
-        or key_bytes != len(key)
-    ):
-        return Verdict.BAD
-    if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
-        return Verdict.FOREIGN
-    if payload_checksum(fingerprint, key, parts) != payload:
-        return Verdict.BAD
-    return Verdict.GOOD if hmac.compare_digest(tag, _tag(hmac_key, raw[: _RECORD.size], parts)) else Verdict.BAD
+    def verify(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
+        """Returns whether ``record`` and ``parts`` were stored under ``key``, by a server with the same HMAC key if
+        there is one."""
+        raw = record.tobytes()
+        if len(raw) != RECORD_BYTES or not is_sealed(raw):
+            return Verdict.BAD
+        fields = _RECORD.unpack_from(raw)
+        magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, checksum, tag = fields
+        if magic != _MAGIC:
+            return Verdict.BAD
+        if version != FORMAT_VERSION:
+            return Verdict.FOREIGN
+        if fingerprint_id != self._fingerprint[:_ID_BYTES] or stored_key[:key_bytes] != key or key_bytes != len(key):
+            return Verdict.BAD
+        if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
+            return Verdict.FOREIGN
+        if self.checksum(key, parts) != checksum:
+            return Verdict.BAD
+        return Verdict.GOOD if hmac.compare_digest(tag, self._tag(raw[: _RECORD.size], parts)) else Verdict.BAD

@@ -12,12 +12,10 @@ import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS, RETRY
-from kvoffload.tiers.remote.channel import StoreChannel
-from kvoffload.tiers.remote.link import Answer, StoreLink
+from kvoffload.tiers.remote.known import PresenceCache, Removals
+from kvoffload.tiers.remote.link import Answer, StoreChannel, StoreLink
 from kvoffload.tiers.remote.messages import MAX_KEYS, Op, Status
-from kvoffload.tiers.remote.presence import PresenceCache
 from kvoffload.tiers.remote.record import MAX_KEY_BYTES, RECORD_BYTES
-from kvoffload.tiers.remote.removals import Removals
 
 CLOSE_DEADLINE_S = 5.0
 

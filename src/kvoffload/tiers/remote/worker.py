@@ -10,7 +10,7 @@ from kvoffload.abc import OffloadKey
 from kvoffload.tiers.remote.client import Outcome, StoreClient
 from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op, Request, Response, Status
-from kvoffload.tiers.remote.record import Verdict, namespace, pack_record, value_name, verify
+from kvoffload.tiers.remote.record import ValueFormat, Verdict
 
 RETRY_WITHIN_S = 1.0
 """Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
@@ -31,30 +31,25 @@ _STATUS = {
 
 
 class StoreWorker:
-    """Moves blocks of ``fingerprint`` between host slots and the store of ``client``, through ``memory``.
+    """Moves blocks between host slots and the store of ``client``, through ``memory``.
 
     The checksums are computed here, so they cost the engine nothing. One thread uses a worker at a time; several
     workers may share a client, but not a memory. Raises StoreError if the client cannot register the memory. ``random``
-    returns numbers from 0 to 1, ``pause`` waits for so many seconds, by default not at all. With an ``hmac_key``, only
-    blocks of servers that have the same are found.
+    returns numbers from 0 to 1, ``pause`` waits for so many seconds, by default not at all.
     """
 
     def __init__(
         self,
         client: StoreClient,
         memory: ValueMemory,
-        fingerprint: str,
-        prefix: str,
+        values: ValueFormat,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
         pause: Callable[[float], None] = lambda seconds: None,
-        hmac_key: bytes = b"",
     ) -> None:
         self._client = client
         self._memory = memory
-        self._fingerprint = fingerprint
-        self._hmac_key = hmac_key
-        self._prefix, self._namespace = prefix, namespace(fingerprint, hmac_key)
+        self._values = values
         self._clock = clock
         self._random = random
         self._pause = pause
@@ -90,7 +85,7 @@ class StoreWorker:
         return statuses, ""
 
     def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int], begun: float) -> list[Status]:
-        names = [value_name(self._prefix, self._namespace, key) for key in keys]
+        names = [self._values.name(key) for key in keys]
         if op is Op.READ:
             return self._read(keys, names, slots, begun)
         if op is Op.WRITE:
@@ -126,7 +121,7 @@ class StoreWorker:
         for key, outcome, value in zip(keys, outcomes, values, strict=True):
             status = _STATUS[outcome]
             if outcome in (Outcome.OK, Outcome.OTHER_SIZE):
-                verdict = verify(self._fingerprint, key, value.record, value.parts, self._hmac_key)
+                verdict = self._values.verify(key, value.record, value.parts)
                 if verdict is Verdict.FOREIGN:
                     status = Status.MISSING
                 elif verdict is Verdict.BAD:
@@ -140,7 +135,7 @@ class StoreWorker:
         if new:
             values = [self._memory.value(row, slots[i]) for row, i in enumerate(new)]
             for i, value in zip(new, values, strict=True):
-                value.record[:] = pack_record(self._fingerprint, keys[i], value.parts, self._hmac_key)
+                value.record[:] = self._values.record(keys[i], value.parts)
             outcomes = self._client.put([names[i] for i in new], [value.buffers for value in values])
             for i, outcome in zip(new, outcomes, strict=True):
                 statuses[i] = _STATUS[outcome]

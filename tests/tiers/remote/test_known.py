@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffload.abc.tier import HIT, MISS, RETRY
-from kvoffload.tiers.remote.presence import MISSING_TTL_S, PRESENT_TTL_S, PresenceCache
+from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, PresenceCache
 
 
 def test_knowledge_expires() -> None:

@@ -1,11 +1,22 @@
-"""Removals: blocks of a shared store that this process wrote, and blocks that it wants removed."""
+"""What a remote tier remembers about the blocks of a store: PresenceCache and Removals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice, repeat
+from typing import Any
 
-from kvoffload.abc import OffloadKey
+import numpy as np
 
+from kvoffload.abc import OffloadKey, States
+from kvoffload.abc.tier import HIT, MISS, RETRY
+
+MAX_KNOWN = 1 << 18
+"""Keys remembered; beyond that the oldest knowledge is forgotten."""
+PRESENT_TTL_S = 10.0
+"""How long a block counts as present. The store may lose it earlier: reading it then fails."""
+MISSING_TTL_S = 1.0
+"""How long a block counts as missing. Another server may store it earlier."""
 MAX_WRITTEN = 1 << 18
 """Keys remembered because this process has written their blocks; the oldest are forgotten first."""
 MAX_PENDING = 1 << 14
@@ -16,6 +27,38 @@ MAX_AT_ONCE = 256
 """Keys in one request."""
 RETRY_S = 1.0
 """The pause after a removal that has failed."""
+
+
+class PresenceCache:
+    """Remembers answers about keys. Times are of the caller's clock, and not negative."""
+
+    def __init__(self, max_known: int = MAX_KNOWN) -> None:
+        self._max_known = max_known
+        self._until: dict[OffloadKey, float] = {}
+        """Until when each key counts as present, or negative: until when it counts as missing. The oldest first."""
+
+    def states(self, keys: Sequence[OffloadKey], now: float) -> States:
+        """Returns HIT, MISS or, if nothing is known, RETRY per key."""
+        until = np.fromiter(map(self._until.get, keys, repeat(0.0)), np.float64, len(keys))
+        states = np.full(len(keys), RETRY, dtype=np.uint8)
+        states[until > now] = HIT
+        states[until < -now] = MISS
+        return states
+
+    def note_present(self, keys: Iterable[OffloadKey], now: float) -> None:
+        self._note(keys, now + PRESENT_TTL_S)
+
+    def note_missing(self, keys: Iterable[OffloadKey], now: float, ttl_s: float = MISSING_TTL_S) -> None:
+        self._note(keys, -(now + ttl_s))
+
+    def _note(self, keys: Iterable[OffloadKey], until: float) -> None:
+        for key in keys:
+            self._until.pop(key, None)
+            self._until[key] = until
+        _forget_oldest(self._until, self._max_known)
+
+    def clear(self) -> None:
+        self._until.clear()
 
 
 class Removals:
@@ -35,7 +78,7 @@ class Removals:
 
     def note_written(self, keys: Iterable[OffloadKey]) -> None:
         self._written.update(dict.fromkeys(keys))
-        _limit(self._written, MAX_WRITTEN)
+        _forget_oldest(self._written, MAX_WRITTEN)
 
     def note_missing(self, keys: Iterable[OffloadKey]) -> None:
         """Notes that the store lacks these blocks: blocks that this process wrote were lost."""
@@ -43,7 +86,7 @@ class Removals:
         for key in lost:
             del self._written[key]
         self._lost.update(dict.fromkeys(lost))
-        _limit(self._lost, MAX_LOST)
+        _forget_oldest(self._lost, MAX_LOST)
 
     def take_lost(self) -> list[OffloadKey]:
         """Returns the keys of blocks that this process has written and the store has lost, since the last call."""
@@ -61,13 +104,13 @@ class Removals:
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         """Requests the removal of ``keys``, also of blocks that other processes wrote."""
         self._pending.update(dict.fromkeys(keys))
-        _limit(self._pending, MAX_PENDING)
+        _forget_oldest(self._pending, MAX_PENDING)
 
     def to_ask(self, now: float) -> list[OffloadKey]:
         """Returns the keys that the store should be asked to remove now, as one request at a time."""
         if self._is_asked or now < self._not_before:
             return []
-        return [key for _, key in zip(range(MAX_AT_ONCE), self._pending, strict=False)]
+        return list(islice(self._pending, MAX_AT_ONCE))
 
     def asked(self) -> None:
         self._is_asked = True
@@ -81,6 +124,6 @@ class Removals:
             self._pending.pop(key, None)
 
 
-def _limit(keys: dict[OffloadKey, None], most: int) -> None:
-    for key in [key for _, key in zip(range(len(keys) - most), keys, strict=False)]:
-        del keys[key]
+def _forget_oldest(known: dict[OffloadKey, Any], most: int) -> None:
+    for key in list(islice(known, max(0, len(known) - most))):
+        del known[key]

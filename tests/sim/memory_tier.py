@@ -1,4 +1,4 @@
-"""A simple tier in memory, for tests, and pools to move its blocks from and to."""
+"""A simple tier in memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvoffload.abc import (
     TierResult,
     TierStats,
 )
-from kvoffload.testing.executor import SteppedExecutor
 from kvoffload.tiers.executor import Executor
+from tests.sim.executor import SteppedExecutor
 
 
 class StoredBlock:
@@ -182,9 +182,3 @@ class MemoryTier(Tier):
 
 def checksum_of(buffers: Sequence[ByteArray]) -> int:
     return zlib.crc32(b"".join(buffer.tobytes() for buffer in buffers))
-
-
-def make_pools(num_slots: int, *slot_bytes: int, seed: int = 0) -> list[ByteArray]:
-    """Returns one pool per rank, of ``num_slots`` slots of ``slot_bytes`` each, filled at random."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 256, (num_slots, nbytes), dtype=np.uint8) for nbytes in slot_bytes]

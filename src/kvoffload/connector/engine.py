@@ -1,0 +1,74 @@
+"""EngineSpec: what an engine says of itself to the scheduler half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, TypeAlias
+
+from kvoffload.abc import ConfigError, Following, KVGroup
+from kvoffload.connector.adapters import AdapterOf
+from kvoffload.connector.layout import Layout
+from kvoffload.connector.options import EngineOptions
+from kvoffload.connector.parts import Parts
+
+TraceHeaders: TypeAlias = Callable[[Any], Mapping[str, str] | None]
+"""Returns a request's headers with its OpenTelemetry trace, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What the scheduler half knows of its engine. Only the groups are needed; the defaults are those of an engine
+    alone on its node that shares device blocks between requests.
+
+    The constructor raises ConfigError for a wrong value, if block sizes do not divide, or if ``following`` is missing.
+    """
+
+    groups: Sequence[KVGroup]
+    """The KV cache groups: one for each set of layers that share a block table."""
+    _: KW_ONLY
+    hash_block_size: int | None = None
+    """Tokens per block hash. Default: the greatest common divisor of the device block sizes."""
+    parts: Parts | None = None
+    """How blocks are divided, see ``kvoffload.connector.parts``. Workers copy ``parts.page_groups``."""
+    following: Following | None = None
+    """Describes the tokens after a block. Needed if a group has a ``lookahead``."""
+    num_workers: int | None = None
+    """Ranks that report jobs. Default: as many as there are pools. If there are more, ranks with the same KV share a
+    pool: one of them stores, and the others use FollowerTransfer."""
+    share_loads: bool = True
+    """Whether a request whose blocks are being loaded for another waits, to find them on the device: for engines that
+    share device blocks between requests, and schedule waiting requests that hold some before those that hold none."""
+    enable_events: bool = False
+    """Whether ``take_events`` returns events. Those of stored blocks carry a BlockDescription."""
+    device_blocks: int | None = None
+    """Blocks of the device's KV cache, for the log and for recorded traces."""
+    engine: int = 0
+    """The index of this engine among the ``engines`` of its node."""
+    engines: int = 1
+    """Engines that share the budgets of this node."""
+    parent_request: Callable[[str], str] = str
+    """Maps the id of a request to the id under which the reuse filter counts it."""
+    engine_options: EngineOptions | None = None
+    """Returns what the engine itself knows of a request, as request options."""
+    adapter_of: AdapterOf | None = None
+    """Returns the adapter of a request, for engines whose block hashes do not depend on its bytes."""
+    trace_headers: TraceHeaders | None = None
+    """If it is set, requests get spans, see ``kvoffload.observe.spans``."""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """What the fingerprint depends on in words, such as {"dtype": "bfloat16"}: see ``kvoffload.tiers.identity``."""
+    layout: Layout = field(init=False, repr=False, compare=False)
+    """The groups, or their parts, and how their blocks are named."""
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(group, KVGroup) for group in self.groups):
+            raise ConfigError(f"groups={self.groups!r}: pass one KVGroup per KV cache group of the engine")
+        for name in ("hash_block_size", "device_blocks", "num_workers", "engines"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r}: must be a whole number, at least 1")
+        index, engines = self.engine, self.engines
+        if not isinstance(index, int) or not 0 <= index < engines:
+            raise ConfigError(f"engine={index!r}: must be a whole number from 0 to {engines - 1}, of {engines} engines")
+        layout = Layout(self.groups, self.hash_block_size, self.following, self.parts)
+        object.__setattr__(self, "layout", layout)
