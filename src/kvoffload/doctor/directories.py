@@ -25,8 +25,8 @@ from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
 from kvoffload.tiers.disk.layout import check_capacity
-from kvoffload.tiers.disk.storage import Storage, StoredFile, is_full
-from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, aligned_buffer, seat_names
+from kvoffload.tiers.disk.storage import Storage, StoredFile, aligned_buffer, is_full
+from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, seat_names
 from kvoffload.tiers.threads import NUM_THREADS
 from kvoffload.units import counted, format_bytes
 

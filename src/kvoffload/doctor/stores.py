@@ -20,9 +20,9 @@ from kvoffload.doctor.configuration import PlannedTier, Store, tier_from_dict
 from kvoffload.doctor.findings import Area, Figure, Level
 from kvoffload.doctor.process import Report
 from kvoffload.printable import printable
+from kvoffload.tiers.disk.storage import aligned_buffer
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.growth import GrowthWatch
-from kvoffload.tiers.shared_dir.seats import aligned_buffer
 
 FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
