@@ -38,7 +38,8 @@ from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import FACTS, pack_records
-from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
+from kvoffload.tiers.disk.layout import SLAB_BYTES
+from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.threads import NUM_THREADS
@@ -337,7 +338,7 @@ def restart_time(directory: Path, quick: bool) -> list[Row]:
     num_slots = 100_000 if quick else 1_000_000
     root = directory / "restart"
     capacity = num_slots * (4096 + 256) + (64 << 20)
-    files = SlabFiles(DirectoryStorage(root), FINGERPRINT, [4096], capacity, SLAB_BYTES, lambda: 7)
+    files = open_files(DirectoryStorage(root), FINGERPRINT, [4096], capacity, SLAB_BYTES, lambda: 7)
     while files.num_allocated < num_slots:
         files.grow()
     for start in range(0, num_slots, 4096):
@@ -345,8 +346,8 @@ def restart_time(directory: Path, quick: bool) -> list[Row]:
         facts = np.zeros(len(keys), dtype=FACTS)
         facts["payload_checksum"] = np.arange(len(keys))
         facts["sequence"] = start + np.arange(len(keys))
-        records = pack_records(files.header, keys, facts)
-        files.write_records(start, records.reshape(-1))
+        records = pack_records(files.index.header, keys, facts)
+        files.index.write_records(start, records.reshape(-1))
     files.close()
     pool = HostPool(1, 4096)
     begin = time.perf_counter()

@@ -26,7 +26,8 @@ import numpy as np
 from benchmarks.report import Row, publish
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import FACTS, is_fingerprint, pack_records
-from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
+from kvoffload.tiers.disk.layout import SLAB_BYTES
+from kvoffload.tiers.disk.recovery import open_files
 
 if TYPE_CHECKING:
     from benchmarks.door_driver import Door
@@ -92,7 +93,7 @@ def restart(folder: Path, num_chunks: int) -> list[Row]:
     root = folder / "kvoffload"
     # The group of every key is 0.
     (fingerprint,) = (path.name for path in root.iterdir() if is_fingerprint(path.name))
-    files = SlabFiles(DirectoryStorage(root), fingerprint, [4096], capacity, SLAB_BYTES, lambda: 7)
+    files = open_files(DirectoryStorage(root), fingerprint, [4096], capacity, SLAB_BYTES, lambda: 7)
     while files.num_allocated < num_chunks:
         files.grow()
     prompt = hashes(1, "found")
@@ -105,8 +106,8 @@ def restart(folder: Path, num_chunks: int) -> list[Row]:
         facts = np.zeros(len(names), dtype=FACTS)
         facts["payload_checksum"] = np.arange(len(names))
         facts["sequence"] = start + np.arange(len(names))
-        records = pack_records(files.header, [namespace + name + bytes(4) for name in names], facts)
-        files.write_records(start, records.reshape(-1))
+        records = pack_records(files.index.header, [namespace + name + bytes(4) for name in names], facts)
+        files.index.write_records(start, records.reshape(-1))
     files.close()
     begin = time.perf_counter()
     door = Door("kvoffload", folder, capacity)

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.clock import Clock

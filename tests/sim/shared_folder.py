@@ -21,7 +21,7 @@ from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.format import is_block_file
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.shared_dir.seats import HEARTBEAT_BYTES, HEARTBEAT_NAME, SILENT_S, Machine, seat_number
 from kvoffload.tiers.shared_dir.tier import STOP_S, SharedDirTier, Surroundings
 from tests.sim.engine import Leak

@@ -302,22 +302,23 @@ def checksum_not_verified(server: Server, tier: DiskTier, monkeypatch: pytest.Mo
 
 
 def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, write, write_records = tier.files, tier.files.write, tier.files.write_records
+    slabs, index = tier.files.slabs, tier.files.index
+    write, write_records = slabs.write, index.write_records
     late: dict[int, Any] = {}
-    monkeypatch.setattr(files, "write", late.__setitem__)
+    monkeypatch.setattr(slabs, "write", late.__setitem__)
 
     def records_first(first_slot: int, records: ByteArray, is_change: bool = True) -> None:
         write_records(first_slot, records, is_change=is_change)
         if first_slot in late:
             write(first_slot, late.pop(first_slot))
 
-    monkeypatch.setattr(files, "write_records", records_first)
+    monkeypatch.setattr(index, "write_records", records_first)
 
 
 def old_record_stays_while_the_payload_is_overwritten(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier.files, "empty_records", lambda first_slot, count: None)
+    monkeypatch.setattr(tier.files.index, "empty_records", lambda first_slot, count: None)
 
 
 def promotion_ready_before_it_is_read(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,9 +352,9 @@ def pin_leaked(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) 
 
 
 def budget_off_by_one_slab(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, make_room = tier.files, tier.files.make_room
-    slab = files.bytes_of(files.header.slots_per_slab) - files.bytes_of(0)
-    monkeypatch.setattr(files, "make_room", lambda nbytes: make_room(nbytes - slab))
+    budget, make_room = tier.files.budget, tier.files.budget.make_room
+    slab = budget.layout.slots_per_slab
+    monkeypatch.setattr(budget, "make_room", lambda num_slots: make_room(num_slots - slab))
 
 
 def reset_without_a_new_generation(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +407,7 @@ def reset_writes_on_the_schedulers_thread(server: Server, tier: DiskTier, monkey
 
     def reset_at_once() -> None:
         reset()
-        tier.files.write_header()
+        tier.files.index.write_header()
 
     monkeypatch.setattr(tier, "reset", reset_at_once)
 

@@ -18,7 +18,7 @@ from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tie
 from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import TierConformance
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.executor import Executor

@@ -9,7 +9,7 @@ import pytest
 from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.sim.storage import SimulatedStorage
 from tests.tiering.rig import (

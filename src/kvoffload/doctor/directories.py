@@ -24,7 +24,7 @@ from kvoffload.doctor.configuration import PlannedTier, tier_from_dict
 from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
-from kvoffload.tiers.disk.slabs import check_capacity
+from kvoffload.tiers.disk.layout import check_capacity
 from kvoffload.tiers.disk.storage import Storage, StoredFile, is_full
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, aligned_buffer, seat_names
 from kvoffload.tiers.threads import NUM_THREADS

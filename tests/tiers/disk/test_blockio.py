@@ -12,7 +12,8 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.blockio import HANDOVER_S, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, HEADER_BYTES, MAX_HITS, RECORD_BYTES, parse_records
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, SlabFiles, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
 
@@ -30,7 +31,7 @@ class Rig:
         self.now = 1000.0
         self.storage = FaultyStorage(SimulatedStorage(1 << 20))
         capacity = FIXED_BYTES + 3 * SLAB_OVERHEAD_BYTES + NUM_SLOTS * slot_cost(PAGE)
-        self.files = SlabFiles(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
+        self.files = open_files(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
         while self.files.num_allocated < NUM_SLOTS:
             self.files.grow()
         self.pools = make_pools(64, PAGE)
@@ -70,7 +71,7 @@ class Rig:
 
     def recorded(self) -> list[int]:
         """The slots that have valid records."""
-        entries = parse_records(self.files.header, self.data("index")[HEADER_BYTES:])
+        entries = parse_records(self.files.index.header, self.data("index")[HEADER_BYTES:])
         assert entries.keys == [key(slot) for slot in entries.slots.tolist()]
         return sorted(entries.slots.tolist())
 
@@ -106,14 +107,14 @@ def test_neighbours_within_a_slab_are_moved_together(rig: Rig) -> None:
 
 def test_a_block_is_recorded_when_its_payload_is_written_and_not_before(rig: Rig) -> None:
     seen: list[list[int]] = []
-    write = rig.files.write
+    write = rig.files.slabs.write
     rig.write(1)
 
     def note_and_write(slot: int, buffers: Sequence[ByteArray]) -> None:
         seen.append(rig.recorded())
         write(slot, buffers)
 
-    rig.files.write = note_and_write  # type: ignore[method-assign]
+    rig.files.slabs.write = note_and_write  # type: ignore[method-assign]
     rig.write(1, 2)
     assert seen == [[]], "the old record of slot 1 must be empty"
     assert rig.recorded() == [1, 2]
@@ -140,14 +141,14 @@ def test_a_damaged_block_is_corrupt_and_its_record_emptied(rig: Rig) -> None:
 
 def test_if_a_call_for_several_blocks_fails_each_is_moved_by_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.write(0, 1, 2)
-    read = rig.files.read
+    read = rig.files.slabs.read
 
     def only_single_blocks_but_one(slot: int, buffers: Sequence[ByteArray]) -> None:
         if len(buffers) > 1 or slot == 1:
             raise OSError("this place cannot be read")
         read(slot, buffers)
 
-    monkeypatch.setattr(rig.files, "read", only_single_blocks_but_one)
+    monkeypatch.setattr(rig.files.slabs, "read", only_single_blocks_but_one)
     rig.io.submit_reads(rig.batch((0, 1, 2), READ_SLOT))
     done = rig.take()
     assert outcome(done) == {0: None, 1: TierError.IO, 2: None}
@@ -171,20 +172,20 @@ def test_a_read_does_not_need_its_record_written(rig: Rig, monkeypatch: pytest.M
     def fail(first_slot: int, records: ByteArray, is_change: bool) -> None:
         raise OSError("the index cannot be written")
 
-    monkeypatch.setattr(rig.files, "write_records", fail)
+    monkeypatch.setattr(rig.files.index, "write_records", fail)
     assert rig.read(0) == {0: None}
 
 
 def test_a_job_that_goes_on_when_it_was_abandoned_records_nothing(rig: Rig) -> None:
     """The host slots that it reads from may have other contents by then."""
     rig.write(3)
-    write = rig.files.write
+    write = rig.files.slabs.write
 
     def hang(slot: int, buffers: Sequence[ByteArray]) -> None:
         rig.executor.stall(60.0)
         write(slot, buffers)
 
-    rig.files.write = hang  # type: ignore[method-assign]
+    rig.files.slabs.write = hang  # type: ignore[method-assign]
     rig.io.submit_writes(rig.batch((1, 2)))
     assert not rig.executor.close(1.0)
     rig.io.abandon()
@@ -223,15 +224,16 @@ def test_a_fault_in_the_middle_of_a_batch_costs_one_block(rig: Rig, monkeypatch:
     """Three runs over three slabs. Each step fails for one block: its record cannot be emptied, its payload or its new
     record cannot be written."""
     slots = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
-    for name, bad in (("empty_records", 2), ("write", 5), ("write_records", 9)):
-        call = getattr(rig.files, name)
+    index, slabs = rig.files.index, rig.files.slabs
+    for part, name, bad in ((index, "empty_records", 2), (slabs, "write", 5), (index, "write_records", 9)):
+        call = getattr(part, name)
 
         def fail_for(slot: int, what: object, call: object = call, bad: int = bad) -> None:
             if slot <= bad < slot + (what if isinstance(what, int) else blocks_in(what)):
                 raise OSError("this place cannot be written")
             call(slot, what)  # type: ignore[operator]
 
-        monkeypatch.setattr(rig.files, name, fail_for)
+        monkeypatch.setattr(part, name, fail_for)
     assert rig.write(*slots) == {slot: TierError.IO if slot in (2, 5, 9) else None for slot in slots}
     assert rig.recorded() == [1, 3, 4, 6, 7, 8, 10]
     monkeypatch.undo()
@@ -248,14 +250,14 @@ def test_bad_and_unreadable_blocks_in_a_batch_leave_the_others_good(rig: Rig, mo
     slab = rig.storage.open(FINGERPRINT, "slab-00001")
     slab.write([np.full(PAGE, 7, dtype=np.uint8)], 2 * PAGE)
     slab.close()
-    read = rig.files.read
+    read = rig.files.slabs.read
 
     def short_of_slot_10(slot: int, buffers: Sequence[ByteArray]) -> None:
         if slot <= 10 < slot + len(buffers):
             raise OSError("only 100 bytes were read")
         read(slot, buffers)
 
-    monkeypatch.setattr(rig.files, "read", short_of_slot_10)
+    monkeypatch.setattr(rig.files.slabs, "read", short_of_slot_10)
     expected = dict.fromkeys(range(NUM_SLOTS)) | {6: TierError.CORRUPT, 10: TierError.IO}
     assert rig.read(*range(NUM_SLOTS)) == expected
     assert rig.recorded() == [slot for slot in range(NUM_SLOTS) if slot not in (6, 10)]
@@ -276,7 +278,7 @@ def test_short_writes_of_a_batch_are_continued_or_fail_alone(rig: Rig) -> None:
 def test_a_slow_medium_hands_over_what_it_has_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose deadline passes half way through a job gets the blocks that were read by then."""
     rig.write(0, 2, 4, 6, 8, 10)
-    read = rig.files.read
+    read = rig.files.slabs.read
     taken: list[int] = []
 
     def slow(slot: int, buffers: Sequence[ByteArray]) -> None:
@@ -284,7 +286,7 @@ def test_a_slow_medium_hands_over_what_it_has_read(rig: Rig, monkeypatch: pytest
         read(slot, buffers)
         rig.now += 0.6 * HANDOVER_S
 
-    monkeypatch.setattr(rig.files, "read", slow)
+    monkeypatch.setattr(rig.files.slabs, "read", slow)
     rig.io.submit_reads(rig.batch((0, 2, 4, 6, 8, 10), READ_SLOT))
     rig.executor.drain()
     assert taken == [0, 2, 4, 6]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, Header, parse_records
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S, Maintenance
 from kvoffload.tiers.disk.recency import Recency
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, SlabFiles, slot_cost
+from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import SimulatedStorage
 from tests.tiers.disk.records import pack_record
@@ -28,8 +29,8 @@ class Rig:
         self.now = 1000.0
         self.storage = SimulatedStorage(1 << 20)
         capacity = FIXED_BYTES + 3 * SLAB_OVERHEAD_BYTES + NUM_SLOTS * slot_cost(PAGE)
-        self.files = SlabFiles(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
-        self.recency = Recency(NUM_SLOTS)
+        self.files = open_files(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
+        self.recency = Recency(NUM_SLOTS, self.files.recency)
         # Number 0 stands for no use.
         self.recency.take(1)
         self.executor = SteppedExecutor(clock=lambda: self.now)
@@ -52,11 +53,11 @@ class Rig:
         return data
 
     def store(self, slot: int, key: bytes) -> None:
-        record = pack_record(self.files.header, key, sequence=1, stored_at=0, hits=0, payload_checksum=0)
-        self.files.write_records(slot, record)
+        record = pack_record(self.files.index.header, key, sequence=1, stored_at=0, hits=0, payload_checksum=0)
+        self.files.index.write_records(slot, record)
 
     def keys(self) -> list[bytes]:
-        return parse_records(self.files.header, self.on_disk("index")[HEADER_BYTES:]).keys
+        return parse_records(self.files.index.header, self.on_disk("index")[HEADER_BYTES:]).keys
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_full_medium_holds_up_growth_only(rig: Rig) -> None:
     rig.storage.capacity_bytes = rig.storage.used_bytes
     rig.maintenance.grow()
     assert rig.run() == []
-    rig.files.header = Header(FINGERPRINT, (PAGE,), 4, 7, transient=True)
+    rig.files.index.header = Header(FINGERPRINT, (PAGE,), 4, 7, transient=True)
     rig.maintenance.empty_records(np.array([2]))
     rig.recency.note_use(np.array([1]))
     rig.run()
@@ -119,7 +120,7 @@ def test_what_has_failed_is_repeated_later(rig: Rig, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(rig.files, "write_records", fail)
+        broken.setattr(rig.files.index, "write_records", fail)
         rig.maintenance.empty_records(np.array([2]))
         rig.run()
         assert calls == [2], "not before RETRY_S"
@@ -166,7 +167,7 @@ def test_recency_that_could_not_be_written_is_written_later(rig: Rig, monkeypatc
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(rig.files, "write_recency", fail)
+        broken.setattr(rig.files.recency, "write", fail)
         rig.run()
     rig.now += RETRY_S
     rig.run()
@@ -205,10 +206,10 @@ def test_a_read_only_medium_is_left_alone(tmp_path: Path, rig: Rig) -> None:
     rig.files.close()
     storage = rig.storage.restart()
     storage.read_only = True
-    files = SlabFiles(storage, FINGERPRINT, [PAGE], 1 << 20, 4 * PAGE, lambda: 8)
+    files = open_files(storage, FINGERPRINT, [PAGE], 1 << 20, 4 * PAGE, lambda: 8)
     executor = SteppedExecutor()
     maintenance = Maintenance(files, rig.recency, executor, lambda: rig.now)
-    files.header = Header(FINGERPRINT, (PAGE,), 4, 9, transient=True)
+    files.index.header = Header(FINGERPRINT, (PAGE,), 4, 9, transient=True)
     maintenance.empty_records(np.array([1]))
     maintenance.submit()
     assert executor.idle

@@ -116,6 +116,21 @@ def test_a_failure_to_grow_is_logged_once(simulated: Rig, caplog: pytest.LogCapt
     assert len(warnings(caplog)) == 2
 
 
+def test_a_slab_that_could_not_be_allocated_is_made_anew_by_the_next_server(tmp_path: Path) -> None:
+    """A failed growth, or a kill during one, leaves an empty file behind."""
+    rig = Rig(tmp_path / "disk", capacity_bytes=BUDGET, slab_bytes=SLAB)
+    rig.open()
+    rig.write(*range(4))
+    rig.tier.close()
+    rig.opened = None
+    os.truncate(rig.folder / "slab-00001", 0)
+    rig.open()
+    rig.write(*range(4, 8))
+    rig.open()
+    assert rig.present() == list(range(8))
+    rig.check_reads(*range(8))
+
+
 def test_a_short_write_on_a_full_disk_is_reported_as_no_space(simulated: Rig) -> None:
     class Filling(FaultyStorage):
         """The first write comes short, and the next one finds no space."""

@@ -23,7 +23,7 @@ from kvoffload.abc import ByteArray, ConfigError, LookupState, OffloadKey, TierE
 from kvoffload.cache.policies import BUILTIN
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.disk import shrinking, slabs
+from kvoffload.tiers.disk import shrinking
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import (
@@ -34,8 +34,9 @@ from kvoffload.tiers.disk.format import (
     payload_checksum,
     record_offset,
 )
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.maintenance import RETRY_S
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
@@ -187,9 +188,8 @@ def test_a_restart_finds_everything(tmp_path: Path, slot_bytes: tuple[int, ...])
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 1 << 19])
-def test_recency_outlives_a_restart(rig: Rig, monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
-    monkeypatch.setattr(slabs, "_RECORDS_AT_ONCE", pieces)
-    tier = rig.open()
+def test_recency_outlives_a_restart(rig: Rig, pieces: int) -> None:
+    tier = rig.open(records_at_once=pieces)
     assert tier.stats().capacity_bytes == capacity(8)
     rig.write(*range(8))
     rig.read(7)
@@ -625,13 +625,9 @@ def test_a_kill_while_blocks_are_moved_loses_none_that_fits(tmp_path: Path) -> N
     assert num_operations > 20
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MOVED_AT_ONCE", 1), ("MOVED_BYTES", 2 * PAGE - 1)])
-def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
-) -> None:
+def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
     assert fill(rig) == [5, 6, 1, 0, 11, 10, 9, 8, 7, 4, 3, 2]
-    monkeypatch.setattr(shrinking, limit, value)
 
     def clock() -> float:
         """Returns the deadline once a block was moved."""
@@ -639,7 +635,7 @@ def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(
         return shrinking.MOVE_DEADLINE_S if index.keys.count(key(11)) > 1 else 0.0
 
     # 6 and 11 replace 2 and 3; there is no time for 10, and 4 stays in its place.
-    rig.open(capacity_bytes=capacity(6, num_slabs=2), clock=clock)
+    rig.open(capacity_bytes=capacity(6, num_slabs=2), clock=clock, moved_bytes=2 * PAGE - 1)
     assert rig.present() == [0, 1, 4, 5, 6, 11]
     rig.check_reads(*rig.present())
 
@@ -649,14 +645,14 @@ def test_the_log_says_which_blocks_could_not_be_moved_and_why(
 ) -> None:
     rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
     used = fill(rig)
-    write = slabs.SlabFiles.write
+    write = Slabs.write
 
-    def fail(files: slabs.SlabFiles, slot: int, buffers: Sequence[ByteArray]) -> None:
+    def fail(slabs: Slabs, slot: int, buffers: Sequence[ByteArray]) -> None:
         if slot == 3:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write(files, slot, buffers)
+        write(slabs, slot, buffers)
 
-    monkeypatch.setattr(slabs.SlabFiles, "write", fail)
+    monkeypatch.setattr(Slabs, "write", fail)
     rig.open(capacity_bytes=capacity(6, num_slabs=2))
     assert len(set(rig.present()) & set(used[:6])) == 5
     assert "5 of 12 blocks stay; 2 of them were moved; 1 more could not be moved (Input/output error)" in caplog.text
@@ -890,13 +886,13 @@ def test_deleted_blocks_do_not_come_back_when_their_slots_have_new_blocks(rig: R
 def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) -> None:
     rig.open(capacity_bytes=capacity(4))
     rig.write(1, 2, 3, 4)
-    write_recency = rig.tier.files.write_recency
+    write_recency = rig.tier.files.recency.write
 
     def hang(first_slot: int, last_use: Any) -> None:
         rig.executor.stall(1.0)
         write_recency(first_slot, last_use)
 
-    rig.tier.files.write_recency = hang  # type: ignore[method-assign]
+    rig.tier.files.recency.write = hang  # type: ignore[method-assign]
     rig.tier.touch([key(1)])
     rig.drain()
     # Maintenance hangs until the tier is closed, and empties the records of 2 and 3 after that.
@@ -1097,13 +1093,13 @@ def test_a_write_that_goes_on_after_the_tier_was_closed_leaves_no_block(tmp_path
     rig = Rig(tmp_path / "none")
     rig.open(storage)
     rig.write(1)
-    write = rig.tier.files.write
+    write = rig.tier.files.slabs.write
 
     def hang(slot: int, buffers: Any) -> None:
         rig.executor.stall(60.0)
         write(slot, buffers)
 
-    rig.tier.files.write = hang  # type: ignore[method-assign]
+    rig.tier.files.slabs.write = hang  # type: ignore[method-assign]
     assert rig.tier.write([key(2)], np.array([0])) == [key(2)]
     rig.executor.drain()
     rig.tier.close()
@@ -1119,6 +1115,7 @@ import sys
 import numpy as np
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier
 from tests_content import content, key
 pools = make_pools(32, 4096, 8192)
@@ -1177,6 +1174,7 @@ def limits_after_opening(directory: Path, soft: int, hard: int, capacity_bytes: 
 import resource, numpy as np
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 pool = np.zeros((2, 4096), dtype=np.uint8)
@@ -1224,7 +1222,7 @@ def test_close_does_not_wait_for_a_medium_that_hangs_in_its_last_write(
         close()
         closed.set()
 
-    monkeypatch.setattr(tier.files, "write_journal", lambda: may_continue.wait(60.0))
+    monkeypatch.setattr(tier, "write_journal", lambda: may_continue.wait(60.0))
     monkeypatch.setattr(tier.files, "close", note_close)
     tier.close()
     assert not closed.is_set()

@@ -14,7 +14,7 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
-from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.shared_dir.seats import Machine
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvoffload.abc import OffloadKey
 from kvoffload.tiers.disk.format import EMPTY_RECORD
 from kvoffload.tiers.disk.journal import digests_of
-from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.start import remove_blocks
 from kvoffload.tiers.shared_dir.followers import Follower
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
@@ -49,7 +49,7 @@ class Owner:
 
     def open(self) -> None:
         storage = self.client.storage().child(self.name)
-        self.files = SlabFiles(
+        self.files = open_files(
             storage,
             FINGERPRINT,
             [BLOCK],
@@ -63,26 +63,26 @@ class Owner:
 
     def put(self, slot: int, key: OffloadKey) -> None:
         """Stores a block as BlockIO does, but for the payload."""
-        self.files.empty_records(slot, 1)
+        self.files.index.empty_records(slot, 1)
         record = pack_record(
-            self.files.header, key, sequence=1, stored_at=1, hits=0, payload_checksum=next(self._numbers)
+            self.files.index.header, key, sequence=1, stored_at=1, hits=0, payload_checksum=next(self._numbers)
         )
-        self.files.write_records(slot, record)
+        self.files.index.write_records(slot, record)
         self.keys[slot] = key
 
     def empty(self, slot: int) -> None:
-        self.files.write_records(slot, EMPTY_RECORD)
+        self.files.index.write_records(slot, EMPTY_RECORD)
         self.keys.pop(slot, None)
 
     def reset(self) -> None:
-        self.files.header = replace(self.files.header, generation=next(self._numbers), transient=True)
+        self.files.index.header = replace(self.files.index.header, generation=next(self._numbers), transient=True)
         self.keys.clear()
         self.is_transient = True
-        self.files.write_header()
+        self.files.index.write_header()
 
     def restart(self) -> None:
         """Another process opens the seat."""
-        self.files.write_journal()
+        self.files.index.write_journal()
         self.files.close()
         self.open()
         if self.is_transient:
@@ -103,7 +103,7 @@ class Owner:
             for slot in range(NUM_SLOTS):
                 self.put(slot, KEYS[(number + slot) % len(KEYS)])
             if number % 2:
-                self.files.write_journal()
+                self.files.index.write_journal()
 
 
 class World:
@@ -165,11 +165,11 @@ class World:
         elif name == "empty":
             owner.empty(arguments[1])
         elif name == "journal":
-            owner.files.write_journal()
+            owner.files.index.write_journal()
         elif name == "journal, and follow":
             # The follower reads the journal while it is being written.
             owner.client.on_pause(self.follow)
-            owner.files.write_journal()
+            owner.files.index.write_journal()
             owner.client.on_pause(lambda: None)
         else:
             {"reset": owner.reset, "restart": owner.restart, "clear": owner.clear, "churn": owner.churn}[name]()
@@ -181,8 +181,8 @@ class World:
     def settle(self) -> None:
         """Lets everything become known."""
         for owner in self.owners:
-            owner.files.write_header()
-            owner.files.write_journal()
+            owner.files.index.write_header()
+            owner.files.index.write_journal()
         for _ in range(SETTLING_PASSES):
             self.do(("wait", LONG_S))
             self.follow()

@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, TierError
-from kvoffload.tiers.disk import blockio, journal, slabs
+from kvoffload.tiers.disk import blockio, journal
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, Header
-from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.index import Index
+from kvoffload.tiers.disk.layout import SLAB_BYTES
+from kvoffload.tiers.disk.recovery import open_files
+from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
 from kvoffload.tiers.shared_dir.background import REST_S
@@ -214,14 +217,14 @@ def test_the_record_is_emptied_for_all_before_the_block_is_overwritten(
     """Otherwise a reader on another machine could take a replaced block for a corrupt one."""
     one = serve(1)
     order: list[str] = []
-    for name in ("empty_records", "write"):
-        original = getattr(SlabFiles, name)
+    for part, name in ((Index, "empty_records"), (Slabs, "write")):
+        original = getattr(part, name)
 
-        def noted(self: SlabFiles, *args: Any, name: str = name, original: Any = original) -> Any:
+        def noted(self: Any, *args: Any, name: str = name, original: Any = original) -> Any:
             order.append(name)
             return original(self, *args)
 
-        monkeypatch.setattr(SlabFiles, name, noted)
+        monkeypatch.setattr(part, name, noted)
     sync = os.fdatasync
 
     def noted_sync(fd: int) -> None:
@@ -339,7 +342,7 @@ def test_no_slab_stays_open_after_the_end_not_even_for_a_late_read(serve: Serve,
     one, slabs = serve(), OpenSlabs()
     one.write(1)
     with closing(DirectoryStorage(seat_of(one, tmp_path).parent)) as storage:
-        view, before = SeatView(0, storage, one.tier.own.files.header), len(os.listdir("/proc/self/fd"))
+        view, before = SeatView(0, storage, one.tier.own.files.index.header), len(os.listdir("/proc/self/fd"))
         slabs.get(view, 0, 0.0)
         assert len(os.listdir("/proc/self/fd")) == before + 1
         slabs.shut()
@@ -605,12 +608,12 @@ def test_a_plain_disk_tier_has_no_journal_and_does_not_need_one(tmp_path: Path, 
     one = serve()
     one.write(1)
     one.tier.close()
-    files = SlabFiles(
+    files = open_files(
         DirectoryStorage(tmp_path / "shared" / "writer-0"),
         FINGERPRINT,
         [PAGE],
         capacity(8),
-        slabs.SLAB_BYTES,
+        SLAB_BYTES,
         lambda: 1,
     )
     files.close()

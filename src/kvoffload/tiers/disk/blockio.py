@@ -7,11 +7,11 @@ run jobs of BlockIO, any number at a time, and one job of Maintenance at a time.
   and records, until the scheduler's thread has taken its results: nothing else reads or writes them until then. It
   appends to the queue of results, and only reads what else it needs of BlockIO.
 - A job of Maintenance grows the files and writes the header, the recency file, and the records of blocks that are gone.
-  It shares with the scheduler's thread: ``SlabFiles.header`` and ``num_allocated``, which one thread assigns and the
-  other reads; the queues of stale records and of outcomes; the array of how often each slot was given away; the arrays
-  of Recency. If a value changes just after it was read, a record or a page is written once more, or a restart does not
-  find a block; bytes are never wrong.
-- The files of SlabFiles are read and written by all of these at the same time, at different offsets.
+  It shares with the scheduler's thread: ``Index.header`` and ``DiskFiles.num_allocated``, which one thread assigns and
+  the other reads; the queues of stale records and of outcomes; the array of how often each slot was given away; the
+  arrays of Recency. If a value changes just after it was read, a record or a page is written once more, or a restart
+  does not find a block; bytes are never wrong.
+- The files of DiskFiles are read and written by all of these at the same time, at different offsets.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from functools import partial
 import numpy as np
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots, TierError, TierResult
+from kvoffload.tiers.disk.files import DiskFiles
 from kvoffload.tiers.disk.format import (
     EMPTY_RECORD,
     MAX_HITS,
@@ -36,7 +37,6 @@ from kvoffload.tiers.disk.format import (
     pack_records,
     payload_checksums,
 )
-from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import is_full
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.threads import MAX_QUEUED_WRITES
@@ -114,7 +114,7 @@ class BlockIO:
 
     def __init__(
         self,
-        files: SlabFiles,
+        files: DiskFiles,
         pools: Sequence[ByteArray],
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
@@ -128,7 +128,7 @@ class BlockIO:
         self._executor = executor
         self._clock = clock
         self._wall_clock = wall_clock
-        self._blocks_per_job = max(1, job_bytes // files.header.block_bytes)
+        self._blocks_per_job = max(1, job_bytes // files.layout.block_bytes)
         self._done: deque[Done] = deque()
         self._abandoned = False
 
@@ -170,7 +170,7 @@ class BlockIO:
         self._abandoned = True
 
     def _submit(self, submit: Callable[[Callable[[], None]], bool], batch: Batch, *, is_read: bool) -> int:
-        header, count = self._files.header, len(batch.keys)
+        header, count = self._files.index.header, len(batch.keys)
         for start in range(0, count, self._blocks_per_job):
             job = batch.part(start, min(count, start + self._blocks_per_job))
             if not submit(partial(self._run, job, header, is_read=is_read)):
@@ -194,7 +194,7 @@ class BlockIO:
         blocks, slots = self._blocks(batch), batch.slots.tolist()
 
         def fill(start: int, stop: int) -> None:
-            self._files.read(slots[start], [part for block in blocks[start:stop] for part in block])
+            self._files.slabs.read(slots[start], [part for block in blocks[start:stop] for part in block])
 
         spans = self._spans(batch, header)
         first, problems, begun = 0, dict[int, Exception](), self._clock()
@@ -227,7 +227,7 @@ class BlockIO:
                 # The bytes that were read are right without it.
                 with suppress(OSError):
                     part = slice(start - first, end - first)
-                    self._files.write_records(
+                    self._files.index.write_records(
                         int(batch.slots[start]), records[part].reshape(-1), is_change=bool(is_bad[part].any())
                     )
         corrupt = set(np.flatnonzero(is_bad).tolist())
@@ -239,13 +239,13 @@ class BlockIO:
         problems: dict[int, Exception] = {}
 
         def empty(start: int, stop: int) -> None:
-            self._files.empty_records(slots[start], stop - start)
+            self._files.index.empty_records(slots[start], stop - start)
 
         def write(start: int, stop: int) -> None:
-            self._files.write(slots[start], [part for block in blocks[start:stop] for part in block])
+            self._files.slabs.write(slots[start], [part for block in blocks[start:stop] for part in block])
 
         def record(start: int, stop: int) -> None:
-            self._files.write_records(slots[start], records[start:stop].reshape(-1))
+            self._files.index.write_records(slots[start], records[start:stop].reshape(-1))
 
         spans = self._each(empty, self._spans(batch, header), problems)
         batch.facts["payload_checksum"] = payload_checksums(header, batch.keys, blocks)
@@ -290,7 +290,7 @@ class BlockIO:
         problems: Mapping[int, Exception],
         corrupt: Collection[int] = (),
     ) -> Done:
-        ended, nbytes = self._clock(), self._files.header.block_bytes
+        ended, nbytes = self._clock(), self._files.layout.block_bytes
         seconds = (ended - begun) / len(batch.keys)
         results = [TierResult(key, is_read, None, nbytes, seconds, begun, ended) for key in batch.keys]
         for i in corrupt:

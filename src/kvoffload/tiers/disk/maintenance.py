@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 
 from kvoffload.abc import Slots
+from kvoffload.tiers.disk.files import DiskFiles
 from kvoffload.tiers.disk.format import EMPTY_RECORD
 from kvoffload.tiers.disk.recency import Recency
-from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import is_full
 from kvoffload.tiers.executor import Executor
 
@@ -81,7 +81,7 @@ class Maintenance:
     """Keeps ``files`` in order. The methods are called on the scheduler's thread, and only ``grow_now`` and ``finish``
     wait for the medium."""
 
-    def __init__(self, files: SlabFiles, recency: Recency, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(self, files: DiskFiles, recency: Recency, executor: Executor, clock: Callable[[], float]) -> None:
         self._files = files
         self._recency = recency
         self._executor = executor
@@ -209,7 +209,7 @@ class Maintenance:
     def _pending(self) -> list[Task]:
         """Returns the tasks that have something to do, in the order of Task."""
         tasks = []
-        if self._files.header_is_due:
+        if self._files.index.header_is_due:
             tasks.append(Task.HEADER)
         if self._growth is Growth.REQUESTED or self._growth is Growth.RETRIED:
             tasks.append(Task.GROWTH)
@@ -234,11 +234,11 @@ class Maintenance:
     def _try(self, task: Task, is_final: bool) -> Exception | None:
         try:
             if task is Task.HEADER:
-                self._files.write_header()
+                self._files.index.write_header()
             elif task is Task.STALE_RECORDS:
                 self._empty_stale_records()
             else:
-                self._recency.write(self._files, everything=is_final)
+                self._recency.write(self._files.num_allocated, everything=is_final)
         except OSError as error:
             return error
         except Exception as error:
@@ -259,7 +259,7 @@ class Maintenance:
             slot, num_given = self._stale.popleft()
             try:
                 if self._num_given[slot] == num_given:
-                    self._files.write_records(slot, EMPTY_RECORD)
+                    self._files.index.write_records(slot, EMPTY_RECORD)
             except OSError:
                 self._stale.appendleft((slot, num_given))
                 raise

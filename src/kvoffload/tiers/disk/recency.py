@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Slots
-from kvoffload.tiers.disk.format import RECENCY_BYTES
-from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.folder import Folder, shorten, write_all
+from kvoffload.tiers.disk.format import MAX_SEQUENCE, RECENCY_BYTES, RECENCY_NAME
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, is_full
+
+logger = logging.getLogger(__name__)
 
 PAGE_SLOTS = 4096 // RECENCY_BYTES
 """Slots per page of the recency file."""
@@ -15,6 +21,65 @@ MAX_PAGES = 1024
 """Pages that one call of ``write`` writes at most, unless it is to write all."""
 
 Sequences = npt.NDArray[np.int64]
+
+
+class RecencyFile:
+    """The file ``recency``. Without ``file`` nothing is written, and nothing was found."""
+
+    def __init__(self, file: StoredFile | None) -> None:
+        self._file = file
+
+    def read(self, num_slots: int) -> Sequences:
+        """Returns the sequence number of each slot's last use that was recorded, 0 where none was."""
+        data = np.zeros(num_slots * RECENCY_BYTES, dtype=np.uint8)
+        try:
+            if self._file is not None:
+                self._file.read([data], 0)
+        except OSError as error:
+            logger.warning(
+                "kvoffload: disk tier: the file of the order of eviction cannot be read (%s), so blocks are evicted in "
+                "the order of their writes and reads; check the medium",
+                error,
+            )
+        found = data.view("<u8")
+        return np.where(found <= MAX_SEQUENCE, found, 0).astype(np.int64)
+
+    def write(self, first_slot: int, last_use: Sequences) -> None:
+        """Writes the last uses of ``first_slot`` and those after it. Raises OSError."""
+        if self._file is not None:
+            values = np.minimum(last_use, MAX_SEQUENCE).astype("<u8")
+            write_all(self._file, [values.view(np.uint8)], first_slot * RECENCY_BYTES)
+
+    def resize(self, num_slots: int) -> None:
+        """Raises OSError."""
+        if self._file is not None:
+            self._file.resize(num_slots * RECENCY_BYTES)
+
+    def trim(self, num_slots: int) -> None:
+        """Cuts off the uses of other slots. Raises OSError."""
+        if self._file is not None:
+            shorten(self._file, num_slots * RECENCY_BYTES)
+
+
+def open_recency(folder: Folder, num_slots: int) -> RecencyFile:
+    """Opens or makes the file for ``num_slots`` slots. Raises OSError if the medium fails; what else is wrong is only
+    logged, since blocks are found without the file."""
+    try:
+        file = folder.open(RECENCY_NAME, create=True)
+        file.resize(num_slots * RECENCY_BYTES)
+    except OSError as error:
+        if error.errno in (*NO_FILE_ERRORS, errno.EACCES):
+            logger.warning(
+                "kvoffload: disk tier: %s/%s cannot be used (%s), so the next start does not know in which order "
+                "blocks were used; remove it",
+                folder.name,
+                RECENCY_NAME,
+                error.strerror,
+            )
+        elif not is_full(error) or not num_slots:
+            raise
+        return RecencyFile(None)
+    return RecencyFile(file)
 
 
 class Recency:
@@ -25,7 +90,8 @@ class Recency:
     than the other methods, one call at a time.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, file: RecencyFile) -> None:
+        self._file = file
         self._next = 0
         self._last_use = np.zeros(num_slots, dtype=np.int64)
         self._changed = np.zeros(-(-num_slots // PAGE_SLOTS), dtype=np.bool_)
@@ -33,9 +99,9 @@ class Recency:
         self.has_changes = False
         """Whether there is something to write."""
 
-    def load(self, files: SlabFiles) -> Sequences:
-        """Reads the recency file. Returns the last use of every slot that exists, 0 if none was written."""
-        found = files.load_recency()
+    def load(self, num_slots: int) -> Sequences:
+        """Reads the recency file. Returns the last use of each of ``num_slots`` slots, 0 if none was written."""
+        found = self._file.read(num_slots)
         # Also above the numbers of slots that are free now: the next blocks in them must be newer.
         self._next = int(found.max(initial=-1)) + 1
         return found
@@ -56,23 +122,24 @@ class Recency:
         self._changed[slots // PAGE_SLOTS] = True
         self.has_changes = True
 
-    def write(self, files: SlabFiles, everything: bool) -> None:
-        """Writes pages that have changed, at most MAX_PAGES of them unless ``everything`` is True. Raises OSError."""
+    def write(self, num_slots: int, everything: bool) -> None:
+        """Writes pages that have changed, at most MAX_PAGES of them unless ``everything`` is True. ``num_slots``: slots
+        that exist. Raises OSError."""
         # Before the pages are looked at: a use that is noted from here on sets it again.
         self.has_changes = False
         pages = np.flatnonzero(self._changed)
         try:
             for page in (pages if everything else pages[:MAX_PAGES]).tolist():
-                self._write_page(files, page)
+                self._write_page(page, num_slots)
         finally:
             if self._changed.any():
                 self.has_changes = True
 
-    def _write_page(self, files: SlabFiles, page: int) -> None:
-        first = page * PAGE_SLOTS
+    def _write_page(self, page: int, num_slots: int) -> None:
+        first, stop = page * PAGE_SLOTS, min((page + 1) * PAGE_SLOTS, num_slots)
         self._changed[page] = False
         try:
-            files.write_recency(first, self._last_use[first : first + PAGE_SLOTS])
+            self._file.write(first, self._last_use[first:stop])
         except OSError:
             self._changed[page] = True
             raise

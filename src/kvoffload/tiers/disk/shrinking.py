@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable
-from itertools import compress
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import compress, groupby
 
 import numpy as np
+import numpy.typing as npt
 
-from kvoffload.abc import OffloadKey, Slots
+from kvoffload.abc import ByteArray, OffloadKey, Slots
+from kvoffload.tiers.disk.files import DiskFiles
 from kvoffload.tiers.disk.format import Facts, pack_records
-from kvoffload.tiers.disk.slabs import SlabFiles
-from kvoffload.tiers.disk.storage import reason
+from kvoffload.tiers.disk.storage import StoredFile, reason
 
 logger = logging.getLogger(__name__)
 
 MOVE_DEADLINE_S = 20.0
 """Time for moving blocks. In a shared directory, others take a server for gone that is silent for three times as
 long."""
-MOVED_AT_ONCE = 64
 MOVED_BYTES = 16 << 20
-"""So many blocks are moved between two looks at the clock, or blocks of so many bytes, or one."""
+"""So many bytes are moved between two looks at the clock, or one block."""
+LEAST_MOVED_BYTES = 256 << 10
+"""A smaller block counts as one of this size: it takes as many calls."""
 
 
 def shrink(
-    files: SlabFiles, keys: list[OffloadKey], slots: Slots, facts: Facts, clock: Callable[[], float]
+    files: DiskFiles,
+    keys: list[OffloadKey],
+    slots: Slots,
+    facts: Facts,
+    clock: Callable[[], float],
+    moved_bytes: int = MOVED_BYTES,
 ) -> tuple[list[OffloadKey], Slots]:
     """Moves blocks into the budget and cuts the files. Returns the blocks that stay, and their slots.
 
@@ -39,15 +49,14 @@ def shrink(
     is_free = np.ones(files.num_slots, dtype=np.bool_)
     is_free[slots[~is_beyond]] = False
     targets = np.concatenate((np.flatnonzero(is_free), slots[:num_lost][~is_beyond[:num_lost]]))
-    at_once = max(1, min(MOVED_AT_ONCE, MOVED_BYTES // files.header.block_bytes))
-    slots, done, num_moved, error = slots.copy(), 0, 0, None
+    at_once = max(1, moved_bytes // max(files.layout.block_bytes, LEAST_MOVED_BYTES))
+    slots, done, num_moved, move = slots.copy(), 0, 0, _Move(files)
     while done < len(wanted) and clock() < deadline:
         these = wanted[done : done + at_once]
         into = targets[done : done + len(these)]
         facts[into] = facts[slots[these]]
-        records = pack_records(files.header, [keys[i] for i in these.tolist()], facts[into])
-        arrived, problem = files.move(slots[these], into, records)
-        error = error or problem
+        records = pack_records(files.index.header, [keys[i] for i in these.tolist()], facts[into])
+        arrived = move.move(slots[these], into, records)
         slots[these[arrived]] = into[arrived]
         done += len(these)
         num_moved += int(np.count_nonzero(arrived))
@@ -57,8 +66,8 @@ def shrink(
     if not done and stays.all():
         return keys, slots
     failed = late = ""
-    if error and num_moved < done:
-        failed = f"; {done - num_moved:,} more could not be moved ({reason(error)}) and are lost: check the medium"
+    if move.error and num_moved < done:
+        failed = f"; {done - num_moved:,} more could not be moved ({reason(move.error)}) and are lost: check the medium"
     if done < len(wanted):
         late = f"; {len(wanted) - done:,} more were not moved within {MOVE_DEADLINE_S:.0f} s and are lost"
     logger.warning(
@@ -70,3 +79,47 @@ def shrink(
         late,
     )
     return list(compress(keys, stays.tolist())), slots[stays]
+
+
+class _Move:
+    """Copies blocks from slots beyond the budget to slots within it."""
+
+    def __init__(self, files: DiskFiles) -> None:
+        self.error: OSError | None = None
+        """The first error."""
+        self._files = files
+        self._buffer: ByteArray = np.frombuffer(mmap.mmap(-1, files.layout.block_bytes), dtype=np.uint8)
+
+    def move(self, sources: Slots, targets: Slots, records: ByteArray) -> npt.NDArray[np.bool_]:
+        """Moves blocks, whose ``records`` are written after them. Returns which have arrived. The others are lost, and
+        so is what was in ``targets``."""
+        index, per_slab = self._files.index, self._files.layout.slots_per_slab
+        arrived, emptied = np.zeros(len(sources), dtype=np.bool_), []
+        for i, slot in enumerate(targets.tolist()):
+            with self._noted():
+                index.empty_record(slot)
+                emptied.append(i)
+        with self._noted():
+            index.withdraw(targets)
+            by_place = sorted(emptied, key=lambda i: int(sources[i]))
+            for number, places in groupby(by_place, lambda i: int(sources[i]) // per_slab):
+                with self._noted(), self._files.slabs.opened(number) as slab:
+                    for i in places:
+                        with self._noted():
+                            self._copy(slab, int(sources[i]) % per_slab, int(targets[i]))
+                            index.write_records(int(targets[i]), records[i])
+                            arrived[i] = True
+        return arrived
+
+    def _copy(self, slab: StoredFile, place: int, target: int) -> None:
+        if slab.read([self._buffer], place * self._buffer.size) < self._buffer.size:
+            raise OSError(errno.EIO, "not every byte was read")
+        self._files.slabs.write(target, [self._buffer])
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Returns a context that is left at an OSError, which is noted."""
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error

@@ -14,7 +14,7 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import LOCK_NAMES, DirectoryStorage
 from kvoffload.tiers.disk.format import ENGINE_FOLDER, is_block_file, is_fingerprint
 from kvoffload.tiers.disk.identities import log_unusable, write_identity
-from kvoffload.tiers.disk.slabs import SLAB_BYTES, check_capacity
+from kvoffload.tiers.disk.layout import SLAB_BYTES, check_capacity
 from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, reason
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 

@@ -26,10 +26,12 @@ from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, MAX_KEY_BYTES
+from kvoffload.tiers.disk.index import RECORDS_AT_ONCE
+from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.maintenance import Maintenance
 from kvoffload.tiers.disk.recency import Recency
-from kvoffload.tiers.disk.shrinking import shrink
-from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
+from kvoffload.tiers.disk.recovery import open_files
+from kvoffload.tiers.disk.shrinking import MOVED_BYTES, shrink
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.limited_log import LimitedLog
@@ -58,6 +60,10 @@ class DiskSettings:
     with_journal: bool = False
     """Whether other processes follow the index, by a journal that some thread keeps up to date with
     ``write_journal``."""
+    records_at_once: int = RECORDS_AT_ONCE
+    """Records that are read together at the start."""
+    moved_bytes: int = MOVED_BYTES
+    """Bytes that are moved together into a smaller budget."""
 
 
 class DiskTier(Tier):
@@ -84,8 +90,9 @@ class DiskTier(Tier):
         wall_clock: Callable[[], float] = time.time,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
+        self._settings = settings
         self._random = random
-        self.files = SlabFiles(
+        self.files = open_files(
             storage,
             settings.fingerprint,
             [pool.shape[1] for pool in pools],
@@ -100,7 +107,7 @@ class DiskTier(Tier):
             self.catalog = Catalog(num_slots, self.block_bytes, settings.policy, clock, grows=True, shares=shares)
             self._facts = np.zeros(max(num_slots, self.files.num_allocated), dtype=FACTS)
             """The facts of each slot's record."""
-            self._recency = Recency(num_slots)
+            self._recency = Recency(num_slots, self.files.recency)
             stale = self._restore(clock)
         except BaseException:
             self.files.close()
@@ -124,8 +131,8 @@ class DiskTier(Tier):
         ones, or their tenants less room than before."""
         keys: list[OffloadKey] = []
         found: list[Slots] = [np.empty(0, dtype=np.int64)]
-        recency = self._recency.load(self.files)
-        for entries in self.files.load():
+        recency = self._recency.load(self.files.num_allocated)
+        for entries in self.files.index.load(self.files.num_allocated, self._settings.records_at_once):
             for name in ("stored_at", "hits", "payload_checksum"):
                 self._facts[name][entries.slots] = entries.records[name]
             # The recency of a slot may be that of the block before.
@@ -144,7 +151,7 @@ class DiskTier(Tier):
             stale, slots = slots[~newest], slots[newest]
         self._facts["sequence"][: len(recency)] = recency
         if self.files.num_allocated > self.files.num_slots:
-            keys, slots = shrink(self.files, keys, slots, self._facts, clock)
+            keys, slots = shrink(self.files, keys, slots, self._facts, clock, self._settings.moved_bytes)
             stale = np.setdiff1d(stale[stale < self.files.num_slots], slots)
             self._facts = self._facts[: self.files.num_slots].copy()
         self._recency.restore(slots, self._facts["sequence"][slots])
@@ -157,7 +164,7 @@ class DiskTier(Tier):
 
     @property
     def block_bytes(self) -> int:
-        return self.files.header.block_bytes
+        return self.files.layout.block_bytes
 
     def stats(self) -> TierStats:
         catalog, files = self.catalog, self.files
@@ -225,7 +232,7 @@ class DiskTier(Tier):
         if self._maintenance.files_are_final:
             return self.catalog.num_available
         free = self.catalog.num_free
-        if free - wanted < max(1, self.files.header.slots_per_slab // 4):
+        if free - wanted < max(1, self.files.layout.slots_per_slab // 4):
             self._maintenance.grow()
         return free
 
@@ -298,7 +305,8 @@ class DiskTier(Tier):
         """Drops every block. Blocks that are stored later are invalid for the next process, since they belong to other
         weights than that process will load."""
         self.catalog.reset()
-        self.files.header = replace(self.files.header, generation=self._new_generation(), transient=True)
+        index = self.files.index
+        index.header = replace(index.header, generation=self._new_generation(), transient=True)
         self._maintenance.submit()
 
     def take_evicted(self) -> list[OffloadKey]:
@@ -307,7 +315,8 @@ class DiskTier(Tier):
     def write_journal(self) -> None:
         """Lets other processes know which blocks have come and gone. May be called by any thread, and waits for the
         medium. Raises OSError."""
-        self.files.write_journal()
+        if not self.files.read_only:
+            self.files.index.write_journal()
 
     def give_up(self) -> None:
         """Another process owns the directory from now on, so nothing is held, and nothing is written any more. Jobs
@@ -338,7 +347,7 @@ class DiskTier(Tier):
             try:
                 self._maintenance.finish()
                 with suppress(OSError):
-                    self.files.write_journal()
+                    self.write_journal()
                 self.files.close()
             except Exception as problem:
                 problems.append(problem)

@@ -24,7 +24,7 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.blockio import JOB_BYTES
 from kvoffload.tiers.disk.identities import log_unusable, write_identity
 from kvoffload.tiers.disk.journal import UInt64s, digests_of
-from kvoffload.tiers.disk.slabs import SLAB_BYTES
+from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.executor import Executor

@@ -74,17 +74,17 @@ class Writer:
 
     def _check_headers(self) -> None:
         """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
-        files = self.own.files
-        if files.header_is_due:
+        index = self.own.files.index
+        if index.header_is_due:
             return
         try:
-            is_good = has_good_headers(self.seat.storage, files.header)
+            is_good = has_good_headers(self.seat.storage, index.header)
         except OSError as error:
             self.seat.is_lost = error.errno in VANISHED_ERRORS
             raise
         if not is_good:
             logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self.seat.name)
-            files.repair_headers()
+            index.repair_headers()
 
     def end(self) -> None:
         """Says in the heartbeat that the process has ended."""

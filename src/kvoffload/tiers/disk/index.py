@@ -1,0 +1,153 @@
+"""The file ``index``: which block is in which slot; and the journal, from which other processes learn what has changed
+in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from kvoffload.abc import ByteArray, Slots
+from kvoffload.tiers.disk.folder import Folder, shorten, write_all
+from kvoffload.tiers.disk.format import (
+    EMPTY_RECORD,
+    HEADER_BYTES,
+    INDEX_NAME,
+    RECORD_BYTES,
+    Entries,
+    FormatError,
+    Header,
+    parse_records,
+    record_offset,
+)
+from kvoffload.tiers.disk.journal import Journal
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile
+
+logger = logging.getLogger(__name__)
+
+RECORDS_AT_ONCE = 1 << 13
+"""Few: a server may open a tier while another of its threads needs the interpreter."""
+
+
+class Index:
+    """The header, and the record of each slot, in ``file``. With ``journal``, other processes follow the index.
+
+    A ``header`` that is assigned takes effect at once, and is on disk after ``write_header``. ``is_written``: the file
+    has it already.
+    """
+
+    def __init__(
+        self, file: StoredFile, header: Header, journal: Journal | None = None, *, is_written: bool = False
+    ) -> None:
+        self.header = header
+        self._file = file
+        self._journal = journal
+        self._written = header if is_written else None
+        """The header that is on disk."""
+
+    @property
+    def header_is_due(self) -> bool:
+        """Whether ``header`` is not on disk yet."""
+        return self._written is not self.header
+
+    def write_header(self) -> None:
+        """Writes the header if it is due. Raises OSError."""
+        while self.header_is_due:
+            header = self.header
+            write_all(self._file, [header.pack()], 0)
+            self._written = header
+
+    def repair_headers(self) -> None:
+        """Has the headers of index and journal written again. May be called by any thread."""
+        self._written = None
+        if self._journal:
+            self._journal.restart()
+
+    def write_records(self, first_slot: int, records: ByteArray, *, is_change: bool = True) -> None:
+        """Writes the records of ``first_slot`` and those after it. ``is_change``: whether the blocks in the slots are
+        others than before. Raises OSError."""
+        if self._journal:
+            self._journal.expect_change(first_slot, len(records) // RECORD_BYTES)
+        write_all(self._file, [records], record_offset(first_slot))
+        if self._journal and is_change:
+            self._journal.note(first_slot, records)
+
+    def empty_records(self, first_slot: int, count: int) -> None:
+        """Empties the records of slots whose payloads are about to be overwritten. If other machines may have found
+        blocks there, it returns once they do not. Raises OSError."""
+        write_all(self._file, [np.zeros(count * RECORD_BYTES, dtype=np.uint8)], record_offset(first_slot))
+        self.withdraw(slice(first_slot, first_slot + count))
+
+    def empty_record(self, slot: int) -> None:
+        """Like ``empty_records`` for one slot, but returns before ``withdraw``, which must follow. Raises OSError."""
+        write_all(self._file, [EMPTY_RECORD], record_offset(slot))
+
+    def withdraw(self, slots: slice | Slots) -> None:
+        """Returns, after the records of ``slots`` were emptied, once no other machine finds blocks there. Raises
+        OSError."""
+        if self._journal:
+            self._journal.withdraw(slots, self._file.sync)
+
+    def write_journal(self) -> None:
+        """Writes down which blocks have come and gone since the last call, if others follow this index. May be called
+        by any thread. Raises OSError."""
+        if self._journal:
+            self._journal.write(self.header, self._file.sync)
+
+    def load(self, num_slots: int, at_once: int) -> Iterator[Entries]:
+        """Yields the blocks in the first ``num_slots`` slots, in pieces. Records that cannot be read are left out."""
+        for first in range(0, num_slots, at_once):
+            data = np.zeros(min(at_once, num_slots - first) * RECORD_BYTES, dtype=np.uint8)
+            try:
+                done = self._file.read([data], record_offset(first))
+            except OSError as error:
+                logger.warning(
+                    "kvoffload: disk tier: a part of its index cannot be read (%s), so the blocks in it are misses; "
+                    "check the medium",
+                    error,
+                )
+                continue
+            yield parse_records(self.header, data[:done], first)
+
+    def resize(self, num_slots: int) -> None:
+        self._file.resize(record_offset(num_slots))
+
+    def trim(self, num_slots: int) -> None:
+        """Cuts off the records of other slots. Raises OSError."""
+        shorten(self._file, record_offset(num_slots))
+
+    def close(self) -> bool:
+        """Ends the journal. Returns False if a thread hangs in it."""
+        return self._journal is None or self._journal.close()
+
+
+def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
+    """Reads the header of an index that a former process has left. Returns the header under which its files are used
+    from now on, and the number of their records; None, with a warning, if they cannot be used. Raises OSError.
+
+    ``wanted``: the header of a new index. It is returned if the slabs can be used again, but not the blocks in them.
+    """
+    data = np.zeros(HEADER_BYTES, dtype=np.uint8)
+    try:
+        file = folder.open(INDEX_NAME)
+        try:
+            found = Header.unpack(data[: file.read([data], 0)])
+            num_records = (file.size() - HEADER_BYTES) // RECORD_BYTES
+        finally:
+            folder.release(file)
+    except (OSError, FormatError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_FILE_ERRORS:
+            # What cannot be read now may be readable at the next start, so nothing is removed.
+            raise
+        logger.warning("kvoffload: disk tier: its blocks cannot be used (%s), and are removed; it starts empty", error)
+        return None
+    if replace(wanted, generation=found.generation, transient=found.transient) != found:
+        logger.warning(
+            "kvoffload: disk tier: its blocks were stored with another layout, and are removed; it starts empty"
+        )
+        return None
+    if found.transient:
+        return None if folder.storage.read_only else (wanted, num_records)
+    return found, num_records
