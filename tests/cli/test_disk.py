@@ -21,6 +21,7 @@ import pytest
 from kvoffload import cli
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.cli import inspect as tools
+from kvoffload.cli.folder import Folder
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, IDENTITY_NAME, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
@@ -113,7 +114,7 @@ def as_json(*args: object, status: int = 0) -> Any:
     return json.loads(result.stdout)
 
 
-def only_folder(path: Path) -> tools.Folder:
+def only_folder(path: Path) -> Folder:
     ((folder,),) = [part.folders for part in tools.inspect(path)]
     return folder
 

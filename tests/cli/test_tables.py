@@ -19,7 +19,8 @@ from rich.table import Table
 from kvoffload import cli
 from kvoffload.abc import MissReason
 from kvoffload.cli import disk, replay, size
-from kvoffload.cli.inspect import Folder, Owned
+from kvoffload.cli.folder import Folder
+from kvoffload.cli.inspect import Owned
 from kvoffload.lab.replay import TierUse
 from kvoffload.lab.sizing import Setting
 from kvoffload.observe.records import RequestRecord

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from kvoffload.cli.lab import Source, errors, progress, requests_in, sources, trace_options
-from kvoffload.cli.terminal import console_of
+from kvoffload.cli.terminal import console_of, json_option, print_json
 from kvoffload.lab.writer import check_free, write_trace
 from kvoffload.units import counted, format_bytes
 
@@ -17,7 +16,7 @@ from kvoffload.units import counted, format_bytes
 @trace_options("SOURCE")
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@json_option("Print the summary as JSON.")
 def convert(source: Source, out: Path, force: bool, as_json: bool) -> None:
     """Read a trace in any format and write it to OUT as JSON lines, like those that a server records: compressed if its
     name ends with .gz. A replay of OUT has the same results.
@@ -44,7 +43,7 @@ def convert(source: Source, out: Path, force: bool, as_json: bool) -> None:
             "distinct_blocks": trace.num_distinct,
             "block_tokens": trace.block_tokens,
         }
-        click.echo(json.dumps(summary, indent=2))
+        print_json(summary)
         return
     console_of().print(
         f"{out}: {counted(trace.num_requests, 'request')}{sources(trace)}, "

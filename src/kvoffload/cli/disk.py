@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from kvoffload.cli.inspect import Cleared, Folder, InspectError, Owned, Verification, findings
+from kvoffload.cli.folder import Cleared, Folder, Verification
+from kvoffload.cli.inspect import InspectError, Owned, findings
 from kvoffload.cli.inspect import clear as clear_directory
 from kvoffload.cli.inspect import inspect as inspect_directory
 from kvoffload.cli.inspect import verify as verify_directory
-from kvoffload.cli.terminal import console_of, progress_bar, say, table_of
+from kvoffload.cli.terminal import console_of, json_option, print_json, progress_bar, say, table_of
 from kvoffload.printable import printable
 from kvoffload.tiers.identity import MAX_DESCRIPTION, describe, describe_difference, is_same_model
 from kvoffload.tiers.shared_dir.seats import SeatState
@@ -32,45 +32,44 @@ SHOWN_DIGITS = 12
 MAX_BAD_SHOWN = 20
 
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 
 
-@click.group()
+@click.group(short_help="Inspect, verify or clear the directory of a tier.")
 def disk() -> None:
     """Inspect, verify or clear the directory of a disk tier or of a shared directory tier."""
 
 
-@disk.command(short_help="Show what is in DIR, and what is wrong with it.")
+@disk.command(short_help="Show the contents of DIR, and every fault.")
 @DIRECTORY
-@AS_JSON
+@json_option()
 def inspect(directory: Path, as_json: bool) -> None:
-    """Show what is in DIR: fingerprints, blocks, bytes, age, hits, and what is wrong. In a shared directory, also who
-    writes there; hits are those of the servers that own the blocks, not those of readers.
+    """Show the contents of DIR: fingerprints, blocks, bytes, age and hits, and every fault. In a shared directory, also
+    its writers; hits are counted by the server that owns a block, not by readers.
 
-    Can be used while servers are running, and changes nothing. Exit status 2: DIR is not the directory of a tier.
+    Works beside running servers, and changes nothing. Exit status 2: DIR is not the directory of a tier.
     """
     with _errors("inspect"):
         parts = inspect_directory(directory)
     if as_json:
-        _print_json(directory, {"parts": list(map(dataclasses.asdict, parts))})
+        print_json({"directory": str(directory), "parts": list(map(dataclasses.asdict, parts))})
     else:
         _show(console_of(), directory, parts)
 
 
 @disk.command()
 @DIRECTORY
-@AS_JSON
+@json_option()
 def verify(directory: Path, as_json: bool) -> None:
     """Read every block in DIR and check its checksum.
 
-    Can be used while a server is running, and changes nothing; a block that the server replaces in the meantime is not
-    bad. Exit status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2:
+    Works beside a running server, and changes nothing; a block that the server replaces meanwhile is not bad. Exit
+    status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2:
     DIR is not the directory of a tier.
     """
     with _errors("verify"):
         result = _verify(directory)
     if as_json:
-        _print_json(directory, dataclasses.asdict(result))
+        print_json({"directory": str(directory), **dataclasses.asdict(result)})
     else:
         _show_verification(console_of(), result)
     sys.exit(1 if result.bad or result.lost else 0)
@@ -80,7 +79,7 @@ def verify(directory: Path, as_json: bool) -> None:
 @DIRECTORY
 @click.option("--fingerprint", metavar="FP", help="Only the blocks of this fingerprint; its first digits are enough.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@AS_JSON
+@json_option()
 def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) -> None:
     """Remove the blocks in DIR. Files that are not kvoffload's are left.
 
@@ -102,7 +101,7 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
             click.confirm(f"Remove {blocks} ({size}) from {directory}?", abort=True, err=True)
         result = clear_directory(directory, fingerprint)
     if as_json:
-        _print_json(directory, dataclasses.asdict(result))
+        print_json({"directory": str(directory), **dataclasses.asdict(result)})
     else:
         _show_cleared(console_of(), directory, result)
 
@@ -144,21 +143,15 @@ def _complete_fingerprint(digits: str, folders: Sequence[Folder]) -> str:
     return matches[0]
 
 
-def _print_json(directory: Path, report: dict[str, Any]) -> None:
-    click.echo(json.dumps({"directory": str(directory), **report}, indent=2))
-
-
 # Output.
 
 
 def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
-    from rich.text import Text
-
     folders = [folder for part in parts for folder in part.folders]
     size = format_bytes(sum(folder.allocated_bytes for folder in folders))
     blocks = counted(sum(folder.num_blocks for folder in folders), "block")
     fingerprints = counted(len({folder.fingerprint for folder in folders}), "fingerprint")
-    console.print(Text(f"{directory}: {blocks} of {fingerprints} in {size}. {printable(_use(parts))}", style="bold"))
+    console.print(f"{directory}: {blocks} of {fingerprints} in {size}. {printable(_use(parts))}", style="bold")
     if any(part.writer for part in parts):
         console.print()
         console.print(_writer_table(parts))
@@ -166,16 +159,16 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
         console.print()
         console.print(_folder_table(parts))
     for line in _identities(folders):
-        console.print(Text(f"\n{line}"))
+        console.print(f"\n{line}")
     if any(folder.transient for folder in folders):
         note = "transient: stored after a reset or a change of weights; the next server removes these blocks."
-        console.print(Text(f"\n{note}", style="dim"))
+        console.print(f"\n{note}", style="dim")
     problems = findings(parts)
     console.print()
     if not problems:
-        console.print(Text("Nothing is wrong.", style="green4"))
+        console.print("Nothing is wrong.", style="green4")
     for problem in problems:
-        console.print(Text(printable(f"! {problem}"), style="yellow"))
+        console.print(printable(f"! {problem}"), style="yellow")
 
 
 def _use(parts: Sequence[Owned]) -> str:
@@ -233,8 +226,8 @@ def _folder_table(parts: Sequence[Owned]) -> Table:
 
 
 def _identities(folders: Sequence[Folder]) -> list[str]:
-    """Returns a line per fingerprint whose server has said what it depends on. Of another fingerprint of a model, it
-    says in what that differs from the one that was written to last."""
+    """Returns a line per fingerprint with a known identity. For further fingerprints of a model, the line has the
+    difference from the fingerprint that was written to last."""
     known = sorted(
         (folder for folder in folders if folder.identity), key=lambda folder: folder.newest or 0, reverse=True
     )
@@ -254,31 +247,27 @@ def _identities(folders: Sequence[Folder]) -> list[str]:
 
 
 def _show_verification(console: Console, result: Verification) -> None:
-    from rich.text import Text
-
     for problem in result.findings:
-        console.print(Text(printable(f"! {problem}"), style="yellow"))
+        console.print(printable(f"! {problem}"), style="yellow")
     changed = f"; {counted(result.num_changed, 'block')} changed meanwhile" if result.num_changed else ""
     checked = f"{counted(result.num_blocks, 'block')} read, {format_bytes(result.nbytes)}{changed}"
     if result.lost:
         lost = f"The blocks of {counted(len(result.lost), 'fingerprint')} are lost and could not be checked."
-        console.print(Text(lost, style="bold red"))
+        console.print(lost, style="bold red")
     if not result.bad:
         style = "none" if result.lost else "bold green"
-        console.print(Text(f"No {'other ' if result.lost else ''}block is bad: {checked}.", style=style))
+        console.print(f"No {'other ' if result.lost else ''}block is bad: {checked}.", style=style)
         return
-    console.print(Text(f"{counted(len(result.bad), 'block')} bad: {checked}.", style="bold red"))
+    console.print(f"{counted(len(result.bad), 'block')} bad: {checked}.", style="bold red")
     for bad in result.bad[:MAX_BAD_SHOWN]:
         line = f"{bad.path}, slot {bad.slot}: {bad.problem}; key {bad.key}"
-        console.print(Text(line), soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if len(result.bad) > MAX_BAD_SHOWN:
-        console.print(Text(f"and {len(result.bad) - MAX_BAD_SHOWN:,} more; --json lists all", style="dim"))
+        console.print(f"and {len(result.bad) - MAX_BAD_SHOWN:,} more; --json lists all", style="dim")
 
 
 def _show_cleared(console: Console, directory: Path, result: Cleared) -> None:
-    from rich.text import Text
-
     freed = f"{directory}: removed {counted(result.num_files, 'file')}, {format_bytes(result.nbytes)} freed."
-    console.print(Text(freed, style="bold"))
+    console.print(freed, style="bold")
     for name in result.left:
-        console.print(Text(printable(f"! not kvoffload's, and left: {name}"), style="yellow"))
+        console.print(printable(f"! not kvoffload's, and left: {name}"), style="yellow")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from kvoffload.abc import MissReason
-from kvoffload.cli.terminal import console_of, say, table_of
+from kvoffload.cli.terminal import console_of, json_option, say, table_of
 from kvoffload.observe.records import (
     RECORD_RING_SIZE,
     Period,
@@ -43,7 +43,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A reason in words, which follow "missed because", and what a user can do about it."""
+    """A reason in words, which follow "missed because", and its remedy."""
 
     because: str
     fix: str
@@ -140,11 +140,11 @@ BEHIND_ENGINE = {
     "medium.",
     MissReason.TOO_LARGE: "Nothing to do: a window or the states are larger than kvoffload's staging memory.",
 }
-"""What a user can do where kvoffload is below an engine's own host memory, if that differs."""
+"""Other remedies where kvoffload is below an engine's own host memory."""
 
 
 def fix(reason: MissReason, records: Sequence[RequestRecord]) -> str:
-    """Returns what a user can do about ``reason`` in ``records``."""
+    """Returns the remedy for ``reason`` in ``records``."""
     is_behind = any(record.engine is not None for record in records if record.reason is reason)
     return BEHIND_ENGINE.get(reason, ADVICE[reason].fix) if is_behind else ADVICE[reason].fix
 
@@ -160,7 +160,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> i
 
 @dataclass(slots=True)
 class Findings:
-    """Records ordered by time and without duplicates, where they are from, and warnings about what was not read."""
+    """Records ordered by time and without duplicates, their servers, and warnings about skipped input."""
 
     records: list[RequestRecord]
     servers: list[RunningServer]
@@ -188,7 +188,7 @@ class Findings:
     help="Only the latest requests, such as those of the last 15m.",
 )
 @click.option("--tenant", metavar="NAME", help='Only requests of one configured tenant, or of "other".')
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@json_option()
 @click.option("--records", "as_records", is_flag=True, help="Print one record per line as JSON, to save them.")
 def explain(
     logs: tuple[BinaryIO, ...],
@@ -323,29 +323,28 @@ def _total(found: Findings, records: Sequence[RequestRecord]) -> Period:
 
 
 def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], periods: Sequence[Period]) -> None:
-    from rich.text import Text
 
     source = _listed(found.servers) if found.servers else "the logs"
     if not chosen:
         when = f"; the latest was {age(found.now - found.records[-1].time)} ago" if found.records else " yet"
-        console.print(Text(f"No request to explain from {source}{when}."))
+        console.print(f"No request to explain from {source}{when}.")
         return
     reasons = by_reason(chosen)
     text = _sentences(_total(found, chosen), reasons, bool(found.servers), chosen) + _on_device(chosen)
-    console.print(Text(text, style="bold"))
+    console.print(text, style="bold")
     if any(each.reason is not None for each in reasons):
-        console.print(Text("\nWhy requests missed", style="bold"))
+        console.print("\nWhy requests missed", style="bold")
         console.print(_reason_table(reasons, chosen))
     bars = ("█", "▒", "·") if console.encoding.startswith("utf") else ("#", "+", ".")
-    console.print(Text("\nPrompt tokens over time", style="bold"))
+    console.print("\nPrompt tokens over time", style="bold")
     has_host = any(record.engine is None for record in chosen)
     below = "in host memory or below" if has_host else "in tiers"
-    console.print(Text(f"{bars[0]} {_above(chosen)}  {bars[1]} {below}  {bars[2]} missing"))
+    console.print(f"{bars[0]} {_above(chosen)}  {bars[1]} {below}  {bars[2]} missing")
     console.print(_time_table(periods, bars, has_host))
     if found.servers:
         one = " Select one with --pid." if len(found.servers) > 1 else ""
         note = f"\nFrom {source}.{one} A server keeps its latest {RECORD_RING_SIZE:,} requests; a log keeps all."
-        console.print(Text(note, style="dim"))
+        console.print(note, style="dim")
 
 
 def _above(records: Sequence[RequestRecord]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from kvoffload.cli.lab import (
     speed_options,
     trace_options,
 )
-from kvoffload.cli.terminal import console_of, table_of
+from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.policies import policy_class
@@ -130,7 +129,7 @@ def replay(
         if output.as_json:
             known = {"sessions": requests.num_sessions, "tenants": requests.num_tenants}
             about = {name: number for name, number in known.items() if number}
-            click.echo(json.dumps([result.to_dict() | about for result in results], indent=2))
+            print_json([result.to_dict() | about for result in results])
         else:
             _show(requests, shape, results, sizes)
 
@@ -195,11 +194,10 @@ class _Sizes:
 
 
 def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], sizes: _Sizes) -> None:
-    from rich.text import Text
 
     console = console_of()
     footprint = int(trace.num_distinct * trace.block_tokens * model.bytes_per_token)
-    console.print(Text(described(trace, model, footprint), style="dim"))
+    console.print(described(trace, model, footprint), style="dim")
     for name, blocks in (("Device cache", sizes.device), ("Disk", sizes.disk)):
         if blocks:
             console.print(f"{name}: {counted(blocks, 'block')}, {sizes.percentage(blocks)} of the distinct blocks")
@@ -210,7 +208,7 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
     else:
         columns = max(1, (console.width - _name_width(results) - 2) // COLUMN_WIDTH)
         for measure in MEASURES:
-            console.print(Text(f"\n{measure[0]}", style="bold"))
+            console.print(f"\n{measure[0]}", style="bold")
             for start in range(0, len(capacities), columns):
                 shown = capacities[start : start + columns]
                 heads = [
@@ -222,17 +220,17 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
     if len(results) == 1:
         console.print()
         console.print(tier_table(results[0].tiers))
-        console.print(Text(f"\n{_misses(results[0])}"))
+        console.print(f"\n{_misses(results[0])}")
     else:
         mark = "* marks the best of a column. " if len(_rows(results)) > 1 else ""
-        console.print(Text(f"\n{mark}--json prints all results; --html FILE plots them.", style="dim"))
+        console.print(f"\n{mark}--json prints all results; --html FILE plots them.", style="dim")
 
 
 COLUMN_WIDTH = 13
 LONGEST_NAME = 32
 """A longer name is wrapped, so that the numbers have room."""
 Measure = tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]]
-"""What is compared: its title, its value, the digits that are shown, and which value is best."""
+"""A compared measure: its title, its value, the number of digits, and the better of two values."""
 MEASURES: tuple[Measure, ...] = (
     ("Prefix-hit tokens, % of all prompt tokens", lambda result: result.prefix_hit_tokens_pct, 2, max),
     ("Saved prefill FLOPs, %", lambda result: result.saved_flops_pct, 2, max),

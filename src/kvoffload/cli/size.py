@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,19 +27,17 @@ from kvoffload.cli.lab import (
     speed_options,
     trace_options,
 )
-from kvoffload.cli.terminal import console_of, table_of
+from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
 from kvoffload.lab.policies import policy_class
-from kvoffload.lab.sizing import Choices, Prices, Sizing, footnote, milliseconds
+from kvoffload.lab.sizing import DEFAULT_PRICES, Choices, Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-PRICES = Prices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What makes a setting the best: the least price, for a time to first token in milliseconds."""
+    """The goal of a setting: the least price, for a time to first token in milliseconds."""
 
     ttft_p95: float | None
     ram_price: float
@@ -83,12 +80,16 @@ class Goal:
     click.option(
         "--ram-price",
         type=float,
-        default=PRICES.ram_per_gib,
+        default=DEFAULT_PRICES.ram_per_gib,
         show_default=True,
         help="Price per GiB of RAM, in any currency.",
     ),
     click.option(
-        "--disk-price", type=float, default=PRICES.disk_per_gib, show_default=True, help="Price per GiB of disk."
+        "--disk-price",
+        type=float,
+        default=DEFAULT_PRICES.disk_per_gib,
+        show_default=True,
+        help="Price per GiB of disk.",
     ),
 )
 @trace_options("TRACE")
@@ -140,7 +141,7 @@ def size(
                 on_progress=on_progress,
             )
         if output.as_json:
-            click.echo(json.dumps(_to_dict(requests, shape, sizing), indent=2))
+            print_json(_to_dict(requests, shape, sizing))
         else:
             _show(requests, shape, measured_speeds, sizing)
 
@@ -200,15 +201,13 @@ def _to_dict(trace: Trace, model: ModelShape, sizing: Sizing) -> dict[str, objec
 
 
 def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> None:
-    from rich.text import Text
-
     console = console_of()
-    console.print(Text(described(trace, model, sizing.footprint_bytes), style="dim"))
-    console.print(Text(f"\n{sizing.answer}\n", style="bold"))
+    console.print(described(trace, model, sizing.footprint_bytes), style="dim")
+    console.print(f"\n{sizing.answer}\n", style="bold")
     for warning in sizing.warnings:
-        console.print(Text(f"{warning}\n", style="yellow"))
+        console.print(f"{warning}\n", style="yellow")
     console.print(settings_table(sizing))
-    console.print(Text(f"\n{footnote(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim"))
+    console.print(f"\n{footnote(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim")
 
 
 def settings_table(sizing: Sizing) -> Table:

@@ -1,15 +1,30 @@
-"""Shared parts of all commands: consoles, messages, tables and progress bars."""
+"""Shared parts of all commands: consoles, messages, JSON, tables and progress bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import click
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
     from rich.table import Table
+
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def json_option(help: str = "Print everything as one JSON object.") -> Decorator:
+    """Adds the option ``--json`` to a command, whose argument is then ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help=help)
+
+
+def print_json(report: object) -> None:
+    click.echo(json.dumps(report, indent=2))
 
 
 def console_of(stderr: bool = False) -> Console:

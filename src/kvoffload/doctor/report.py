@@ -60,7 +60,7 @@ def show(console: Console, examination: Examination) -> None:
 
     marks, arrow = (PLAIN_MARKS, "->") if console.options.ascii_only else (MARKS, "→")
     for title, findings in _groups(examination):
-        console.print(Text(printable(title), style="bold"), soft_wrap=True)
+        console.print(printable(title), style="bold", soft_wrap=True)
         for finding in findings:
             style = STYLES[finding.level]
             first, *rest = _wrapped(finding.text, console.width, marks[finding.level], 2)
@@ -68,13 +68,13 @@ def show(console: Console, examination: Examination) -> None:
             plain = "none" if finding.level is Level.OK else style
             console.print(Text.assemble((first[:cut], style), (first[cut:], plain)), soft_wrap=True)
             for line in rest:
-                console.print(Text(line, style=plain), soft_wrap=True)
+                console.print(line, style=plain, soft_wrap=True)
             for line in _wrapped(finding.fix, console.width, arrow, 4) if finding.fix else []:
-                console.print(Text(line, style="cyan"), soft_wrap=True)
+                console.print(line, style="cyan", soft_wrap=True)
         console.print()
     problems, warnings = examination.count(Level.PROBLEM), examination.count(Level.WARNING)
     level = Level.PROBLEM if problems else Level.WARNING if warnings else Level.OK
-    console.print(Text(verdict(examination), style=VERDICT_STYLES[level]), soft_wrap=True)
+    console.print(verdict(examination), style=VERDICT_STYLES[level], soft_wrap=True)
 
 
 def _wrapped(text: str, width: int, mark: str, indent: int) -> list[str]:

@@ -14,18 +14,17 @@ import pytest
 from demo.stores import CREDENTIALS, ObjectStore, Servers, StoreMissingError
 from kvoffload.tiers.object_store.client import connect
 from kvoffload.tiers.remote.client import Outcome, StoreError
-from tests.tiers.object_store.rig import be_patient
+from tests.tiers.object_store.rig import PATIENT
 
 NAMES = [f"kvoffload/{'5e' * 32}/{i:064x}00000000" for i in range(4)]
 needs_moto = pytest.mark.skipif(ObjectStore.missing() is not None, reason=str(ObjectStore.missing()))
 
 
 @needs_moto
-def test_what_the_demo_does_to_moto_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
+def test_what_the_demo_does_to_moto_is_what_it_says(tmp_path: Path) -> None:
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     with ObjectStore(tmp_path) as store:
-        client = connect({"region": "", "prefix": "kvoffload", **store.entry()})
+        client = connect({"region": "", "prefix": "kvoffload", **store.entry()}, PATIENT)
         values = np.random.default_rng(0).integers(0, 256, (4, 4096), dtype=np.uint8)
         rows = [[row] for row in values]
         found = np.zeros_like(values)

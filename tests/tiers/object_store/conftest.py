@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.tiers.object_store.rig import Moto, be_patient
+from tests.tiers.object_store.rig import Moto
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +14,3 @@ def moto() -> Iterator[Moto]:
     made = Moto()
     yield made
     made.kill()
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)

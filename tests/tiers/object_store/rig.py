@@ -23,7 +23,8 @@ from kvoffload.abc import ByteArray, KVGroup, OffloadKey, TierResult
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.object_store import client, obstore_bucket
+from kvoffload.tiers.object_store import client
+from kvoffload.tiers.object_store.bucket import Times
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
@@ -53,12 +54,8 @@ def chain(length: int, seed: int = 0) -> list[OffloadKey]:
     return [make_offload_key(bytes([seed, i]) * 16, 0) for i in range(length)]
 
 
-def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets clients that are made in this process wait longer, because tests may run on a busy machine."""
-    for name in ("CONNECT_TIMEOUT_S", "SMALL_TIMEOUT_S", "SMALL_BUDGET_S", "TRANSFER_TIMEOUT_S", "TRANSFER_BUDGET_S"):
-        monkeypatch.setattr(obstore_bucket, name, 20.0)
-    monkeypatch.setattr(obstore_bucket, "RETRY_WITHIN_S", 10.0)
-    monkeypatch.setattr(client, "MORE_WITHIN_S", 20.0)
+PATIENT = Times(20.0, 20.0, 20.0, 20.0, 20.0, retry_within_s=10.0, more_within_s=20.0)
+"""Of clients that are made in this process, because tests may run on a busy machine."""
 
 
 class Moto:
@@ -267,7 +264,9 @@ class Server(StoreServer):
 
 def _open_here(config: ObjectStoreConfig, fingerprint: str, pools: Sequence[ByteArray]) -> RemoteTier:
     payload_bytes = sum(each.shape[1] for each in pools)
-    made = client.connect({**config.settings(), "value_bytes": RECORD_BYTES + payload_bytes, "chained_groups": [0]})
+    made = client.connect(
+        {**config.settings(), "value_bytes": RECORD_BYTES + payload_bytes, "chained_groups": [0]}, PATIENT
+    )
     hmac_key = read_hmac_key(config.hmac_key_file)
     worker = StoreWorker(made, SeparateBuffers(pools), ValueFormat(fingerprint, config.prefix, hmac_key))
     return RemoteTier(SteppedChannel(worker), payload_bytes, name=config.kind)

@@ -9,7 +9,6 @@ import pytest
 
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.tiers.object_store import contents as contents_module
 from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Found
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.contents import (
@@ -311,10 +310,8 @@ def test_an_object_is_deleted_with_all_of_its_values_or_one_that_is_wrong(remove
         assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
 
 
-def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("MAX_PLACES", "MAX_HIDDEN", "MAX_DISTRUSTED"):
-        monkeypatch.setattr(contents_module, limit, 8)
-    places = Places()
+def test_places_are_bounded() -> None:
+    places = Places(max_places=8, max_hidden=8, max_distrusted=8)
     for i in range(20):
         marks = tuple(bytes([i, j]) for j in range(4))
         places.note(str(i), marks)

@@ -16,7 +16,7 @@ from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
-from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, Moto, needs_moto, patched
+from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, PATIENT, Moto, needs_moto, patched
 from tests.tiers.remote.memory_store import SteppedChannel
 
 pytestmark = needs_moto
@@ -37,10 +37,10 @@ class OnMoto(TierConformance):
     _numbers = itertools.count()
 
     @pytest.fixture(autouse=True)
-    def _bucket(self, moto: Moto, patient: None) -> Iterator[None]:
+    def _bucket(self, moto: Moto) -> Iterator[None]:
         settings = {"url": "s3://kv-bucket", "endpoint": moto.endpoint, "prefix": "kv"}
         with patched(CREDENTIALS):
-            self.bucket = open_bucket(settings)
+            self.bucket = open_bucket(settings, PATIENT)
         yield
         self.bucket.close()
 

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +16,19 @@ import pytest
 
 from kvoffload.abc import OffloadKey, TierError
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.tiers.object_store import obstore_bucket
-from kvoffload.tiers.object_store.bucket import NewObject, Piece
-from kvoffload.tiers.object_store.client import MORE_WITHIN_S
+from kvoffload.tiers.object_store.bucket import NewObject, Piece, Times
 from kvoffload.tiers.object_store.contents import make_note, mark
 from kvoffload.tiers.object_store.errors import Problem, classify, explain
-from kvoffload.tiers.object_store.obstore_bucket import open_bucket
+from kvoffload.tiers.object_store.obstore_bucket import ObstoreBucket, open_bucket
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
+from tests.clock import RealClock
 from tests.tiers.object_store.rig import (
     CREDENTIALS,
     FINGERPRINT,
     KEY_ID,
+    PATIENT,
     SECRET,
     FakeS3,
     Moto,
@@ -48,7 +49,7 @@ KEYS = chain(20)
 
 
 @pytest.fixture
-def fake(patient: None) -> Iterator[FakeS3]:
+def fake() -> Iterator[FakeS3]:
     made = FakeS3()
     yield made
     made.close()
@@ -70,16 +71,16 @@ def second(fake: FakeS3) -> Iterator[Server]:
     made.close()
 
 
-def bucket(endpoint: str, **settings: str) -> obstore_bucket.ObstoreBucket:
+def bucket(endpoint: str, times: Times = PATIENT, clock: RealClock | None = None, **settings: str) -> ObstoreBucket:
+    settings = {"url": "s3://kv-bucket/folder", "endpoint": endpoint, "prefix": "kv", **settings}
     with patched(CREDENTIALS):
-        return open_bucket({"url": "s3://kv-bucket/folder", "endpoint": endpoint, "prefix": "kv", **settings})
+        return open_bucket(settings, times, clock or time.monotonic)
 
 
 # On moto.
 
 
 @needs_moto
-@pytest.mark.usefixtures("patient")
 def test_servers_share_blocks_on_moto(moto: Moto) -> None:
     one, other, stranger = Server(moto.endpoint), Server(moto.endpoint), Server(moto.endpoint, "6f" * 32)
     for each in (one, other, stranger):
@@ -276,21 +277,20 @@ def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pyt
     opened.close()
 
 
-def test_what_a_store_once_could_not_do_is_tried_again(
-    fake: FakeS3, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_store_once_could_not_do_is_tried_again(fake: FakeS3, server: Server) -> None:
     """A proxy in between was replaced, and the bucket copied without metadata."""
     (test,) = fake.tests.values()
     test.note = ""
     assert bucket(fake.endpoint, prefix="kvoffload").has_notes
     assert test is not next(iter(fake.tests.values())), "the object with the note was put again"
-    made = bucket(fake.endpoint)
+    clock = RealClock()
+    made = bucket(fake.endpoint, clock=clock)
     item = NewObject("conditional", "", [np.zeros(9, dtype=np.uint8)])
     fake.is_conditional = False
     assert made.put([item]) + made.put([item]) == [Outcome.OK] * 2
     fake.is_conditional = True
     assert made.put([item]) == [Outcome.OK], "asked too soon"
-    monkeypatch.setattr(made, "_unconditional_until", 1.0)
+    clock.shift += PATIENT.relearn_s
     assert made.put([item]) == [Outcome.HELD]
 
 
@@ -312,13 +312,8 @@ def test_a_store_that_loses_metadata_gets_an_object_per_block(fake: FakeS3, capl
     server.close()
 
 
-def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(
-    fake: FakeS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(obstore_bucket, "RETRY_WITHIN_S", 0.5)
-    monkeypatch.setattr(obstore_bucket, "TRANSFER_TIMEOUT_S", 0.8)
-    monkeypatch.setattr(obstore_bucket, "TRANSFER_BUDGET_S", 0.5)
-    opened = bucket(fake.endpoint)
+def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(fake: FakeS3) -> None:
+    opened = bucket(fake.endpoint, replace(PATIENT, retry_within_s=0.5, transfer_s=0.8, transfer_budget_s=0.5))
     data = [np.zeros(1 << 20, dtype=np.uint8)]
     names = [str(i) for i in range(40)]
     for name in names:
@@ -334,12 +329,14 @@ def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(
 
 
 def test_no_request_is_repeated_after_it_has_timed_out() -> None:
-    assert min(obstore_bucket.SMALL_TIMEOUT_S, obstore_bucket.CONNECT_TIMEOUT_S) > obstore_bucket.RETRY_WITHIN_S
+    times = Times()
+    assert min(times.small_s, times.connect_s) > times.retry_within_s
 
 
 def test_all_deadlines_end_before_those_of_the_link() -> None:
-    lookups = MORE_WITHIN_S + obstore_bucket.SMALL_BUDGET_S + obstore_bucket.SMALL_TIMEOUT_S
-    transfers = obstore_bucket.TRANSFER_BUDGET_S + obstore_bucket.TRANSFER_TIMEOUT_S
+    times = Times()
+    lookups = times.more_within_s + times.small_budget_s + times.small_s
+    transfers = times.transfer_budget_s + times.transfer_s
     assert lookups < LOOKUP_DEADLINE_S
     # A write looks first.
     assert lookups + transfers < TRANSFER_DEADLINE_S
@@ -438,7 +435,7 @@ def test_redirects_to_another_host_are_not_followed(host: str) -> None:
     with patched({"AWS_SESSION_TOKEN": SECRET}), pytest.raises(StoreError) as caught:
         bucket(f"http://127.0.0.1:{store.port}")
     if host == "localhost":
-        assert "another host, which is not followed" in str(caught.value)
+        assert "another host, and redirects are not followed" in str(caught.value)
         assert not asked
     else:
         assert SECRET.encode() in asked[0]

@@ -42,6 +42,32 @@ class NewObject:
 Answer: TypeAlias = Found | Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Times in seconds of the requests to a bucket. The longest call ends before the deadlines of ``remote.link``."""
+
+    connect_s: float = 1.5
+    small_s: float = 2.0
+    """The timeout of one request without bytes."""
+    small_budget_s: float = 1.0
+    """A call begins requests without bytes for so long."""
+    transfer_s: float = 8.0
+    transfer_budget_s: float = 5.0
+    """The same for requests with bytes."""
+    retry_within_s: float = 1.0
+    """A request is repeated if it failed sooner."""
+    more_within_s: float = 1.0
+    """A call of the client that took longer sends no further requests; unknown values count as failed."""
+    quiet_s: float = 1.0
+    """After a call without any answer in time, further calls fail at once for so long: calls that queued behind it
+    would outlast their own deadlines."""
+    relearn_s: float = 60.0
+    """A store without conditional put is asked for one again after so long."""
+
+
+TIMES = Times()
+
+
 class Bucket(ABC):
     """Objects by name, with notes of at most MAX_NOTE characters of ASCII.
 
@@ -60,12 +86,12 @@ class Bucket(ABC):
     @abstractmethod
     def get(self, pieces: Sequence[Piece]) -> list[Answer]:
         """Fills the buffers of each piece. Returns the object that it is of, or MISSING, OTHER_SIZE if it has no bytes
-        there, or FAILED. Whoever calls compares the size: of an object that ends early, only a part was filled."""
+        there, or FAILED. The caller compares the size: an object that ends early fills only a part of the buffers."""
 
     @abstractmethod
     def put(self, objects: Sequence[NewObject]) -> list[Outcome]:
-        """Stores objects whose names are not taken. Returns OK, HELD, FULL or FAILED. A store that cannot do that
-        replaces what it has, with the answer OK."""
+        """Stores objects whose names are not taken. Returns OK, HELD, FULL or FAILED. A store without
+        conditional put replaces its object, with the answer OK."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> list[Outcome]:

@@ -1,8 +1,8 @@
 """Contents of objects: their values in order, and the places of known values.
 
 An object has values of equal size, one after the other, without gaps. If there are several, or one of another name, its
-note lists them: NOTE_VERSION, then the marks of the values in base64. A mark is the XXH3-64 of the value's name, so it
-says where to look and proves nothing: whoever reads a value verifies its bytes.
+note lists them: NOTE_VERSION, then the marks of the values in base64. A mark is the XXH3-64 of the value's name: a hint
+where to look, without proof. The reader verifies the bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def contents(name: str, found: Found) -> Marks:
 
 
 class Place(NamedTuple):
-    """Where a value is: the object's name, what that object has, and how many values are before it."""
+    """The place of a value: the object's name, the marks of its values, and the number of values before this one."""
 
     name: str
     marks: Marks
@@ -73,9 +73,14 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Remembers where values are, as the notes of objects have said. Methods may be called from several threads."""
+    """Remembers where values are, as the notes of objects say. Methods may be called from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, max_places: int = MAX_PLACES, max_hidden: int = MAX_HIDDEN, max_distrusted: int = MAX_DISTRUSTED
+    ) -> None:
+        self._max_places = max_places
+        self._max_hidden = max_hidden
+        self._max_distrusted = max_distrusted
         self._objects: OrderedDict[str, Marks] = OrderedDict()
         """The marks of each object, the oldest knowledge first."""
         self._places: dict[bytes, tuple[str, int]] = {}
@@ -105,7 +110,7 @@ class Places:
                 return False
             name, _ = self._places[value]
             self._hidden[value] = name
-            _limit(self._hidden, MAX_HIDDEN)
+            _limit(self._hidden, self._max_hidden)
             return all(self._hidden.get(each) == name for each in self._objects[name])
 
     def show(self, value: bytes) -> None:
@@ -117,7 +122,7 @@ class Places:
         """Notes that the object ``name`` has wrong bytes."""
         with self._lock:
             self._distrusted[name] = None
-            _limit(self._distrusted, MAX_DISTRUSTED)
+            _limit(self._distrusted, self._max_distrusted)
 
     def is_distrusted(self, name: str) -> bool:
         with self._lock:
@@ -130,11 +135,11 @@ class Places:
             self._objects[name] = marks
             # The latest object that claims to have a value is believed.
             self._places.update((value, (name, index)) for index, value in enumerate(marks))
-            while len(self._places) > MAX_PLACES:
+            while len(self._places) > self._max_places:
                 self._forget(next(iter(self._objects)))
 
     def gone(self, name: str) -> None:
-        """Takes in that the object ``name`` does not exist, or has other values than were known."""
+        """Forgets the object ``name``: it does not exist, or has other values."""
         with self._lock:
             for value in self._objects.get(name, ()):
                 if self._hidden.get(value) == name:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Bucket, Found, NewObject, Piece
+from kvoffload.tiers.object_store.bucket import MAX_NOTE, TIMES, Answer, Bucket, Found, NewObject, Piece, Times
 from kvoffload.tiers.object_store.errors import NO_PROXY_THERE, Problem, classify, explain
 from kvoffload.tiers.remote.client import Outcome, StoreError
 
@@ -24,19 +24,6 @@ SMALL_REQUESTS = 64
 """Requests without bytes at once."""
 TRANSFERS = 16
 """Objects read at once, and objects written."""
-CONNECT_TIMEOUT_S = 1.5
-SMALL_TIMEOUT_S = 2.0
-"""The time of one request without bytes; one more may begin within SMALL_BUDGET_S after the call."""
-SMALL_BUDGET_S = 1.0
-TRANSFER_TIMEOUT_S = 8.0
-TRANSFER_BUDGET_S = 5.0
-RETRY_WITHIN_S = 1.0
-"""A request that has failed sooner is tried again."""
-QUIET_S = 1.0
-"""After a call in which nothing was answered in time, others fail at once for so long: they were waiting behind it, and
-would outlast their own deadlines."""
-RELEARN_S = 60.0
-"""After this time, a store that has answered that it has no conditional put is asked for one again."""
 CHUNK_BYTES = 1 << 18
 """Bytes of an object received at once, beside the connection's buffer."""
 NOTE_KEY = "kvoffload"
@@ -46,7 +33,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _SERVICES = ("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 """Variables with addresses of services that give credentials."""
 _AMAZON = ("amazonaws.com", "169.254.0.0/16", "fd00:ec2::/32")
-"""Amazon's S3 and token service, and the services for credentials that each of its machines has."""
+"""Amazon's S3 and token service, and the credential services of its machines."""
 
 TEST_NAME, TEST_NOTE = "identities/connection-test", "test"
 """An object that shows whether the store keeps notes."""
@@ -56,26 +43,28 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def open_bucket(settings: Mapping[str, Any]) -> ObstoreBucket:
-    """Returns the bucket of ``settings``, those of ObjectStoreConfig, which has answered. Raises StoreError."""
+def open_bucket(
+    settings: Mapping[str, Any], times: Times = TIMES, clock: Callable[[], float] = time.monotonic
+) -> ObstoreBucket:
+    """Returns the bucket that ``settings`` of ObjectStoreConfig name, once it has answered. Raises StoreError."""
     try:
         import obstore
     except ImportError as error:
         raise StoreError(f"obstore cannot be loaded ({type(error).__name__}); reinstall it") from error
     url = settings["url"]
     try:
-        small = _make_store(settings, SMALL_TIMEOUT_S, max_retries=1)
-        transfers = _make_store(settings, TRANSFER_TIMEOUT_S, max_retries=2)
+        small = _make_store(settings, times, times.small_s, max_retries=1)
+        transfers = _make_store(settings, times, times.transfer_s, max_retries=2)
     except StoreError:
         raise
     except Exception as error:
         raise StoreError(explain(error, url)) from None
-    bucket = ObstoreBucket(obstore, small, transfers, url)
+    bucket = ObstoreBucket(obstore, small, transfers, url, times, clock)
     bucket.check(f"{settings['prefix']}/{TEST_NAME}")
     return bucket
 
 
-def _make_store(settings: Mapping[str, Any], timeout_s: float, max_retries: int) -> Any:
+def _make_store(settings: Mapping[str, Any], times: Times, timeout_s: float, max_retries: int) -> Any:
     from obstore.store import from_url
 
     url, endpoint = settings["url"], settings.get("endpoint")
@@ -84,12 +73,12 @@ def _make_store(settings: Mapping[str, Any], timeout_s: float, max_retries: int)
     options: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(seconds=timeout_s),
-            "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
+            "connect_timeout": timedelta(seconds=times.connect_s),
         },
         # The defaults go on for minutes. A request that has timed out is not tried again, because that took longer.
         "retry_config": {
             "max_retries": max_retries,
-            "retry_timeout": timedelta(seconds=RETRY_WITHIN_S),
+            "retry_timeout": timedelta(seconds=times.retry_within_s),
             "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400)},
         },
     }
@@ -112,8 +101,8 @@ def _make_store(settings: Mapping[str, Any], timeout_s: float, max_retries: int)
 def _own_hosts_only(endpoint: str) -> dict[str, str]:
     """Returns options with which obstore reaches the store and the services for credentials, and nothing else.
 
-    It follows redirects, with the session token and the bytes of blocks, and has no option against that. So all other
-    hosts are behind a proxy that does not exist. Where there is a real one, that decides.
+    obstore follows redirects, with the session token and the bytes of blocks, and has no option against it. So all
+    other hosts get a proxy that does not exist. A proxy of the environment takes precedence.
     """
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
         return {}
@@ -123,7 +112,8 @@ def _own_hosts_only(endpoint: str) -> dict[str, str]:
 
 
 def _profile_credentials() -> Any:
-    """Returns a reader of the shared files of AWS, which obstore has not; None if credentials come from elsewhere."""
+    """Returns a reader of the shared files of AWS, which obstore does not read; None if credentials come from
+    elsewhere."""
     environment = os.environ
     if any(
         environment.get(name)
@@ -165,13 +155,17 @@ class ObstoreBucket(Bucket):
     The synchronous functions on threads cost less CPU time than the asynchronous ones.
     """
 
-    def __init__(self, obstore: Any, small: Any, transfers: Any, url: str) -> None:
+    def __init__(
+        self, obstore: Any, small: Any, transfers: Any, url: str, times: Times, clock: Callable[[], float]
+    ) -> None:
         self._obstore = obstore
         self._small, self._transfers = small, transfers
         self._url = url
+        self._times = times
+        self._clock = clock
         # A local directory keeps no metadata.
         self.has_notes = not url.startswith("file:")
-        self._unconditional_until = 0.0
+        self._unconditional_until = float("-inf")
         self._quiet_until = 0.0
         self._lock = threading.Lock()
         self._small_threads = ThreadPoolExecutor(SMALL_REQUESTS, "small")
@@ -179,8 +173,8 @@ class ObstoreBucket(Bucket):
         self._put_threads = ThreadPoolExecutor(TRANSFERS, "put")
 
     def check(self, name: str) -> None:
-        """Asks for an object with a note, and puts it there if it is missing or has another note. Takes in whether the
-        store keeps notes. Raises StoreError unless the store answers that it has the object, or has not."""
+        """Reads the test object ``name``, puts it if it is missing or has a wrong note, and so learns whether the store
+        keeps notes. Raises StoreError unless the store answers that it has the object, or does not have it."""
         found = None
         try:
             # Only the answer to a GET says whether the bucket exists.
@@ -189,9 +183,9 @@ class ObstoreBucket(Bucket):
             if not isinstance(error, FileNotFoundError) or classify(error) is Problem.NO_BUCKET:
                 raise StoreError(explain(error, self._url)) from None
         if found is None or (self.has_notes and found.note != TEST_NOTE):
-            # A bucket may have been copied without notes.
+            # Some tools copy a bucket without its notes.
             with suppress(Exception):
-                # These credentials may be allowed to read only.
+                # Credentials may be read-only.
                 self._obstore.put(self._small, name, b"0", attributes={NOTE_KEY: TEST_NOTE}, use_multipart=False)
             try:
                 found = self._found(self._obstore.get(self._small, name))
@@ -200,21 +194,21 @@ class ObstoreBucket(Bucket):
         if self.has_notes and found.note != TEST_NOTE:
             self.has_notes = False
             logger.warning(
-                "%s: the store does not return the metadata of objects, so every block has an object of its own",
+                "%s: the store does not return the metadata of objects, so each block takes an object of its own",
                 self._url,
             )
 
     def head(self, names: Sequence[str]) -> list[Answer]:
-        return self._all(self._small_threads, self._head, names, SMALL_BUDGET_S)
+        return self._all(self._small_threads, self._head, names, self._times.small_budget_s)
 
     def get(self, pieces: Sequence[Piece]) -> list[Answer]:
-        return self._all(self._get_threads, self._get, pieces, TRANSFER_BUDGET_S)
+        return self._all(self._get_threads, self._get, pieces, self._times.transfer_budget_s)
 
     def put(self, objects: Sequence[NewObject]) -> list[Outcome]:
-        return self._all(self._put_threads, self._put, objects, TRANSFER_BUDGET_S)
+        return self._all(self._put_threads, self._put, objects, self._times.transfer_budget_s)
 
     def delete(self, names: Sequence[str]) -> list[Outcome]:
-        return self._all(self._small_threads, self._delete, names, SMALL_BUDGET_S)
+        return self._all(self._small_threads, self._delete, names, self._times.small_budget_s)
 
     def _all(
         self,
@@ -223,14 +217,14 @@ class ObstoreBucket(Bucket):
         items: Sequence[_Item],
         budget_s: float,
     ) -> list[_Result | Any]:
-        """Returns the answer to each request; FAILED for those that could not begin within ``budget_s``."""
-        began = time.monotonic()
+        """Returns the answer to each request, or FAILED for requests that did not begin within ``budget_s``."""
+        began = self._clock()
         if began < self._quiet_until:
             raise StoreError(f"{self._url}: {Problem.TIMEOUT.value}")
         problems: list[Exception] = []
 
         def run(item: _Item) -> _Result | Outcome:
-            if time.monotonic() - began > budget_s:
+            if self._clock() - began > budget_s:
                 return Outcome.FAILED
             try:
                 return request(item)
@@ -240,7 +234,7 @@ class ObstoreBucket(Bucket):
         answers = list(threads.map(run, items)) if len(items) > 1 else [run(item) for item in items]
         if answers and all(answer is Outcome.FAILED for answer in answers):
             if problems and classify(problems[0]) is Problem.TIMEOUT:
-                self._quiet_until = time.monotonic() + QUIET_S
+                self._quiet_until = self._clock() + self._times.quiet_s
             raise StoreError(explain(problems[0], self._url) if problems else f"{self._url}: {Problem.TIMEOUT.value}")
         return answers
 
@@ -277,7 +271,7 @@ class ObstoreBucket(Bucket):
 
     def _put(self, item: NewObject) -> Outcome:
         options: dict[str, Any] = {"attributes": {NOTE_KEY: item.note}} if item.note else {}
-        if time.monotonic() >= self._unconditional_until:
+        if self._clock() >= self._unconditional_until:
             try:
                 self._obstore.put(self._transfers, item.name, list(item.buffers), mode="create", **options)
                 return Outcome.OK
@@ -295,7 +289,8 @@ class ObstoreBucket(Bucket):
 
     def _note_unconditional(self) -> None:
         with self._lock:
-            is_new, self._unconditional_until = not self._unconditional_until, time.monotonic() + RELEARN_S
+            is_new = self._unconditional_until == float("-inf")
+            self._unconditional_until = self._clock() + self._times.relearn_s
             if is_new:
                 logger.warning(
                     "%s: the store has no conditional put; two servers that compute the same block may both store it",
