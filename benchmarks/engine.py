@@ -239,7 +239,7 @@ class Engine:
         for half in self._halves:
             half.switch(kind == KVOFFLOAD, lambda name, method: timed(part_of(name), method))
         worker = self._halves[1].connector_worker
-        parts = ((worker.transfer, "poll", "copies"), (worker.weights, "begin", "comparing weights"))
+        parts = ((worker.transfer, "poll", "copies"), (worker.weights.watch, "begin", "comparing weights"))
         for owner, name, part in parts:
             setattr(owner, name, timed(part, getattr(owner, name)))
         for _ in range(steps):

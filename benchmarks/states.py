@@ -103,7 +103,7 @@ def _num_whole(prompt: int, output: int, size: int) -> int:
 class KeepAll(StateKeeper):
     """Keeps every state that an engine offers."""
 
-    def choose(self, state: RequestState, ends: Iterable[int], epoch: int) -> list[int]:
+    def choose(self, state: RequestState, ends: Iterable[int]) -> list[int]:
         return sorted(ends)
 
     def stored(self, state: RequestState, blocks: Iterable[Block], new: Collection[OffloadKey]) -> list[OffloadKey]:
@@ -118,8 +118,8 @@ class NoJunctions(StateKeeper):
 class PromptsOnly(StateKeeper):
     """Keeps no state of outputs."""
 
-    def choose(self, state: RequestState, ends: Iterable[int], epoch: int) -> list[int]:
-        return [end for end in super().choose(state, ends, epoch) if end <= state.request.num_computed_tokens]
+    def choose(self, state: RequestState, ends: Iterable[int]) -> list[int]:
+        return [end for end in super().choose(state, ends) if end <= state.request.num_computed_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class StateReplay:
             found.blocks_stored += len(done) // max(1, len(self.layout.full))
             stored += done
             if keeper is not None and not is_refused:
-                for chosen in keeper.choose(state, [at], 0):
+                for chosen in keeper.choose(state, [at]):
                     stored += self.store_state(state, chosen, keeper)
         used = () if keeper is None else keeper.end(request.request_id)
         manager.end_chain(state.blocks.used_keys(used), stored, state.context)

@@ -163,9 +163,9 @@ def look_at_all(engine: ModelEngine) -> None:
         looked_at.add(state.context.req_id)
         return due_of(state, num_computed, num_before)
 
-    def compare(scheduled: Any, requests: Any, epoch: int) -> Any:
+    def compare(scheduled: Any, requests: Any) -> Any:
         looked_at.clear()
-        specs = store_running(scheduled, requests, epoch)
+        specs = store_running(scheduled, requests)
         for req_id, tokens in scheduled.items():
             state = requests.get(req_id)
             if state is not None and req_id not in looked_at:

@@ -167,7 +167,7 @@ def kept_over_every_reset(engine: ModelEngine) -> None:
 
 def weights_accepted_before_they_are_compared(engine: ModelEngine) -> None:
     for rank in engine.ranks:
-        accept_first(rank.worker.weights)
+        accept_first(rank.worker.weights.watch)
 
 
 def accept_first(watch: WeightWatch | None) -> None:
@@ -509,12 +509,12 @@ def never_report_failed_loads(worker: OffloadingConnectorWorker) -> None:
 
 def weights_unwatched(engine: ModelEngine) -> None:
     for rank in engine.ranks:
-        rank.worker.weights = None
+        rank.worker.weights.watch = None
 
 
 def reports_before_weights_are_compared(engine: ModelEngine) -> None:
     for rank in engine.ranks:
-        answer_at_once(rank.worker.weights)
+        answer_at_once(rank.worker.weights.watch)
 
 
 def answer_at_once(watch: WeightWatch | None) -> None:
@@ -527,7 +527,7 @@ def answer_at_once(watch: WeightWatch | None) -> None:
 def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
     """Instead of at the first step after a reset: what was computed in between counts as theirs."""
     for rank in engine.ranks:
-        accept_late(rank.worker.weights)
+        accept_late(rank.worker.weights.watch)
 
 
 def accept_late(watch: WeightWatch | None) -> None:

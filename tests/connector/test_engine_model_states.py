@@ -304,7 +304,7 @@ def state_of_another_boundary_loaded(engine: ModelEngine) -> None:
     scheduler = engine.scheduler
     layout, start = scheduler.layout, scheduler.loads.start
 
-    def start_from_before(state, blocks, num_tokens, epoch):  # type: ignore[no-untyped-def]
+    def start_from_before(state, blocks, num_tokens):  # type: ignore[no-untyped-def]
         end, keys, status = state.computed_at_load + num_tokens, state.blocks.keys, engine.policy_manager.block_status
         own = [keys[g][:] for g in layout.states]
         for g in layout.states:
@@ -312,7 +312,7 @@ def state_of_another_boundary_loaded(engine: ModelEngine) -> None:
             if last >= step and (before := status(keys[g][last - step])) is not None and before.is_ready:
                 keys[g][last] = keys[g][last - step]
         try:
-            return start(state, blocks, num_tokens, epoch)
+            return start(state, blocks, num_tokens)
         finally:
             for g, mine in zip(layout.states, own, strict=True):
                 keys[g][:] = mine

@@ -381,7 +381,7 @@ def test_a_state_that_was_not_stored_takes_the_place_of_no_other(is_stored: bool
     rig.compute(request, 40)
     state, keeper = rig.half.requests[request.request_id], StateKeeper(rig.half.layout)
     for end, is_there in ((44, True), (48, is_stored)):
-        assert keeper.choose(state, [end], 0) == [end]
+        assert keeper.choose(state, [end]) == [end]
         keys = [rig.key(rig.request(60), g, end) for g in rig.states]
         blocks = [Block(g, end // SIZE - 1, key, 0, [1]) for g, key in zip(rig.states, keys, strict=True)]
         keeper.stored(state, blocks if is_there else [], keys)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Transfer, TransferResult, TransferSpec
+from kvoffload.connector.adapter_checks import CHECK_DEADLINE_S
 from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.worker import CHECK_DEADLINE_S, IDLE_WAIT_S, OffloadingConnectorWorker
+from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.transfer.inline import InlineTransfer
 from tests.connector.rig import LoadedAdapters

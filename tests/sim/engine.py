@@ -180,7 +180,7 @@ class ModelEngine:
         self._rank_reports = RankReports(s.num_ranks)
         if s.update_chance or s.sleep_chance:
             for rank in self.ranks:
-                rank.worker.weights = ModelWatch(lambda: self.version, rank.number, s.seed)
+                rank.worker.weights.watch = ModelWatch(lambda: self.version, rank.number, s.seed)
         self._has_woken_up = False
         """Whether it has, since the last step."""
         self._todo = make_requests(s, self.random, hash_block_size)

@@ -139,7 +139,7 @@ class TierJobs:
     """Counts what the tiers of this process have accepted and not reported yet."""
 
     def __init__(self) -> None:
-        from kvoffload.tiering.health import GuardedTier
+        from kvoffload.tiering.guard import GuardedTier
 
         self.pending: Counter[tuple[str, bytes, bool]] = Counter()
         """Number of jobs per tier, key and direction; True is a read."""
@@ -1050,7 +1050,7 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
     life.play("right 0", extra_args=NOT_OFFLOADED)
     nap("reset, after waking", awake=engine.scheduler.connector.reset_cache)
     # The control: no weights are compared.
-    get_kv_transfer_group().connector_worker.weights = SimpleNamespace(
+    get_kv_transfer_group().connector_worker.weights.watch = SimpleNamespace(
         accept=int, begin=int, poll=lambda: False, are_same=lambda: True
     )
     nap("not compared", asleep=lambda: update(1))
@@ -1162,7 +1162,7 @@ def updates(config: dict[str, Any]) -> dict[str, Any]:
         update(seed)
         life.play(f"right {seed}", extra_args=NOT_OFFLOADED)
     # The control: the weights are not watched.
-    get_kv_transfer_group().connector_worker.weights = None
+    get_kv_transfer_group().connector_worker.weights.watch = None
     update(1)
     life.play("unwatched", extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
     engine.close()

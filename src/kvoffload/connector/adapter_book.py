@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvoffload.abc import Request
 from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterOf, Digests
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import WorkerReport
-from kvoffload.connector.request import Changes, RequestState
+from kvoffload.connector.request import RequestState
 
 MAX_KNOWN = 4096
 """Adapters whose digests are remembered. When there are more, the one learned longest ago is forgotten."""
@@ -42,14 +43,12 @@ class AdapterBook:
     def __init__(
         self,
         adapter_of: AdapterOf | None,
-        num_workers: int,
-        changes: Changes,
+        jobs: JobTable,
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._adapter_of = adapter_of
-        self._num_workers = num_workers
-        self._changes = changes
+        self._jobs = jobs
         self._deadline_s = deadline_s
         self._clock = clock
         self._known: OrderedDict[_Key, Digests] = OrderedDict()
@@ -103,7 +102,24 @@ class AdapterBook:
                 expected.setdefault(state.adapter.number, set()).add(state.digests)
         return expected
 
-    def take_report(self, report: WorkerReport) -> None:
+    def take_report(self, report: WorkerReport, states: Iterable[RequestState]) -> Collection[Digests]:
+        """Takes in what the workers say of adapters. Where one has changed under the same number, its requests among
+        ``states`` store nothing more, and what they are storing is dropped: it may belong to either bytes. Returns the
+        digests for which the keys of these requests stood."""
+        self._learn_from(report)
+        if not report.adapters:
+            return ()
+        stores = [job for job in self._jobs.jobs.values() if job.is_store]
+        states = [*states, *(state for job in stores for state in job.states)]
+        changed = {id(state): state for state in states if _has_changed(state, report)}
+        for job in stores:
+            job.failed |= any(id(state) in changed for state in job.states)
+        origins = {state.digests for state in changed.values() if state.digests is not None}
+        for state in changed.values():
+            state.give_up()
+        return origins
+
+    def _learn_from(self, report: WorkerReport) -> None:
         for number, digests in report.adapters.items():
             for key, question in list(self._asked.items()):
                 # What is read again for each request does not depend on what is loaded.
@@ -114,7 +130,7 @@ class AdapterBook:
                         self._forget(key)
         for key, question in list(self._asked.items()) if report.answers else ():
             question.answers += report.answers.get(question.number, ())
-            if len(question.answers) >= self._num_workers:
+            if len(question.answers) >= self._jobs.num_workers:
                 answers = frozenset(question.answers)
                 self._forget(key)
                 if question.loaded <= answers:
@@ -135,15 +151,16 @@ class AdapterBook:
         question = self._asked.pop(key, None)
         if question is not None:
             self._unsent.pop(question.number, None)
-        self._changes.contents += 1
-        self._changes.loads += 1
+        self._jobs.changes.contents += 1
+        self._jobs.changes.loads += 1
 
-    def has_changed(self, state: RequestState, report: WorkerReport) -> bool:
-        """Whether a worker has computed, or may have computed, for this request with other bytes than those that its
-        keys stand for."""
-        if state.adapter is None or state.digests is None:
-            return False
-        return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.digests
+
+def _has_changed(state: RequestState, report: WorkerReport) -> bool:
+    """Whether a worker has computed, or may have computed, for this request with other bytes than those that its keys
+    stand for."""
+    if state.adapter is None or state.digests is None:
+        return False
+    return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.digests
 
 
 def _key(adapter: Adapter) -> _Key:

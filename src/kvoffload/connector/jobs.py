@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey
 from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
-from kvoffload.connector.request import RequestState
+from kvoffload.connector.request import Changes, RequestState
 
 JOB_IDS = itertools.count()
 """Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its own
@@ -32,10 +32,10 @@ class Job:
     """What a store copies, if events are to describe it."""
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
-    epoch: int = 0
-    """The number of resets before it began."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
+    epoch: int = 0
+    """The number of resets before it began."""
     num_pending: int = 0
     """Workers that have not reported it yet."""
     failed: bool = False
@@ -46,6 +46,7 @@ class JobTable:
     """All jobs in progress. Each of ``num_workers`` workers reports a job once."""
 
     num_workers: int
+    changes: Changes = field(default_factory=Changes)
     jobs: dict[int, Job] = field(default_factory=dict)
     """By job id."""
     keys_loading: dict[OffloadKey, int] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class JobTable:
     def add(self, job: Job) -> int:
         """Adds a new job and returns its id."""
         job_id = next(JOB_IDS)
-        job.num_pending = self.num_workers
+        job.num_pending, job.epoch = self.num_workers, self.changes.resets
         self.jobs[job_id] = job
         for state in job.states:
             state.num_jobs += 1
@@ -62,9 +63,13 @@ class JobTable:
             self.keys_loading[key] = self.keys_loading.get(key, 0) + 1
         return job_id
 
-    def take_reports(self, report: WorkerReport, epoch: int) -> list[Job]:
-        """Returns the jobs that every worker has reported now. Unknown jobs are ignored. A store of another epoch
-        counts as failed: a manager that keeps its contents after a reset would otherwise accept it.
+    def is_current(self, job: Job) -> bool:
+        """Whether there was no reset since the job began."""
+        return job.epoch == self.changes.resets
+
+    def take_reports(self, report: WorkerReport) -> list[Job]:
+        """Returns the jobs that every worker has reported now. Unknown jobs are ignored. A store that began before a
+        reset counts as failed: a manager that keeps its contents after a reset would otherwise accept it.
 
         Raises IntegrityError if a job was reported more often than there are workers.
         """
@@ -74,7 +79,7 @@ class JobTable:
             if job is None:
                 continue
             job.num_pending -= count
-            job.failed |= job_id in report.failed or (job.is_store and job.epoch != epoch)
+            job.failed |= job_id in report.failed or (job.is_store and not self.is_current(job))
             if job.num_pending < 0:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.num_pending == 0:

@@ -43,13 +43,15 @@ class Storing(Enum):
 
 @dataclass(slots=True)
 class Changes:
-    """Counters that grow when a remembered lookup may have become wrong. Blocks that leave are counted by the manager,
-    see ``OffloadingManager.num_removed``."""
+    """Counters of what makes remembered lookups and jobs in progress wrong. Blocks that leave are counted by the
+    manager, see ``OffloadingManager.num_removed``."""
 
     contents: int = 0
     """Blocks came, or were hidden or shown."""
     loads: int = 0
     """Something happened that a waiting request waits for: a load started or ended, or the manager may find more."""
+    resets: int = 0
+    """The scheduler half was reset. Jobs that began before count as failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +150,12 @@ class RequestState:
     def may_store(self) -> bool:
         return self.options.store and self.storing is not Storing.STALE and self.has_keys
 
+    @property
+    def has_copied_part(self) -> bool:
+        """Whether its computed tokens end within a device block that it has not loaded: the engine has copied a part of
+        a block, which may be of any origin."""
+        return self.loaded_end != self.request.num_computed_tokens and not self.blocks.are_computed_whole()
+
     def bind(self, digests: Digests) -> None:
         """Makes its keys stand for these bytes of its adapter."""
         self.digests = digests
@@ -163,6 +171,17 @@ class RequestState:
         """Makes the keys of blocks that became whole."""
         if not self.blocks.extend_keys() and self.storing is Storing.REFUSED:
             self.storing = Storing.ALLOWED
+
+    def take_match(self) -> Match | None:
+        """Called when device blocks were allocated. Returns the lookup that the engine has acted on; None if there was
+        none since blocks were last allocated."""
+        match, self.match = self.match, None
+        self.phase = Phase.RUNNING
+        self.computed_at_load = 0 if match is None else match.computed
+        self.loaded_end = 0
+        if match is not None:
+            self.blocks.loaded = None
+        return match
 
     def end_wait(self) -> None:
         """Ends the wait in progress; waits count from zero again."""

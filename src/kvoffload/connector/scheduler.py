@@ -1,10 +1,10 @@
 """The scheduler half of the connector: which blocks to load, to store and to fence, engine-neutral.
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
-request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
-requests may complete a block, ``states`` which states are kept, ``jobs`` has the copies in progress, ``shelf`` keeps
-contents over a pause, ``adapter_book`` knows the bytes of adapters, ``observer`` makes records and metrics. The
-scheduler half takes the engine's calls and passes them on.
+request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` begin and end the copies, ``due``
+finds requests that may complete a block, ``states`` says which states are kept, ``jobs`` has the copies in progress,
+``upcoming`` the work for the next step, ``shelf`` keeps contents over a pause, ``adapter_book`` knows the bytes of
+adapters, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvoffload.abc import (
-    BlockNotReadyError,
     KVBlocks,
     OffloadingEvent,
     OffloadingManager,
@@ -28,19 +26,19 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapter_book import AdapterBook
-from kvoffload.connector.adapters import Need
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.guarded import guarded
-from kvoffload.connector.jobs import HeldRequests, Job, JobTable
+from kvoffload.connector.jobs import HeldRequests, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, look_up
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
-from kvoffload.connector.request import Changes, Phase, RequestState, Storing
+from kvoffload.connector.request import RequestState, Storing
 from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
 from kvoffload.connector.stores import StorePlanner
+from kvoffload.connector.upcoming import UpcomingStep
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.spans import RequestSpans
@@ -56,8 +54,6 @@ WEIGHTS_CHANGED = (
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
     "keeps the engine's own cache from answering with old KV"
 )
-STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
-LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its request computes instead"
 
 
 def _has_tokens(step: ScheduledStep) -> bool:
@@ -65,30 +61,6 @@ def _has_tokens(step: ScheduledStep) -> bool:
     with contextlib.suppress(Exception):
         return any(step.num_scheduled_tokens.values())
     return False
-
-
-@dataclass(slots=True)
-class _NextStep:
-    """The work collected for the next step."""
-
-    meta: StepMeta = field(default_factory=StepMeta)
-    allocated: set[str] = field(default_factory=set)
-    """Requests that were given device blocks."""
-    handed_out: set[int] = field(default_factory=set)
-    """Device blocks given to loads."""
-    finished: list[tuple[RequestState, int]] = field(default_factory=list)
-    """Requests that finished, with their computed tokens."""
-
-    def break_off(self, jobs: JobTable, held: HeldRequests) -> None:
-        """Loads and stores nothing more: promised loads and stores are reported as failed."""
-        meta = self.meta
-        for spec in meta.loads.values():
-            meta.broken_loads[spec.req_id] = spec.device.block_ids.tolist()
-        meta.loads = {}
-        meta.stores = {}
-        meta.fences = [job_id for job_id in meta.fences if job_id in jobs.jobs]
-        meta.releases.extend(held.take_all())
-        self.finished.clear()
 
 
 class OffloadingConnectorScheduler:
@@ -118,27 +90,26 @@ class OffloadingConnectorScheduler:
         self.engine = engine
         self.layout = engine.layout
         self._tenants = tenants or Tenants(b"")
-        num_workers = engine.num_workers or 1
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
-        self.changes = Changes()
-        self.jobs = JobTable(num_workers)
+        self.jobs = JobTable(engine.num_workers or 1)
+        self.changes = self.jobs.changes
         self.held = HeldRequests()
         self.observer = RequestObserver(
             manager, self.layout, Metrics(self._read_metrics), recorder, spans, engine.enable_events, clock
         )
-        self.loads = LoadPlanner(manager, self.layout, self.jobs)
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer)
-        self.shelf = Shelf(manager, self.changes, num_workers)
+        self.shelf = Shelf(manager, self.jobs)
         deadline_s = load_deadline_ms / 1000
-        self.adapters = AdapterBook(engine.adapter_of, num_workers, self.changes, deadline_s, clock)
+        self.adapters = AdapterBook(engine.adapter_of, self.jobs, deadline_s, clock)
         self.sound = SoundBlocks(has_adapters=self.adapters.is_used)
+        self.loads = LoadPlanner(manager, self.layout, self.jobs, self.observer, self.sound)
         loading = self.jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
             manager, self.layout, loading, self.shelf, self.adapters, self.changes, deadline_s, clock
         )
         self._clock = clock
-        self._next = _NextStep()
+        self._next = UpcomingStep()
         self.metrics.set("pool_blocks", manager.num_blocks)
         self.metrics.set("off", 0)
 
@@ -175,50 +146,20 @@ class OffloadingConnectorScheduler:
         allocated, and pins the slots that it reads. Zero tokens: the engine has declined the offer, or there was
         none."""
         state = self._state(request)
-        match, state.match = state.match, None
-        state.phase = Phase.RUNNING
-        state.computed_at_load = 0 if match is None else match.computed
-        state.loaded_end = 0
+        match = state.take_match()
         self._next.allocated.add(request.request_id)
         self.stores.begin(state, match, num_external_tokens)
-        if match is not None:
-            state.blocks.loaded = None
-        if num_external_tokens and self.loads.was_offered(match, num_external_tokens):
-            self._start_load(state, blocks, num_external_tokens)
-        elif num_external_tokens:
-            self._break_load(state, blocks, num_external_tokens)
+        if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens, self._next):
+            self._fail_load(request, blocks, num_external_tokens)
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
         state.end_wait()
-
-    def _start_load(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> None:
-        try:
-            job_id, spec = self.loads.start(state, blocks, num_tokens, self.shelf.num_resets)
-        except BlockNotReadyError:
-            logger.exception("kvoffload: a promised block is gone; the request computes instead")
-            self._break_load(state, blocks, num_tokens)
-            return
-        self._next.meta.loads[job_id] = spec
-        state.loaded_end = state.computed_at_load + num_tokens
-        if state.adapter is not None and state.digests is not None:
-            self._next.meta.needs[job_id] = Need(state.adapter.number, state.digests, state.adapter.is_reread)
-        device_blocks = spec.device.block_ids.tolist()
-        self._next.handed_out.update(device_blocks)
-        self.sound.add(state, device_blocks)
-        self.changes.loads += 1
-
-    def _break_load(self, state: RequestState, blocks: KVBlocks, num_external_tokens: int) -> None:
-        """Makes the workers report a promised load as failed, because it cannot be done."""
-        state.may_load = False
-        self.metrics.add("load_failures")
-        self._fail_load(state.request, blocks, num_external_tokens)
 
     def _fail_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Reports a promised load as failed, whatever state the request is in."""
         if num_external_tokens:
             state = self.requests.get(request.request_id)
-            computed = 0 if state is None else state.computed_at_load if state.match is None else state.match.computed
-            device_blocks = self.loads.device_blocks(blocks, computed, num_external_tokens)
+            device_blocks = self.loads.device_blocks(state, blocks, num_external_tokens)
             self._next.meta.broken_loads[request.request_id] = device_blocks
 
     # Steps.
@@ -228,7 +169,7 @@ class OffloadingConnectorScheduler:
         """Returns the loads, stores and fences of this step, for the workers."""
         step = self.layout.parts.step(step)
         has_tokens = _has_tokens(step)
-        upcoming, epoch = self._next, self.shelf.num_resets
+        upcoming = self._next
         meta = upcoming.meta
         meta.check_weights = self.shelf.begin_step(has_tokens)
         meta.questions = self.adapters.take_questions()
@@ -242,10 +183,7 @@ class OffloadingConnectorScheduler:
             state = requests.get(req_id)
             found: Sequence[Sequence[int]] = ()
             if state is not None and req_id in replaced:
-                # Computed blocks were shared with it or loaded; loads have entered theirs.
-                is_own = state.loaded_end == state.request.num_computed_tokens
-                if is_tracking and not is_own and not state.blocks.are_computed_whole():
-                    # The engine has copied a part of a block, which may be of any origin.
+                if is_tracking and state.has_copied_part:
                     state.storing = Storing.STALE
                 found, new = state.blocks.replace_tables(new)
                 self.stores.watch(req_id, has_new_table=True)
@@ -259,14 +197,14 @@ class OffloadingConnectorScheduler:
         handed_out.discard(NULL_BLOCK)
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
-            meta.stores |= self.stores.store_finished(upcoming.finished, epoch)
+            meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
-        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
+        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)
         # A request may have lost its blocks and compute on new ones in the same step.
         lost = set(preempted) - step.replaced
-        meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests, epoch)
+        meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(has_tokens)
@@ -288,70 +226,33 @@ class OffloadingConnectorScheduler:
             self.observer.lost_blocks(req_id)
 
     def _take_meta(self, has_tokens: bool) -> StepMeta:
-        meta, self._next = self._next.meta, _NextStep()
+        meta, self._next = self._next.meta, UpcomingStep()
         meta.has_tokens = has_tokens
-        meta.epoch = self.shelf.num_resets
+        meta.epoch = self.changes.resets
         self.shelf.was_reset = False
         return meta
 
     @guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
         """Takes in what the workers have done. Reports of unknown jobs are ignored."""
-        if report.changed_at == self.shelf.num_resets:
+        if report.changed_at == self.changes.resets:
             # Before anything that the same workers report as stored: it may belong to either weights.
             self.metrics.add("weight_changes")
             self.observer.warn(WEIGHTS_CHANGED)
             self.reset()
             self.shelf.drop()
         self.shelf.take_report(report)
-        self._note_adapters(report)
+        states = [*self.requests.values(), *(state for state, _ in self._next.finished)] if report.adapters else []
+        if changed := self.adapters.take_report(report, states):
+            self.sound.discard(changed)
         self._poll()
         self.observer.reported(report)
-        ended = self.jobs.take_reports(report, self.shelf.num_resets)
+        ended = self.jobs.take_reports(report)
         for job in ended:
-            self._end_store(job) if job.is_store else self._end_load(job)
+            (self.stores if job.is_store else self.loads).end_job(job)
         self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")
-
-    def _note_adapters(self, report: WorkerReport) -> None:
-        """Takes in what the workers say of adapters. Where one has changed under the same number, its requests store
-        nothing more, and what they are storing is dropped: it may belong to either bytes."""
-        self.adapters.take_report(report)
-        if not report.adapters:
-            return
-        jobs = [job for job in self.jobs.jobs.values() if job.is_store]
-        states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
-        states += [state for job in jobs for state in job.states]
-        changed = {id(state): state for state in states if self.adapters.has_changed(state, report)}
-        for job in jobs:
-            job.failed |= any(id(state) in changed for state in job.states)
-        self.sound.discard({state.digests for state in changed.values() if state.digests is not None})
-        for state in changed.values():
-            state.give_up()
-
-    def _end_store(self, job: Job) -> None:
-        self.manager.complete_store(job.lease, success=not job.failed)
-        if not job.failed:
-            self.changes.contents += 1
-            self.observer.stored(job)
-        elif job.epoch == self.shelf.num_resets:
-            self.metrics.add("store_failures")
-            self.observer.warn(STORE_FAILED)
-
-    def _end_load(self, job: Job) -> None:
-        self.changes.loads += 1
-        self.manager.complete_load(job.lease)
-        (state,) = job.states
-        state.phase = Phase.RUNNING
-        if job.failed:
-            state.may_load = False
-            state.blocks.loaded, state.loaded_end = None, 0
-            self.metrics.add("load_failures")
-            if job.epoch == self.shelf.num_resets:
-                self.observer.warn(LOAD_FAILED)
-        else:
-            self.metrics.add("load_blocks", len(job.keys))
 
     # End of requests, reset, shutdown.
 
@@ -396,15 +297,16 @@ class OffloadingConnectorScheduler:
     @guarded(lambda self, is_pause=False: None)
     def reset(self, is_pause: bool = False) -> None:
         """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
-        it may belong to weights that are gone. The same holds for older KV that they find in the engine's own cache.
-        Loads and stores in progress count as failed.
+        it may belong to weights that are gone, as may older KV that they find in the engine's own cache. Loads and
+        stores in progress count as failed.
 
-        ``is_pause``: the engine resets its caches because it pauses or falls asleep, and no block is dropped yet. No
-        request finds one until all workers have compared all of their weights with those that the blocks were computed
-        with: the first lookup or computation afterwards makes them do so. Unless the weights are the same on every
-        worker, all blocks are dropped then. Without ``is_pause`` this holds for the blocks of shared tiers only.
+        ``is_pause``: the engine pauses or falls asleep. No block is dropped yet, and none is found before all workers
+        have compared all of their weights with those that the blocks were computed with, at the first lookup or
+        computation; then all are dropped, unless the weights are the same everywhere. Without ``is_pause`` this holds
+        for the blocks of shared tiers only.
         """
         self.shelf.reset(keeps=is_pause)
+        self.stores.reset()
         self.sound.reset()
         for state in self.requests.values():
             state.forget_stores()
@@ -427,22 +329,16 @@ class OffloadingConnectorScheduler:
     def snapshot(self) -> SchedulerSnapshot:
         """Returns a copy of the state of requests and jobs. O(requests + jobs): for tests and tools, not for every
         step."""
-        return take_snapshot(self.requests, self.jobs, self.held, self.shelf.num_resets, self.off)
+        return take_snapshot(self.requests, self.jobs, self.held, self.off)
 
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            options = None if self.engine.engine_options is None else self.engine.engine_options(request)
+            engine_options = self.engine.engine_options
+            options = None if engine_options is None else engine_options(request)
             adapter = self.adapters.begin(request)
-            state = RequestState.new(
-                request,
-                self.layout,
-                self._tenants,
-                self.manager.most_blocks,
-                options,
-                adapter,
-                self.adapters.is_used,
-            )
+            most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
+            state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
             self.requests[request.request_id] = state
             self.observer.begin(state)
         return state

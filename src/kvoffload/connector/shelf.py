@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 from kvoffload.abc import OffloadingManager
 from kvoffload.connector.adapters import Digests
-from kvoffload.connector.jobs import JOB_IDS
+from kvoffload.connector.jobs import JOB_IDS, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import WorkerReport
-from kvoffload.connector.request import Changes, RequestState, Storing
+from kvoffload.connector.request import RequestState, Storing
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,12 @@ class Shelf:
     computed with. If they are the same, the contents are valid again, otherwise they are dropped.
     """
 
-    def __init__(self, manager: OffloadingManager, changes: Changes, num_workers: int) -> None:
+    def __init__(self, manager: OffloadingManager, jobs: JobTable) -> None:
         self._manager = manager
-        self._changes = changes
-        self._num_workers = num_workers
+        self._changes = jobs.changes
+        self._num_workers = jobs.num_workers
         self.is_hidden = False
         """Whether the contents are from before a reset, and not known to be valid."""
-        self.num_resets = 0
         self.was_reset = False
         """Since the last step, which the engine must take so that events and metrics show the reset."""
         self._checks: dict[int, int] = {}
@@ -44,7 +43,7 @@ class Shelf:
         self.is_hidden = keeps or self._manager.reset(keep_shared=True)
         # If a comparison from before this reset fails, the workers have accepted other weights since.
         self._check, self._must_check = None, False
-        self.num_resets += 1
+        self._changes.resets += 1
         self.was_reset = True
         self._has_changed()
 

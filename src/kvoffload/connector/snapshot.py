@@ -62,7 +62,7 @@ class SchedulerSnapshot:
 
 
 def take_snapshot(
-    requests: Mapping[str, RequestState], jobs: JobTable, held: HeldRequests, num_resets: int, off: bool
+    requests: Mapping[str, RequestState], jobs: JobTable, held: HeldRequests, off: bool
 ) -> SchedulerSnapshot:
     """Returns a copy of the state of the scheduler half."""
     return SchedulerSnapshot(
@@ -92,6 +92,6 @@ def take_snapshot(
         },
         dict(jobs.keys_loading),
         tuple(held.deadlines),
-        num_resets,
+        jobs.changes.resets,
         off,
     )

@@ -79,7 +79,6 @@ class StateKeeper:
         self._requests: dict[str, _Kept] = {}
         self._owners: dict[OffloadKey, tuple[str, int]] = {}
         """Request and position of each state in ``_Kept.own``, by its key in the first state group."""
-        self._epoch = 0
 
     def begin(self, state: RequestState, end: int, junction: int) -> None:
         """Takes note of a request that is given device blocks and continues at ``end``. Stored KV of other requests
@@ -91,13 +90,14 @@ class StateKeeper:
         if end:
             self._use(state, end)
 
-    def choose(self, state: RequestState, ends: Iterable[int], epoch: int) -> list[int]:
+    def clear(self) -> None:
+        """Forgets everything: after a reset, no state is where it was."""
+        self._requests.clear()
+        self._owners.clear()
+
+    def choose(self, state: RequestState, ends: Iterable[int]) -> list[int]:
         """Returns at which of the positions ``ends``, where the engine offers states of a request, they are to be
-        stored. ``epoch``: the number of resets so far."""
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._requests.clear()
-            self._owners.clear()
+        stored."""
         kept, ends = self._kept(state), sorted(ends)
         last = {place: end for end in ends for place in kept.places(end)}
         return [end for end in ends if end in last.values()]

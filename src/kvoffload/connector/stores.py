@@ -28,6 +28,7 @@ MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
+STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
@@ -72,14 +73,29 @@ class StorePlanner:
         if self._keeper is not None:
             state.state_ends = self._keeper.end(state.context.req_id)
 
+    def end_job(self, job: Job) -> None:
+        """Ends a store that all workers have reported."""
+        self._manager.complete_store(job.lease, success=not job.failed)
+        if not job.failed:
+            self._jobs.changes.contents += 1
+            self._observer.stored(job)
+        elif self._jobs.is_current(job):
+            self._observer.metrics.add("store_failures")
+            self._observer.warn(STORE_FAILED)
+
+    def reset(self) -> None:
+        """Forgets which states are kept."""
+        if self._keeper is not None:
+            self._keeper.clear()
+
     def clear(self) -> None:
         self._due.clear()
 
-    def store_finished(self, finished: Sequence[tuple[RequestState, int]], epoch: int) -> dict[int, TransferSpec]:
+    def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> dict[int, TransferSpec]:
         """Returns the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
         Then puts their whole chains in order, and offers them to lower tiers."""
         dues = [self.due_of(state, computed, computed) for state, computed in finished]
-        specs = self._store([due for due in dues if due is not None], epoch)
+        specs = self._store([due for due in dues if due is not None])
         for state, _ in finished:
             if state.touched:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
@@ -88,7 +104,7 @@ class StorePlanner:
         return specs
 
     def store_running(
-        self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState], epoch: int
+        self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]
     ) -> dict[int, TransferSpec]:
         """Returns the jobs for blocks that are completed by a step which computes these numbers of tokens."""
         dues = []
@@ -107,7 +123,7 @@ class StorePlanner:
                 dues.append(due)
         if not dues:
             return {}
-        specs = self._store(dues, epoch)
+        specs = self._store(dues)
         for due in dues:
             self._look_again(due.state.context.req_id, due.state, due.num_computed)
         return specs
@@ -123,7 +139,6 @@ class StorePlanner:
         boundary_states: Mapping[str, Sequence[BoundaryState]],
         preempted: Collection[str],
         requests: Mapping[str, RequestState],
-        epoch: int,
     ) -> dict[int, TransferSpec]:
         """Returns the jobs for those states worth keeping that a step completes. A state for which there is no room is
         dropped, as are those of requests that have lost their blocks in this step."""
@@ -132,12 +147,12 @@ class StorePlanner:
             state = requests.get(req_id)
             if state is None or req_id in preempted or self._keeper is None:
                 continue
-            blocks = self._states_of(state, offered, self._keeper, epoch)
+            blocks = self._states_of(state, offered, self._keeper)
             keys = [block.key for block in blocks]
             is_refused = state.storing is Storing.REFUSED
             output = self._manager.prepare_store(keys, state.context, is_refused) if keys else None
             if output is not None and not is_refused:
-                self._start([Due(state, 0, blocks, state.blocks.next_store)], output, epoch, specs)
+                self._start([Due(state, 0, blocks, state.blocks.next_store)], output, specs)
                 # A state that was refused takes the place of no other.
                 present = [block for block in blocks if block.key not in output.refused_keys]
                 superseded = self._keeper.stored(state, present, frozenset(output.keys_to_store))
@@ -147,9 +162,7 @@ class StorePlanner:
                 self._refused()
         return specs
 
-    def _states_of(
-        self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper, epoch: int
-    ) -> list[Block]:
+    def _states_of(self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper) -> list[Block]:
         """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
         if state.phase is Phase.LOADING or not state.may_store:
             return []
@@ -163,7 +176,7 @@ class StorePlanner:
             if 0 <= ordinal < len(keys[g]):
                 found.setdefault(end, []).append(Block(g, ordinal, keys[g][ordinal], ordinal, [device_block]))
         whole = [end for end, blocks in found.items() if {block.group for block in blocks} == set(layout.states)]
-        return [block for end in keeper.choose(state, whole, epoch) for block in found[end]]
+        return [block for end in keeper.choose(state, whole) for block in found[end]]
 
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Adds the request for the step in which its next block may be due."""
@@ -184,7 +197,7 @@ class StorePlanner:
         found, next_store = blocks.due(num_computed, num_before)
         return Due(state, num_computed, found, next_store)
 
-    def _store(self, dues: list[Due], epoch: int) -> dict[int, TransferSpec]:
+    def _store(self, dues: list[Due]) -> dict[int, TransferSpec]:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
         job if there is room for all. Each prompt's blocks are a job of their own, because policies judge a chain by its
         depth."""
@@ -205,21 +218,21 @@ class StorePlanner:
         if len(single) > 1:
             output = self._manager.prepare_store([due.blocks[0].key for due in single])
             if output is not None:
-                self._start(single, output, epoch, specs)
+                self._start(single, output, specs)
                 single = []
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
                 self._refused()
             else:
-                self._start([due], output, epoch, specs)
+                self._start([due], output, specs)
         return specs
 
     def _refused(self) -> None:
         self._observer.metrics.add("refused_stores")
         self._observer.warn(NO_ROOM)
 
-    def _start(self, dues: list[Due], output: PrepareStoreOutput, epoch: int, specs: dict[int, TransferSpec]) -> None:
+    def _start(self, dues: list[Due], output: PrepareStoreOutput, specs: dict[int, TransferSpec]) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
         if output.evicted_keys:
             self._observer.metrics.add("evicted_blocks", len(output.evicted_keys))
@@ -244,12 +257,10 @@ class StorePlanner:
         if stored != output.keys_to_store:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if new:
-            job_id, spec = self._new_job(new, output.store_spec, epoch)
+            job_id, spec = self._new_job(new, output.store_spec)
             specs[job_id] = spec
 
-    def _new_job(
-        self, new: list[tuple[RequestState, Block]], lease: LoadStoreSpec, epoch: int
-    ) -> tuple[int, TransferSpec]:
+    def _new_job(self, new: list[tuple[RequestState, Block]], lease: LoadStoreSpec) -> tuple[int, TransferSpec]:
         num_groups, host = len(self._layout.groups), lease
         if num_groups > 1:
             order = sorted(range(len(new)), key=lambda i: new[i][1].group)
@@ -268,7 +279,7 @@ class StorePlanner:
                 ids += block.device_blocks
         states = list({id(state): state for state, _ in new}.values())
         described = new if self._observer.describes_blocks else ()
-        job = Job(True, states, lease, blocks=described, device_blocks=frozenset(ids), epoch=epoch)
+        job = Job(True, states, lease, blocks=described, device_blocks=frozenset(ids))
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
         return self._jobs.add(job), TransferSpec(states[0].context.req_id, host, device)
 

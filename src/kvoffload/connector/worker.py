@@ -6,11 +6,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapters import DROPPED, UNREADABLE, AdapterWatch, Need
+from kvoffload.connector.adapter_checks import AdapterCheck, AdapterChecks
+from kvoffload.connector.adapters import AdapterWatch
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
@@ -22,8 +22,6 @@ MAX_TRIES = 2
 """How often a job is tried."""
 SUSPEND_DEADLINE_S = 5.0
 """How long ``suspend`` waits for copies in progress."""
-CHECK_DEADLINE_S = 1.0
-"""How long a load that has ended waits for the check of its adapter. After that it counts as failed."""
 
 
 @dataclass(slots=True)
@@ -46,11 +44,9 @@ class _Job:
     epoch: int
     comparison: int
     """Number of the comparison of weights that must have ended before this job is reported as successful."""
-    need: Need | None = None
+    check: AdapterCheck | None = None
+    """Of the adapter that a load needs."""
     tries_left: int = MAX_TRIES - 1
-    check: Future[bool] | None = None
-    """Whether ``need`` is fulfilled, asked when the load had ended."""
-    check_until: float = 0.0
 
 
 class OffloadingConnectorWorker:
@@ -74,8 +70,8 @@ class OffloadingConnectorWorker:
         self, transfer: Transfer, weights: WeightWatch | None = None, adapters: AdapterWatch | None = None
     ) -> None:
         self.transfer = transfer
-        self.adapters = adapters
-        self._weights = WeightComparisons(weights)
+        self.adapters = AdapterChecks(adapters)
+        self.weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
         self._jobs: dict[int, _Job] = {}
         self._unsubmitted: list[int] = []
@@ -86,15 +82,6 @@ class OffloadingConnectorWorker:
         self._epoch = 0
         self._unconfirmed: list[TransferResult] = []
         """Results of jobs that have ended before their comparison."""
-
-    @property
-    def weights(self) -> WeightWatch | None:
-        """The watch over the weights of this rank, if there is one."""
-        return self._weights.watch
-
-    @weights.setter
-    def weights(self, watch: WeightWatch | None) -> None:
-        self._weights.watch = watch
 
     @contextlib.contextmanager
     def step(self, meta: StepMeta, send_report: Callable[[WorkerReport], None]) -> Iterator[Finished]:
@@ -126,8 +113,8 @@ class OffloadingConnectorWorker:
     def begin_step(self, meta: StepMeta) -> None:
         """Begins a step: completes the fenced stores, and submits the other stores of the previous step."""
         self._check_weights(meta)
-        self._note_adapters()
-        self._ask_adapters(meta)
+        self.adapters.note(self._report)
+        self.adapters.ask(meta.questions, self._report)
         for job_id in meta.fences:
             if job_id in meta.stores:
                 self._accept_store(job_id, meta.stores[job_id])
@@ -149,7 +136,8 @@ class OffloadingConnectorWorker:
     def start_loads(self, meta: StepMeta) -> None:
         """Starts the loads of the step. Nothing uses their device blocks before they are reported."""
         for job_id, spec in meta.loads.items():
-            self._jobs[job_id] = _Job(spec, False, self._epoch, self._weights.latest, meta.needs.get(job_id))
+            check = AdapterCheck(meta.needs[job_id]) if job_id in meta.needs else None
+            self._jobs[job_id] = _Job(spec, False, self._epoch, self.weights.latest, check)
             self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
             self._finished.loaded.add(req_id)
@@ -162,13 +150,13 @@ class OffloadingConnectorWorker:
                 self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
         if meta.has_tokens:
-            self._note_adapters()
-            self._compare_adapters(meta)
+            self.adapters.note(self._report)
+            self.adapters.compare(meta.computes_with, self._report)
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. A step without tokens waits
         briefly for loads in progress, and for digests of adapters."""
-        self._take_answers(0.0 if meta.has_tokens else self.idle_wait_s)
+        self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
         self._collect(busy=meta.has_tokens)
         if not meta.has_tokens and not self._finished.loaded and self._is_loading():
             try:
@@ -211,7 +199,7 @@ class OffloadingConnectorWorker:
                 self._collect(busy=False)
         except Exception:
             self._give_up()
-        self._weights.cancel_pending()
+        self.weights.cancel_pending()
 
     def resume(self) -> None:
         """Accepts jobs again: the device blocks have memory. May be called twice."""
@@ -224,7 +212,7 @@ class OffloadingConnectorWorker:
     def _check_weights(self, meta: StepMeta) -> None:
         if meta.epoch != self._epoch:
             self._epoch = meta.epoch
-            self._weights.begin_epoch()
+            self.weights.begin_epoch()
         if meta.check_weights is not None:
             self._report.done[meta.check_weights] = 1
             if not self._are_weights_same():
@@ -234,7 +222,7 @@ class OffloadingConnectorWorker:
         # have no memory. While suspended all jobs fail anyway.
         if not self._broken and not self._suspended and (meta.has_tokens or moves):
             try:
-                self._note_change(self._weights.use(has_jobs=moves))
+                self._note_change(self.weights.use(has_jobs=moves))
             except Exception:
                 self._give_up()
 
@@ -242,85 +230,20 @@ class OffloadingConnectorWorker:
         if self._broken or self._suspended:
             return False
         try:
-            return self._weights.are_same()
+            return self.weights.are_same()
         except Exception:
             self._give_up()
             return False
-
-    def _note_adapters(self) -> None:
-        """Reports which adapters the engine has loaded, so that the scheduler half does not store blocks of one as
-        those of another."""
-        if self.adapters is not None and not self._broken:
-            try:
-                for number, digest in self.adapters.changes().items():
-                    self._report.adapters.setdefault(number, set()).add(digest)
-            except Exception:
-                self._lose_adapters()
-
-    def _compare_adapters(self, meta: StepMeta) -> None:
-        """Reports with which bytes the step has computed, where these are not those that it was planned with: vLLM
-        loads one of the adapters that the requests of a batch name under one number, and not at every occasion."""
-        for number, expected in meta.computes_with.items():
-            digest = DROPPED if self.adapters is None else self.adapters.digest(number)
-            if any(digest not in digests for digests in expected):
-                self._report.adapters.setdefault(number, set()).add(digest if digest != DROPPED else UNREADABLE)
-
-    def _lose_adapters(self) -> None:
-        logger.exception(
-            "kvoffload: the adapters of this worker cannot be read any more. Requests with an adapter are not offloaded"
-        )
-        self.adapters = None
-
-    def _ask_adapters(self, meta: StepMeta) -> None:
-        for question, adapter in meta.questions.items():
-            if self.adapters is None or self._broken:
-                self._report.answers[question] = [UNREADABLE]
-                continue
-            try:
-                self.adapters.ask(question, adapter)
-            except Exception:
-                self._lose_adapters()
-                self._report.answers[question] = [UNREADABLE]
-
-    def _take_answers(self, wait_s: float) -> None:
-        if self.adapters is not None and not self._broken:
-            try:
-                for question, digest in self.adapters.answers(wait_s).items():
-                    self._report.answers[question] = [digest]
-            except Exception:
-                self._lose_adapters()
-
-    def _is_checking(self, job: _Job) -> bool:
-        """Whether the check of the adapter of a load that has ended is in progress. Begins it."""
-        if job.need is None or self.adapters is None:
-            return False
-        if job.check is None:
-            try:
-                job.check, job.check_until = self.adapters.check(job.need), time.monotonic() + CHECK_DEADLINE_S
-            except Exception:
-                self._lose_adapters()
-                return False
-        return not job.check.done() and time.monotonic() < job.check_until
-
-    def _has_right_adapter(self, job: _Job) -> bool:
-        """Whether the request of a load will compute with the bytes with which its blocks were computed."""
-        need, check = job.need, job.check
-        if need is None:
-            return True
-        if self.adapters is None or check is None or not (check.done() and check.result()):
-            return False
-        # It may have been loaded during the check.
-        return need.is_reread or self.adapters.digest(need.adapter) in {DROPPED, *need.digests}
 
     def _note_change(self, has_changed: bool) -> None:
         if has_changed:
             self._report.changed_at = self._epoch
 
     def _is_outdated(self, job: _Job) -> bool:
-        return self._weights.is_stale or job.epoch != self._epoch
+        return self.weights.is_stale or job.epoch != self._epoch
 
     def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
-        self._jobs[job_id] = _Job(spec, True, self._epoch, self._weights.latest)
+        self._jobs[job_id] = _Job(spec, True, self._epoch, self.weights.latest)
         if self._suspended:
             # It must fail now: after ``resume`` its device blocks hold other bytes.
             self._submit(job_id)
@@ -343,6 +266,7 @@ class OffloadingConnectorWorker:
         """Closes the transfer and fails all jobs: after an unexpected error no copy can be trusted."""
         logger.exception("kvoffload: OFFLOADING IS OFF on this worker: a transfer or a check raised an error")
         self._broken = self._report.broken = True
+        self.adapters.watch = None
         try:
             self.transfer.close()
         except Exception:
@@ -358,7 +282,7 @@ class OffloadingConnectorWorker:
             return
         try:
             results = self.transfer.poll(busy)
-            self._note_change(self._weights.advance())
+            self._note_change(self.weights.advance())
         except Exception:
             self._give_up()
             return
@@ -376,7 +300,7 @@ class OffloadingConnectorWorker:
             elif (
                 result.ok
                 and not self._is_outdated(job)
-                and (not self._weights.has_answered(job.comparison) or self._is_checking(job))
+                and (not self.weights.has_answered(job.comparison) or self.adapters.is_running(job.check))
             ):
                 self._unconfirmed.append(result)
             else:
@@ -384,7 +308,7 @@ class OffloadingConnectorWorker:
 
     def _end(self, result: TransferResult, job: _Job) -> None:
         report = self._report
-        ok = result.ok and not self._is_outdated(job) and self._has_right_adapter(job)
+        ok = result.ok and not self._is_outdated(job) and self.adapters.has_passed(job.check)
         report.done[result.job_id] = 1
         if not ok:
             report.failed.add(result.job_id)

@@ -239,8 +239,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._was_watched:
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
-            self.connector_worker.weights = watch_weights(self._vllm_config)
-            self.connector_worker.adapters = watch_adapters(self._vllm_config, self._rank)
+            self.connector_worker.weights.watch = watch_weights(self._vllm_config)
+            self.connector_worker.adapters.watch = watch_adapters(self._vllm_config, self._rank)
         return RankInfo(self._pool.handle, self._layers, self.layout.parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

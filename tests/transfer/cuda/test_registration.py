@@ -105,7 +105,7 @@ def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: Host
             while transfer.advance():
                 pass
     assert pool.data[6:10].all(), "copied into slots of both chunks"
-    worker.weights = BrokenWatch()
+    worker.weights.watch = BrokenWatch()
     with worker.step(StepMeta(stores={2: spec}), reports.append):
         pass
     assert reports[-1].broken

@@ -1,0 +1,44 @@
+"""The work collected for the next step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvoffload.abc import TransferSpec
+from kvoffload.connector.adapters import Need
+from kvoffload.connector.jobs import HeldRequests, JobTable
+from kvoffload.connector.messages import StepMeta
+from kvoffload.connector.request import RequestState
+
+
+@dataclass(slots=True)
+class UpcomingStep:
+    """What the engine's calls between two steps leave for the next one."""
+
+    meta: StepMeta = field(default_factory=StepMeta)
+    allocated: set[str] = field(default_factory=set)
+    """Requests that were given device blocks."""
+    handed_out: set[int] = field(default_factory=set)
+    """Device blocks given to loads."""
+    finished: list[tuple[RequestState, int]] = field(default_factory=list)
+    """Requests that finished, with their computed tokens."""
+
+    def add_load(self, job_id: int, spec: TransferSpec, state: RequestState) -> list[int]:
+        """Adds a load of the request. Returns the device blocks that it fills."""
+        self.meta.loads[job_id] = spec
+        if state.adapter is not None and state.digests is not None:
+            self.meta.needs[job_id] = Need(state.adapter.number, state.digests, state.adapter.is_reread)
+        device_blocks: list[int] = spec.device.block_ids.tolist()
+        self.handed_out.update(device_blocks)
+        return device_blocks
+
+    def break_off(self, jobs: JobTable, held: HeldRequests) -> None:
+        """Loads and stores nothing more: promised loads and stores are reported as failed."""
+        meta = self.meta
+        for spec in meta.loads.values():
+            meta.broken_loads[spec.req_id] = spec.device.block_ids.tolist()
+        meta.loads = {}
+        meta.stores = {}
+        meta.fences = [job_id for job_id in meta.fences if job_id in jobs.jobs]
+        meta.releases.extend(held.take_all())
+        self.finished.clear()
