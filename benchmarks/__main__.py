@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks import (
+    calls,
     convoys,
     copies,
     disk,
@@ -31,6 +32,7 @@ from benchmarks import (
 )
 
 BENCHMARKS = {
+    "calls": calls.main,
     "managers": managers.main,
     "copies": copies.main,
     "disk": disk.main,

@@ -202,7 +202,3 @@ def main(out: Path, quick: bool) -> None:
     if not quick:
         print(f"  receivers: {' > '.join(hit.receivers)}")
         print("\n".join(f"  {n:4} {place}" for place, n in sorted(hit.by_function.items(), key=lambda each: -each[1])))
-
-
-if __name__ == "__main__":
-    main(Path("bench-report"), "--quick" in sys.argv)

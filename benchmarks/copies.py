@@ -123,7 +123,7 @@ def main(out: Path, quick: bool) -> None:
     native = load("_copies")
     if native is None:
         print("There is no native code here: only plain copies are measured.")
-    nbytes = TOTAL_BYTES // (8 if quick else 1)
+    nbytes = TOTAL_BYTES // (32 if quick else 1)
     flat, memory = aligned_bytes(nbytes), aligned_bytes(nbytes)
     flat[:], memory[:] = 3, 1
     with ThreadPoolExecutor(1) as threads:

@@ -58,7 +58,7 @@ def hash_with(threads: int, path: Path) -> None:
 def main(out: Path, quick: bool) -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvoffload-bench-") as folder:
-        nbytes = FILE_BYTES // (8 if quick else 1)
+        nbytes = FILE_BYTES // (64 if quick else 1)
         path = Path(folder, "weights")
         with path.open("wb") as file:
             for _ in range(nbytes >> 24):

@@ -66,7 +66,7 @@ def main(out: Path, quick: bool) -> None:
     for source in trace_sources(SYNTHETIC):
         trace = read_trace(source)
         if quick:
-            trace = trace.between(0, 0.1)
+            trace = trace.between(0, 0.01)
         cells += measure(trace)
         show([cell for cell in cells if cell.trace == trace.name])
     out.mkdir(parents=True, exist_ok=True)

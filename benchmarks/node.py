@@ -295,7 +295,7 @@ def main(out: Path, quick: bool) -> None:
     cells: list[Cell] = []
     for source in trace_sources(SYNTHETIC):
         trace = read_trace(source)
-        found = list(cells_of(trace.between(0, 0.05) if quick else trace, engines))
+        found = list(cells_of(trace.between(0, 0.01) if quick else trace, engines))
         show(found)
         cells += found
     out.mkdir(parents=True, exist_ok=True)

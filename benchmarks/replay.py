@@ -121,7 +121,7 @@ def main(out: Path, quick: bool) -> None:
     have_peer = importlib.util.find_spec("libcachesim") is not None
     if not have_peer:
         print("libcachesim is not installed: there is no comparison")
-    accesses = ACCESSES // 10 if quick else ACCESSES
+    accesses = ACCESSES // 100 if quick else ACCESSES
     rows = []
     for workload in workloads():
         trace = with_accesses(workload, accesses)

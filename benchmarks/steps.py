@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.abc import KVGroup, PageGroup, ScheduledStep
+from kvoffload.abc import KVGroup, OffloadingManager, PageGroup, ScheduledStep
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.engine import EngineSpec
-from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool
@@ -68,7 +68,7 @@ class Engine:
     ``spread``: requests complete their blocks in different steps, else all in the same one.
     """
 
-    def __init__(self, manager: Any, block_tokens: int, spread: bool, has_worker: bool = False) -> None:
+    def __init__(self, manager: OffloadingManager, block_tokens: int, spread: bool, has_worker: bool = False) -> None:
         self.block_tokens = block_tokens
         self.scheduler = OffloadingConnectorScheduler(manager, EngineSpec([KVGroup(block_tokens)]))
         self.worker = make_worker() if has_worker else None
@@ -122,13 +122,13 @@ class Engine:
         return statistics.fmean(a for a, _ in times) / 1e3, statistics.fmean(b for _, b in times) / 1e3
 
 
-def make_worker() -> Any:
+def make_worker() -> OffloadingConnectorWorker:
     views = [np.zeros((1 << 16, PAGE_BYTES), np.uint8)]
     pool = np.zeros((LARGE_POOL, PAGE_BYTES), np.uint8)
     return OffloadingConnectorWorker(InlineTransfer([PageGroup(views)], pool))
 
 
-def run_worker(worker: Any, meta: Any) -> Any:
+def run_worker(worker: OffloadingConnectorWorker, meta: StepMeta) -> WorkerReport | None:
     worker.begin_step(meta)
     worker.start_loads(meta)
     worker.end_step(meta)
@@ -147,7 +147,7 @@ def median_of_periods(engine: Engine, periods: int) -> tuple[float, float]:
     return statistics.median(a for a, _ in figures), statistics.median(b for _, b in figures)
 
 
-def idle_steps(manager: Any, num_steps: int) -> tuple[float, float]:
+def idle_steps(manager: OffloadingManager, num_steps: int) -> tuple[float, float]:
     """Medians of steps in which no request completes a block."""
     engine = Engine(manager, 2 * num_steps, spread=False, has_worker=True)
     times = [engine.step() for _ in range(num_steps)]
@@ -158,16 +158,20 @@ def idle_steps(manager: Any, num_steps: int) -> tuple[float, float]:
 def measure(directory: Path, quick: bool) -> dict[str, float]:
     """Microseconds per step, by what is measured."""
 
-    def host(num_blocks: int = LARGE_POOL) -> Any:
+    def host(num_blocks: int = LARGE_POOL) -> LRUOffloadingManager:
         return LRUOffloadingManager(HostBackend(16, num_blocks))
 
     found: dict[str, float] = {}
     found["nothing to store, scheduler half"], found["nothing to store, worker half"] = idle_steps(host(), 200)
-    for block_tokens, periods in ((16, 16 if quick else 64), (128, 4 if quick else 10)):
+    for block_tokens, periods in ((16, 4 if quick else 64), (128, 1 if quick else 10)):
         what = f"blocks of {block_tokens} tokens"
 
         def run(
-            manager: Any, spread: bool = True, size: int = block_tokens, n: int = periods, worker: bool = False
+            manager: OffloadingManager,
+            spread: bool = True,
+            size: int = block_tokens,
+            n: int = periods,
+            worker: bool = False,
         ) -> tuple[float, float]:
             return median_of_periods(Engine(manager, size, spread, worker), n)
 

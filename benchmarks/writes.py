@@ -152,7 +152,7 @@ def run(
 
 
 def main(out: Path, quick: bool) -> None:
-    num_prompts = 40 if quick else 160
+    num_prompts = 8 if quick else 160
     outcomes = [
         run(
             f"{percent}% of the bandwidth, {running} at a time",

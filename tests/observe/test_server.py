@@ -76,6 +76,12 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(path)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine an answer may take long."""
+    monkeypatch.setattr(records, "CLIENT_DEADLINE_S", TIMEOUT_S)
+
+
 def record(i: int) -> RequestRecord:
     return RequestRecord(float(i), f"r{i}", 100, 16, 64)
 

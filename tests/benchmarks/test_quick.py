@@ -1,0 +1,56 @@
+"""The benchmarks run: an API that has changed breaks none unnoticed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+from benchmarks.__main__ import BENCHMARKS
+from demo.process import with_demo
+
+FAST = (
+    "calls",
+    "copies",
+    "fingerprint",
+    "hints",
+    "node",
+    "shared_dir",
+    "states",
+    "steps",
+    "submit",
+    "tenants",
+    "waiting",
+    "writes",
+)
+"""Benchmarks that take less than two seconds if they are quick, without vLLM and without stores."""
+MODULES = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
+OF_AN_ENGINE = ("libcachesim", "mooncake", "obstore", "redis", "sglang", "torch", "triton", "vllm")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_every_module_can_be_imported(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in OF_AN_ENGINE:
+            raise
+        pytest.skip(f"{error.name} is not installed")
+
+
+def test_those_that_are_fast_run(tmp_path: Path) -> None:
+    """One after the other, in a process of their own, which they change."""
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), *FAST]
+    environment = with_demo(os.environ) | {"KVOFFLOAD_BENCH_DIR": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-6000:]
+    for name in FAST:
+        assert json.loads((tmp_path / f"{name}.json").read_text())["rows"], name
+    assert set(FAST) < set(BENCHMARKS)
