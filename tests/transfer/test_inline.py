@@ -242,7 +242,7 @@ def test_a_piece_is_as_many_whole_blocks_as_it_needs(blocks: float, polls: int) 
 
 def test_loads_go_before_stores() -> None:
     views = merged_layers()
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes=1)
     transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
     transfer.submit(2, job([2, 3], [2, 3]), is_store=False)
     transfer.submit(3, job([4], [4]), is_store=False)
@@ -265,7 +265,7 @@ def test_waiting_finishes_only_the_given_jobs() -> None:
 def test_waiting_finishes_a_job_that_a_busy_step_began() -> None:
     views = merged_layers()
     pool = make_pool(views, 1)
-    transfer = InlineTransfer([PageGroup(views)], pool, Clock())
+    transfer = InlineTransfer([PageGroup(views)], pool, Clock(), piece_bytes=1)
     transfer.submit(1, job(range(5), range(5)), is_store=True)
     assert transfer.poll(busy=True) == []
     transfer.wait([1])
