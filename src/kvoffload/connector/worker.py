@@ -115,7 +115,8 @@ class OffloadingConnectorWorker:
         """Begins a step: completes the fenced stores, and submits the other stores of the previous step."""
         self._check_weights(meta)
         self.adapters.note(self._report)
-        self.adapters.ask(meta.questions, self._report)
+        if meta.questions:
+            self.adapters.ask(meta.questions, self._report)
         for job_id in meta.fences:
             if job_id in meta.stores:
                 self._accept_store(job_id, meta.stores[job_id])
@@ -152,7 +153,8 @@ class OffloadingConnectorWorker:
         self._finished.released.update(meta.releases)
         if meta.has_tokens:
             self.adapters.note(self._report)
-            self.adapters.compare(meta.computes_with, self._report)
+            if meta.computes_with:
+                self.adapters.compare(meta.computes_with, self._report)
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. A step without tokens waits
