@@ -14,7 +14,7 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.policies import KNOWN
 from kvoffload.lab.readers import read_trace
-from kvoffload.lab.replay import ReplayConfig, ReplayResult, replay
+from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import TRACES, make_trace, needs_traces
 
@@ -34,7 +34,7 @@ def random_chains(rng: random.Random, num_requests: int, num_roots: int, longest
 
 
 def clairvoyant(trace: Trace, capacity: int) -> ReplayResult:
-    return replay(trace, ReplayConfig("lru", capacity), make_policy=clairvoyant_policy(trace))
+    return replay(trace, ReplayConfig(CLAIRVOYANT, capacity))
 
 
 def best_block_hits(chains: list[list[int]], capacity: int) -> int:
@@ -111,9 +111,10 @@ def test_its_state_is_consistent_while_the_heap_is_rebuilt() -> None:
 
 
 def test_another_trace_is_an_error() -> None:
-    make = clairvoyant_policy(trace_of([[1, 2], [3]]))
+    manager = PolicyOffloadingManager(HostBackend(1, 2), clairvoyant_policy(trace_of([[1, 2], [3]]))(2))
+    other = trace_of([[1, 4], [3]])
     with pytest.raises(IntegrityError, match="request 0"):
-        replay(trace_of([[1, 4], [3]]), ReplayConfig("lru", 2), make_policy=make)
+        manager.touch(other.keys_of(other.chain(0)))
 
 
 @needs_traces

@@ -89,15 +89,17 @@ def test_lru_agrees_with_a_simple_model(capacity: int) -> None:
     assert (result.requests, result.accesses) == (trace.num_requests, trace.num_accesses)
 
 
+class HeadFirst(LRUPolicy):
+    """Evicts chains from their head."""
+
+    def reorder(self, slots: np.ndarray, new: np.ndarray) -> None:
+        super().reorder(slots[::-1], new[::-1])
+
+
 def test_the_simple_model_would_notice_a_wrong_order() -> None:
     """Control: chains that are evicted from their head have fewer hits."""
-
-    class HeadFirst(LRUPolicy):
-        def reorder(self, slots: np.ndarray, new: np.ndarray) -> None:
-            super().reorder(slots[::-1], new[::-1])
-
     trace = random_trace(1)
-    result = replay(trace, ReplayConfig("lru", 17), make_policy=HeadFirst)
+    result = replay(trace, ReplayConfig(f"{__name__}:HeadFirst", 17))
     assert result.host_tokens.tolist() != plain_lru(trace, 17)
 
 

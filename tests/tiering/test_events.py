@@ -15,7 +15,7 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering import events as events_module
 from kvoffload.tiering.events import TierEvents
-from kvoffload.tiering.health import GuardedTier
+from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from tests.sim.executor import SteppedExecutor

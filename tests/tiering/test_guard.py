@@ -2,43 +2,133 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, IntegrityError, KVGroup, LookupState, OffloadKey, ReqContext, TierResult
+from kvoffload.abc import (
+    ByteArray,
+    IntegrityError,
+    KVGroup,
+    LookupState,
+    OffloadKey,
+    ReqContext,
+    TenantUse,
+    Tier,
+    TierResult,
+    TierStats,
+)
+from kvoffload.abc.tier import HIT, PENDING
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.tiering.health import GuardedTier
+from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.sim.memory_tier import MemoryTier
 
-BLOCKS = 16
+BLOCKS = 32
+"""In the host: the slots of transfers that are never reported stay taken."""
 
 
 def chain(name: str, n: int) -> list[OffloadKey]:
     return [make_offload_key(f"{name}{i}".encode().ljust(32, b"."), 0) for i in range(n)]
 
 
-class Rig:
-    """A manager of host memory in front of a tier of which some methods are replaced."""
+def all_in(state: Any, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey]) -> list[Any]:
+    return [state] * len(keys)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.monkeypatch = monkeypatch
+
+NUMBERS: Sequence[Any] = (None, "1", b"1", 0.5, float("nan"), float("inf"), -1, 10**400, [1], {}, object())
+"""What is no amount of anything."""
+KEYS: Sequence[Any] = (None, 7, float("nan"), ["key"], [None], [[]], [{}], [np.zeros(2)], [object()], iter(()))
+"""What is no list of keys."""
+STATES: Sequence[Any] = (None, 7, -1, "1", [], PENDING, 0.0)
+NAMES: Sequence[Any] = (None, 7, b"memory", ["memory"])
+LIES: dict[str, Sequence[Any]] = {
+    "name": NAMES,
+    "is_shared": (None, 0, "no", [], float("nan")),
+    "num_failed_lookups": NUMBERS,
+    "block_bytes": NUMBERS,
+    "most_blocks": NUMBERS[1:],
+    "stats": (None, {}, (None,) * 6, [TierStats()]),
+    "contains": (
+        None,
+        HIT,
+        [HIT] * 100,
+        *(partial(all_in, state) for state in STATES),
+    ),
+    "read": (*KEYS, lambda keys, slots: [*keys, *keys], lambda keys, slots: chain("other", 1)),
+    "write": (*KEYS, lambda keys, slots: [*keys, *keys], lambda keys, slots: chain("other", 1)),
+    "take_evicted": KEYS,
+    "poll": (
+        *KEYS,
+        [("too", "short")],
+        [(*chain("other", 1), True, None, 0, 0.0, 0.0, 0.0)],
+        [TierResult(chain("other", 1)[0], True)],
+    ),
+}
+"""By member of Tier, wrong answers: the value of an attribute, or what a method returns for any arguments."""
+STATS_LIES: dict[str, Sequence[Any]] = {
+    "capacity_bytes": NUMBERS[1:],
+    "num_blocks": NUMBERS[1:],
+    "used_bytes": NUMBERS[1:],
+    "num_evicted": NUMBERS,
+    "is_connected": (None, 1, "yes", [], float("nan")),
+    "tenant_uses": (
+        None,
+        7,
+        [None],
+        [("a", 1)],
+        [TenantUse("a", 1, 1, 1)] * 100,
+        *([TenantUse(name, 1, 1, 1)] for name in NAMES),
+        *([TenantUse("a", *amounts)] for x in NUMBERS for amounts in ((x, 1, 1), (1, x, 1), (1, 1, x))),
+    ),
+}
+RESULT_LIES: dict[str, Sequence[Any]] = {
+    "key": (None, 7, "key", [], float("nan"), chain("other", 1)[0]),
+    "is_read": (None, "yes", 7, [], float("nan")),
+    "error": (False, 5, "corrupt", [], OSError()),
+    "nbytes": [each for each in NUMBERS if each != 0.5],
+    "seconds": [each for each in NUMBERS if each != 0.5],
+    "begun": [each for each in NUMBERS if each not in (0.5, -1)],
+    "ended": [each for each in NUMBERS if each not in (0.5, -1)],
+}
+NO_ANSWER = {"touch", "delete", "reset", "wait", "close", "check_integrity"}
+
+
+class Liar:
+    """A tier in which ``lies`` take the place of attributes and methods."""
+
+    def __init__(self, tier: MemoryTier, lies: Mapping[str, Any]) -> None:
+        self.tier = tier
+        self.lies = dict(lies)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.lies[name] if name in self.lies else getattr(self.tier, name)
+
+
+class Rig:
+    """A manager of host memory in front of a tier that lies, and of another one that does not."""
+
+    def __init__(self, **lies: Any) -> None:
         pools: list[ByteArray] = [np.zeros((BLOCKS, 4096), dtype=np.uint8)]
-        self.tier = MemoryTier(pools, 4 * BLOCKS)
-        host = PolicyOffloadingManager(HostBackend(1, BLOCKS), make_policy("lru", BLOCKS), must_store=True)
+        self.tier, self.other = MemoryTier(pools, 4 * BLOCKS), MemoryTier(pools, 4 * BLOCKS)
+        self.other.name = "other"
+        self.liar: Any = Liar(self.tier, lies)
+        host = PolicyOffloadingManager(HostBackend(1, BLOCKS), make_policy("lru", BLOCKS), True, must_store=True)
+        tiers: list[Any] = [self.liar, self.other]
         self.manager = TieredOffloadingManager(
-            host, [self.tier], TieringSettings([1], groups=[KVGroup(1)], load_deadline_ms=1e6)
+            host, tiers, TieringSettings([1], groups=[KVGroup(1)], load_deadline_ms=1e6)
         )
 
     def break_(self, method: str, replacement: Any) -> None:
-        self.monkeypatch.setattr(self.tier, method, replacement)
+        self.liar.lies[method] = replacement
 
     def store(self, keys: Sequence[OffloadKey], name: str) -> None:
         context = ReqContext(name)
@@ -53,18 +143,22 @@ class Rig:
         for _ in range(200):
             self.manager.poll(0.001)
             self.tier.executor.wait(0.001)
+            self.other.executor.wait(0.001)
             self.manager.poll()
-            if not self.manager.has_transfers and not self.manager.has_pending_writes:
+            writing = any(tier.writes.writing for tier in self.manager.tiers[self.is_off :])
+            if not writing and not self.manager.has_pending_writes:
                 break
+        list(self.manager.take_events())
+        assert all(math.isfinite(count) for count in self.manager.take_counts().values())
 
     @property
     def is_off(self) -> bool:
-        return bool(self.manager.take_counts()["tier_off:memory"])
+        return self.manager.tiers[0].breaker.is_off
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    return Rig(monkeypatch)
+def rig() -> Rig:
+    return Rig()
 
 
 def boom(*args: object, **kwargs: object) -> Any:
@@ -72,65 +166,112 @@ def boom(*args: object, **kwargs: object) -> Any:
 
 
 def use(rig: Rig) -> None:
-    """Stores more than the host holds, and asks for what the tier has."""
-    for round_ in range(3):
-        for name in "abc":
+    """Stores more than the host holds, and asks for what the tiers have."""
+    for round_ in range(2):
+        for name in "abcde":
             rig.store(chain(name, 8), f"{name}{round_}")
     rig.manager.drop(chain("a", 1))
     rig.manager.reset()
     rig.store(chain("z", 8), "z")
 
 
+def assert_only_one_is_lost(rig: Rig, log: str) -> None:
+    rig.manager.host.check_integrity()
+    assert rig.is_off
+    assert "failed: a bug in the tier" in log
+    assert "TIER IS OFF" in log
+    assert rig.manager.host.lookup(chain("z", 8)) == 8
+    assert not rig.manager.tiers[1].breaker.is_off
+    assert (rig.other.contains(chain("z", 8)) == HIT).all()
+    rig.manager.shutdown()
+
+
 def test_a_tier_without_a_bug_stays_on(rig: Rig) -> None:
     use(rig)
-    assert not rig.is_off
-    assert (rig.tier.contains(chain("z", 8)) == LookupState.HIT).all()
-
-
-@pytest.mark.parametrize("method", ["contains", "read", "write", "touch", "delete", "reset", "poll", "wait"])
-def test_a_method_that_raises_switches_the_tier_off_and_nothing_else(
-    rig: Rig, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig.break_(method, boom)
-    with caplog.at_level(logging.ERROR):
-        use(rig)
     rig.manager.check_integrity()
+    assert not rig.is_off
+    assert (rig.tier.contains(chain("z", 8)) == HIT).all()
+
+
+def test_lies_are_known_for_every_answer() -> None:
+    members = {name for name in dir(Tier) if not name.startswith("_")} | set(Tier.__annotations__)
+    assert members == LIES.keys() | NO_ANSWER
+    assert STATS_LIES.keys() == set(TierStats._fields)
+    assert RESULT_LIES.keys() == set(TierResult._fields)
+
+
+@pytest.mark.parametrize("method", sorted((LIES.keys() | NO_ANSWER) - {"check_integrity", "wait", "close"}))
+def test_a_method_that_raises_switches_the_tier_off_and_nothing_else(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(**{method: boom})
+    use(rig)
+    assert f"{'poll' if method == 'num_failed_lookups' else method} of the" in caplog.text
+    assert_only_one_is_lost(rig, caplog.text)
+
+
+@pytest.mark.parametrize("method", ["wait", "close"])
+def test_a_method_that_raises_when_nothing_is_asked_raises_no_further(rig: Rig, method: str) -> None:
+    rig.break_(method, boom)
+    use(rig)
     assert rig.manager.host.lookup(chain("z", 8)) == 8
-    if method != "wait":
-        assert rig.is_off
-        assert f"{method} of the {rig.tier.name} tier raised an error" in caplog.text
     rig.manager.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("method", "replacement"),
-    [
-        ("contains", lambda keys, ahead: np.zeros(len(keys) + 1, dtype=np.uint8)),
-        ("contains", lambda keys, ahead: np.full(len(keys), 7, dtype=np.uint8)),
-        ("contains", lambda keys, ahead: np.full(len(keys), LookupState.PENDING, dtype=np.uint8)),
-        ("contains", lambda keys, ahead: [None] * len(keys)),
-        ("contains", lambda keys, ahead: np.full(len(keys), np.nan)),
-        ("write", lambda keys, slots: None),
-        ("write", lambda keys, slots: [[0]]),
-        ("write", lambda keys, slots: [*keys, *keys]),
-        ("write", lambda keys, slots: chain("other", 1)),
-        ("poll", lambda: [TierResult(chain("other", 1)[0], True)]),
-        ("poll", lambda: None),
-        ("poll", lambda: [None]),
-        ("poll", lambda: [("too", "short")]),
-        ("stats", lambda: None),
-    ],
+    ("member", "lie"), [(name, lie) for name, lies in LIES.items() for lie in lies], ids=reprlib.repr
 )
-def test_an_answer_that_breaks_the_contract_switches_the_tier_off(rig: Rig, method: str, replacement: Any) -> None:
-    rig.break_(method, replacement)
+def test_an_answer_that_breaks_the_contract_switches_the_tier_off(
+    member: str, lie: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_attribute = isinstance(getattr(Tier, member, ""), str | bool | int | property)
+    rig = Rig(**{member: lie if is_attribute or callable(lie) else lambda *args: lie})
     use(rig)
-    rig.manager.check_integrity()
-    assert rig.is_off
-    assert rig.manager.host.lookup(chain("z", 8)) == 8
+    assert_only_one_is_lost(rig, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("field", "lie"), [(name, lie) for name, lies in STATS_LIES.items() for lie in lies], ids=reprlib.repr
+)
+def test_a_wrong_field_of_the_stats_switches_the_tier_off(
+    rig: Rig, field: str, lie: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.break_("stats", lambda: rig.tier.stats()._replace(**{field: lie}))
+    use(rig)
+    assert_only_one_is_lost(rig, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("field", "lie"), [(name, lie) for name, lies in RESULT_LIES.items() for lie in lies], ids=reprlib.repr
+)
+def test_a_wrong_field_of_a_result_switches_the_tier_off(
+    rig: Rig, field: str, lie: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.break_("poll", lambda: [result._replace(**{field: lie}) for result in rig.tier.poll()])
+    use(rig)
+    assert_only_one_is_lost(rig, caplog.text)
+
+
+def test_right_results_count_beside_a_wrong_one(rig: Rig) -> None:
+    guarded = GuardedTier(rig.liar)
+    keys = chain("a", 2)
+    guarded.write(keys, np.arange(2))
+    rig.break_("poll", lambda: [TierResult(keys[0], False, nbytes=-1), TierResult(keys[1], False)])
+    assert guarded.poll() == [TierResult(keys[1], False)]
+    assert guarded.fault is not None
+
+
+def test_totals_do_not_shrink_with_a_fault(rig: Rig) -> None:
+    """Counters of metrics would."""
+    guarded = GuardedTier(rig.liar)
+    rig.break_("stats", lambda: TierStats(num_evicted=5))
+    assert guarded.stats().num_evicted == 5
+    rig.break_("stats", boom)
+    assert guarded.stats().num_evicted == 5
 
 
 def test_a_result_reported_twice_counts_once(rig: Rig) -> None:
-    guarded = GuardedTier(rig.tier)
+    guarded = GuardedTier(rig.liar)
     keys = chain("a", 2)
     assert guarded.write(keys, np.arange(2)) == keys
     results: list[TierResult] = []
@@ -145,7 +286,7 @@ def test_a_result_reported_twice_counts_once(rig: Rig) -> None:
 
 def test_a_read_that_raises_keeps_its_host_slots(rig: Rig) -> None:
     """Threads of the tier may have begun to fill them."""
-    guarded = GuardedTier(rig.tier)
+    guarded = GuardedTier(rig.liar)
     rig.break_("read", boom)
     assert guarded.read(chain("a", 2), np.arange(2)) == chain("a", 2)
     assert guarded.contains(chain("a", 2)).tolist() == [LookupState.MISS] * 2
@@ -158,4 +299,4 @@ def test_a_check_of_our_own_is_raised_on(rig: Rig) -> None:
 
     rig.break_("contains", wrong)
     with pytest.raises(IntegrityError):
-        GuardedTier(rig.tier).contains(chain("a", 1))
+        GuardedTier(rig.liar).contains(chain("a", 1))

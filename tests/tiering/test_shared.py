@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.abc import LookupState, OffloadKey, TierStats
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.tiering.health import GuardedTier
+from kvoffload.tiering.guard import GuardedTier
 from tests.tiering.rig import A, B, Rig, SpyTier, begin, chain, compute, on_disk
 
 

@@ -139,7 +139,7 @@ class TierJobs:
     """Counts what the tiers of this process have accepted and not reported yet."""
 
     def __init__(self) -> None:
-        from kvoffload.tiering.health import GuardedTier
+        from kvoffload.tiering.guard import GuardedTier
 
         self.pending: Counter[tuple[str, bytes, bool]] = Counter()
         """Number of jobs per tier, key and direction; True is a read."""

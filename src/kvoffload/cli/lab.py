@@ -21,14 +21,13 @@ import click
 from kvoffload.abc import ConfigError
 from kvoffload.cli import EXTRA
 from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say
-from kvoffload.lab.latency import Origin, Speeds
+from kvoffload.lab.latency import DEFAULT_SPEEDS, Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.trace import Trace, TraceError
 from kvoffload.units import age, counted, format_bytes
 
 MAX_PROBLEMS_SHOWN = 5
-SPEEDS = Speeds()
 DEFAULT_POLICY = "auto"
 """As in a server."""
 OPTIONS = {
@@ -92,7 +91,7 @@ def trace_options(metavar: str) -> Decorator:
 
 @dataclass(frozen=True, slots=True)
 class GivenSpeeds:
-    """What the user says for estimates of TTFT."""
+    """Options for estimates of TTFT."""
 
     prefill_speed: float | None
     host_speed: float
@@ -101,7 +100,7 @@ class GivenSpeeds:
     def checked(self) -> Speeds:
         """Returns the speeds in bytes per second. Raises ConfigError if one is not positive."""
         speeds = replace(
-            SPEEDS,
+            DEFAULT_SPEEDS,
             host_bytes_per_s=positive("--host-speed", self.host_speed, "GB/s") * 1e9,
             disk_bytes_per_s=positive("--disk-speed", self.disk_speed, "GB/s") * 1e9,
         )
@@ -116,19 +115,19 @@ def _speed(name: str, default: float | None, metavar: str, text: str) -> Decorat
     return click.option(name, type=float, default=default, show_default=shown, metavar=metavar, help=text)
 
 
-PREFILL_DEFAULT = f"as measured by the server that recorded the trace, else {SPEEDS.prefill_tokens_per_s:.0f}"
+PREFILL_DEFAULT = f"as measured by the server that recorded the trace, else {DEFAULT_SPEEDS.prefill_tokens_per_s:.0f}"
 speed_options = gathered(
     "speeds",
     GivenSpeeds,
     _speed("--prefill-speed", None, "TOK/S", f"Prefill speed for short prompts.  [default: {PREFILL_DEFAULT}]"),
-    _speed("--host-speed", SPEEDS.host_bytes_per_s / 1e9, "GB/S", "Speed of loads from RAM to the device."),
-    _speed("--disk-speed", SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "Speed of loads from disk to RAM."),
+    _speed("--host-speed", DEFAULT_SPEEDS.host_bytes_per_s / 1e9, "GB/S", "Speed of loads from RAM to the device."),
+    _speed("--disk-speed", DEFAULT_SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "Speed of loads from disk to RAM."),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What to print, and the page to write."""
+    """The form of the output, and the page to write."""
 
     as_json: bool
     html: Path | None

@@ -31,15 +31,13 @@ from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
 from kvoffload.lab.policies import policy_class
-from kvoffload.lab.sizing import Choices, Prices, Sizing, footnote, milliseconds
+from kvoffload.lab.sizing import DEFAULT_PRICES, Choices, Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-PRICES = Prices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What makes a setting the best: the least price, for a time to first token in milliseconds."""
+    """The goal of a setting: the least price, for a time to first token in milliseconds."""
 
     ttft_p95: float | None
     ram_price: float
@@ -82,12 +80,16 @@ class Goal:
     click.option(
         "--ram-price",
         type=float,
-        default=PRICES.ram_per_gib,
+        default=DEFAULT_PRICES.ram_per_gib,
         show_default=True,
         help="Price per GiB of RAM, in any currency.",
     ),
     click.option(
-        "--disk-price", type=float, default=PRICES.disk_per_gib, show_default=True, help="Price per GiB of disk."
+        "--disk-price",
+        type=float,
+        default=DEFAULT_PRICES.disk_per_gib,
+        show_default=True,
+        help="Price per GiB of disk.",
     ),
 )
 @trace_options("TRACE")

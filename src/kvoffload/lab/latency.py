@@ -33,6 +33,9 @@ class Speeds:
     prefill_origin: Origin = Origin.GUESSED
 
 
+DEFAULT_SPEEDS = Speeds()
+
+
 def ttft_seconds(
     model: ModelShape,
     speeds: Speeds,

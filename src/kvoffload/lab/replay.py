@@ -16,10 +16,10 @@ import time
 import traceback
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
-    CachePolicy,
     ConfigError,
     Hints,
     IntegrityError,
@@ -42,12 +41,12 @@ from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_siz
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
-from kvoffload.lab.latency import Speeds, ttft_seconds
+from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.policies import KNOWN, path_of
-from kvoffload.lab.policies import make_policy as policy_by_name
+from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
@@ -56,7 +55,6 @@ CLAIRVOYANT = "clairvoyant"
 """The policy that knows the rest of the trace: an upper bound, only for replays."""
 ENGINE_POLICY = "vllm:"
 """Begins the names of policies that are replayed in the manager of vLLM, which must be installed."""
-DEFAULT_SPEEDS = Speeds()
 REPORT_EVERY = 256
 """Requests between two calls of ``on_progress``."""
 PROGRESS_EVERY_S = 0.1
@@ -67,8 +65,6 @@ MAX_DEVICE_BLOCKS = 1 << 24
 """A bound for the memory of a replay; with 16 tokens per block, 268 million tokens."""
 MAX_POLLS = 1 << 16
 """Polls per request until all its promotions must have ended."""
-
-MakePolicy = Callable[[int], CachePolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,31 +185,20 @@ class ReplayResult:
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the arrays, for JSON."""
         return {
-            "policy": self.policy,
-            "capacity_blocks": self.capacity_blocks,
-            "device_blocks": self.device_blocks,
-            "disk_blocks": self.disk_blocks,
-            "store_threshold": self.store_threshold,
-            "prefix_hit_tokens_pct": self.prefix_hit_tokens_pct,
-            "saved_flops_pct": self.saved_flops_pct,
-            "writes_per_access": self.writes_per_access,
-            "requests": self.requests,
-            "accesses": self.accesses,
-            "prompt_tokens": self.prompt_tokens,
-            "prefix_hit_tokens": self.prefix_hit_tokens,
-            "device_hit_tokens": self.device_hit_tokens,
-            "host_hit_tokens": self.host_hit_tokens,
-            "disk_hit_tokens": self.disk_hit_tokens,
-            "block_hits": self.block_hits,
-            "stored_blocks": self.stored_blocks,
-            "evicted_blocks": self.evicted_blocks,
-            "dropped_writes": self.dropped_writes,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "misses": {str(reason): count for reason, count in self.misses.items()},
             "tiers": [asdict(tier) for tier in self.tiers],
-            "ttft_p50_s": self.ttft_p50_s,
-            "ttft_p95_s": self.ttft_p95_s,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in ("ttft_p50_s", "ttft_p95_s", "seconds")},
         }
+
+
+_NUMBERS = (
+    *(field.name for field in fields(ReplayConfig)),
+    *("prefix_hit_tokens_pct", "saved_flops_pct", "writes_per_access", "requests", "accesses", "prompt_tokens"),
+    *("prefix_hit_tokens", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens"),
+    *("block_hits", "stored_blocks", "evicted_blocks", "dropped_writes"),
+)
+"""What ``to_dict`` takes of a result as it is."""
 
 
 def replay(
@@ -222,26 +207,24 @@ def replay(
     *,
     model: ModelShape = DEFAULT_MODEL,
     speeds: Speeds = DEFAULT_SPEEDS,
-    make_policy: MakePolicy | None = None,
     on_progress: Progress | None = None,
     hints: Sequence[Hints | None] | None = None,
 ) -> ReplayResult:
     """Serves the requests of ``trace`` in the order of their time.
 
-    ``model`` and ``speeds`` determine what a hit saves. ``make_policy`` makes the host's policy for a number of blocks,
-    instead of ``config.policy``. ``on_progress`` gets the share of requests that are done. ``hints`` has those of each
-    request. Raises ConfigError if the policy cannot be made, if a custom policy fails, or if the device is too small or
-    too large.
+    ``model`` and ``speeds`` determine what a hit saves. ``on_progress`` gets the share of requests that are done.
+    ``hints`` has those of each request. Raises ConfigError if the policy cannot be made, if a custom policy fails, or
+    if the device is too small or too large.
     """
     started = time.perf_counter()
-    run = run_class(config.policy)(trace, config, make_policy, hints)
+    run = run_class(config.policy)(trace, config, hints)
     done = 0
     try:
         for done in run.serve_all():
             if on_progress is not None and done % REPORT_EVERY == 0:
                 on_progress(done / trace.num_requests)
     except Exception as error:
-        if make_policy is not None or config.policy in (CLAIRVOYANT, *KNOWN):
+        if config.policy in (CLAIRVOYANT, *KNOWN):
             raise
         raise ConfigError(_failed(config.policy, done, error)) from error
     if on_progress is not None:
@@ -384,7 +367,6 @@ class Run:
         self,
         trace: Trace,
         config: ReplayConfig,
-        make_policy: MakePolicy | None = None,
         hints: Sequence[Hints | None] | None = None,
     ) -> None:
         self.trace = trace
@@ -399,15 +381,15 @@ class Run:
         """Blocks found on the device, in the host and on disk, per request."""
         self.block_hits = self.stored = self.evicted = 0
         self.misses: Counter[MissReason] = Counter()
-        self.make_managers(make_policy)
+        self.make_managers()
 
-    def make_managers(self, make_policy: MakePolicy | None) -> None:
+    def make_managers(self) -> None:
         trace, config = self.trace, self.config
-        if make_policy is None and config.policy == CLAIRVOYANT:
-            from kvoffload.lab.clairvoyant import clairvoyant_policy
-
-            make_policy = clairvoyant_policy(trace)
-        policy = (make_policy or (lambda n: policy_by_name(config.policy, n)))(self.capacity)
+        policy = (
+            clairvoyant_policy(trace)(self.capacity)
+            if config.policy == CLAIRVOYANT
+            else make_policy(config.policy, self.capacity)
+        )
         backend = HostBackend(trace.block_tokens, self.capacity)
         self.host = PolicyOffloadingManager(
             backend,
@@ -562,11 +544,7 @@ class Run:
         ttft = ttft_seconds(model, speeds, asked, device, host, disk)
         p50, p95 = np.percentile(ttft, [50, 95]).tolist() if len(ttft) else (0.0, 0.0)
         return ReplayResult(
-            policy=config.policy,
-            capacity_blocks=config.capacity_blocks,
-            device_blocks=config.device_blocks,
-            disk_blocks=config.disk_blocks,
-            store_threshold=config.store_threshold,
+            **asdict(config),
             requests=trace.num_requests,
             accesses=trace.num_accesses,
             prompt_tokens=int(asked.sum()),

@@ -13,7 +13,7 @@ import numpy as np
 from kvoffload.abc import ConfigError
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
-from kvoffload.lab.latency import Speeds, ttft_seconds
+from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import Floats, Progress, Trace
 from kvoffload.tiering.promoter import PROMOTION_SHARE
@@ -37,6 +37,9 @@ class Prices:
     disk_per_gib: float = 0.1
 
 
+DEFAULT_PRICES = Prices()
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What to evaluate: every combination of ``ram`` and ``disk``."""
@@ -47,6 +50,9 @@ class Choices:
     """In bytes. By default powers of two, up to a cache that finds nearly everything."""
     disk: Sequence[int] = ()
     """In bytes; 0: none. By default powers of two; with only ``ram``, no disk."""
+
+
+DEFAULT_CHOICES = Choices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +152,10 @@ class Sizing:
 def size(
     trace: Trace,
     model: ModelShape,
-    choices: Choices | None = None,
+    choices: Choices = DEFAULT_CHOICES,
     *,
-    speeds: Speeds | None = None,
-    prices: Prices | None = None,
+    speeds: Speeds = DEFAULT_SPEEDS,
+    prices: Prices = DEFAULT_PRICES,
     target_p95_s: float | None = None,
     processes: int | None = None,
     on_progress: Progress | None = None,
@@ -160,7 +166,6 @@ def size(
     a request finds the longer of the two prefixes. Blocks from disk need room in RAM: a request gets at most
     ``PROMOTION_SHARE`` of RAM from disk. Requests are served one after the other. Raises ConfigError.
     """
-    choices, speeds, prices = choices or Choices(), speeds or Speeds(), prices or Prices()
     block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
     for name, sizes in (("ram", choices.ram), ("disk", choices.disk)):
         for amount in sizes:

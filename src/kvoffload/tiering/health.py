@@ -1,7 +1,7 @@
-"""The health of tiers: their bugs, failures and hangs, and what each of them costs requests.
+"""The health of tiers: their failures and hangs, and what each of them costs requests.
 
-``GuardedTier`` catches what a tier does wrong, ``CircuitBreaker`` decides when it is used, and ``TierState`` is a tier
-with everything that the manager knows about it.
+``CircuitBreaker`` decides when a tier is used, and ``TierState`` is a tier with everything that the manager knows about
+it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import enum
 import logging
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import repeat
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-
-from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
-from kvoffload.abc.tier import MISS, PENDING, RETRY
+from kvoffload.abc import OffloadKey, TierError
 from kvoffload.cache.tenants import TenantCounts
-from kvoffload.tiering.events import Count, TierEvents
+from kvoffload.tiering.events import Count
+from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.promotion import Promotion, ReadBatch
 from kvoffload.tiering.rates import Ended, ReadEstimator
 from kvoffload.tiering.writes import WriteThrough
@@ -48,157 +44,6 @@ WRITE_DEADLINE_S = 10.0
 """The writes of a tier hang if none has ended for this long, or for the load deadline if that is longer."""
 FAILURES = (TierError.CORRUPT, TierError.IO)
 """Errors that say that the tier does not work."""
-
-Answer = TypeVar("Answer")
-
-
-class GuardedTier(Tier):
-    """Passes calls on to ``tier`` and checks the answers.
-
-    If a call raises, or an answer breaks the contract, ``fault`` says so. From then on the tier answers that it holds
-    nothing and takes nothing on; only ``poll``, ``reset`` and ``close`` still reach it. A read or a write that raises
-    counts as taken on, because threads of the tier may use the host slots: these stay taken until ``poll`` reports
-    them. An IntegrityError is raised on: it is a check of kvoffload's own.
-
-    ``events``, with ``enable_events``, are the tier's events, else None.
-    """
-
-    def __init__(self, tier: Tier, enable_events: bool = False) -> None:
-        self._tier = tier
-        self.name = tier.name
-        self.is_shared = tier.is_shared
-        self.fault: str | None = None
-        """Why the tier cannot be used any more; None if it can."""
-        self._under_way: set[tuple[OffloadKey, bool]] = set()
-        """Key and direction of each transfer that ``poll`` has not reported yet."""
-        self.events = TierEvents(self) if enable_events else None
-
-    @property
-    def block_bytes(self) -> int:
-        return self._tier.block_bytes
-
-    @property
-    def num_failed_lookups(self) -> int:  # type: ignore[override]
-        return self._ask("num_failed_lookups", 0)
-
-    def stats(self) -> TierStats:
-        return self._ask("stats", TierStats(is_connected=False))
-
-    def most_blocks(self, key: OffloadKey) -> int | None:
-        return self._ask("most_blocks", None, key)
-
-    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
-        missing = np.zeros(len(keys), dtype=np.uint8)
-        if self.fault is not None:
-            return missing
-        states = self._ask("contains", missing, keys, ahead)
-        is_one_each = states.shape == missing.shape and states.dtype.kind in "biu"
-        if not is_one_each or ((states < MISS) | (states == PENDING) | (states > RETRY)).any():
-            self._blame("contains did not answer HIT, MISS or RETRY for each key")
-            return missing
-        return states
-
-    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        return self._begin("read", keys, slots)
-
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        return self._begin("write", keys, slots)
-
-    def _begin(self, name: str, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        if self.fault is not None:
-            return []
-        taken = self._ask(name, list(keys), keys, slots)
-        if taken != keys:
-            given = set(keys)
-            known = dict.fromkeys(key for key in taken if isinstance(key, bytes) and key in given)
-            if len(known) != len(taken):
-                self._blame(f"{name} took on blocks that it was not given, or one twice")
-                taken = list(known)
-        self._under_way.update(zip(taken, repeat(name == "read")))
-        return taken
-
-    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
-        if self.fault is None:
-            self._ask("touch", None, keys, stored)
-
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
-        if self.fault is None:
-            self._ask("delete", None, keys)
-            if self.events is not None:
-                self.events.deleted(keys)
-
-    def reset(self) -> None:
-        self._ask("reset", None)
-
-    def take_evicted(self) -> list[OffloadKey]:
-        return self._ask("take_evicted", list[OffloadKey]())
-
-    def poll(self) -> list[TierResult]:
-        results = self._ask("poll", list[TierResult]())
-        if results:
-            try:
-                results = self._known(results)
-            except Exception:
-                self._raised("poll")
-                results = []
-        if self.events is not None:
-            self.events.ended(results)
-        return results
-
-    def _known(self, results: list[TierResult]) -> list[TierResult]:
-        """Returns those of ``results`` whose transfers were under way, and ends these."""
-        keys, is_read, _, *amounts = zip(*results, strict=True)
-        float(sum(map(sum, amounts)))  # Raises if one is not a number.
-        transfers = set(zip(keys, is_read, strict=True))
-        if len(transfers) == len(results) and transfers <= self._under_way:
-            self._under_way -= transfers
-            return results
-        self._blame("poll reported a block that was not under way")
-        known = []
-        for result, transfer in zip(results, zip(keys, is_read, strict=True), strict=True):
-            if transfer in self._under_way:
-                self._under_way.remove(transfer)
-                known.append(result)
-        return known
-
-    def wait(self, timeout_s: float) -> None:
-        if self.fault is None:
-            self._ask("wait", None, timeout_s)
-
-    def close(self) -> None:
-        self._ask("close", None)
-
-    def check_integrity(self) -> None:
-        self._tier.check_integrity()
-
-    def _ask(self, name: str, otherwise: Answer, *args: Any) -> Answer:
-        """Returns what the attribute or method ``name`` of the tier answers, ``otherwise`` if it raises."""
-        try:
-            answer: Any = getattr(self._tier, name)
-            if callable(answer):
-                answer = answer(*args)
-            if isinstance(otherwise, list):
-                answer = list(answer)
-            elif isinstance(otherwise, np.ndarray):
-                answer = np.asarray(answer)
-            elif otherwise is not None and not isinstance(answer, type(otherwise)):
-                raise TypeError(f"{name} answered {answer!r}")
-            found: Answer = answer
-            return found
-        except IntegrityError:
-            raise
-        except Exception:
-            self._raised(name)
-            return otherwise
-
-    def _raised(self, name: str) -> None:
-        if self.fault is None:
-            logger.exception("kvoffload: %s of the %s tier raised an error", name, self.name)
-        self._blame(f"{name} raised an error")
-
-    def _blame(self, fault: str) -> None:
-        if self.fault is None:
-            self.fault = fault
 
 
 class BreakerState(enum.Enum):
@@ -259,7 +104,7 @@ class CircuitBreaker:
         """Takes in failures of reads, writes and lookups that were no tests. Returns whether they are too many for a
         tier that works, which is then paused."""
         if self.state is BreakerState.WORKING:
-            self._failures.extend([now] * num_failures)
+            self._failures.extend([now] * min(num_failures, MAX_FAILURES))
             is_full = len(self._failures) == MAX_FAILURES
             if is_full and now - self._failures[0] <= FAILURE_PERIOD_S:
                 self._open(now)
@@ -572,7 +417,7 @@ class TierState:
 
     def lookups_failed(self, num_lookups: int, now: float) -> None:
         """Takes in that lookups have failed, or were not answered in time."""
-        if num_lookups:
+        if num_lookups > 0:
             self.breaker.end_test(False, now)
             self._add_failures(Counter(lookups=num_lookups), now)
 

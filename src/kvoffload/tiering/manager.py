@@ -36,7 +36,8 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.events import TierCounts
-from kvoffload.tiering.health import GuardedTier, TierState
+from kvoffload.tiering.guard import GuardedTier
+from kvoffload.tiering.health import TierState
 from kvoffload.tiering.lookup import LoadGate, Search, explain_miss, look_up, states_below
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import waiting_for
@@ -424,7 +425,8 @@ def _make_states(
     states, deadline_s = [], settings.load_deadline_ms / 1000
     options = zip_longest(tiers, settings.admissions, settings.lookup_deadlines_ms)
     for i, (each, admission, lookup_ms) in enumerate(options):
-        tier, count = GuardedTier(each, host.has_events), counts.of(each.name)
+        tier = GuardedTier(each, host.has_events)
+        count = counts.of(tier.name)
         estimator = ReadEstimator(tier.block_bytes)
         is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
         writes = WriteThrough(host, tier, settings.kv_groups, count, clock, admission, is_worth, settings.backlog_share)

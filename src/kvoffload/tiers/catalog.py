@@ -31,7 +31,7 @@ class Catalog:
 
     Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
     before it has ended. A block that is dropped in the meantime is no longer found, and its slot becomes free when its
-    transfer has ended. Every new block is accepted: one that was refused would be a hole in its chain. With ``grows``
+    transfer has ended. Every new block is accepted: a refused one would be a hole in its chain. With ``grows``
     there are no slots until they are added. Raises ConfigError if there is no such policy.
     """
 
@@ -102,7 +102,7 @@ class Catalog:
         return left_out
 
     def add_free(self, slots: Slots) -> None:
-        """Adds new slots to those of the medium."""
+        """Adds new slots of the medium, which are free."""
         self._backend.add_free(slots)
 
     # Transfers.
@@ -200,7 +200,7 @@ class Catalog:
         self._manager.reset()
 
     def take_removed(self) -> list[OffloadKey]:
-        """Returns the keys of blocks that have left since the last call, for whatever reason. The first call returns
+        """Returns the keys of blocks that have left since the last call, for any reason. The first call returns
         none; until then none are kept."""
         self._manager.enable_events()
         return [key for event in self._manager.take_events() if event.removed for key in event.keys]

@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvoffload.abc import ConfigError, MissReason, OffloadKey
-from kvoffload.lab.replay import ENGINE_POLICY, ExactMisses, MakePolicy, Run
+from kvoffload.lab.replay import ENGINE_POLICY, ExactMisses, Run
 
 STEP_TOKENS = 8192
 """Tokens of a prompt that are computed, and then stored, per step: what vLLM's server has by default on a large GPU."""
@@ -21,7 +21,7 @@ class VLLMRun(Run):
     step. vLLM's manager stores all that it is offered.
     """
 
-    def make_managers(self, make_policy: MakePolicy | None) -> None:
+    def make_managers(self) -> None:
         config = self.config
         module, _, name = config.policy.removeprefix(ENGINE_POLICY).rpartition(":")
         try:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import xxhash
 
-from kvoffload.lab.readers.lines import Source, block_ids, parse_object, positive_or, seconds, whole
+from kvoffload.lab.readers.lines import Source, block_ids, parse_object, positive_or, seconds, units_in, whole
 from kvoffload.lab.readers.mooncake import check_length
-from kvoffload.lab.trace import Trace, TraceError
+from kvoffload.lab.trace import Trace
 
 PARENT = "parent_chat_id"
 UNIT = 16
@@ -23,11 +23,7 @@ NO_PARENT = -1
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. ``block_tokens`` must be a multiple of 16, the default. Raises TraceError."""
     size = positive_or(block_tokens, UNIT)
-    if size % UNIT:
-        raise TraceError(
-            f"block_tokens={size}: blocks of {source.path.name} have {UNIT} tokens; use a multiple of that"
-        )
-    per_block = size // UNIT
+    per_block = units_in(size, UNIT, source.path)
     rows = source.builder()
     first_of: dict[int, int] = {}
     """The first request of the session of each request."""

@@ -32,6 +32,7 @@ from kvoffload.lab.readers.lines import (
     parse_object,
     positive_or,
     seconds,
+    units_in,
     whole,
 )
 from kvoffload.lab.trace import Trace, TraceBuilder, TraceError
@@ -60,12 +61,9 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             file.problem(number, error)
             continue
         size = size or positive_or(block_tokens, unit)
-        if size % unit:
-            raise TraceError(
-                f"block_tokens={size}: blocks of {file.path.name} have {unit} tokens; use a multiple of that"
-            )
+        per_block = units_in(size, unit, file.path)
         before = rows.num_requests
-        session = _Session(file, number, data, unit, size, rows)
+        session = _Session(file, number, data, unit, per_block, rows)
         session.read(data["requests"], session.name)
         starts.add(session.name_bytes, rows.num_requests - before, session.latest)
     if size is None:
@@ -75,12 +73,12 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
 
 class _Session:
     def __init__(
-        self, file: Source, number: int, data: Mapping[str, Any], unit: int, size: int, rows: TraceBuilder
+        self, file: Source, number: int, data: Mapping[str, Any], unit: int, per_block: int, rows: TraceBuilder
     ) -> None:
         self._file = file
         self._number = number
         self._unit = unit
-        self._per_block = size // unit
+        self._per_block = per_block
         self._rows = rows
         self.latest = 0.0
         """The latest time of its requests, after its start."""

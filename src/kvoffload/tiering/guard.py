@@ -1,0 +1,246 @@
+"""GuardedTier: a tier whose exceptions and wrong answers cost nothing but the tier itself."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import repeat
+from numbers import Real
+from operator import index
+from types import NoneType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, TenantUse, Tier, TierError, TierResult, TierStats
+from kvoffload.abc.tier import MISS, PENDING, RETRY
+from kvoffload.cache.tenants import MAX_TENANTS
+from kvoffload.tiering.events import TierEvents
+
+logger = logging.getLogger(__name__)
+
+MAX_AMOUNT = 1 << 62
+"""The most bytes, blocks, lookups or seconds that a tier may report: sums of them are finite."""
+ALWAYS_ASKED = ("reset", "close")
+"""The methods that are called although the tier has a fault. So is ``poll``."""
+
+Answer = TypeVar("Answer")
+
+
+class GuardedTier(Tier):
+    """Passes calls on to ``tier`` and checks the answers.
+
+    If a call raises, or an answer breaks the contract, ``fault`` says so. From then on the tier answers that it holds
+    nothing and takes nothing on; only ``poll``, ``reset`` and ``close`` still reach it. A read or a write that raises,
+    or whose answer is wrong, counts as taken on, because threads of the tier may use the host slots: these stay taken
+    until ``poll`` reports them. An IntegrityError is raised on: it is a check of kvoffload's own.
+
+    ``events``, with ``enable_events``, are the tier's events, else None. ``num_failed_lookups`` is that of the latest
+    ``poll``.
+    """
+
+    def __init__(self, tier: Tier, enable_events: bool = False) -> None:
+        self._tier = tier
+        self.fault: str | None = None
+        """Why the tier cannot be used any more; None if it can."""
+        self.name = type(tier).__name__
+        self.name = self._ask("name", self.name, _check_name)
+        self.is_shared = self._ask("is_shared", False, _check_flag)
+        self._block_bytes = self._ask("block_bytes", 1, _check_count)
+        self._stats = TierStats(is_connected=False)
+        """The latest that it has answered."""
+        self._under_way: set[tuple[OffloadKey, bool]] = set()
+        """Key and direction of each transfer that ``poll`` has not reported yet."""
+        self.events = TierEvents(self) if enable_events else None
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
+
+    def stats(self) -> TierStats:
+        self._stats = self._ask("stats", self._stats, _check_stats)
+        return self._stats
+
+    def most_blocks(self, key: OffloadKey) -> int | None:
+        return self._ask("most_blocks", None, _check_count_or_none, key)
+
+    def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
+        missing = np.zeros(len(keys), dtype=np.uint8)
+        return self._ask("contains", missing, partial(_check_states, len(keys)), keys, ahead)
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        return self._begin("read", keys, slots)
+
+    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        return self._begin("write", keys, slots)
+
+    def _begin(self, name: str, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        if self.fault is not None:
+            return []
+        taken = self._ask(name, list(keys), partial(_check_taken, keys), keys, slots)
+        self._under_way.update(zip(taken, repeat(name == "read")))
+        return taken
+
+    def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
+        self._ask("touch", None, None, keys, stored)
+
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        self._ask("delete", None, None, keys)
+        if self.events is not None:
+            self.events.deleted(keys)
+
+    def reset(self) -> None:
+        self._ask("reset", None, None)
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return self._ask("take_evicted", [], _check_keys)
+
+    def poll(self) -> list[TierResult]:
+        results: list[TierResult] = []
+        try:
+            answer, num_failed = self._tier.poll(), self._tier.num_failed_lookups
+            if num_failed != self.num_failed_lookups:
+                self.num_failed_lookups = _check_count(num_failed)
+            if answer != [] and (listed := _listed(answer)):
+                results = self._end(listed)
+        except IntegrityError:
+            raise
+        except Exception as error:
+            self._fail("poll", error)
+        if self.events is not None:
+            self.events.ended(results)
+        return results
+
+    def _end(self, results: list[TierResult]) -> list[TierResult]:
+        """Ends the transfers that ``results`` report. Returns those of ``results`` that are right."""
+        try:
+            transfers = _check_results(results)
+            if not transfers <= self._under_way:
+                raise ValueError(f"poll reported blocks that were not under way: {reprlib.repr(results)}")
+        except Exception as error:
+            self._fail("poll", error)
+            return [right for each in results for right in self._end([each])] if len(results) > 1 else []
+        self._under_way -= transfers
+        return results
+
+    def wait(self, timeout_s: float) -> None:
+        self._ask("wait", None, None, timeout_s)
+
+    def close(self) -> None:
+        self._ask("close", None, None)
+
+    def check_integrity(self) -> None:
+        self._tier.check_integrity()
+
+    def _ask(self, name: str, otherwise: Answer, check: Callable[[Any], Answer] | None, *args: Any) -> Answer:
+        """Returns what ``check`` returns for the answer of the tier's attribute or method ``name``; ``otherwise`` if
+        there is nothing to check, if the tier has a fault, or if it raises or ``check`` does."""
+        if self.fault is not None and name not in ALWAYS_ASKED:
+            return otherwise
+        try:
+            answer = getattr(self._tier, name)
+            if callable(answer):
+                answer = answer(*args)
+            return otherwise if check is None else check(answer)
+        except IntegrityError:
+            raise
+        except Exception as error:
+            self._fail(name, error)
+            return otherwise
+
+    def _fail(self, name: str, error: Exception) -> None:
+        if self.fault is None:
+            logger.error("kvoffload: %s of the %s tier failed: a bug in the tier", name, self.name, exc_info=error)
+            self.fault = f"{name} failed ({type(error).__name__})"
+
+
+# Checks of answers. Each returns the answer, and raises TypeError or ValueError if it breaks the contract.
+
+
+def _check_name(answer: Any) -> str:
+    if not isinstance(answer, str):
+        raise TypeError(f"name must be a string, not {reprlib.repr(answer)}")
+    return answer
+
+
+def _check_flag(answer: Any) -> bool:
+    if not isinstance(answer, bool | np.bool_):
+        raise TypeError(f"must be True or False, not {reprlib.repr(answer)}")
+    return bool(answer)
+
+
+def _check_count(answer: Any) -> int:
+    count = index(answer)
+    if not 0 <= count <= MAX_AMOUNT:
+        raise ValueError(f"must be from 0 to {MAX_AMOUNT}, not {reprlib.repr(count)}")
+    return count
+
+
+def _check_count_or_none(answer: Any) -> int | None:
+    return None if answer is None else _check_count(answer)
+
+
+def _listed(answer: Any) -> list[Any]:
+    if not isinstance(answer, Collection):
+        raise TypeError(f"must be a list, not {reprlib.repr(answer)}")
+    return list(answer)
+
+
+def _check_keys(answer: Any) -> list[OffloadKey]:
+    keys = _listed(answer)
+    if not all(issubclass(kind, bytes) for kind in set(map(type, keys))):
+        raise TypeError(f"must be keys, not {reprlib.repr(keys)}")
+    return keys
+
+
+def _check_taken(keys: Sequence[OffloadKey], answer: Any) -> list[OffloadKey]:
+    taken = _listed(answer)
+    if taken != keys and not len(set(keys).intersection(taken)) == len(taken):
+        raise ValueError(f"must be some of the given keys, each once, not {reprlib.repr(taken)}")
+    return taken
+
+
+def _check_states(num_keys: int, answer: Any) -> States:
+    states: States = np.asarray(answer)
+    is_one_each = states.shape == (num_keys,) and states.dtype.kind in "biu"
+    if not is_one_each or ((states < MISS) | (states == PENDING) | (states > RETRY)).any():
+        raise ValueError(f"must be HIT, MISS or RETRY for each of {num_keys} keys, not {reprlib.repr(states)}")
+    return states
+
+
+def _check_results(results: list[TierResult]) -> set[tuple[OffloadKey, bool]]:
+    """Returns key and direction of each transfer."""
+    keys, is_read, errors, nbytes, seconds, begun, ended = zip(*results, strict=True)
+    transfers = set(zip(keys, is_read, strict=True))
+    amounts, numbers = [*nbytes, *seconds], [*nbytes, *seconds, *begun, *ended]
+    if (
+        set(map(type, results)) != {TierResult}
+        or len(transfers) != len(results)
+        or not set(map(type, errors)) <= {NoneType, TierError}
+        or not all(issubclass(kind, Real) for kind in set(map(type, numbers)))
+        # The sum shows one that is not a number.
+        or not (
+            min(amounts) >= 0 and -MAX_AMOUNT <= min(numbers) <= max(numbers) <= MAX_AMOUNT and sum(numbers) < 1e300
+        )
+    ):
+        raise ValueError(f"must be TierResults, one per transfer, not {reprlib.repr(results)}")
+    return transfers
+
+
+def _check_stats(answer: Any) -> TierStats:
+    if not isinstance(answer, TierStats):
+        raise TypeError(f"must be a TierStats, not {reprlib.repr(answer)}")
+    uses = _listed(answer.tenant_uses)
+    # The configured ones, and all others together.
+    if len(uses) > MAX_TENANTS + 1:
+        raise ValueError(f"has {len(uses)} tenants, at most {MAX_TENANTS + 1} can exist")
+    return TierStats(
+        _check_count_or_none(answer.capacity_bytes),
+        _check_count_or_none(answer.num_blocks),
+        _check_count_or_none(answer.used_bytes),
+        _check_count(answer.num_evicted),
+        _check_flag(answer.is_connected),
+        [TenantUse(_check_name(name), *map(_check_count, counts)) for name, *counts in uses],
+    )
