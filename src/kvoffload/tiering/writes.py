@@ -109,7 +109,7 @@ class Writes:
         absent = np.flatnonzero(~in_tier)
         names = [keys[i] for i in absent.tolist()]
         if names:
-            available[absent] = (self._host.states(names) == HIT) & ~self.are_under_way(names)
+            available[absent] = (self._host.table.states(names) == HIT) & ~self.are_under_way(names)
             if self._is_worth is not None:
                 available[absent] &= self._is_worth(names)
         return in_tier, available
@@ -384,7 +384,7 @@ class WriteThrough:
     def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
         """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see Plan."""
         # The last blocks of a request are still on their way to the host when it ends.
-        pending = (self._host.states(holes) == PENDING).tolist()
+        pending = (self._host.table.states(holes) == PENDING).tolist()
         coming = [key for key, is_pending in zip(holes, pending, strict=True) if is_pending or key in self.writing]
         if not chain.is_whole or coming:
             self.backlog.move(chain, ChainState.WAITING, coming if chain.is_whole else holes)
@@ -425,7 +425,7 @@ class WriteThrough:
         for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
             lacking = ~self._writes.in_tier(keys, chain.history)
             if in_host or group.state:
-                lacking &= self._host.states(keys) == HIT
+                lacking &= self._host.table.states(keys) == HIT
             num_lacking += int(np.count_nonzero(lacking))
         self._count("dropped_writes", num_lacking)
 
