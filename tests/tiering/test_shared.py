@@ -97,7 +97,7 @@ def test_a_wrong_reset_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) 
     if planted == "deletes":
         monkeypatch.setattr(shared, "reset", shared.blocks.clear)
     else:
-        monkeypatch.setattr(rig.manager, "_switch_off", lambda *args: None)
+        monkeypatch.setattr(rig.manager._steps, "switch_off", lambda *args: None)
     with pytest.raises(AssertionError):
         check_reset(rig, shared)
 
