@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
@@ -53,6 +52,15 @@ SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it 
 
 
 @dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How one lower tier is used, where that differs from TieringSettings."""
+
+    lookup_deadline_ms: float | None = None
+    admission: Admission | None = None
+    """What decides which blocks are worth writing to it. None: all are."""
+
+
+@dataclass(frozen=True, slots=True)
 class TieringSettings:
     """How host memory and lower tiers work together."""
 
@@ -66,10 +74,8 @@ class TieringSettings:
     """How long a request waits for a promotion."""
     lookup_deadline_ms: float = 100.0
     """A block counts as missing if a tier does not say within this time whether it holds it."""
-    lookup_deadlines_ms: Sequence[float | None] = ()
-    """The same per tier; None for those that have no deadline of their own."""
-    admissions: Sequence[Admission | None] = ()
-    """Per tier, what decides which blocks are worth writing to it, or None."""
+    tiers: Sequence[TierSettings] = ()
+    """What differs per tier, by default nothing."""
     write_share: float = WRITE_SHARE
     backlog_share: float = BACKLOG_SHARE
 
@@ -353,15 +359,15 @@ def _make_states(
     random: Callable[[], float],
 ) -> tuple[TierState, ...]:
     states = []
-    options = zip_longest(tiers, settings.admissions, settings.lookup_deadlines_ms)
-    for i, (each, admission, lookup_ms) in enumerate(options):
+    for i, each in enumerate(tiers):
+        own = settings.tiers[i] if settings.tiers else TierSettings()
         tier = GuardedTier(each, host.has_events)
         count = counts.of(tier.name)
         estimator = ReadEstimator(tier.block_bytes)
         is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
-        which = WriteSettings(settings.kv_groups, admission, is_worth, settings.backlog_share)
+        which = WriteSettings(settings.kv_groups, own.admission, is_worth, settings.backlog_share)
         writes = WriteThrough(host, tier, which, count, clock)
-        lookup_s = (settings.lookup_deadline_ms if lookup_ms is None else lookup_ms) / 1000
-        deadlines = Deadlines(settings.load_deadline_ms / 1000, lookup_s)
+        lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
+        deadlines = Deadlines(settings.load_deadline_ms / 1000, lookup_ms / 1000)
         states.append(TierState(i, tier, writes, estimator, deadlines, count, random))
     return tuple(states)
