@@ -202,7 +202,7 @@ class Node:
     def worth(self, engine: int, blocks: list[int], prompt: list[OffloadKey]) -> float:
         """Returns the worth of the leading blocks of a prompt that the engine can read."""
         server = self.servers[engine]
-        worth = np.where(server.host.find(prompt) >= 0, WORTH["host"], 0.0)
+        worth = np.where(server.host.table.find(prompt) >= 0, WORTH["host"], 0.0)
         worth[: self.devices[engine].lookup(blocks)] = WORTH["device"]
         if server.tier is not None:
             absent = np.flatnonzero(worth == 0)

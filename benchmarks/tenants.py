@@ -80,7 +80,7 @@ def found_tokens(served: Iterable[Request], policy: CachePolicy, block_tokens: i
     for tenant, keys, tokens in served:
         if not keys:
             continue
-        slots = manager.find(keys)
+        slots = manager.table.find(keys)
         manager.touch(keys, found=slots)
         ready = slots >= 0
         hits = len(keys) if ready.all() else int(ready.argmin())

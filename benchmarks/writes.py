@@ -142,7 +142,7 @@ def run(
     whole = written = unreachable = dropped = 0
     for prompt in prompts:
         on_disk = engine.tier.contains(prompt.keys) == LookupState.HIT
-        in_host = engine.host.states(prompt.keys) == LookupState.HIT
+        in_host = engine.host.table.states(prompt.keys) == LookupState.HIT
         reachable = len(on_disk) if on_disk.all() else int(on_disk.argmin())
         whole += bool(on_disk.all())
         written += int(on_disk.sum())

@@ -18,9 +18,6 @@ from kvoffload.supported import release_of
 
 FIRST_VERSION = (0, 31)
 """The first vLLM to which kvoffload gives a secondary tier."""
-BEFORE, AFTER = range(3), range(3, 6)
-"""Documents that are asked about before bytes on disk change, and after that. A server that has loaded a prompt might
-have it in memory."""
 HOST_BLOCKS = 20
 """Little more than one prompt has."""
 DISK_BYTES = 256 << 20
@@ -100,24 +97,31 @@ class Server(EngineProcess):
         return results
 
 
-def run_trials(config: ActConfig, out: Path, disk: Path, number: int, progress: Progress) -> Iterator[Trial]:
+def run_trials(
+    config: ActConfig, out: Path, disk: Path, number: int, progress: Progress, documents: int
+) -> Iterator[Trial]:
     """Runs the acts, the first of which has this ``number``: one server stores prompts in all tiers, and then one per
-    tier is asked for them. Yields what came of each tier."""
+    tier is asked for them. Yields what came of each tier.
+
+    Each is asked about so many ``documents`` before bytes on disk change, and about others after that: a server that
+    has loaded a prompt might have it in memory.
+    """
+    early, late = range(documents), range(documents, 2 * documents)
     with ExitStack() as opened:
 
         def start(tiers: Sequence[TierOnTrial], number: int) -> Server:
             return opened.enter_context(Server(config, tiers, disk, out / f"act-{number}.log"))
 
         server = start(TIERS, number)
-        server.ask_all([*BEFORE, *AFTER], f"act {number}  vLLM's own offloading", progress)
+        server.ask_all([*early, *late], f"act {number}  vLLM's own offloading", progress)
         # This releases folders and memory. The process, which has nothing left to do, ends later.
         server.call("end")
         # The second starts while the first does.
         servers = [(tier, act, start([tier], act)) for act, tier in enumerate(TIERS, number + 1)]
-        before = [server.ask_all(BEFORE, f"act {act}  {tier.name}", progress) for tier, act, server in servers]
+        before = [server.ask_all(early, f"act {act}  {tier.name}", progress) for tier, act, server in servers]
         change_bytes(disk)
         for (tier, act, server), found in zip(servers, before, strict=True):
-            yield Trial(tier.name, tier.is_ours, found, server.ask_all(AFTER, f"act {act}    bytes changed", progress))
+            yield Trial(tier.name, tier.is_ours, found, server.ask_all(late, f"act {act}    bytes changed", progress))
             server.call("end")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-LAYERS = 8
 HIDDEN = 512
 INTERMEDIATE = 1408
 HEADS = 8
@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
+    "num_hidden_layers": 8,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
@@ -46,10 +46,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_model(directory: Path, seed: int) -> int:
+def write_model(directory: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> int:
     """Writes ``config.json`` and ``model.safetensors`` into ``directory``. Returns the number of weights.
 
-    The same seed gives the same bytes on every machine.
+    ``config`` may have another number of layers. The same seed gives the same bytes on every machine.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -57,9 +57,9 @@ def write_model(directory: Path, seed: int) -> int:
         name: np.ones(shape, dtype=np.float32)
         if len(shape) == 1
         else rng.standard_normal(shape, dtype=np.float32) * np.float32(INITIALIZER_RANGE)
-        for name, shape in _shapes().items()
+        for name, shape in _shapes(config["num_hidden_layers"]).items()
     }
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_safetensors(directory / "model.safetensors", tensors)
     return sum(t.size for t in tensors.values())
 
@@ -87,9 +87,9 @@ def _config(directory: Path) -> dict[str, Any]:
     return text
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(layers: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for i in range(LAYERS):
+    for i in range(layers):
         layer = f"model.layers.{i}."
         shapes |= {
             layer + "input_layernorm.weight": (HIDDEN,),

@@ -7,15 +7,16 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from demo.act import ActResult, Progress, run_act
 from demo.engine import connector
 from demo.inside import DISK_BYTES, Trial, is_possible, run_trials
+from demo.model import CONFIG as MODEL
 from demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
 from demo.process import DemoError
 from demo.protocol import ActConfig, RequestResult
@@ -24,9 +25,6 @@ from demo.report import Report, make_report
 from demo.text import load_documents
 from kvoffload.units import format_bytes
 
-DOCUMENTS = 16
-DOCUMENT_BLOCKS = (12, 17)
-TURNS = 3
 FOLLOW_UP_EVERY = 3
 """After every third visit one more question is asked at once. It hits the device's own cache and leaves as much to
 compute as a hit in the host, so the two can be compared."""
@@ -35,10 +33,6 @@ BLOCK_SIZE = 128
 QUESTION_TOKENS = BLOCK_SIZE - ANSWER_TOKENS + 1
 """A question fills a block together with its answer, whose last token is sampled but not computed. So with a hit in any
 cache, only the new question is left to compute."""
-DEVICE_BLOCKS = 64
-"""8,192 tokens: room for four of the sixteen documents."""
-MAX_MODEL_LEN = 3072
-"""With a model whose limit is lower, documents and device cache are proportionally smaller."""
 CHARS_PER_TOKEN = 6
 """Common tokenizers have fewer characters per token on average."""
 QUESTIONS = (
@@ -57,6 +51,28 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much the demo asks about. Tests ask about less."""
+
+    documents: int = 16
+    document_blocks: tuple[int, int] = (12, 17)
+    """The lengths of the shortest and the longest document."""
+    turns: int = 3
+    """Questions about each document, beside follow-ups."""
+    trial_documents: int = 3
+    """Documents that each tier inside vLLM's own offloading is asked about before bytes change, and others after."""
+    device_blocks: int = 64
+    """8,192 tokens: room for four of the sixteen documents."""
+    max_model_len: int = 3072
+    """With a model whose limit is lower, documents and device cache are proportionally smaller."""
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
+    """The configuration of the random model."""
+
+
+USUAL = Sizes()
+
+
+@dataclass(frozen=True, slots=True)
 class ActPlan:
     """One act: the number in its log's name, its title, and the connector's configuration.
 
@@ -69,7 +85,9 @@ class ActPlan:
     is_restart: bool = False
 
 
-def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress) -> Report:
+def run_demo(
+    out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress, sizes: Sizes = USUAL
+) -> Report:
     """Runs the acts and returns the report. Leaves their logs, ``act-N.log``, and ``trace.jsonl`` in ``out``.
 
     While the demo runs, the disk tier's files are in ``out`` too. Raises DemoError if the demo cannot run.
@@ -79,10 +97,13 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
     out.mkdir(parents=True, exist_ok=True)
     trace = out.resolve() / TRACE_NAME
     trace.unlink(missing_ok=True)
-    with model_directory(model, seed) as directory, disk_directory(out, _pool_bytes(directory)) as disk:
-        config = make_config(directory, model is None, text, seed, DOCUMENTS, plan_visits())
+    with (
+        model_directory(model, seed, sizes.model) as directory,
+        disk_directory(out, _pool_bytes(directory, sizes)) as disk,
+    ):
+        config = make_config(directory, model is None, text, seed, sizes, plan_visits(sizes))
         acts: list[ActResult] = []
-        for plan in act_plans(_pool_bytes(directory), disk, trace):
+        for plan in act_plans(_pool_bytes(directory, sizes), disk, trace):
             answers = known_answers(acts[0].requests) if plan.is_restart else config.answers
             progress.begin(f"act {plan.number}  {plan.title}", answers.count(None) * (2 if plan.is_restart else 1))
             acts.append(
@@ -97,7 +118,7 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
         trials: list[Trial] = []
         if model is None and is_possible(acts[0].info):
             with disk_directory(out, 2 * DISK_BYTES) as disk:
-                trials += run_trials(config, out, disk, len(acts) + 1, progress)
+                trials += run_trials(config, out, disk, len(acts) + 1, progress, sizes.trial_documents)
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
     agreement = replay_act(trace, acts[1].requests)
     return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement, trials=trials)
@@ -137,27 +158,27 @@ def known_answers(requests: Sequence[RequestResult]) -> list[list[int] | None]:
     return [None if last[request.document] == request.index else request.output_tokens for request in requests]
 
 
-def plan_visits() -> list[tuple[int, int]]:
-    """Returns ``TURNS`` rounds of visits to all documents, some followed by another question at once."""
+def plan_visits(sizes: Sizes = USUAL) -> list[tuple[int, int]]:
+    """Returns ``turns`` rounds of visits to all documents, some followed by another question at once."""
     visits: list[tuple[int, int]] = []
-    for question in range(TURNS):
-        for document in range(DOCUMENTS):
+    for question in range(sizes.turns):
+        for document in range(sizes.documents):
             visits.append((document, question))
-            if (question * DOCUMENTS + document) % FOLLOW_UP_EVERY == 0:
-                visits.append((document, TURNS))
+            if (question * sizes.documents + document) % FOLLOW_UP_EVERY == 0:
+                visits.append((document, sizes.turns))
     return visits
 
 
-def document_blocks(max_model_len: int) -> tuple[int, int]:
+def document_blocks(sizes: Sizes, max_model_len: int) -> tuple[int, int]:
     """Returns the lengths of the shortest and the longest document, in blocks, which leave room for two questions per
     turn."""
-    room = max_model_len - 2 * TURNS * (QUESTION_TOKENS + ANSWER_TOKENS)
-    longest = max(1, min(DOCUMENT_BLOCKS[1], room // BLOCK_SIZE))
-    return -(-longest * DOCUMENT_BLOCKS[0] // DOCUMENT_BLOCKS[1]), longest
+    room = max_model_len - 2 * sizes.turns * (QUESTION_TOKENS + ANSWER_TOKENS)
+    longest = max(1, min(sizes.document_blocks[1], room // BLOCK_SIZE))
+    return -(-longest * sizes.document_blocks[0] // sizes.document_blocks[1]), longest
 
 
 @contextmanager
-def model_directory(model: Path | None, seed: int) -> Iterator[Path]:
+def model_directory(model: Path | None, seed: int, config: Mapping[str, Any] = MODEL) -> Iterator[Path]:
     """Yields the directory of ``model``, or of a small random model that is written for the time of the demo."""
     if model is not None:
         if not (model / "config.json").is_file():
@@ -166,7 +187,7 @@ def model_directory(model: Path | None, seed: int) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as temporary:
         directory = Path(temporary) / "tiny-llama"
-        write_model(directory, seed)
+        write_model(directory, seed, config)
         yield directory
 
 
@@ -189,23 +210,23 @@ def make_config(
     builtin: bool,
     text: Path | None,
     seed: int,
-    num_documents: int,
+    sizes: Sizes,
     visits: Sequence[tuple[int, int]] = (),
 ) -> ActConfig:
     """Returns the configuration of engines, without a connector, for the model in ``directory``."""
     tokenizer = not builtin and any(
         (directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     )
-    chars = DOCUMENT_BLOCKS[1] * BLOCK_SIZE * (CHARS_PER_TOKEN if tokenizer else 1)
-    documents = load_documents(text, num_documents, chars, seed)
+    chars = sizes.document_blocks[1] * BLOCK_SIZE * (CHARS_PER_TOKEN if tokenizer else 1)
+    documents = load_documents(text, sizes.documents, chars, seed)
     rng = random.Random(seed)
-    max_model_len = min(MAX_MODEL_LEN, max_positions(directory) or MAX_MODEL_LEN)
+    max_model_len = min(sizes.max_model_len, max_positions(directory) or sizes.max_model_len)
     return ActConfig(
         model=str(directory),
         tokenizer=tokenizer,
         token_offset=SPECIALS if builtin else 0,
         documents=[
-            (document.text, rng.randint(*document_blocks(max_model_len)) * BLOCK_SIZE) for document in documents
+            (document.text, rng.randint(*document_blocks(sizes, max_model_len)) * BLOCK_SIZE) for document in documents
         ],
         questions=list(QUESTIONS),
         visits=list(visits),
@@ -213,17 +234,17 @@ def make_config(
         answer_tokens=ANSWER_TOKENS,
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
-        device_blocks=DEVICE_BLOCKS * max_model_len // MAX_MODEL_LEN,
-        device_cache_gib=_gib(directory, DEVICE_BLOCKS * BLOCK_SIZE),
+        device_blocks=sizes.device_blocks * max_model_len // sizes.max_model_len,
+        device_cache_gib=_gib(directory, sizes.device_blocks * BLOCK_SIZE),
         seed=seed,
         connector=None,
         answers=[None] * len(visits),
     )
 
 
-def _pool_bytes(directory: Path) -> int:
+def _pool_bytes(directory: Path, sizes: Sizes) -> int:
     """Returns the bytes for every document up to its last turn."""
-    return GIB * _gib(directory, DOCUMENTS * MAX_MODEL_LEN)
+    return GIB * _gib(directory, sizes.documents * sizes.max_model_len)
 
 
 def _gib(directory: Path, tokens: int) -> int:

@@ -16,7 +16,7 @@ from demo.engine import connector
 from demo.model import kv_bytes_per_token
 from demo.process import DemoError
 from demo.protocol import ActConfig, EngineInfo, RequestResult
-from demo.run import BLOCK_SIZE, check_vllm, disk_directory, make_config, model_directory
+from demo.run import BLOCK_SIZE, Sizes, check_vllm, disk_directory, make_config, model_directory
 from demo.shared_report import (
     LOAD_DEADLINE_S,
     FaultResult,
@@ -27,13 +27,6 @@ from demo.shared_report import (
 )
 from demo.stores import STORE_BYTES, STORES, Fault, Servers, Store, StoreMissingError
 
-DOCUMENTS = 12
-"""Documents that the first server sees first."""
-BACK_DOCUMENTS = 4
-"""Documents that the second server sees first."""
-FAULT_DOCUMENTS = 6
-"""Documents that are asked about before, during and after each fault: more than device and host memory hold together,
-so that they come from the store."""
 NEW_DOCUMENTS = 1
 """Documents per fault that are seen for the first time during it, so that something is to be written."""
 HOST_BLOCKS = 48
@@ -52,8 +45,12 @@ class Plan:
     """What is asked about: documents by their numbers."""
 
     shared: range
+    """These the first server sees first."""
     back: range
+    """These the second server sees first."""
     faults: range
+    """Before, during and after each fault: more than device and host memory hold together, so that they come from the
+    store."""
     new: range
     """NEW_DOCUMENTS per fault."""
 
@@ -62,11 +59,11 @@ class Plan:
         return self.new.stop
 
 
-def make_plan(num_faults: int) -> Plan:
-    """Returns the plan for this many faults per store."""
-    back = range(DOCUMENTS, DOCUMENTS + BACK_DOCUMENTS)
-    new = range(back.stop, back.stop + NEW_DOCUMENTS * num_faults)
-    return Plan(range(DOCUMENTS), back, range(FAULT_DOCUMENTS), new)
+def make_plan(num_faults: int, shared: int = 12, back: int = 4, faults: int = 6) -> Plan:
+    """Returns the plan for this many faults per store, with so many documents."""
+    second = range(shared, shared + back)
+    new = range(second.stop, second.stop + NEW_DOCUMENTS * num_faults)
+    return Plan(range(shared), second, range(faults), new)
 
 
 class SharedDemo:
@@ -213,7 +210,8 @@ def run_shared_demo(
     out.mkdir(parents=True, exist_ok=True)
     with model_directory(None, seed) as model, disk_directory(out, 4 * STORE_BYTES) as work:
         plan = make_plan(NUM_FAULTS if faults else 0)
-        demo = SharedDemo(out, make_config(model, True, None, seed, plan.documents), options(model), plan, progress)
+        config = make_config(model, True, None, seed, Sizes(documents=plan.documents))
+        demo = SharedDemo(out, config, options(model), plan, progress)
         info, baseline = demo.baseline()
         report = SharedReport(
             model="random Llama, 24M float32 weights",
@@ -241,10 +239,10 @@ def run_shared_demo(
     return report
 
 
-def options(model: Path) -> dict[str, Any]:
+def options(model: Path, host_blocks: int = HOST_BLOCKS) -> dict[str, Any]:
     """Returns kvoffload's options for a server, without ``tiers``."""
     return {
-        "host_bytes": HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0),
+        "host_bytes": host_blocks * BLOCK_SIZE * (kv_bytes_per_token(model) or 0),
         "policy": "lru",
         "load_deadline_ms": 1000 * LOAD_DEADLINE_S,
     }

@@ -75,12 +75,9 @@ def test_a_small_disk_can_be_filled_and_is_gone_afterwards(tmp_path: Path) -> No
     assert not list(disk.iterdir())
 
 
-def test_one_tensor_of_the_replaced_weights_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "LAYERS", 2)
-    monkeypatch.setattr(model, "VOCAB", 16)
-    monkeypatch.setattr(model, "INTERMEDIATE", 16)
+def test_one_tensor_of_the_replaced_weights_differs(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    model.write_model(one, seed=3)
+    model.write_model(one, 3, model.CONFIG | {"num_hidden_layers": 2})
     faults.copy_folder(one, other)
     name = "model.layers.1.self_attn.k_proj.weight"
     faults.negate_tensor(other, name)

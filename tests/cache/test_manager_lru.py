@@ -271,13 +271,13 @@ CORRUPTIONS: dict[str, Callable[[LRUOffloadingManager], object]] = {
     "a slot taken without a block": lambda m: m.backend.allocate_blocks(keys("x")),
     "a block the policy forgot": lambda m: m.policy.remove(np.array([1])),
     "a block only the policy knows": lambda m: m.policy.insert(np.array([3]), keys("x")),
-    "fewer than no readers": lambda m: put(m._table.ref_cnt, 0, -2),
-    "an uncounted reader": lambda m: put(m._table.ref_cnt, 0, 1),
-    "a block marked as in use": lambda m: put(m._table.busy, 0, True),
-    "a block in use not marked": lambda m: put(m._table.busy, 2, False),
-    "another key in the slot": lambda m: put(m._table.key_of, 0, keys("x")[0]),
-    "readers of a free slot": lambda m: put(m._table.ref_cnt, 3, 1),
-    "one evictable too many": lambda m: setattr(m._table, "num_evictable", 3),
+    "fewer than no readers": lambda m: put(m.table.ref_cnt, 0, -2),
+    "an uncounted reader": lambda m: put(m.table.ref_cnt, 0, 1),
+    "a block marked as in use": lambda m: put(m.table.busy, 0, True),
+    "a block in use not marked": lambda m: put(m.table.busy, 2, False),
+    "another key in the slot": lambda m: put(m.table.key_of, 0, keys("x")[0]),
+    "readers of a free slot": lambda m: put(m.table.ref_cnt, 3, 1),
+    "one evictable too many": lambda m: setattr(m.table, "num_evictable", 3),
 }
 
 
@@ -379,7 +379,7 @@ def test_slots_in_transfer_come_back_when_their_transfers_end(call: str, by_leas
     manager.check_integrity()
     assert [(event.keys, event.removed) for event in manager.take_events()] == [([b"a", b"b"], True)]
     assert (manager.lookup([b"a"]), manager.num_used_blocks) == (0, 3)
-    assert manager.is_dropped(load).all()
+    assert manager.table.is_dropped(load.slots).all()
     again = manager.prepare_store([b"a", b"c", b"d"])
     assert again is not None
     assert again.keys_to_store == [b"d"], "in transfer, so that no completion can be taken for another's"
@@ -445,9 +445,10 @@ def test_blocks_in_the_medium_are_restored_least_recently_used_first() -> None:
 
 
 def test_a_reset_costs_little_compared_with_storing_the_blocks_that_it_drops() -> None:
-    """Measures this thread's CPU time, best of a few tries. A reset that looks at every key takes almost half."""
-    ratios = []
-    for _ in range(3):
+    """Measures this thread's CPU time. A reset that looks at every key takes almost half. Programs that use the caches
+    of the processor too make it longer, so there are several tries."""
+    ratio = 1.0
+    for _ in range(10):
         manager = LRUOffloadingManager(HostBackend(1, 300_000))
         names = [number.to_bytes(36, "big") for number in range(300_000)]
         begun = time.thread_time()
@@ -456,9 +457,11 @@ def test_a_reset_costs_little_compared_with_storing_the_blocks_that_it_drops() -
             manager.complete_store(names[start : start + 8192])
         stored = time.thread_time()
         manager.reset()
-        ratios.append((time.thread_time() - stored) / (stored - begun))
+        ratio = (time.thread_time() - stored) / (stored - begun)
         assert manager.lookup(names) == manager.num_used_blocks == 0
-    assert min(ratios) < 0.25
+        if ratio < 0.25:
+            break
+    assert ratio < 0.25
 
 
 def test_keys_that_found_their_bucket_full_are_forgotten_in_a_reset() -> None:

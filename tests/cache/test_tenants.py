@@ -75,7 +75,7 @@ def store(to: PolicyOffloadingManager, keys: list[OffloadKey], hints: Hints | No
 
 
 def present(of: PolicyOffloadingManager, keys: list[OffloadKey]) -> int:
-    return int(np.count_nonzero(of.states(keys) == LookupState.HIT))
+    return int(np.count_nonzero(of.table.states(keys) == LookupState.HIT))
 
 
 class TestOneTenant(PolicyConformance):
@@ -328,7 +328,7 @@ class Checked:
         keys = chain(name, self.rng.randrange(20), self.rng.randint(1, 12))
         context = ReqContext("r", hints=self.hints(name))
         self.of.touch(keys, context)
-        new = [each for each in keys if self.of.find([each])[0] < 0]
+        new = [each for each in keys if self.of.table.find([each])[0] < 0]
         can = self.can_store(name, keys, len(new))
         output = self.of.allocate(keys) if self.rng.random() < 0.2 else self.of.prepare_store(keys, context)
         if output is None:
@@ -344,10 +344,10 @@ class Checked:
         """Counts block by block whether there is room, as the documentation says."""
         policy = tenant_policy(self.of)
         t = NAMES.index(name)
-        table = self.of._table
+        table = self.of.table
         slots = table.slots()
         owner = policy.tenant_of[slots]
-        idle = ~table.busy[slots] & ~np.isin(slots, self.of.find(keys))
+        idle = ~table.busy[slots] & ~np.isin(slots, self.of.table.find(keys))
         count = [int(np.count_nonzero(owner == i)) for i in range(3)]
         free_of = [int(np.count_nonzero((owner == i) & idle)) for i in range(3)]
         own = free_of[t]
@@ -365,7 +365,7 @@ class Checked:
 
     def pin(self, name: str) -> None:
         keys = chain(name, self.rng.randrange(20), 4)
-        ready = [each for each in keys if self.of.states([each])[0] == LookupState.HIT]
+        ready = [each for each in keys if self.of.table.states([each])[0] == LookupState.HIT]
         if ready:
             self.pins.append(self.of.prepare_load(ready))
 
@@ -426,7 +426,7 @@ def test_an_early_eviction_of_another_tenants_block_is_found_at_once(monkeypatch
     of = manager(shares(4, (2, 0, 0)))
     assert store(of, chain("a", 0, 2))
     assert store(of, chain("b", 0, 2), Hints(2, drop=True))
-    slots = of.find([key("a", 0)])
+    slots = of.table.find([key("a", 0)])
     monkeypatch.setattr(HintedBlocks, "take", lambda self, n, busy, tenant: slots)
     with pytest.raises(IntegrityError, match="more blocks of a tenant leave early"):
         of.prepare_store(chain("b", 10, 1))
@@ -446,12 +446,12 @@ def test_damaged_tables_are_found(damage: str) -> None:
     assert store(of, chain("a", 0, 2))
     assert store(of, chain("b", 0, 2))
     policy = tenant_policy(of)
-    slot = int(of.find([key("a", 0)])[0])
+    slot = int(of.table.find([key("a", 0)])[0])
     mine = policy.tenants[0]
     if damage == "tenant":
         policy.tenant_of[slot] = 1
     elif damage == "place":
-        policy._place_of[slot] = policy._place_of[int(of.find([key("a", 1)])[0])]
+        policy._place_of[slot] = policy._place_of[int(of.table.find([key("a", 1)])[0])]
     elif damage == "count":
         mine.num_held += 1
     elif damage == "busy":

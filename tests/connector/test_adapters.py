@@ -237,10 +237,9 @@ def test_what_follows_a_part_of_a_device_block_is_not_stored() -> None:
         assert bool(meta.stores) is (name == "whole")
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_book, "MAX_KNOWN", 3)
-    monkeypatch.setattr(adapter_book, "MAX_ASKED", 2)
+def test_what_is_remembered_is_bounded() -> None:
     rig = rig_of()
+    rig.half.adapters.max_known, rig.half.adapters.max_asked = 3, 2
     for number in range(5):
         found(rig, number, b"digest", prompt(9), f"r{number}")
     assert [number for number in range(5) if rig.half.adapters.digests(Adapter(number, "")) is not None] == [2, 3, 4]
@@ -376,9 +375,9 @@ def test_a_question_that_is_never_answered_costs_one_wait() -> None:
     assert rig.look_up(using(1, prompt(9), "last")) == (0, False), "the answer is remembered"
 
 
-def test_a_lost_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_book, "MAX_ASKED", 1)
+def test_a_lost_question_is_asked_again() -> None:
     rig = rig_of()
+    rig.half.adapters.max_asked = 1
     assert rig.look_up(using(1, prompt(9), "one")) == (None, False)
     assert len(rig.step().questions) == 1
     rig.clock.now += 1.1

@@ -121,7 +121,7 @@ def asked_below(stored: list[int]) -> list[tuple[str, list[OffloadKey]]]:
         serve(used, of("a", stored[:end], f"writer{end}"))
         used.manager.executor.drain()
         used.step()
-    used.manager.host.drop(used.manager.host._table.key_of[used.manager.host._table.slots()[:1]].tolist())
+    used.manager.host.drop(used.manager.host.table.key_of[used.manager.host.table.slots()[:1]].tolist())
     calls: list[tuple[str, list[OffloadKey]]] = []
     tier = used.manager.tier
     for name in ("contains", "read"):
@@ -183,7 +183,7 @@ class Server:
 
     def held(self, keys: list[OffloadKey]) -> list[int]:
         """Returns how many of ``keys`` host and tiers hold."""
-        states = [self.manager.host.states(keys), *(tier.tier.contains(keys) for tier in self.manager.tiers)]
+        states = [self.manager.host.table.states(keys), *(tier.tier.contains(keys) for tier in self.manager.tiers)]
         return [int(np.count_nonzero(each == LookupState.HIT)) for each in states]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from demo.act import ActResult
-from demo.inside import AFTER, BEFORE, Trial
+from demo.inside import Trial
 from demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
 from demo.report import Report, make_report
-from demo.run import TURNS, known_answers, plan_visits
+from demo.run import USUAL, known_answers, plan_visits
 
 INFO = EngineInfo("0.0.0", "CPU, 2 cores", 20.0)
 TTFT = {Source.RECOMPUTE: 700.0, Source.DEVICE: 40.0, Source.HOST: 60.0, Source.DISK: 90.0}
@@ -21,7 +21,7 @@ POOL_BLOCKS = 512
 
 
 def _request(index: int, document: int, question: int, offload: bool) -> RequestResult:
-    follow_up = question == TURNS
+    follow_up = question == USUAL.turns
     device = 1920 if follow_up else 0
     host = 1920 if offload and not follow_up and question > 0 else 0
     source = classify(PROMPT_TOKENS, device, host, 0)
@@ -87,10 +87,10 @@ def make_trials(baseline: ActResult) -> list[Trial]:
         return [replace(first[document], index=document, **changes) for document in documents]
 
     found = {"disk_tokens": 1920, "source": Source.DISK}
-    before = asked(BEFORE, **found)
+    before = asked(range(3), **found)
     return [
-        Trial("theirs", False, before, asked(AFTER, **found, output_tokens=[0, 0, 0])),
-        Trial("ours", True, before, asked(AFTER)),
+        Trial("theirs", False, before, asked(range(3, 6), **found, output_tokens=[0, 0, 0])),
+        Trial("ours", True, before, asked(range(3, 6))),
     ]
 
 

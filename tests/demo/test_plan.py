@@ -20,24 +20,24 @@ def test_there_are_at_least_sixty_requests() -> None:
 def test_a_document_is_evicted_before_it_returns() -> None:
     last: dict[int, int] = {}
     for at, (document, question) in enumerate(run.plan_visits()):
-        if question != run.TURNS and document in last:
+        if question != run.USUAL.turns and document in last:
             between = {d for d, _ in run.plan_visits()[last[document] + 1 : at]} - {document}
-            smallest = len(between) * run.DOCUMENT_BLOCKS[0] * run.BLOCK_SIZE
-            assert smallest > 2 * run.DEVICE_BLOCKS * run.BLOCK_SIZE
+            smallest = len(between) * run.USUAL.document_blocks[0] * run.BLOCK_SIZE
+            assert smallest > 2 * run.USUAL.device_blocks * run.BLOCK_SIZE
         last[document] = at
 
 
 def test_a_follow_up_is_asked_at_once() -> None:
     visits = run.plan_visits()
-    follow_ups = [i for i, (_, question) in enumerate(visits) if question == run.TURNS]
+    follow_ups = [i for i, (_, question) in enumerate(visits) if question == run.USUAL.turns]
     assert len(follow_ups) >= 10
-    assert all(visits[i - 1][0] == visits[i][0] and visits[i - 1][1] != run.TURNS for i in follow_ups)
+    assert all(visits[i - 1][0] == visits[i][0] and visits[i - 1][1] != run.USUAL.turns for i in follow_ups)
 
 
 def test_after_the_restart_each_document_is_asked_once(baseline: ActResult) -> None:
     answers = run.known_answers(baseline.requests)
     asked = [request for request, answer in zip(baseline.requests, answers, strict=True) if answer is None]
-    assert sorted(request.document for request in asked) == list(range(run.DOCUMENTS))
+    assert sorted(request.document for request in asked) == list(range(run.USUAL.documents))
     for request, answer in zip(baseline.requests, answers, strict=True):
         later = [r for r in baseline.requests[request.index + 1 :] if r.document == request.document]
         assert (answer is None) == (not later)
@@ -63,14 +63,14 @@ def test_a_full_disk_is_reported_before_anything_runs(tmp_path: Path) -> None:
 
 
 def test_every_prompt_fits() -> None:
-    for max_model_len in (1024, 2048, run.MAX_MODEL_LEN):
-        longest = run.document_blocks(max_model_len)[1] * run.BLOCK_SIZE
-        assert longest + 2 * run.TURNS * (run.QUESTION_TOKENS + run.ANSWER_TOKENS) <= max_model_len
-    assert run.document_blocks(run.MAX_MODEL_LEN) == run.DOCUMENT_BLOCKS
+    for max_model_len in (1024, 2048, run.USUAL.max_model_len):
+        longest = run.document_blocks(run.USUAL, max_model_len)[1] * run.BLOCK_SIZE
+        assert longest + 2 * run.USUAL.turns * (run.QUESTION_TOKENS + run.ANSWER_TOKENS) <= max_model_len
+    assert run.document_blocks(run.USUAL, run.USUAL.max_model_len) == run.USUAL.document_blocks
 
 
 def test_every_question_is_cut_to_the_same_length() -> None:
-    assert len(run.QUESTIONS) == run.TURNS + 1
+    assert len(run.QUESTIONS) == run.USUAL.turns + 1
     assert min(len(question.encode()) for question in run.QUESTIONS) >= run.QUESTION_TOKENS
 
 
@@ -78,7 +78,7 @@ def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> Non
     write_model(tmp_path, seed=0)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    act = run.make_config(tmp_path, True, None, 0, run.DOCUMENTS, run.plan_visits())
+    act = run.make_config(tmp_path, True, None, 0, run.USUAL, run.plan_visits())
     assert act.max_model_len == 1024
     lengths = [tokens + run.QUESTION_TOKENS for _, tokens in act.documents]
     room = act.device_blocks * act.block_size

@@ -117,9 +117,10 @@ def test_bypassing_the_page_cache_is_claimed_only_if_it_happened(
 ) -> None:
     restart.summary = replace(restart.summary, direct_io=direct_io)
     report = make_report([baseline, offload, restart], "made up", 0)
-    for text in (render_page(report), terminal_text(report)):
+    page = render_page(report)
+    for text in (page, terminal_text(report)):
         assert ("may be those of memory" in text) is not direct_io
-    assert ("O_DIRECT" in render_page(report)) is direct_io
+    assert ("O_DIRECT" in page) is direct_io
 
 
 def terminal_text(report: Report) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvoffload.cli import doctor as command
 from kvoffload.cli import group
 from kvoffload.doctor.examine import Effort
 from kvoffload.doctor.findings import Finding
@@ -60,9 +59,8 @@ class Diagnosis:
 
 def diagnose(options: Mapping[str, Any], *arguments: str, effort: Effort = QUICK) -> Diagnosis:
     """Runs the command with ``--json``."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "EFFORT", effort)
-        result = CliRunner().invoke(group(), ["doctor", "--json", "--config", json.dumps(options), *arguments])
+    given = ["doctor", "--json", "--config", json.dumps(options), *arguments]
+    result = CliRunner().invoke(group(), given, obj=effort)
     assert result.exit_code in (0, 1), result.output
     report = json.loads(result.stdout)
     assert report["exit_status"] == result.exit_code

@@ -18,7 +18,7 @@ from kvoffload.cli import group
 from kvoffload.config import OffloadConfig
 from kvoffload.doctor import configuration
 from kvoffload.doctor.examine import Examination
-from kvoffload.doctor.findings import Area, Finding, Level, Secrets, split_fix
+from kvoffload.doctor.findings import Finding, Level, Secrets, split_fix
 from kvoffload.doctor.process import CheckProcess, Ending, Outcome, Report, _Clock
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
@@ -158,11 +158,9 @@ def printed(findings: list[Finding], width: int, encoding: str = "utf-8") -> str
 
 
 FOUND = [
-    Finding("a.b", Level.OK, Area.MACHINE, "all is well"),
-    Finding(
-        "a.c", Level.PROBLEM, Area.MACHINE, "a long sentence that must be wrapped " * 4, "run /a/path/that-is-long"
-    ),
-    Finding("a.d", Level.WARNING, Area.TIER, "slow", "faster", "disk"),
+    Finding("memory.b", Level.OK, "all is well"),
+    Finding("memory.c", Level.PROBLEM, "a long sentence that must be wrapped " * 4, "run /a/path/that-is-long"),
+    Finding("tier.d", Level.WARNING, "slow", "faster", "disk"),
 ]
 
 
@@ -192,7 +190,7 @@ def test_secrets_are_hidden() -> None:
     secrets = Secrets(options, {"AWS_SECRET_ACCESS_KEY": "abcdefghij", "HOME": "/root", "TOKENIZERS_PARALLELISM": "no"})
     text = "sesame rediss://user:pa%20ss@host:1/0 abcdefghij /a/key /root no"
     assert secrets.hide(text) == "*** rediss://user:***@host:1/0 *** /a/key /root no"
-    hidden = secrets.hide_in(Finding("a", Level.NOTE, Area.TIER, "sesame", "sesame!", figures={"x": "sesame", "y": 1}))
+    hidden = secrets.hide_in(Finding("tier.a", Level.NOTE, "sesame", "sesame!", figures={"x": "sesame", "y": 1}))
     assert (hidden.text, hidden.fix, dict(hidden.figures)) == ("***", "***!", {"x": "***", "y": 1})
 
 
@@ -305,22 +303,19 @@ def test_a_busy_machine_is_not_taken_for_a_medium_that_hangs() -> None:
     assert (hung.ending, hung.stage) == (Ending.HUNG, "waits for ever")
 
 
-def test_threads_that_wait_side_by_side_do_not_hide_one_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_wait_side_by_side_do_not_hide_one_that_hangs(tmp_path: Path) -> None:
     """Two of three threads wait for a processor for 60% of the time."""
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tasks = tmp_path / "tasks"
 
     def wait(seconds: float) -> None:
         now[0] += seconds
         for name, share in (("1", 0.0), ("2", 0.6), ("3", 0.6)):
-            (tmp_path / name).mkdir(exist_ok=True)
-            (tmp_path / name / "schedstat").write_text(f"0 {int((now[0] - 100.0) * share * 1e9)} 1\n")
-            (tmp_path / name / "stat").write_text(f"{name} (python) S 1")
+            (tasks / name).mkdir(parents=True, exist_ok=True)
+            (tasks / name / "schedstat").write_text(f"0 {int((now[0] - 100.0) * share * 1e9)} 1\n")
+            (tasks / name / "stat").write_text(f"{name} (python) S 1")
 
-    clock, outcome = _Clock(os.getpid(), 1.0), Outcome()
-    clock._tasks, clock._threads = tmp_path, {}
+    clock, outcome = _Clock(tasks, 1.0, lambda: now[0]), Outcome()
     wait(2.0)
     assert clock.ending(outcome) is None
     wait(1.0)

@@ -160,11 +160,10 @@ def small_group() -> Iterator[Path]:
 
 
 MAIN = """
-from kvoffload.cli import doctor, main
+from kvoffload.cli import group
 from kvoffload.doctor.examine import Effort
 
-doctor.EFFORT = Effort(measure_s=0.01, pool_bytes=4 << 20)
-main()
+group()(obj=Effort(measure_s=0.01, pool_bytes=4 << 20))
 """
 
 

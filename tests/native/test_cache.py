@@ -361,8 +361,7 @@ def drive_lists(rng: random.Random, pairs: list[Twins], capacity: int) -> None:
         elif action == 4 and not shares_clock:
             twins.call("pop_oldest", rng.randint(-1, capacity + 1), busy)
         elif action == 5:
-            before = rng.choice([NO_END, rng.randint(0, max(1, clock.now or 5 * capacity))])
-            gone, at = twins.call("pop_with_positions", rng.randint(0, capacity), busy, before)
+            gone, at = twins.call("pop_with_positions", rng.randint(0, capacity), busy)
             popped = {slot: (position, twins) for slot, position in zip(gone.tolist(), at.tolist(), strict=True)}
             if rng.random() < 0.5:
                 back = some(rng, popped)
@@ -420,9 +419,9 @@ class MisplacedTable(PlainBlockTable):
 class HastyList(reference.RecencyList):
     """Skips busy members beyond the last one that it removes."""
 
-    def pop_with_positions(self, n: int, busy: Any, before: int = NO_END) -> Any:
-        popped = super().pop_with_positions(n, busy, before)
-        self.put_back(*super().pop_with_positions(1, busy, before))
+    def pop_with_positions(self, n: int, busy: Any) -> Any:
+        popped = super().pop_with_positions(n, busy)
+        self.put_back(*super().pop_with_positions(1, busy))
         return popped
 
 

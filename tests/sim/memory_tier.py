@@ -6,7 +6,7 @@ import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvoffload.tiers.executor import Executor
 from tests.sim.executor import SteppedExecutor
 
 
+@dataclass(slots=True, eq=False)
 class StoredBlock:
     """A block of MemoryTier. ``raw``: its bytes, one buffer per rank."""
 

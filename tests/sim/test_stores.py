@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.tier_conformance import DEADLINE_S, TierConformance, make_pools
+from kvoffload.testing.tier_conformance import DEADLINE_S, SharedTierConformance, make_pools
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.memory import SeparateBuffers
@@ -34,7 +34,7 @@ from tests.sim.stores import (
 FINGERPRINT = "0f" * 32
 
 
-class TestRemoteTierOnASimulatedStore(TierConformance):
+class TestRemoteTierOnASimulatedStore(SharedTierConformance):
     @pytest.fixture(autouse=True)
     def without_tiers(self) -> None:
         self.channels: dict[int, SimulatedChannel] = {}

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from kvoffload.abc import LoadStoreSpec, LookupState, OffloadKey, ReqContext, Slots, States, Tier, TierResult
+from kvoffload.abc import LookupState, OffloadKey, ReqContext, Slots, States, Tier, TierResult
 from kvoffload.cache.keys import key_group_idx
-from kvoffload.cache.slots import HOST_MEDIUM
 from tests.sim.engine import ModelEngine
 
 
@@ -185,5 +184,5 @@ class TierWatch:
             status = host.block_status(key)
             is_in_transfer = status is not None and status.slot == slot and status.ref_cnt != 0
             # A block that was dropped keeps its slot until its transfer has ended.
-            if not is_in_transfer and not host.is_dropped(LoadStoreSpec(HOST_MEDIUM, np.array([slot])))[0]:
+            if not is_in_transfer and not host.table.dropped[slot]:
                 raise SlotTaken(f"slot {slot} of block {key.hex()}")

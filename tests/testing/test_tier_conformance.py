@@ -16,7 +16,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.tier_conformance import TierConformance
+from kvoffload.testing.tier_conformance import SharedTierConformance, TierConformance
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
@@ -61,7 +61,7 @@ class TestAskingTier(MemoryTierConformance):
     tier_class = AskingTier
 
 
-class PlainSharedTierConformance(TierConformance):
+class PlainSharedTierConformance(SharedTierConformance):
     """The suite for PlainSharedTier and its subclasses with a bug."""
 
     shared_class: type[PlainSharedTier] = PlainSharedTier

@@ -219,7 +219,7 @@ def history(make_tier: Any, seed: int) -> tuple[set[OffloadKey], set[OffloadKey]
     apply(index, list(manager.take_events()))
     everything = [key for keys in chains for key in keys]
     held = {key for key, state in zip(everything, tier.contains(everything).tolist(), strict=True) if state == 1}
-    assert index[None] == {key for key in everything if host.find([key])[0] >= 0}
+    assert index[None] == {key for key in everything if host.table.find([key])[0] >= 0}
     return index[tier.name], held
 
 

@@ -189,18 +189,12 @@ def test_a_result_has_the_number_of_bytes_copied() -> None:
     assert transfer.poll(busy=False) == [], "a result is reported once"
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is one device block of these small layouts."""
-    monkeypatch.setattr(inline, "PIECE_BYTES", 1)
-
-
 @pytest.mark.parametrize(("busy", "per_poll"), [(True, 3), (False, 8)])
 def test_a_busy_step_copies_for_a_share_of_its_time(busy: bool, per_poll: int) -> None:
     views = merged_layers()
     pool = make_pool(views, 1, num_slots=8)
     clock = Clock()
-    transfer = InlineTransfer([PageGroup(views)], pool, clock)
+    transfer = InlineTransfer([PageGroup(views)], pool, clock, piece_bytes=1)
     transfer.submit(1, job(range(4), range(4)), is_store=True)
     transfer.submit(2, job(range(4, 8), range(4, 8)), is_store=True)
     copied, ended = [], []
@@ -219,16 +213,16 @@ def test_a_busy_step_copies_for_a_share_of_its_time(busy: bool, per_poll: int) -
 
 def test_a_busy_step_copies_at_least_one_piece() -> None:
     views = merged_layers()
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes=1)
     transfer.submit(1, job([0, 1], [0, 1]), is_store=False)
     polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
     assert polls == [[], [1], []]
 
 
-def test_a_piece_takes_blocks_of_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_takes_blocks_of_several_jobs() -> None:
     views = merged_layers()
-    monkeypatch.setattr(inline, "PIECE_BYTES", 3 * len(block(views, 0)))
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
+    piece_bytes = 3 * len(block(views, 0))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes)
     transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
     transfer.submit(2, job([], []), is_store=True)
     transfer.submit(3, job([2, 3], [2, 3]), is_store=True)
@@ -237,12 +231,10 @@ def test_a_piece_takes_blocks_of_several_jobs(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("blocks", "polls"), [(1, 4), (1.5, 2), (3, 2), (4, 1), (100, 1)])
-def test_a_piece_is_as_many_whole_blocks_as_it_needs(
-    blocks: float, polls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_is_as_many_whole_blocks_as_it_needs(blocks: float, polls: int) -> None:
     views = merged_layers()
-    monkeypatch.setattr(inline, "PIECE_BYTES", int(blocks * len(block(views, 0))))
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
+    piece_bytes = int(blocks * len(block(views, 0)))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes)
     transfer.submit(1, job(range(4), range(4)), is_store=True)
     ended = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(polls)]
     assert ended == [[]] * (polls - 1) + [[1]]
@@ -250,7 +242,7 @@ def test_a_piece_is_as_many_whole_blocks_as_it_needs(
 
 def test_loads_go_before_stores() -> None:
     views = merged_layers()
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock(), piece_bytes=1)
     transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
     transfer.submit(2, job([2, 3], [2, 3]), is_store=False)
     transfer.submit(3, job([4], [4]), is_store=False)
@@ -273,7 +265,7 @@ def test_waiting_finishes_only_the_given_jobs() -> None:
 def test_waiting_finishes_a_job_that_a_busy_step_began() -> None:
     views = merged_layers()
     pool = make_pool(views, 1)
-    transfer = InlineTransfer([PageGroup(views)], pool, Clock())
+    transfer = InlineTransfer([PageGroup(views)], pool, Clock(), piece_bytes=1)
     transfer.submit(1, job(range(5), range(5)), is_store=True)
     assert transfer.poll(busy=True) == []
     transfer.wait([1])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_harness import Runner, set_up_demo
+from vllm_harness import DEMO_MODEL, Runner, set_up_demo
 
 from demo import inside, process
 from demo import run as demo_run
@@ -19,6 +19,16 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not demo_run.vllm_installed(), reason="vLLM is not installed"),
 ]
+
+SMALL = demo_run.Sizes(
+    documents=4,
+    document_blocks=(4, 5),
+    turns=2,
+    trial_documents=2,
+    device_blocks=14,
+    max_model_len=1280,
+    model=DEMO_MODEL,
+)
 
 
 class Seen:
@@ -48,20 +58,13 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return next(starts)(*arguments)
 
     monkeypatch.setattr(process, "start_process", start_process)
-    monkeypatch.setattr(demo_run, "DOCUMENTS", 4)
-    for name, documents in ("BEFORE", range(2)), ("AFTER", range(2, 4)):
-        monkeypatch.setattr(inside, name, documents)
-    monkeypatch.setattr(demo_run, "TURNS", 2)
-    monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (4, 5))
-    monkeypatch.setattr(demo_run, "MAX_MODEL_LEN", 1280)
-    monkeypatch.setattr(demo_run, "DEVICE_BLOCKS", 14)
     seen = Seen()
-    report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
+    report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen, sizes=SMALL)
     assert report.failures == []
     assert seen.acts == [f"act {number}" for number in (1, 2, 3, 4, 5, 6, 5, 6)]
-    assert len(report.offload.requests) == len(demo_run.plan_visits())
+    assert len(report.offload.requests) == len(demo_run.plan_visits(SMALL))
     tried = 4 * (1 + len(inside.TIERS))
-    assert seen.requests == 2 * len(demo_run.plan_visits()) + 2 * len(report.restart.requests) + tried
+    assert seen.requests == 2 * len(demo_run.plan_visits(SMALL)) + 2 * len(report.restart.requests) + tried
     assert len(report.restart.control) == 4
     assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
     assert report.ttft_ms[Source.HOST].count == 4

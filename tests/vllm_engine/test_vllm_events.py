@@ -19,7 +19,6 @@ from kvoffload.abc import BlockDescription, KVGroup, MissReason, OffloadingEvent
 from kvoffload.cache.keys import NAMESPACE_BYTES, make_offload_key
 from kvoffload.connector.parts import Parts
 from kvoffload.observe.metrics import METRICS
-from kvoffload.vllm import events as events_module
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 
@@ -47,11 +46,11 @@ def key(i: int, part: int = 0) -> OffloadKey:
     return make_offload_key(bytes(NAMESPACE_BYTES) + block_hash(i), part)
 
 
-def translator(lookahead: int = 0, num_parts: int = 1) -> EventTranslator:
+def translator(lookahead: int = 0, num_parts: int = 1, **options: Any) -> EventTranslator:
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [SimpleNamespace(group=KVGroup(TOKENS, lookahead=lookahead), spec=spec)]
     layout: Any = SimpleNamespace(groups=groups, parts=Parts((num_parts,)))
-    return EventTranslator(layout)
+    return EventTranslator(layout, **options)
 
 
 def in_host(*numbers: int, removed: bool = False) -> OffloadingEvent:
@@ -134,9 +133,8 @@ def test_contents_are_kept_until_the_block_has_left_host_memory() -> None:
     assert event.token_ids, "it has come back"
 
 
-def test_contents_are_bounded_and_not_kept_without_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "MAX_CONTENTS", 2)
-    made = translator()
+def test_contents_are_bounded_and_not_kept_without_tiers() -> None:
+    made = translator(max_contents=2)
     list(made.translate([in_host(0, 1, 2)], True))
     known, unknown = made.translate([in_tier(0, 1, 2)], True)
     assert (len(known.block_hashes), len(unknown.block_hashes)) == (2, 1)

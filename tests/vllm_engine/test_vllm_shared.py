@@ -16,15 +16,14 @@ import pytest
 pytest.importorskip("vllm.version")
 from test_vllm_disk import num_records
 from test_vllm_ranks import PARALLEL, TWO_RANKS
-from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences, eventually, set_up_demo
+from vllm_harness import DEADLINE_S, DEMO_MODEL, POOL, Run, Runner, assert_at_rest, differences, eventually, set_up_demo
 
-from demo import process, shared_run
-from demo import run as demo_run
+from demo import process
 from demo.process import kill_session
 from demo.protocol import EngineInfo, RequestResult
-from demo.run import model_directory
+from demo.run import Sizes, make_config, model_directory
 from demo.shared_report import SharedReport, StoreResult, hit_tokens
-from demo.shared_run import SharedDemo
+from demo.shared_run import SharedDemo, make_plan, options
 from demo.stores import STORES, MooncakeStore
 from kvoffload.testing.scale import SCALE
 
@@ -86,16 +85,13 @@ def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         set_up_demo(patch)
-        model = stack.enter_context(model_directory(None, seed=7))
+        model = stack.enter_context(model_directory(None, 7, DEMO_MODEL))
         patch.setattr(process, "start_process", run.parent(os.environ).start_process)
+        plan = make_plan(0, shared=5, back=1)
         # More blocks than device and host memory hold together.
-        for name, value in {"DOCUMENTS": 5, "BACK_DOCUMENTS": 1, "HOST_BLOCKS": 24}.items():
-            patch.setattr(shared_run, name, value)
-        for name, blocks in {"DOCUMENT_BLOCKS": (8, 9), "DEVICE_BLOCKS": 26}.items():
-            patch.setattr(demo_run, name, blocks)
-        plan = shared_run.make_plan(0)
-        config = demo_run.make_config(model, True, None, 7, plan.documents)
-        demo = SharedDemo(out, config, shared_run.options(model) | PATIENT, plan, Quiet())
+        sizes = Sizes(documents=plan.documents, document_blocks=(8, 9), device_blocks=26)
+        config = make_config(model, True, None, 7, sizes)
+        demo = SharedDemo(out, config, options(model, host_blocks=24) | PATIENT, plan, Quiet())
         yield Started(demo, *demo.baseline())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_harness import (
     GEMMA3,
     POOL,
     WHOLE_PROMPTS,
+    Run,
     Runner,
     assert_at_rest,
     assert_computed_whole,
@@ -63,7 +65,18 @@ def overlaid(case: tuple[str, str]) -> dict[str, Any]:
     environment = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": runner}
     if runner == "0":
         return {"environment": environment}
-    return {"environment": environment | {"TRITON_INTERPRET": "1"}, "max_tokens": 24}
+    smaller = {"max_tokens": 12} if SCALE <= 1 else {}
+    return {"environment": environment | {"TRITON_INTERPRET": "1"}, **smaller}
+
+
+@pytest.fixture(scope="module")
+def run_version(run: Runner, overlaid: dict[str, Any]) -> Callable[..., Run]:
+    """Runs a scenario with that version."""
+
+    def run_it(scenario: str, **config: Any) -> Run:
+        return run(scenario, **overlaid | config)
+
+    return run_it
 
 
 @pytest.fixture
@@ -74,16 +87,18 @@ def not_interpreted(case: tuple[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(run: Runner, version: str, overlaid: dict[str, Any]) -> list[Any]:
+def answers(run_version: Callable[..., Run], version: str) -> list[Any]:
     """The answers of that version without kvoffload."""
-    result = run("rounds", rounds=1, **overlaid)
+    result = run_version("rounds", rounds=1)
     assert result["vllm"].startswith(version)
     assert result["preemptions"] > 0
     return list(result["outputs"][0])
 
 
-def test_outputs_are_identical(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any]) -> None:
-    result = run("rounds", rounds=2, connector=POOL, slow=1, engine={"max_num_batched_tokens": 96}, **overlaid)
+def test_outputs_are_identical(
+    run_version: Callable[..., Run], version: str, overlaid: dict[str, Any], answers: list[Any]
+) -> None:
+    result = run_version("rounds", rounds=2, connector=POOL, slow=1, engine={"max_num_batched_tokens": 96})
     assert result["vllm"].startswith(version)
     for got in result["outputs"]:
         assert differences(got, answers) == []
@@ -94,22 +109,29 @@ def test_outputs_are_identical(run: Runner, version: str, overlaid: dict[str, An
     assert ("Using V2 Model Runner" in result.log) == (overlaid["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "1")
 
 
-def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
-    result = run("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector", **overlaid)
+def test_corrupted_bytes_change_outputs(run_version: Callable[..., Run], answers: list[Any]) -> None:
+    result = run_version("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector")
     assert len(differences(result["outputs"][1], answers)) == len(answers)
 
 
 @pytest.mark.usefixtures("not_interpreted")
 @pytest.mark.parametrize("kind", WHOLE_PROMPTS)
-def test_answers_about_whole_prompts_use_no_offloaded_blocks(run: Runner, overlaid: dict[str, Any], kind: str) -> None:
+def test_answers_about_whole_prompts_use_no_offloaded_blocks(run_version: Callable[..., Run], kind: str) -> None:
     """Before 0.31 vLLM would take an offer for them."""
-    right = run("whole_prompts", **WHOLE_PROMPTS[kind], **overlaid)["outputs"]
-    result = run("whole_prompts", connector=POOL, **WHOLE_PROMPTS[kind], **overlaid)
+    right = run_version("whole_prompts", **WHOLE_PROMPTS[kind])["outputs"]
+    result = run_version("whole_prompts", connector=POOL, **WHOLE_PROMPTS[kind])
     assert_computed_whole(result, right)
 
 
 @pytest.mark.usefixtures("not_interpreted")
-def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any], tmp_path: Path) -> None:
+def test_the_disk_tier(
+    run: Runner,
+    run_version: Callable[..., Run],
+    version: str,
+    overlaid: dict[str, Any],
+    answers: list[Any],
+    tmp_path: Path,
+) -> None:
     """Served if requests can wait, otherwise refused with the reason and the fix."""
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
     connector["load_deadline_ms"] = 1000 * DEADLINE_S
@@ -123,16 +145,16 @@ def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answ
         )
         return
     for _ in range(2):
-        result = run("rounds", rounds=1, close=True, connector=connector, **overlaid)
+        result = run_version("rounds", rounds=1, close=True, connector=connector)
         assert differences(result["outputs"][0], answers) == []
         assert_at_rest(result.result)
     assert result["metrics"]["tier_hit_tokens:disk"] > 0
 
 
 @pytest.mark.usefixtures("not_interpreted")
-def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
+def test_a_storm(run_version: Callable[..., Run], answers: list[Any]) -> None:
     """Preemptions, aborts, resets and failing copies, all at once in a small pool."""
-    result = run("storm", seed=2, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.3, **overlaid)
+    result = run_version("storm", seed=2, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.3)
     assert result["left"] == 0
     for index, (tokens, logprobs) in result["answers"]:
         right = [part[: len(tokens)] for part in answers[index]]
@@ -143,19 +165,19 @@ def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> N
 
 
 @pytest.mark.usefixtures("not_interpreted")
-def test_several_groups(run: Runner, overlaid: dict[str, Any]) -> None:
-    (expected,) = run("rounds", rounds=1, **GEMMA3, **overlaid)["outputs"]
-    result = run("rounds", rounds=3, **GEMMA3, connector=POOL, slow=2, failing=0.5, **overlaid)
+def test_several_groups(run_version: Callable[..., Run]) -> None:
+    (expected,) = run_version("rounds", rounds=1, **GEMMA3)["outputs"]
+    result = run_version("rounds", rounds=3, **GEMMA3, connector=POOL, slow=2, failing=0.5)
     for got in result["outputs"]:
         assert differences(got, expected) == []
     assert result["metrics"]["load_failures"] > 0
     assert_at_rest(result.result)
 
 
-def test_kv_belongs_to_the_bytes_of_an_adapter(run: Runner, overlaid: dict[str, Any]) -> None:
+def test_kv_belongs_to_the_bytes_of_an_adapter(run_version: Callable[..., Run]) -> None:
     plays = [("first", "a", 1, 1, "load"), ("other", "a", 2, 2, ""), ("back", "a", 3, 1, "")]
     patient = POOL | {"load_deadline_ms": 1000 * DEADLINE_S}
-    result = run("adapters", connector=patient, plays=plays, prompts=2, **overlaid)
+    result = run_version("adapters", connector=patient, plays=plays, prompts=2)
     for name, *_ in plays:
         assert differences(result["answers"][name], result["answers"][f"right {name}"]) == [], name
         assert (result["counts"][name]["host_hit_tokens"] > 0) is (name == "back")

@@ -503,9 +503,8 @@ def test_a_loaded_adapter_that_cannot_be_read_concerns_no_other(caplog: pytest.L
 
 
 def test_adapters_remembered_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters_module, "MAX_READ", 3)
     monkeypatch.setattr(adapters_module, "is_settled", lambda state, now: True)
-    watch = WorkerAdapters(Manager())
+    watch = WorkerAdapters(Manager(), max_read=3)
     for number in range(1, 9):
         ask(watch, lora_file(tmp_path / str(number), number, number))
     assert len(watch._files) == len(watch._read) == 3

@@ -86,7 +86,7 @@ class ReuseFilter(Admission):
             self._forget(np.array(forgotten, dtype=np.int64))
 
     def _not_counted(self, keys: Iterable[int], request: str) -> list[int]:
-        """Returns those of ``keys`` that were not counted for the request yet, and counts them from now on."""
+        """Returns the ``keys`` not yet counted for the request, and counts them from now on."""
         seen = self._seen.setdefault(request, set())
         self._seen.move_to_end(request)
         fresh = [key for key in keys if key not in seen]
@@ -181,7 +181,7 @@ def FilterReusedOffloadingManager(
     max_tracker_size: int = 64_000,
     request_of: Callable[[str], str] = str,
 ) -> OffloadingManager:
-    """Returns ``backing``, which from now on stores only what a ReuseFilter with these arguments accepts.
+    """Returns ``backing``, which from now on stores only keys that a ReuseFilter with these arguments accepts.
 
     Raises ValueError for a wrong argument, ConfigError if ``backing`` takes no admission.
     """

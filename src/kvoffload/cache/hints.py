@@ -16,7 +16,7 @@ from kvoffload.abc import Hints, IntegrityError, Slots
 from kvoffload.cache.table import BlockTable
 
 MAX_WAITS = 1 << 14
-"""Chains whose next use is known, at most. Beyond it, what is known of the oldest is forgotten."""
+"""Chains whose next use is remembered, at most. Beyond it the oldest is forgotten."""
 MIN_SCAN = 64
 """Blocks of a chain that ``take`` looks at together, at least."""
 MAX_SCAN = 1 << 15
@@ -34,7 +34,7 @@ FACTOR = 2.0
 and a block that leaves too early costs more than one that stays too long."""
 
 _NEW, _SHARED = 0, 1
-"""Owners of blocks that a running request has stored, and of those that belong to no session."""
+"""Owners of blocks that a running request has stored, and of blocks that belong to no session."""
 _UNNAMED = 1 << 63
 """The first owner that is a single request without a session. Sessions are below, and above ``_SHARED``."""
 
@@ -72,10 +72,10 @@ class HintedBlocks:
     A block belongs to the session whose request has stored it until a request of another session, or of none, uses it:
     from then on it is shared, and hints do not concern it. When a request with a hint ends, the blocks of its chain
     that belong to its session wait for their next use; the session's next request ends that. ``take`` chooses among the
-    waiting blocks, those whose next use is furthest away first, each chain from its tail. So hints can only make a
-    session's own blocks leave earlier, and what no hint concerns stays longer.
+    waiting blocks: the chain whose next use is furthest away first, from its tail. So hints can only make a session's
+    own blocks leave earlier; other blocks stay longer.
 
-    What is known here may be out of date: blocks may have left, and their slots may hold others. Owners tell: a slot
+    The records may be out of date: blocks may have left, and their slots may hold others. Owners tell: a slot
     that gets a new block has no owner until the request that has stored it ends.
 
     ``tenant_of``: the tenant of the block in each slot. No tenant loses a block for another one, even if two of them
@@ -100,11 +100,11 @@ class HintedBlocks:
         self._waits: OrderedDict[int, _Wait] = OrderedDict()
         """By owner, the oldest first."""
         self._queues: dict[int, list[tuple[float, int, _Wait]]] = {}
-        """By tenant: a heap of all waits, that which ends last first. It may have others, which have ended."""
+        """By tenant: a heap of all waits, the last to end first. Waits that have ended may still be in it."""
         self._num_waiting = 0
         """Blocks left in all waits."""
         self._num_unexpected = 0
-        """Of these, those of which no use is expected."""
+        """Waiting blocks of which no use is expected."""
         self._order = count()
         self._unnamed = count(_UNNAMED)
         self._idle_ages: dict[int, _IdleAge] = {}

@@ -32,9 +32,9 @@ from kvoffload.abc import (
     Slots,
     States,
 )
-from kvoffload.abc.tier import HIT, MISS, PENDING
-from kvoffload.cache.events import Events, NoEvents
-from kvoffload.cache.misses import MISS_MEMORY_ENTRIES, MissMemory
+from kvoffload.abc.tier import HIT
+from kvoffload.cache.history import History
+from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.room import NO_SLOTS, Room, room_of
 from kvoffload.cache.table import BlockTable
@@ -49,7 +49,7 @@ class StoreAll(Admission):
     """Accepts every key."""
 
     def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        """Nothing depends on it."""
+        """Counts nothing."""
 
     def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return [True] * len(keys)
@@ -58,7 +58,7 @@ class StoreAll(Admission):
         return keys, []
 
     def refuse(self, keys: Collection[OffloadKey]) -> None:
-        """None is."""
+        """Remembers nothing."""
 
     def explain(self, key: OffloadKey) -> Miss:
         return Miss(MissReason.NEVER_STORED)
@@ -92,51 +92,35 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self._must_store = must_store
         self.admission = StoreAll() if admission is None else admission
         """Decides which new blocks are stored. May be set."""
-        self._table = BlockTable(backend.num_blocks)
-        self.room, self._hints = room_of(backend, policy, self._table, clock)
+        self.table = BlockTable(backend.num_blocks)
+        """Which block is in which slot. Others only read it."""
+        self.room, self._hints = room_of(backend, policy, self.table, clock)
         """How blocks leave for others, and what each tenant may have."""
-        self._events = NoEvents()
-        if enable_events:
-            self.enable_events()
-        self._gone = MissMemory(clock=clock) if misses is None else misses
-        self._num_entered = self._num_removed = 0
-        """Blocks that have become ready since the start, and those of them that have left."""
+        self.history = History(backend.medium, self.table, misses or MissMemory(clock=clock), enable_events)
         self._gauges = _Gauges(clock)
 
     # Lookup.
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
         self.admission.count(keys, req_context)
-        return self._table.leading_ready(keys)
+        return self.table.leading_ready(keys)
 
     def lookup_each(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
     ) -> States:
         self.admission.count(keys, req_context)
         if need is not Need.RUN:
-            return self.states(keys)
+            return self.table.states(keys)
         states = np.zeros(len(keys), dtype=np.uint8)
-        states[: self._table.leading_ready(keys)] = HIT
+        states[: self.table.leading_ready(keys)] = HIT
         return states
-
-    def states(self, keys: Sequence[OffloadKey]) -> States:
-        """Does the same as ``lookup_each`` without counting a request."""
-        slots = self._table.find(keys)
-        states = np.full(len(keys), HIT, dtype=np.uint8)
-        states[self._table.is_writing(slots)] = PENDING
-        states[slots < 0] = MISS
-        return states
-
-    def find(self, keys: Sequence[OffloadKey]) -> Slots:
-        """Returns one slot per key, -1 where the key is absent."""
-        return self._table.find(keys)
 
     def block_status(self, key: OffloadKey) -> BlockStatus | None:
         """Returns slot and reference count of ``key`` now, or None if it is absent."""
-        return self._table.status(key)
+        return self.table.status(key)
 
     def explain_miss(self, key: OffloadKey) -> Miss:
-        miss = Miss(MissReason.BEING_WRITTEN) if key in self._table else self._gone.explain(key)
+        miss = Miss(MissReason.BEING_WRITTEN) if key in self.table else self.history.misses.explain(key)
         if miss.reason is MissReason.NEVER_STORED:
             miss = self.admission.explain(key)
         state = self.policy.state()
@@ -145,14 +129,14 @@ class PolicyOffloadingManager(HostOffloadingManager):
     # Loads.
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
-        slots = self._table.find(keys)
-        for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)).tolist():
+        slots = self.table.find(keys)
+        for unready in np.flatnonzero((slots < 0) | self.table.is_writing(slots)).tolist():
             raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
-        self._pin(self._table.distinct(slots))
+        self._pin(self.table.distinct(slots))
         return self.backend.get_load_store_spec(keys, slots)
 
     def _pin(self, slots: Slots) -> None:
-        self._table.pin(slots)
+        self.table.pin(slots)
         self.room.mark_busy(slots)
 
     def pin(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
@@ -160,17 +144,17 @@ class PolicyOffloadingManager(HostOffloadingManager):
 
         For a caller whose lease has just been completed: nothing may have been stored or evicted since.
         """
-        loadable = self._table.is_loadable(lease.slots)
-        self._pin(self._table.distinct(lease.slots[loadable]))
+        loadable = self.table.is_loadable(lease.slots)
+        self._pin(self.table.distinct(lease.slots[loadable]))
         return loadable
 
     def complete_load(
         self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> None:
-        slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self._table.find_in_transfer(blocks)
-        if ((slots < 0) | (self._table.ref_cnt[slots] < 1)).any():
+        slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
+        if ((slots < 0) | (self.table.ref_cnt[slots] < 1)).any():
             raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
-        idle, freed = self._table.unpin(self._table.distinct(slots))
+        idle, freed = self.table.unpin(self.table.distinct(slots))
         self.policy.mark_evictable(idle)
         self.backend.free(freed)
 
@@ -179,10 +163,10 @@ class PolicyOffloadingManager(HostOffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
-        present, absent, homes = self._table.split(keys)
+        present, absent, homes = self.table.split(keys)
         new_keys, refused = self.admission.sift(absent)
         if behind_refused:
-            self._gone.record(new_keys, MissReason.NOT_ADMITTED)
+            self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
             self.policy.refuse(new_keys[::-1])
             nothing = self.backend.get_load_store_spec([], NO_SLOTS)
             return PrepareStoreOutput([], nothing, [], [*new_keys, *refused])
@@ -200,9 +184,9 @@ class PolicyOffloadingManager(HostOffloadingManager):
         return output
 
     def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as those
-        that come from a lower tier."""
-        present, new_keys, homes = self._table.split(keys)
+        """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as blocks
+        from a lower tier."""
+        present, new_keys, homes = self.table.split(keys)
         return self._store(new_keys[::-1], new_keys, homes, present, [])
 
     def _store(
@@ -216,20 +200,18 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """Stores ``new_keys``, which are also given tail first. ``worthless``, tail first, are keys that the policy
         does not admit."""
         if worthless:
-            self._gone.record(worthless, MissReason.NOT_ADMITTED)
+            self.history.misses.record(worthless, MissReason.NOT_ADMITTED)
         plan = self.room.plan(tail_first, present)
         if isinstance(plan, MissReason):
-            self._gone.record(new_keys, plan)
+            self.history.misses.record(new_keys, plan)
             return None
         if worthless:
             self.policy.refuse(worthless)
         evicted = self.room.evict(plan, tail_first) if plan.n > 0 else []
         if evicted:
-            self._num_removed += len(evicted)
-            self._gone.record(evicted, MissReason.EVICTED)
-            self._events.add(evicted, removed=True)
+            self.history.evicted(evicted)
         slots = self.backend.allocate_blocks(new_keys)
-        self._table.insert(new_keys, slots, homes)
+        self.table.insert(new_keys, slots, homes)
         self.policy.insert(slots[::-1], tail_first)
         self._hints.entered(slots)
         spec = self.backend.get_load_store_spec(new_keys, slots)
@@ -241,28 +223,27 @@ class PolicyOffloadingManager(HostOffloadingManager):
         req_context: ReqContext | None = None,
         success: bool = True,
     ) -> None:
-        slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self._table.find_in_transfer(blocks)
+        slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
         if success:
-            ready, freed = self._table.set_ready(slots)
-            self._num_entered += len(ready)
+            ready, freed = self.table.set_ready(slots)
             self.policy.mark_evictable(ready)
-            self._events.add_slots(ready, removed=False)
+            self.history.entered(ready)
         else:
-            freed = self._table.being_written(slots)
-            known = freed[~self._table.is_dropped(freed)]
+            freed = self.table.being_written(slots)
+            known = freed[~self.table.is_dropped(freed)]
             self.policy.remove(known)
-            self._gone.record(self._table.key_of[known].tolist(), MissReason.COPY_FAILED)
-            self._table.remove(freed)
+            self.history.misses.record(self.table.key_of[known].tolist(), MissReason.COPY_FAILED)
+            self.table.remove(freed)
         if len(freed):
             self.backend.free(freed)
 
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
         the least recently used first."""
-        self._table.insert(keys, slots)
+        self.table.insert(keys, slots)
         self.policy.insert(slots, keys)
-        self._table.set_ready(slots)
-        self._num_entered += len(slots)
+        self.table.set_ready(slots)
+        self.history.num_entered += len(slots)
         self.policy.mark_evictable(slots)
 
     def lease(self, slots: Collection[int] | Slots) -> LoadStoreSpec:
@@ -271,16 +252,10 @@ class PolicyOffloadingManager(HostOffloadingManager):
             slots = np.fromiter(slots, np.int64, len(slots))
         return LoadStoreSpec(self.backend.medium, slots)
 
-    def keys_of(self, lease: LoadStoreSpec) -> list[OffloadKey]:
-        """Returns the keys of the blocks of ``lease`` that were not dropped."""
-        slots = lease.slots
-        keys: list[OffloadKey] = self._table.key_of[slots[self._table.is_loadable(slots)]].tolist()
-        return keys
-
     @property
     def num_available_blocks(self) -> int:
         """Blocks that ``prepare_store`` could make room for now, of all tenants together."""
-        return self.backend.get_num_free_blocks() + self._table.num_evictable
+        return self.backend.get_num_free_blocks() + self.table.num_evictable
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self.room.most_blocks(key)
@@ -297,8 +272,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         self.admission.count(keys if chain is None else chain, req_context)
         if found is None:
-            found = self._table.find(keys)
-        slots, ready = self._table.used(found)
+            found = self.table.find(keys)
+        slots, ready = self.table.used(found)
         self.policy.access(Access(keys, found, slots, ready))
         self._hints.used(slots, None if req_context is None else req_context.hints)
 
@@ -312,57 +287,33 @@ class PolicyOffloadingManager(HostOffloadingManager):
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         if found is None:
-            found = self._table.find(keys)
-        slots, new = self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
+            found = self.table.find(keys)
+        slots, new = self.table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
         self.policy.reorder(slots, new)
         self._hints.ended(slots, new, None if req_context is None else req_context.hints)
 
     # Removal.
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
-        slots = self._table.find(keys)
-        slots = self._table.distinct(slots[slots >= 0])
-        self._note_dropped(slots)
+        slots = self.table.find(keys)
+        slots = self.table.distinct(slots[slots >= 0])
+        self.history.dropped(slots)
         self.policy.remove(slots)
-        self.backend.free(self._table.drop(slots))
-
-    def is_dropped(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
-        """Returns which blocks of ``lease``, which is not completed yet, were dropped."""
-        return self._table.is_dropped(lease.slots)
+        self.backend.free(self.table.drop(slots))
 
     def reset(self, keep_shared: bool = False) -> bool:
-        slots = self._table.slots()
-        self._note_dropped(slots)
+        self.history.dropped(self.table.slots())
         self.policy.clear()
-        self.backend.free(self._table.drop_all())
+        self.backend.free(self.table.drop_all())
         return False
-
-    def _note_dropped(self, slots: Slots) -> None:
-        """Remembers why the blocks in ``slots`` will be missing, and counts and emits the removal of those that are
-        ready."""
-        ready = slots[~self._table.is_writing(slots)]
-        self._num_removed += len(ready)
-        self._events.add_slots(ready, removed=True)
-        # No more than the memory can hold: this may be of millions of blocks, on the engine's thread.
-        self._gone.record(self._table.key_of[slots[-MISS_MEMORY_ENTRIES:]].tolist(), MissReason.RESET)
 
     def shutdown(self) -> None:
         self.reset()
 
     # Events and counts.
 
-    @property
-    def has_events(self) -> bool:
-        """Whether there are events to take."""
-        return isinstance(self._events, Events)
-
-    def enable_events(self) -> None:
-        """From now on there are events to take."""
-        if not self.has_events:
-            self._events = Events(self.backend.medium, self._table.key_of)
-
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._events.take()
+        return self.history.take_events()
 
     def take_counts(self) -> Mapping[str, float]:
         counts: dict[str, float] = {"pool_used_blocks": self.num_used_blocks}
@@ -377,23 +328,22 @@ class PolicyOffloadingManager(HostOffloadingManager):
 
     @property
     def num_removed(self) -> int:
-        return self._num_removed
+        return self.history.num_removed
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that take a slot now, those being written included."""
+        """Blocks that take a slot now, including blocks that are being written."""
         return self.backend.num_existing_blocks - self.backend.get_num_free_blocks()
 
     def check_integrity(self) -> None:
-        self._table.check_integrity()
-        self.policy.check_integrity(self._table.slots())
+        self.table.check_integrity()
+        self.policy.check_integrity(self.table.slots())
         self.backend.check_integrity()
         self.admission.check_integrity()
         self._hints.check_integrity()
-        if self._table.num_held != self.num_used_blocks:
+        if self.table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
-        if np.count_nonzero(~self._table.is_writing(self._table.slots())) != self._num_entered - self._num_removed:
-            raise IntegrityError("a block has left without being counted: requests may be promised what is gone")
+        self.history.check_integrity()
 
 
 class _Gauges:

@@ -18,7 +18,7 @@ NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
 class Plan(NamedTuple):
-    """How many blocks leave, and which idle ones stay, because they are of the chain that is stored."""
+    """How many blocks leave, and which idle blocks stay because they belong to the chain that is stored."""
 
     n: int
     protected: Slots

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import BlockStatus, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import BlockStatus, IntegrityError, OffloadKey, Slots, States
+from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.native import structures
 
 
 class BlockTable(structures.BlockTable):
-    """The table of a manager. The methods that run per request are those of ``structures``, compiled or not."""
+    """The table of a manager. The methods that run per request come from ``structures``, compiled or not."""
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -26,6 +29,14 @@ class BlockTable(structures.BlockTable):
         slot = self.get(key)
         return None if slot < 0 or self.dropped[slot] else BlockStatus(slot, int(self.ref_cnt[slot]))
 
+    def states(self, keys: Sequence[OffloadKey]) -> States:
+        """Returns the state of each key: HIT, MISS, or PENDING if it is being written."""
+        slots = self.find(keys)
+        states = np.full(len(keys), HIT, dtype=np.uint8)
+        states[self.is_writing(slots)] = PENDING
+        states[slots < 0] = MISS
+        return states
+
     def is_dropped(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Returns which blocks were dropped while in transfer and still keep their slots."""
         return self.dropped[slots]
@@ -34,6 +45,15 @@ class BlockTable(structures.BlockTable):
         """Returns which slots hold a block that is ready and was not dropped."""
         loadable: npt.NDArray[np.bool_] = self.holds(slots) & (self.ref_cnt[slots] >= 0) & ~self.dropped[slots]
         return loadable
+
+    def mark_busy(self, slots: Slots, is_busy: bool) -> None:
+        """Sets the busy marks of idle blocks, which must not be evicted for the time being, or removes them."""
+        self.busy[slots] = is_busy
+
+    def loadable_keys(self, slots: Slots) -> list[OffloadKey]:
+        """Returns the keys of the ``slots`` that are loadable."""
+        keys: list[OffloadKey] = self.key_of[slots[self.is_loadable(slots)]].tolist()
+        return keys
 
     def drop(self, slots: Slots) -> Slots:
         """Drops blocks. Returns the slots that are free now; blocks in transfer keep theirs for the time being."""

@@ -19,7 +19,7 @@ from kvoffload.units import format_bytes, parse_bytes
 OTHER = "other"
 """The name under which all requests count that belong to no configured tenant."""
 HOST = "host"
-"""The name of host memory beside those of tiers."""
+"""The name of host memory, beside the names of tiers."""
 MAX_TENANTS = 32
 """Configured tenants. Each has a policy of its own in every tier, and time series of its own."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -33,7 +33,7 @@ class TenantConfig:
 
     name: str
     guaranteed: Mapping[str, int] = field(default_factory=dict)
-    """No other tenant's blocks push those of this one out while they take no more than this."""
+    """Bytes per tier within which no other tenant's blocks push out blocks of this tenant."""
     quota: Mapping[str, int] = field(default_factory=dict)
     """The most that its blocks may take. By default the whole tier."""
     salt_sha256: str | None = None
@@ -177,7 +177,7 @@ MakeShares: TypeAlias = Callable[[int, int], Shares]
 
 
 class Tenant(NamedTuple):
-    """To whom a request belongs: what precedes its block hashes, and its name in metrics, None if there are none."""
+    """The tenant of a request: the namespace before its block hashes, and the name in metrics, None if it has none."""
 
     namespace: bytes
     label: str | None
@@ -194,7 +194,7 @@ class Tenants:
         named = [tenant for tenant in configured if tenant.name != OTHER]
         self._configured = {tenant.name: tenant for tenant in configured}
         self._named = {tenant.name: Tenant(self._namespace_of(tenant.name), tenant.name) for tenant in named}
-        # A name is no secret: whose salt is one does not go by it.
+        # A name is no secret. A tenant with a secret salt is not found by its name.
         self._salted = {tenant.salt_sha256 or _digest(tenant.name): tenant.name for tenant in named}
         self.names = (*self._named, OTHER) if configured else ()
         """The names in metrics; none without configured tenants."""

@@ -41,7 +41,7 @@ def group() -> click.Group:
     commands = click.Group(
         "kvoffload",
         commands=[convert, disk, doctor, explain, replay, size],
-        help="Keeps the KV cache of an LLM server in host memory and on disk.",
+        help="Tools for the KV cache that an LLM server keeps in host memory, on disk and in shared stores.",
         # Subcommands inherit it.
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -34,19 +34,19 @@ MAX_BAD_SHOWN = 20
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 
 
-@click.group()
+@click.group(short_help="Inspect, verify or clear the directory of a tier.")
 def disk() -> None:
     """Inspect, verify or clear the directory of a disk tier or of a shared directory tier."""
 
 
-@disk.command(short_help="Show what is in DIR, and what is wrong with it.")
+@disk.command(short_help="Show the contents of DIR, and every fault.")
 @DIRECTORY
 @json_option()
 def inspect(directory: Path, as_json: bool) -> None:
-    """Show what is in DIR: fingerprints, blocks, bytes, age, hits, and what is wrong. In a shared directory, also who
-    writes there; hits are those of the servers that own the blocks, not those of readers.
+    """Show the contents of DIR: fingerprints, blocks, bytes, age and hits, and every fault. In a shared directory, also
+    its writers; hits are counted by the server that owns a block, not by readers.
 
-    Can be used while servers are running, and changes nothing. Exit status 2: DIR is not the directory of a tier.
+    Works beside running servers, and changes nothing. Exit status 2: DIR is not the directory of a tier.
     """
     with _errors("inspect"):
         parts = inspect_directory(directory)
@@ -62,8 +62,8 @@ def inspect(directory: Path, as_json: bool) -> None:
 def verify(directory: Path, as_json: bool) -> None:
     """Read every block in DIR and check its checksum.
 
-    Can be used while a server is running, and changes nothing; a block that the server replaces in the meantime is not
-    bad. Exit status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2:
+    Works beside a running server, and changes nothing; a block that the server replaces meanwhile is not bad. Exit
+    status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2:
     DIR is not the directory of a tier.
     """
     with _errors("verify"):
@@ -226,8 +226,8 @@ def _folder_table(parts: Sequence[Owned]) -> Table:
 
 
 def _identities(folders: Sequence[Folder]) -> list[str]:
-    """Returns a line per fingerprint whose server has said what it depends on. Of another fingerprint of a model, it
-    says in what that differs from the one that was written to last."""
+    """Returns a line per fingerprint with a known identity. For further fingerprints of a model, the line has the
+    difference from the fingerprint that was written to last."""
     known = sorted(
         (folder for folder in folders if folder.identity), key=lambda folder: folder.newest or 0, reverse=True
     )

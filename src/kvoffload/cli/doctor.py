@@ -13,15 +13,13 @@ from kvoffload.cli.lab import errors, positive
 from kvoffload.cli.terminal import console_of, json_option, print_json, progress_bar
 from kvoffload.doctor.examine import Effort, Progress, examine
 
-EFFORT = Effort()
 
-
-@click.command(short_help="Check a configuration and this machine before a deployment.")
+@click.command()
 @click.option(
     "--config",
     required=True,
     metavar="JSON-OR-FILE",
-    help="What the server gets: its --kv-transfer-config, or only the kv_connector_extra_config in it.",
+    help="The server's --kv-transfer-config, or only the kv_connector_extra_config in it, as JSON or in a file.",
 )
 @click.option(
     "--model", metavar="DIR", help="The model's directory, its config.json, or its name in the Hugging Face cache."
@@ -31,29 +29,32 @@ EFFORT = Effort()
     "prefill_tokens_per_s",
     type=float,
     metavar="TOK/S",
-    help="What the server computes for one request alone: says whether a hit pays.",
+    help="Tokens per second that the server computes for one request alone, to find out whether a hit pays.",
 )
 @json_option()
-def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, as_json: bool) -> None:
-    """Check, before a deployment, what a server with this configuration would find here.
+@click.pass_obj
+def doctor(
+    effort: Effort | None, config: str, model: str | None, prefill_tokens_per_s: float | None, as_json: bool
+) -> None:
+    """Check a configuration and this machine before a deployment.
 
-    Checks the configuration, memory and its limits, each tier, the version of vLLM, the model and the clock; measures
-    copies, disks and stores for a few seconds; and says what is wrong, with the fix. Needs neither vLLM nor a GPU.
-    Run it as the server's user, in the server's container. Removes what it has made there.
+    Checks the settings, memory and its limits, each tier, the version of the engine, the model and the clock, and
+    measures copies, disks and stores for a few seconds. Prints each fault with its fix. Needs neither an engine nor a
+    GPU. Run it as the server's user, in the server's container; it removes its files and values there.
 
-    Exit status 0: nothing stops or damages the deployment, though there may be warnings; 1: something does, such as a
-    setting that kvoffload refuses; 2: an option is invalid, or a file cannot be read.
+    Exit status 0: nothing stops or damages the deployment, though there may be warnings; 1: at least one problem, such
+    as a setting that kvoffload refuses; 2: an option is invalid, or a file cannot be read.
     """
     from kvoffload.doctor.report import show, to_dict
 
     with errors("doctor"):
         if prefill_tokens_per_s is not None:
             positive("--prefill-speed", prefill_tokens_per_s, "tokens per second")
-        # The checks remove what they have made, also if the doctor is terminated.
+        # Checks clean up, also if the doctor is terminated.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with _progress() as on_progress:
-                examination = examine(config, model, prefill_tokens_per_s, EFFORT, on_progress)
+                examination = examine(config, model, prefill_tokens_per_s, effort or Effort(), on_progress)
         except KeyboardInterrupt:
             sys.exit(130)
         finally:

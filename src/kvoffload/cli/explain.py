@@ -43,7 +43,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A reason in words, which follow "missed because", and what a user can do about it."""
+    """A reason in words, which follow "missed because", and its remedy."""
 
     because: str
     fix: str
@@ -140,11 +140,11 @@ BEHIND_ENGINE = {
     "medium.",
     MissReason.TOO_LARGE: "Nothing to do: a window or the states are larger than kvoffload's staging memory.",
 }
-"""What a user can do where kvoffload is below an engine's own host memory, if that differs."""
+"""Other remedies where kvoffload is below an engine's own host memory."""
 
 
 def fix(reason: MissReason, records: Sequence[RequestRecord]) -> str:
-    """Returns what a user can do about ``reason`` in ``records``."""
+    """Returns the remedy for ``reason`` in ``records``."""
     is_behind = any(record.engine is not None for record in records if record.reason is reason)
     return BEHIND_ENGINE.get(reason, ADVICE[reason].fix) if is_behind else ADVICE[reason].fix
 
@@ -160,7 +160,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> i
 
 @dataclass(slots=True)
 class Findings:
-    """Records ordered by time and without duplicates, where they are from, and warnings about what was not read."""
+    """Records ordered by time and without duplicates, their servers, and warnings about skipped input."""
 
     records: list[RequestRecord]
     servers: list[RunningServer]

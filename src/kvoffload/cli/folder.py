@@ -1,4 +1,4 @@
-"""The folder of one fingerprint in the directory of a tier: what its index says, whether its blocks are sound, removal.
+"""The folder of one fingerprint in the directory of a tier: reads its index, verifies its blocks, removes it.
 
 Nothing that is read is trusted, and no symbolic link is followed.
 """
@@ -50,7 +50,7 @@ _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(slots=True)
 class Folder:
-    """The blocks of one fingerprint according to their index. ``findings``: what is wrong, in words."""
+    """The blocks of one fingerprint according to their index. ``findings``: faults in words."""
 
     path: str
     """Relative to the inspected directory."""
@@ -67,14 +67,14 @@ class Folder:
     hits: int = 0
     num_blocks_hit: int = 0
     transient: bool = False
-    """Whether the blocks are invalid once their server has ended: its weights were changed while it ran."""
+    """Whether the blocks become invalid with the end of their server, because its weights changed while it ran."""
     is_lost: bool = False
     """Whether the index cannot be used: a server would not find a block, and would start anew."""
     num_damaged_records: int = 0
     num_lost_blocks: int = 0
     """Blocks whose slab, or one before it, is missing or too short. They are not in ``num_blocks``."""
     identity: dict[str, str] = field(default_factory=dict)
-    """What the fingerprint depends on, in words, as the server that wrote it says: see ``kvoffload.tiers.identity``."""
+    """The inputs of the fingerprint in words, from the server that wrote it: see ``kvoffload.tiers.identity``."""
     findings: list[str] = field(default_factory=list)
 
 
@@ -103,12 +103,12 @@ class Verification:
     lost: list[str] = field(default_factory=list)
     """Paths of folders whose index cannot be used, so that their blocks could not be checked."""
     findings: list[str] = field(default_factory=list)
-    """What else is wrong, such as an index that cannot be read."""
+    """Other faults, such as an unreadable index."""
 
 
 @dataclass(slots=True)
 class Cleared:
-    """What was removed. ``left``: files in the tier's folders that are not kvoffload's, and were not removed."""
+    """Removed files. ``left``: files in the tier's folders that are not kvoffload's, and stay."""
 
     nbytes: int = 0
     """Bytes of the medium."""

@@ -91,7 +91,7 @@ def trace_options(metavar: str) -> Decorator:
 
 @dataclass(frozen=True, slots=True)
 class GivenSpeeds:
-    """What the user says for estimates of TTFT."""
+    """Options for estimates of TTFT."""
 
     prefill_speed: float | None
     host_speed: float
@@ -127,7 +127,7 @@ speed_options = gathered(
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What to print, and the page to write."""
+    """The form of the output, and the page to write."""
 
     as_json: bool
     html: Path | None

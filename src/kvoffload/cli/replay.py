@@ -230,7 +230,7 @@ COLUMN_WIDTH = 13
 LONGEST_NAME = 32
 """A longer name is wrapped, so that the numbers have room."""
 Measure = tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]]
-"""What is compared: its title, its value, the digits that are shown, and which value is best."""
+"""A compared measure: its title, its value, the number of digits, and the better of two values."""
 MEASURES: tuple[Measure, ...] = (
     ("Prefix-hit tokens, % of all prompt tokens", lambda result: result.prefix_hit_tokens_pct, 2, max),
     ("Saved prefill FLOPs, %", lambda result: result.saved_flops_pct, 2, max),

@@ -51,7 +51,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What makes a setting the best: the least price, for a time to first token in milliseconds."""
+    """The goal of a setting: the least price, for a time to first token in milliseconds."""
 
     ttft_p95: float | None
     ram_price: float

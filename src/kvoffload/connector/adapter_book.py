@@ -51,6 +51,7 @@ class AdapterBook:
         self._jobs = jobs
         self._deadline_s = deadline_s
         self._clock = clock
+        self.max_known, self.max_asked = MAX_KNOWN, MAX_ASKED
         self._known: OrderedDict[_Key, Digests] = OrderedDict()
         self._asked: dict[_Key, _Question] = {}
         """Questions that were not answered by all workers yet, the oldest first."""
@@ -78,7 +79,7 @@ class AdapterBook:
             return known
         if key in self._asked and now - self._asked[key].asked_at >= ASK_AGAIN_S:
             self._forget(key)
-        if key not in self._asked and len(self._asked) < MAX_ASKED:
+        if key not in self._asked and len(self._asked) < self.max_asked:
             self._num_questions += 1
             self._asked[key] = _Question(self._num_questions, now)
             self._unsent[self._num_questions] = adapter
@@ -142,7 +143,7 @@ class AdapterBook:
 
     def _learn(self, key: _Key, digests: Digests) -> None:
         self._known[key] = digests
-        if len(self._known) > MAX_KNOWN:
+        if len(self._known) > self.max_known:
             self._known.popitem(last=False)
 
     def _forget(self, key: _Key) -> None:

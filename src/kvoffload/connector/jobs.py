@@ -79,7 +79,7 @@ class JobTable:
             if job is None:
                 continue
             job.num_pending -= count
-            job.failed |= job_id in report.failed or (job.is_store and not self.is_current(job))
+            job.failed |= job_id in report.failed or (job.is_store and job.epoch != self.changes.resets)
             if job.num_pending < 0:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.num_pending == 0:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey
-from kvoffload.cache.events import MAX_PENDING_EVENTS
+from kvoffload.cache.history import MAX_PENDING_EVENTS
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, Layout

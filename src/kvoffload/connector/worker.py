@@ -73,6 +73,7 @@ class OffloadingConnectorWorker:
         self.adapters = AdapterChecks(adapters)
         self.weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
+        self.suspend_deadline_s = SUSPEND_DEADLINE_S
         self._jobs: dict[int, _Job] = {}
         self._unsubmitted: list[int] = []
         self._finished = Finished()
@@ -114,7 +115,8 @@ class OffloadingConnectorWorker:
         """Begins a step: completes the fenced stores, and submits the other stores of the previous step."""
         self._check_weights(meta)
         self.adapters.note(self._report)
-        self.adapters.ask(meta.questions, self._report)
+        if meta.questions:
+            self.adapters.ask(meta.questions, self._report)
         for job_id in meta.fences:
             if job_id in meta.stores:
                 self._accept_store(job_id, meta.stores[job_id])
@@ -151,7 +153,8 @@ class OffloadingConnectorWorker:
         self._finished.released.update(meta.releases)
         if meta.has_tokens:
             self.adapters.note(self._report)
-            self.adapters.compare(meta.computes_with, self._report)
+            if meta.computes_with:
+                self.adapters.compare(meta.computes_with, self._report)
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. A step without tokens waits
@@ -178,13 +181,13 @@ class OffloadingConnectorWorker:
     def suspend(self) -> None:
         """Ends all jobs, because the device blocks are about to lose their memory. May be called twice.
 
-        Waits at most SUSPEND_DEADLINE_S for copies in progress, and then closes the transfer for good. Loads count as
-        failed, as do stores that were not submitted and all jobs until ``resume``.
+        Waits at most ``suspend_deadline_s`` for copies in progress, and then closes the transfer for good. Loads count
+        as failed, as do stores that were not submitted and all jobs until ``resume``.
         """
         self._suspended = True
         if self._broken:
             return
-        deadline = time.monotonic() + SUSPEND_DEADLINE_S
+        deadline = time.monotonic() + self.suspend_deadline_s
         try:
             for job_id in self._unsubmitted:
                 self._submit(job_id)
@@ -194,7 +197,7 @@ class OffloadingConnectorWorker:
             while self._jobs and not self._broken:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"{len(self._jobs)} copies did not end within {SUSPEND_DEADLINE_S} s")
+                    raise TimeoutError(f"{len(self._jobs)} copies did not end within {self.suspend_deadline_s} s")
                 self.transfer.wait_any(left)
                 self._collect(busy=False)
         except Exception:

@@ -1,1 +1,1 @@
-"""``kvoffload doctor``: checks a configuration, and what it would run on, before a server does."""
+"""``kvoffload doctor``: checks a configuration and its machine before a deployment."""

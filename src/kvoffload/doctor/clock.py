@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvoffload.doctor.configuration import Plan
-from kvoffload.doctor.findings import Area, Figure, Finding, Level
+from kvoffload.doctor.findings import Figure, Finding, Level
 from kvoffload.doctor.process import Report
 
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -63,7 +63,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
 
 
 def _call_seconds() -> float:
-    """Returns what reading the monotonic clock costs."""
+    """Returns the seconds that one reading of the monotonic clock takes."""
     best = float("inf")
     for _ in range(3):
         begun = time.perf_counter()
@@ -74,7 +74,7 @@ def _call_seconds() -> float:
 
 
 def monotonic_finding(seconds: float) -> Finding:
-    """Returns what there is to say about a monotonic clock of which one reading takes so long."""
+    """Returns the finding about a monotonic clock whose reading takes so long."""
     source = ""
     with suppress(OSError):
         source = CLOCK_SOURCE.read_text().strip()
@@ -82,13 +82,13 @@ def monotonic_finding(seconds: float) -> Finding:
     if seconds > SLOW_CALL_S:
         text = f"reading the monotonic clock takes {seconds * 1e6:.1f} µs (clock source {source or 'unknown'})"
         fix = f"echo tsc > {CLOCK_SOURCE}, or choose another type of machine"
-        return Finding("clock.slow", Level.WARNING, Area.CLOCK, text, fix, figures=figures)
+        return Finding("clock.slow", Level.WARNING, text, fix, figures=figures)
     text = f"the monotonic clock is cheap to read ({seconds * 1e9:.0f} ns)"
-    return Finding("clock.monotonic", Level.OK, Area.CLOCK, text, figures=figures)
+    return Finding("clock.monotonic", Level.OK, text, figures=figures)
 
 
 def time_findings(synchronized: bool | None, offsets: Mapping[str, float], needs_time: list[str]) -> Iterator[Finding]:
-    """Yields what there is to say about the time of day. ``offsets``: seconds by which media are ahead, by the name of
+    """Yields findings about the time of day. ``offsets``: seconds by which media are ahead, by the name of
     the tier; ``needs_time``: the tiers that fail if the time is wrong."""
     for name, offset in offsets.items():
         figures: dict[str, Figure] = {"offset_s": round(offset, 3)}
@@ -103,16 +103,16 @@ def time_findings(synchronized: bool | None, offsets: Mapping[str, float], needs
         else:
             level = Level.NOTE
             text += "; kvoffload does not need them to agree"
-        yield Finding("clock.offset", level, Area.CLOCK, text, fix, name, figures)
+        yield Finding("clock.offset", level, text, fix, name, figures)
     if synchronized:
-        yield Finding("clock.synchronized", Level.OK, Area.CLOCK, "the time of day is synchronized")
+        yield Finding("clock.synchronized", Level.OK, "the time of day is synchronized")
         return
     how = "is not synchronized" if synchronized is False else "may not be synchronized: the kernel does not say"
     level, text, fix = Level.NOTE, f"the time of day {how}", "timedatectl set-ntp true, or start chronyd on the machine"
     if needs_time:
         level = Level.WARNING
         text += f"; once it is off by some minutes, this server cannot use {', '.join(needs_time)}"
-    yield Finding("clock.unsynchronized", level, Area.CLOCK, text, fix)
+    yield Finding("clock.unsynchronized", level, text, fix)
 
 
 def _needs_time(kind: str, settings: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from kvoffload.abc import ConfigError
 from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.doctor.doors import Door, Given, Part, door_of, read_sglang, read_vllm
-from kvoffload.doctor.findings import Area, Level, split_fix
+from kvoffload.doctor.findings import Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.settings import shown
 from kvoffload.tiering.bridge import STAGING_BYTES
@@ -34,7 +34,7 @@ _SECRET_FILES = {
     "password_file": "could read and forge what is in the store",
     "key_file": "could take this server's part",
 }
-"""Settings of tiers that name a file with a secret, and what who knows it could do."""
+"""Settings of tiers that name a file with a secret, and the harm that its readers could do."""
 _TOGETHER = ("disk_dir", "disk_bytes")
 _IS_OF_BUDGET = re.compile("this configuration has no tier|are guaranteed, more than")
 _INDEX = re.compile(r"(?<!\w)tiers\[(\d+)\]")
@@ -58,7 +58,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """A tier of the configuration. ``prefix`` is what stands before its keys in errors, such as "tiers[1]."."""
+    """A tier of the configuration. ``prefix`` stands before its keys in errors, such as "tiers[1]."."""
 
     name: str
     kind: str
@@ -75,13 +75,13 @@ class PlannedTier:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a server would do with the configuration: the settings that could be read. None: not set, or wrong."""
+    """A server's view of the configuration: the readable settings. None: not set, or wrong."""
 
     door: Door = Door.CONNECTOR
     host_bytes: int | None = None
     """Host memory for blocks: kvoffload's own pool, or behind another door that of the engine."""
     staging_bytes: int = 0
-    """What kvoffload takes beside the engine's host memory."""
+    """Memory of kvoffload beside the engine's host memory."""
     shared_memory_bytes: int = 0
     """The part of ``host_bytes`` that the engine allocates in /dev/shm."""
     is_for_cpus: bool | None = None
@@ -119,19 +119,18 @@ class Plan:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Plan:
-        """Returns the plan that ``to_dict`` has described."""
+        """Returns the plan of a ``to_dict``."""
         tiers = [tier_from_dict(each) for each in found["tiers"]]
         return cls(**{**found, "door": Door(found["door"]), "tiers": tiers})
 
 
 def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
-    """Returns the tier that ``dataclasses.asdict`` has described."""
+    """Returns the tier of a ``dataclasses.asdict``."""
     return PlannedTier(**{**found, "store": Store(**found["store"]) if found["store"] else None})
 
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports what is wrong with the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
-    report.about(Area.CONFIGURATION)
+    """Reports faults of the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
     door = door_of(arguments["options"], arguments["transfer"])
     if arguments["transfer"] is not None:
         _check_transfer(arguments["transfer"], door, report)
@@ -189,7 +188,7 @@ class ReadConfig(Generic[Config]):
     indexes: list[int]
 
     def named(self, message: str) -> str:
-        """Returns ``message`` about an entry of ``config`` with the index that the user has given it."""
+        """Returns ``message`` about an entry of ``config`` with the entry's index in the user's list."""
         return _renumbered(message, self.indexes)
 
 
@@ -200,8 +199,8 @@ def _renumbered(message: str, indexes: Sequence[int]) -> str:
 
 
 def read_config(kind: type[Config], options: Mapping[str, Any], prefix: str = "") -> ReadConfig[Config]:
-    """Returns what a server would read from ``options``, and everything for which it would refuse them. ``prefix``:
-    what stands before the settings of a DoorConfig in errors."""
+    """Returns the configuration that a server would read from ``options``, and every error for which it would refuse
+    them. ``prefix``: the words before the settings of a DoorConfig in errors."""
     read: Any = partial(DoorConfig.from_mapping, prefix=prefix) if kind is DoorConfig else kind.from_mapping
     left, errors = dict(options), list[str]()
     tiers = left.get("tiers")
@@ -224,7 +223,7 @@ def read_config(kind: type[Config], options: Mapping[str, Any], prefix: str = ""
             break
         elif setting == "tenants":
             if any(re.match("host_bytes|disk_|tiers", each) for each in errors) and _IS_OF_BUDGET.search(message):
-                # It follows from what was left out.
+                # The error follows from the settings that were left out.
                 errors.pop()
             left["tenants"] = _without_fault(left["tenants"], message)
         elif setting == "host_bytes":
@@ -239,8 +238,8 @@ def read_config(kind: type[Config], options: Mapping[str, Any], prefix: str = ""
 
 
 def _without_fault(tenants: object, message: str) -> dict[str, Any]:
-    """Returns the option ``tenants`` without what ``message`` is about: a key of one tenant, all of one tenant, or what
-    all of them are guaranteed of a tier; nothing if the message is about all."""
+    """Returns the option ``tenants`` without the subject of ``message``: a key of one tenant, one tenant, or all
+    guarantees of a tier; nothing if the message is about all tenants."""
     if not isinstance(tenants, Mapping):
         return {}
     found = re.search(r" of (\S+) are guaranteed", message)
@@ -335,7 +334,7 @@ def _whole(value: object) -> int | None:
 
 
 def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
-    """Returns what the doctor needs to know of a tier. Raises ConfigError."""
+    """Returns the doctor's view of a tier. Raises ConfigError."""
     store, memory_bytes, pins_memory = None, 0, False
     if isinstance(config, RemoteTierConfig):
         memory_bytes, pins_memory = config.memory_bytes, config.pins_memory
@@ -343,7 +342,7 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
             _check_secret_file(f"{prefix}{key}", getattr(config, key, None), harm, report)
         settings = dict(config.settings())
         if settings.get("segment_bytes"):
-            # Little, since what others put there is lost when the doctor leaves.
+            # Little, because values of others there are lost when the doctor leaves.
             settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
         store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes)
     return PlannedTier(
@@ -376,7 +375,7 @@ def _check_secret_file(setting: str, name: str | None, harm: str, report: Report
 
 
 def _check_transfer(transfer: Mapping[str, Any], door: Door, report: Report) -> None:
-    """Checks what belongs to vLLM in its ``--kv-transfer-config``."""
+    """Checks vLLM's own keys in its ``--kv-transfer-config``."""
 
     def problem(name: str, text: str, fix: str, level: Level = Level.PROBLEM) -> None:
         report.found(f"config.{name}", level, text, fix)

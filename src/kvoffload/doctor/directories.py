@@ -21,12 +21,12 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.doctor.configuration import PlannedTier, tier_from_dict
-from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
+from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
 from kvoffload.tiers.disk.layout import check_capacity
-from kvoffload.tiers.disk.storage import Storage, StoredFile, is_full
-from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, aligned_buffer, seat_names
+from kvoffload.tiers.disk.storage import Storage, StoredFile, aligned_buffer, is_full
+from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, seat_names
 from kvoffload.tiers.threads import NUM_THREADS
 from kvoffload.units import counted, format_bytes
 
@@ -59,7 +59,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The budget of a tier, and the bytes that its file system could give, beside those that the tier has."""
+    """The budget of a tier, the free bytes of its file system, and the bytes that the tier holds."""
 
     device: int
     wanted: int
@@ -68,7 +68,7 @@ class Space:
 
 
 def space_findings(spaces: Sequence[tuple[PlannedTier, Space]]) -> Iterator[Finding]:
-    """Yields a warning per file system that could give each of its tiers what it wants, but not all of them."""
+    """Yields a warning per file system with room for each of its tiers, but not for all of them together."""
     for device in dict.fromkeys(space.device for _, space in spaces):
         here = [(tier, space) for tier, space in spaces if space.device == device]
         wanted, held = sum(space.wanted for _, space in here), sum(space.held for _, space in here)
@@ -80,7 +80,7 @@ def space_findings(spaces: Sequence[tuple[PlannedTier, Space]]) -> Iterator[Find
             fix = f"set the bytes of all to {format_bytes(possible * 9 // 10)} or less together"
             figures: dict[str, Figure] = {"wanted_bytes": wanted, "possible_bytes": possible}
             last = here[-1][0].name
-            yield Finding("directory.space_together", Level.WARNING, Area.TIER, text, fix, last, figures)
+            yield Finding("directory.space_together", Level.WARNING, text, fix, last, figures)
 
 
 def mount_of(path: str) -> Mount:
@@ -102,7 +102,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and as far as they could be found the facts "read_bytes_per_s", "write_bytes_per_s" and
     "clock_offset_s". ``arguments``: "tier", and "seconds" per measurement."""
     tier = tier_from_dict(arguments["tier"])
-    report.about(Area.TIER, tier.name)
+    report.tier = tier.name
     _DirectoryCheck(tier, report, arguments["seconds"]).run()
 
 
@@ -198,7 +198,7 @@ class _DirectoryCheck:
                 text = f"{path} is private to user {user}, with {counted(seats, 'seat')} of servers"
                 self._found("directory.private", Level.OK, text, figures={"seats": seats})
             return
-        # Where no server has been there is no lock, and none should be left.
+        # Without a lock file no server was here, and the doctor should leave none.
         if LOCK_NAME in storage.files("") and not storage.read_only and not storage.try_lock():
             text = f"{path} is in use by another server: a second one is refused"
             fix = "stop that server first, or give each server a directory of its own"

@@ -1,5 +1,5 @@
-"""Configurations of the offloading that engines have themselves: which of their settings are kvoffload's, and what
-would make the engine refuse or ignore them."""
+"""Configurations of the offloading of engines themselves: finds kvoffload's settings in them, and mistakes for which
+the engine would refuse or ignore them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Door(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """kvoffload's settings of one set of tiers. ``prefix``: what stands before their names in the configuration."""
+    """kvoffload's settings of one set of tiers. ``prefix``: the words before their names in the configuration."""
 
     options: Mapping[str, Any]
     prefix: str = ""
@@ -66,8 +66,8 @@ class Part:
 
 @dataclass(slots=True)
 class Given:
-    """What a configuration of an engine's own offloading holds. ``host_bytes``: what the engine itself allocates, or
-    None if that is not known. ``in_shared_memory``: whether it does so in /dev/shm. ``is_for_cpus``: see ``Plan``."""
+    """The contents of a configuration of an engine's own offloading. ``host_bytes``: memory that the engine itself
+    allocates, None if unknown. ``in_shared_memory``: whether it does so in /dev/shm. ``is_for_cpus``: see ``Plan``."""
 
     parts: list[Part] = field(default_factory=list)
     host_bytes: int | None = None
@@ -88,7 +88,7 @@ def door_of(options: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> D
 
 
 def read_vllm(extra: Mapping[str, Any], say: Say) -> Given:
-    """Returns what the ``kv_connector_extra_config`` of vLLM's connector holds, and reports what is wrong with it."""
+    """Reads the ``kv_connector_extra_config`` of vLLM's connector, and reports its faults."""
     entries = extra.get("secondary_tiers", [])
     if not isinstance(entries, list):
         say("refused", f"secondary_tiers={shown(entries)}: not a list", f'write "secondary_tiers": [{_ENTRY_EXAMPLE}]')
@@ -130,7 +130,7 @@ def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
 
 
 def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> Part:
-    """Returns kvoffload's settings in ``entry``, which holds those of the engine too."""
+    """Returns kvoffload's settings in ``entry``, without the settings of the engine."""
     return Part({name: value for name, value in entry.items() if name not in engines}, prefix)
 
 
@@ -214,7 +214,7 @@ def _cpu_bytes(extra: Mapping[str, Any], say: Say) -> int | None:
 
 
 def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
-    """Returns what SGLang's ``--hicache-storage-backend-extra-config`` holds, and reports what is wrong with it."""
+    """Reads SGLang's ``--hicache-storage-backend-extra-config``, and reports its faults."""
     if not extra.get("backend_name"):
         say("class", "backend_name is not set, and SGLang refuses that", 'add "backend_name": "kvoffload"')
     for name, right in (("module_path", STORAGE_MODULE), ("class_name", STORAGE)):

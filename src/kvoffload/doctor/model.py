@@ -13,7 +13,7 @@ from kvoffload.digests import user_folder
 from kvoffload.doctor.configuration import Plan
 from kvoffload.doctor.directories import LAYER_KINDS, MEMORY_KINDS, mount_of
 from kvoffload.doctor.doors import Door
-from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
+from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.model import MAX_CONFIG_BYTES, PARTS, LayerKind, ModelShape
@@ -68,7 +68,6 @@ def _snapshots(folder: Path) -> list[Path]:
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and the fact "bytes_per_token". ``arguments``: "path" and "plan"."""
-    report.about(Area.MODEL)
     report.stage(f"reads {arguments['path']}")
     plan, path = Plan.from_dict(arguments["plan"]), Path(arguments["path"])
     try:
@@ -102,7 +101,7 @@ def support_findings(content: Mapping[str, Any]) -> Iterator[Finding]:
     refusal = _refusal(content, language)
     if refusal is not None:
         name, text = refusal
-        yield Finding(f"model.{name}", Level.PROBLEM, Area.MODEL, text, RUN_WITHOUT)
+        yield Finding(f"model.{name}", Level.PROBLEM, text, RUN_WITHOUT)
         return
     try:
         layers = ModelShape.from_config(content).layers
@@ -121,12 +120,12 @@ def support_findings(content: Mapping[str, Any]) -> Iterator[Finding]:
     if LayerKind.STATE in kinds:
         text += ": served, with prefix caching on"
         fix = "do not pass --no-enable-prefix-caching; add --prefix-cache-retention-interval to keep states of outputs"
-        yield Finding("model.states", Level.NOTE, Area.MODEL, text, fix, figures=figures)
+        yield Finding("model.states", Level.NOTE, text, fix, figures=figures)
     elif is_latent:
         text += ": served on GPUs and on CPUs with AMX; not tested there"
-        yield Finding("model.latent", Level.NOTE, Area.MODEL, text, figures=figures)
+        yield Finding("model.latent", Level.NOTE, text, figures=figures)
     else:
-        yield Finding("model.served", Level.OK, Area.MODEL, f"{text}: served", figures=figures)
+        yield Finding("model.served", Level.OK, f"{text}: served", figures=figures)
 
 
 def _refusal(content: Mapping[str, Any], language: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -166,12 +165,12 @@ def room_findings(shape: ModelShape, language: Mapping[str, Any], plan: Plan) ->
     if not per_token:
         return
     text = f"{format_bytes(round(shape.bytes_per_token))} of KV per token, {format_bytes(block)} per block of {tokens}"
-    yield Finding("model.bytes", Level.OK, Area.MODEL, ". ".join([f"{text} tokens", *shape.notes]), figures=figures)
+    yield Finding("model.bytes", Level.OK, ". ".join([f"{text} tokens", *shape.notes]), figures=figures)
     for setting, amount in plan.shares.items():
         if amount < block:
             text = f"{setting}={amount} ({format_bytes(amount)}): has no room for one block"
             fix = f"write {format_bytes(block)} or more"
-            yield Finding("model.shares", Level.PROBLEM, Area.MODEL, text, fix)
+            yield Finding("model.shares", Level.PROBLEM, text, fix)
     context = language.get("max_position_embeddings")
     context = context if isinstance(context, int) else 0
     if plan.host_bytes is not None:
@@ -184,18 +183,18 @@ def room_findings(shape: ModelShape, language: Mapping[str, Any], plan: Plan) ->
         part = PROMOTION_PART if is_halved else 1
         if fits == 0:
             fix = plan.set_host_bytes(1000 * block)
-            yield Finding("model.room", Level.PROBLEM, Area.MODEL, f"{plan.host_setting} holds no block: {text}", fix)
+            yield Finding("model.room", Level.PROBLEM, f"{plan.host_setting} holds no block: {text}", fix)
         elif fits < context * part:
             which = "blocks of tiers take at most half of host memory, " if is_halved else "that is "
             text += f"; {which}less than one prompt of the model's {context:,} tokens"
             fix = f"{plan.set_host_bytes(round(context * per_token * part))} or more, unless prompts are shorter"
-            yield Finding("model.room", Level.NOTE, Area.MODEL, text, fix, figures=figures)
+            yield Finding("model.room", Level.NOTE, text, fix, figures=figures)
         else:
-            yield Finding("model.room", Level.OK, Area.MODEL, text, figures=figures)
+            yield Finding("model.room", Level.OK, text, figures=figures)
 
 
 def _check_weights(folder: Path, plan: Plan, report: Report) -> None:
-    """Reports what identifying the weights costs, where tiers need it and the digests of their files are not kept."""
+    """Reports the bytes of weights to hash at each start, where tiers need digests that are not kept."""
     if not plan.tiers or plan.has_fingerprint:
         return
     nbytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHTS and path.is_file())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload.doctor.findings import Area, Figure, Finding, Level
+from kvoffload.doctor.findings import Figure, Finding, Level
 from kvoffload.printable import printable
 from kvoffload.tiers.remote.child import end_with_parent
 
@@ -33,30 +33,31 @@ POLL_S = 0.1
 START_DEADLINE_S = 30.0
 """For the start of the process, which does not count against a check's deadline."""
 MAX_STRETCH = 4
-"""A check's deadline does not count the time for which a thread, the one that waits longest, waits for a processor
-because other processes use them all. A check takes at most this many times its deadline."""
+"""A check takes at most this many times its deadline. The deadline does not count the longest time for which a thread
+waits for a processor."""
 MAX_TAIL_BYTES = 600
 READ_BYTES = 1 << 16
 
 
 class Report:
-    """What a check calls, in its process."""
+    """The reports of a check, which it makes in its process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._is_whole = False
         self._is_ended = False
-        self.about(Area.CONFIGURATION)
+        self.tier = ""
+        """The tier that the check is about, if any."""
 
     def end_check(self) -> None:
-        """Ends the check by an exception, so that it removes what it has made; in ``whole`` when that is over."""
+        """Ends the check by an exception, so that it cleans up; in ``whole``, at the end of the context."""
         self._is_ended = True
         if not self._is_whole:
             sys.exit(1)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Returns a context in which the check is not ended: what is being made could not be removed yet."""
+        """Returns a context in which the check does not end, because it could not clean up yet."""
         self._is_whole = True
         try:
             yield
@@ -66,21 +67,18 @@ class Report:
             sys.exit(1)
 
     def begin(self) -> None:
+        self.tier = ""
         self._send({"begin": True})
 
     def stage(self, text: str) -> None:
-        """Says what the check does next, such as "connects": if it hangs, this is where."""
+        """Names the next step of the check, such as "connects", for the report of a check that hangs."""
         self._send({"stage": text})
-
-    def about(self, area: Area, tier: str = "") -> None:
-        """Says what the findings of ``found`` are about from now on."""
-        self._area, self._tier = area, tier
 
     def found(
         self, id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None
     ) -> None:
         """Reports a finding: see Finding."""
-        self.finding(Finding(id, level, self._area, text, fix, self._tier, figures or {}))
+        self.finding(Finding(id, level, text, fix, self.tier, figures or {}))
 
     def finding(self, *findings: Finding) -> None:
         for finding in findings:
@@ -100,7 +98,7 @@ class Report:
 
 
 class Ending(enum.Enum):
-    """How a check has ended."""
+    """The end of a check."""
 
     DONE = enum.auto()
     HUNG = enum.auto()
@@ -113,8 +111,8 @@ class Ending(enum.Enum):
 
 
 class Outcome:
-    """What a check has reported. ``stage``: what it did last. ``failure``: why it has failed, if it has. ``waited_s``:
-    how long it waited for a processor."""
+    """The reports of a check. ``stage``: its last step. ``failure``: the cause of a failure. ``waited_s``: the time for
+    which it waited for a processor."""
 
     def __init__(self) -> None:
         self.ending = Ending.DONE
@@ -128,23 +126,24 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Thread:
-    """What the kernel counts for a thread, in its words, and since when that is so."""
+    """The kernel's counters of a thread, as text, and the time of their last change."""
 
     counts: str
     since: float
     waited_s: float
-    """How long it has been ready to run without running, and how long of that before the clock began."""
+    """The time for which it was ready to run without running, and the part before the clock began."""
     before_s: float
 
 
 class _Clock:
-    """Measures how long a process has had, without the time for which the thread that waited longest waited for a
-    processor."""
+    """Measures the time of the process with the threads in ``tasks``, a folder of /proc, less the longest time for
+    which one of its threads waited for a processor."""
 
-    def __init__(self, pid: int, deadline_s: float) -> None:
-        self._tasks = Path(f"/proc/{pid}/task")
+    def __init__(self, tasks: Path, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tasks = tasks
         self._deadline_s = deadline_s
-        self._began = time.monotonic()
+        self._clock = clock
+        self._began = clock()
         self._looked = self._began
         self._threads: dict[str, _Thread] = {}
         self._look(self._began)
@@ -168,10 +167,10 @@ class _Clock:
 
     def ending(self, outcome: Outcome) -> Ending | None:
         """Returns how the check ends now, None if it goes on. Updates ``outcome.waited_s``."""
-        now = time.monotonic()
+        now = self._clock()
         elapsed_s = now - self._began
         self._look(now)
-        # Not the sum: threads that wait side by side would hide one that hangs.
+        # Not the sum: threads that wait side by side would hide a thread that hangs.
         waited_s = max((thread.waited_s - thread.before_s for thread in self._threads.values()), default=0.0)
         outcome.waited_s = min(waited_s, elapsed_s)
         if elapsed_s - outcome.waited_s >= self._deadline_s:
@@ -204,7 +203,8 @@ class CheckProcess:
             outcome.ending, outcome.failure = Ending.FAILED, f"its process cannot be started ({error})"
             self.close()
             return outcome
-        has_begun, clock = False, _Clock(process.pid, START_DEADLINE_S)
+        tasks = Path(f"/proc/{process.pid}/task")
+        has_begun, clock = False, _Clock(tasks, START_DEADLINE_S)
         while True:
             ready, _, _ = select.select([self._answers], [], [], min(POLL_S, deadline_s))
             if ready:
@@ -215,7 +215,7 @@ class CheckProcess:
                 if self._take(data, outcome):
                     return outcome
                 if outcome.has_begun and not has_begun:
-                    has_begun, clock = True, _Clock(process.pid, deadline_s)
+                    has_begun, clock = True, _Clock(tasks, deadline_s)
             self.on_progress(outcome.stage)
             ending = clock.ending(outcome)
             if ending is not None:
@@ -228,7 +228,7 @@ class CheckProcess:
         """Ends the process. May be called at any time; the next check starts another one."""
         process, self._process, self._buffer = self._process, None, b""
         if process is not None:
-            # It may still report what it removes.
+            # It may still report its cleaning up.
             with suppress(OSError, subprocess.TimeoutExpired):
                 process.terminate()
                 process.wait(CLEAN_UP_S)
@@ -264,7 +264,7 @@ class CheckProcess:
         return self._process
 
     def _take(self, data: bytes, outcome: Outcome) -> bool:
-        """Adds what the process has sent to ``outcome``. Returns whether the check has ended."""
+        """Adds messages of the process to ``outcome``. Returns whether the check ended."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for message in map(json.loads, lines):
             if "begin" in message:
@@ -283,7 +283,7 @@ class CheckProcess:
         return False
 
     def _why_ended(self) -> str:
-        """Returns how the process has ended, and the last line that it has printed."""
+        """Returns how the process ended, and its last line of output."""
         process = self._process
         status = None
         if process is not None:

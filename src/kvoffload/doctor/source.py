@@ -1,4 +1,4 @@
-"""Reads what the user gives to the doctor: the options ``--config`` and ``--model``."""
+"""Reads the options ``--config`` and ``--model``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Source:
 
 def read(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports the fact "source", the fields of a Source, and if a model was named, "model", the path of its
-    config.json; or the fact "error". ``arguments``: "config" and "model", as the user has given them."""
+    config.json; or the fact "error". ``arguments``: "config" and "model", as typed."""
     try:
         report.stage("reads --config")
         report.fact("source", asdict(read_source(arguments["config"])))

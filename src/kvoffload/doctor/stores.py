@@ -1,4 +1,4 @@
-"""Checks a store that servers share: whether it can be reached, how fast it is, and whether it keeps what is put."""
+"""Checks a store that servers share: connection, speed, and whether values come back unchanged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.doctor.configuration import PlannedTier, Store, tier_from_dict
-from kvoffload.doctor.findings import Area, Figure, Level
+from kvoffload.doctor.findings import Figure, Level
 from kvoffload.doctor.process import Report
 from kvoffload.printable import printable
+from kvoffload.tiers.disk.storage import aligned_buffer
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.growth import GrowthWatch
-from kvoffload.tiers.shared_dir.seats import aligned_buffer
 
 FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
@@ -41,7 +41,7 @@ ROOM = {
 OWN_BYTES = 96 << 20
 """Memory for the values, and for a client and its libraries."""
 MAX_REASON = 1000
-"""Characters of an error, of which the store may have written a part."""
+"""Characters of an error, a part of which the store may have written."""
 HTTP_TIMEOUT_S = 2.0
 SLOW_SHARE = 0.5
 """A round trip that takes more of the deadline for lookups than this is too slow for a busy server."""
@@ -51,7 +51,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings, and the facts "read_bytes_per_s", "write_bytes_per_s" and "clock_offset_s". ``arguments``:
     "tier", and "seconds" per measurement. Ends its process if the store makes it hold too much memory."""
     tier = tier_from_dict(arguments["tier"])
-    report.about(Area.TIER, tier.name)
+    report.tier = tier.name
     assert tier.store is not None
     check = _StoreCheck(tier, tier.store, report, arguments["seconds"])
     try:
@@ -167,9 +167,9 @@ class _StoreCheck:
             self._remove(client, names)
 
     def _put_for_a_while(self, client: StoreClient, names: list[str], values: ByteArray) -> float | None:
-        """Puts ``values`` again and again under new names. ``names`` has those that the store may have, at most two
-        rounds of them, so that little of others is evicted. Returns the bytes per second, or None if the store has no
-        room. Raises StoreError."""
+        """Puts ``values`` again and again under new names. ``names`` has the values that the store may have, at most
+        two rounds, so that the store evicts few values of others. Returns the bytes per second, or None if the store
+        has no room. Raises StoreError."""
         # One first: a client may still have to connect to other nodes.
         names.append(self._name())
         if not self._put(client, names, values[:1]):

@@ -448,7 +448,7 @@ class Run:
         manager, context = self.manager, self.context(request) if self.has_contexts else None
         on_device = self.serve_device(request) if self.device is not None else 0
         if self.tier is None:
-            slots = self.host.find(prompt)
+            slots = self.host.table.find(prompt)
             self.host.touch(prompt, context, found=slots)
             # Without a tier, all stores are complete between requests, so what is present is ready.
             ready = slots[on_device:] >= 0
@@ -527,7 +527,7 @@ class Run:
             manager.poll()
         else:
             raise IntegrityError("a request waited forever for blocks on disk")
-        ready = self.host.states(prompt) == HIT
+        ready = self.host.table.states(prompt) == HIT
         from_disk = min(found, sum(manager.release_request(context).values()))
         return found, from_disk, ready
 

@@ -50,7 +50,7 @@ def load(name: str) -> ModuleType | None:
 
 @cache
 def sources_checksum() -> int | None:
-    """Returns the checksum of the sources of native code, or None where only what was compiled from them is installed.
+    """Returns the checksum of the sources of native code, or None where only compiled modules are installed.
 
     Each compiled module has the checksum of its sources as ``SOURCES``. In a checkout these may have changed since.
     """

@@ -536,12 +536,6 @@ cdef class BlockTable:
                 kept += 1
         return first(result, kept)
 
-    def mark_busy(self, slots, bint is_busy):
-        cdef cnp.ndarray given = checked(slots, self.num_blocks)
-        cdef Py_ssize_t i
-        for i in range(cnp.PyArray_DIM(given, 0)):
-            self._is_busy[int64s(given)[i]] = is_busy
-
     def pin(self, slots):
         cdef cnp.ndarray given = checked(slots, self.num_blocks)
         cdef int64_t* at = int64s(given)

@@ -1157,16 +1157,15 @@ cdef class Lists:
         cdef int64_t slot = self._oldest_of(which)
         return self._position(slot) if slot >= 0 else -1
 
-    cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again, int64_t before=NO_END):
+    cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again):
         cdef cnp.ndarray marks = flags(busy, self._capacity)
         n = max(0, min(n, from_once * self.num_once + from_again * self.num_again))
         cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
-        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again, before)
+        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again)
         return first(slots, n), first(positions, n)
 
     cdef Py_ssize_t _pop_into(
-        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again,
-        int64_t before=NO_END,
+        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again
     ) noexcept:
         """Returns how many of at most ``n`` members it has removed."""
         cdef Py_ssize_t popped = 0
@@ -1176,7 +1175,7 @@ cdef class Lists:
             rival = self._oldest_of(1) if from_again else -1
             if slot < 0 or (rival >= 0 and self._position(rival) < self._position(slot)):
                 slot = rival
-            if slot < 0 or self._position(slot) >= before:
+            if slot < 0:
                 break
             self._take_out(slot)
             if is_busy[slot]:
@@ -1311,8 +1310,8 @@ cdef class RecencyList(Lists):
     def pop_oldest(self, Py_ssize_t n, busy):
         return self._pop(n, busy, True, False)[0]
 
-    def pop_with_positions(self, Py_ssize_t n, busy, int64_t before=NO_END):
-        return self._pop(n, busy, True, False, before)
+    def pop_with_positions(self, Py_ssize_t n, busy):
+        return self._pop(n, busy, True, False)
 
     def put_back(self, slots, positions):
         cdef cnp.ndarray times = numbers(positions), given = checked(slots, self._capacity)

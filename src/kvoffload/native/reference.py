@@ -77,7 +77,7 @@ class BlockTable:
 
     @property
     def num_held(self) -> int:
-        """Slots that are taken, including those of dropped blocks."""
+        """Slots that are taken, including slots of dropped blocks."""
         return len(self._slots)
 
     def get(self, key: OffloadKey) -> int:
@@ -183,13 +183,9 @@ class BlockTable:
         return checked(tail_first, self.num_blocks)
 
     def idle(self, slots: Slots) -> Slots:
-        """Returns those of ``slots`` that are not busy, each once: the last of equal ones, in order."""
+        """Returns the ``slots`` that are not busy, each once: the last of equal ones, in order."""
         slots = self.distinct(slots)
         return slots[~self.busy[slots]]
-
-    def mark_busy(self, slots: Slots, is_busy: bool) -> None:
-        """Sets the busy marks of idle blocks, which must not be evicted for the time being, or removes them."""
-        self.busy[checked(slots, self.num_blocks)] = is_busy
 
     def evict(self, slots: Slots) -> list[OffloadKey] | None:
         """Removes the keys of ``slots`` and returns them in order. Returns None, and changes nothing, unless these are
@@ -208,8 +204,8 @@ class BlockTable:
         self.busy[slots] = True
 
     def set_ready(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Makes those of ``slots`` that are ``being_written`` ready. Returns these, and the slots of dropped ones,
-        which are free now."""
+        """Makes the ``slots`` that are ``being_written`` ready. Returns them, and the slots of dropped blocks, free
+        from now on."""
         return self._end_transfer(self.being_written(slots))
 
     def unpin(self, slots: Slots) -> tuple[Slots, Slots]:
@@ -322,7 +318,7 @@ class RecencyList:
         self._append(slots, positions, members_only=False)
 
     def move_to_end(self, slots: Slots, positions: Positions | None = None) -> None:
-        """Same as ``append`` for those of ``slots`` that are members."""
+        """Same as ``append`` for the ``slots`` that are members."""
         self._append(slots, positions, members_only=True)
 
     def _append(self, slots: Slots, positions: Positions | None, members_only: bool) -> None:
@@ -348,7 +344,7 @@ class RecencyList:
         self._next = at[-1] + 1
 
     def discard(self, slots: Slots) -> None:
-        """Removes those of ``slots`` that are members."""
+        """Removes the ``slots`` that are members."""
         chosen = checked(slots, self._capacity)
         for slot in chosen.tolist() if len(self) else ():
             self._leave(slot)
@@ -390,9 +386,9 @@ class RecencyList:
         more."""
         return self.pop_with_positions(n, busy)[0]
 
-    def pop_with_positions(self, n: int, busy: Flags, before: int = NO_END) -> tuple[Slots, Positions]:
-        """Same as ``pop_oldest`` for the members at positions below ``before``. Returns their positions too."""
-        return pop((self,), n, busy, before)
+    def pop_with_positions(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
+        """Same as ``pop_oldest``, but returns the positions too."""
+        return pop((self,), n, busy)
 
     def put_back(self, slots: Slots, positions: Positions) -> None:
         """Undoes ``pop_with_positions`` for these slots, which must not be members."""
@@ -419,14 +415,14 @@ class RecencyList:
             raise IntegrityError("a recency list does not count its members right")
 
 
-def pop(lists: Sequence[RecencyList], n: int, busy: Flags, before: int = NO_END) -> tuple[Slots, Positions]:
-    """Removes the oldest members of several lists that are not busy, up to ``n``, at positions below ``before``."""
+def pop(lists: Sequence[RecencyList], n: int, busy: Flags) -> tuple[Slots, Positions]:
+    """Removes the oldest members of several lists that are not busy, up to ``n``."""
     slots: list[int] = []
     positions: list[int] = []
     while len(slots) < n:
         oldest = lists[0] if len(lists) == 1 else min(lists, key=RecencyList.front)
         position = oldest.front()
-        if position >= before:
+        if position == NO_END:
             break
         slot = oldest.take_front(busy)
         if slot >= 0:
@@ -459,12 +455,12 @@ class ListPair:
         return np.arange(self._clock - n, self._clock)
 
     def use(self, slots: Slots, ready: Flags) -> None:
-        """Moves members to the recent end of ``again``; of those used once only the ``ready`` ones, the others to that
-        of their own list."""
+        """Moves members to the recent end of ``again``. Members of ``once`` that are not ``ready`` stay in it, at its
+        recent end."""
         self.insert(slots, ~self._once.holds(slots) | ready)
 
     def insert(self, slots: Slots, again: Flags) -> None:
-        """Moves slots to the recent ends: to that of ``again`` those that are marked so, the others to ``once``."""
+        """Moves slots to the recent end of ``again`` where it is marked, else of ``once``."""
         positions = self.tick(len(slots))
         for members, chosen in ((self._once, ~again), (self._again, again)):
             members.discard(slots[~chosen])
@@ -477,7 +473,7 @@ class ListPair:
             members.move_to_end(slots, positions)
 
     def discard(self, slots: Slots) -> None:
-        """Removes those of ``slots`` that are members."""
+        """Removes the ``slots`` that are members."""
         for members in self._lists:
             members.discard(slots)
 
@@ -523,10 +519,10 @@ _NO_GHOSTS: OrderedDict[int, list[int]] = OrderedDict()
 class GhostTable:
     """The ``capacity`` hashes that were added last, each with a stamp and a mark.
 
-    A hash that was added before those is never found: so a chain that is half forgotten has lost one end, and has no
-    holes. There are twice as many places as remembered hashes, in buckets. A new hash takes a free place or the
-    earliest one of its bucket, so that a bucket to which too many hashes belong forgets some too soon. Two hashes are
-    confused if their buckets and 32 bits of them agree.
+    An older hash is never found, so a chain that is half forgotten has lost one end, and has no holes. There are twice
+    as many places as remembered hashes, in buckets. A new hash takes a free place or the earliest one of its bucket, so
+    a bucket to which too many hashes belong forgets some too soon. Two hashes are confused if their buckets and 32 bits
+    of them agree.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -616,7 +612,7 @@ class KeyQueue:
         self.cut(self.limit)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Removes those of ``keys`` that are members."""
+        """Removes the ``keys`` that are members."""
         for key in keys:
             self._keys.pop(key, None)
 

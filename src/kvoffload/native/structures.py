@@ -1,4 +1,4 @@
-"""The hot structures as they run here: compiled, or those of the reference."""
+"""The hot structures as they run here: compiled, or from the reference."""
 
 from __future__ import annotations
 

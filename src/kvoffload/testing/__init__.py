@@ -1,4 +1,4 @@
-"""Tests for implementations of kvoffload's contracts, ours and those of other projects.
+"""Tests for implementations of kvoffload's contracts, in kvoffload and in other projects.
 
 - ``reference``: simple models of managers, to compare with.
 - ``conformance``: one pytest class per contract (needs pytest). Subclass it and construct your implementation::

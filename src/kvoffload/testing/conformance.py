@@ -71,8 +71,8 @@ class ManagerConformance:
         raise NotImplementedError
 
     def admit(self, manager: OffloadingManager, names: str) -> None:
-        """Does what must happen before ``manager`` accepts ``names`` for a store, without moving any block. Only needed
-        by managers with an admission rule."""
+        """Makes ``manager`` accept ``names`` for a store, without moving any block. Only needed by managers with an
+        admission rule."""
 
     # How the tests drive it.
 
@@ -90,7 +90,7 @@ class ManagerConformance:
         return output
 
     def store(self, manager: OffloadingManager, names: str) -> str:
-        """Runs a whole store. Returns what it evicted."""
+        """Runs a whole store. Returns the names that it evicted."""
         output = self.begun(manager, names)
         self.finish(manager, names)
         return letters(output.evicted_keys)
@@ -108,7 +108,7 @@ class ManagerConformance:
         return manager
 
     def present(self, manager: OffloadingManager, names: str = ALPHABET) -> str:
-        """Returns those of ``names`` that can be loaded."""
+        """Returns the ``names`` that can be loaded."""
         states = manager.lookup_each(keys(names))
         return "".join(name for name, state in zip(names, states, strict=True) if state == HIT)
 
@@ -333,7 +333,7 @@ class ManagerConformance:
         assert (self.present(manager), self.used(manager)) == ("", 0)
 
     def test_every_ready_block_that_leaves_is_counted(self) -> None:
-        """Requests are offered what lookups have found, until a block has left."""
+        """Requests are offered the blocks that a lookup found, until one has left."""
         manager = self.full("abc")
         before = manager.num_removed
         self.store(manager, "d")
@@ -791,7 +791,7 @@ class PolicyConformance:
     it is passed over. Not so in a policy that draws lots or counts uses: tests of the order are skipped."""
     OLDEST_FIRST = True
     """Whether blocks that were used once leave in the order of their insertion. Not so in a policy that gives the first
-    blocks a better place than those that come when the cache is full."""
+    blocks a better place than blocks that come when the cache is full."""
     USES_MOVE_BLOCKS = True
     """Whether a use moves a block that was used once to the recent end of its list. Then ``reorder`` moves the whole
     chain, else only its new blocks."""
@@ -1052,7 +1052,7 @@ class PolicyConformance:
 
 
 class _PolicyDriver:
-    """A caller that keeps the promises of a manager, and checks those of the policy."""
+    """A caller that keeps the promises of a manager, and checks the promises of the policy."""
 
     def __init__(self, suite: PolicyConformance, rng: random.Random, capacity: int, num_admits: int = 1) -> None:
         self.suite = suite
@@ -1294,7 +1294,7 @@ class BackendConformance:
 
 
 def _mark_busy(policy: CachePolicy, slots: Iterable[int]) -> None:
-    """Does what a manager does beside the contract for a policy that keeps its own busy marks."""
+    """Marks blocks as busy in a policy that keeps marks of its own, as a manager does beside the contract."""
     if isinstance(policy, TenantPolicy):
         policy.mark_busy(_array(sorted(slots)))
 

@@ -50,7 +50,7 @@ DEADLINE_S = 30.0
 BLOCKED_S = 2.0
 """A call of the scheduler that takes longer has blocked, even on a machine that is busy with other things."""
 SETTLE_S = 0.1
-"""How long a test waits for what must not happen."""
+"""How long a test waits to see that nothing happens."""
 
 
 class Fault(Enum):
@@ -102,7 +102,7 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 class Steps:
-    """Drives one tier as vLLM's manager does, and checks after every step what must hold always."""
+    """Drives one tier as vLLM's manager does, and checks its invariants after every step."""
 
     def __init__(self, make: Callable[[memoryview], Any], nbytes: int) -> None:
         self.memory = mmap.mmap(-1, NUM_ROWS * nbytes)
@@ -113,7 +113,7 @@ class Steps:
         self.view = rows.data
         self.nbytes = nbytes
         self.shadow = self.rows.copy()
-        """What the rows must hold, those apart that are being loaded."""
+        """The bytes that rows must hold, except rows that are being loaded."""
         self.jobs: dict[int, Any] = {}
         """The jobs that the tier has not reported."""
         self.loaded: dict[int, set[bytes]] = {}
@@ -154,7 +154,7 @@ class Steps:
         return [result is HIT for result in results]
 
     def find(self, keys: Sequence[bytes], whole: Sequence[bytes] | None = None) -> list[bytes]:
-        """Returns those of ``keys`` that a new request for the chain ``whole`` finds."""
+        """Returns the ``keys`` that a new request for the chain ``whole`` finds."""
         context = self.request(whole or keys)
         found = self.answers(context, keys)
         self.end(context)
@@ -205,7 +205,7 @@ class Steps:
         self.end(context)
 
     def load(self, keys: Sequence[bytes], whole: Sequence[bytes] | None = None) -> set[bytes]:
-        """Loads ``keys`` for a new request of the chain ``whole``. Returns those that have arrived."""
+        """Loads ``keys`` for a new request of the chain ``whole``. Returns the keys that have arrived."""
         context = self.request(whole or keys)
         job = self.submit_load(context, keys)
         self.wait(job)
@@ -221,7 +221,7 @@ class Steps:
             time.sleep(0.002)
 
     def step(self) -> None:
-        """Does what vLLM's manager does in a step beside lookups and new jobs."""
+        """Makes the calls of a step of vLLM's manager, except lookups and new jobs."""
         for result in self._timed(lambda: list(self.tier.get_finished_jobs())):
             self._take(result)
         self._timed(self.tier.on_schedule_end, ScheduleEndContext((), ()))
@@ -249,7 +249,7 @@ class Steps:
             self.free.append(row)
 
     def check_rows(self) -> None:
-        """Asserts that no row has changed but those that are being loaded."""
+        """Asserts that no row has changed, except rows that are being loaded."""
         assert self.rows is not None
         changed = np.flatnonzero((self.rows != self.shadow).any(axis=1)).tolist()
         being_loaded = {row for job in self.jobs.values() if job.is_promotion for row in job.chunk_ids.tolist()}
@@ -286,15 +286,15 @@ class Steps:
 
 
 class _Suite:
-    """The entry, the hooks, and what makes tiers of them."""
+    """The entry, the hooks, and helpers that make tiers of them."""
 
     def entry(self, folder: Path) -> dict[str, Any]:
-        """Returns the entry of ``secondary_tiers`` for a tier that keeps what it keeps below ``folder``, with room for
+        """Returns the entry of ``secondary_tiers`` for a tier that keeps its blocks below ``folder``, with room for
         2000 chunks of 4096 bytes."""
         raise NotImplementedError
 
     def make_tier(self, server: Server, folder: Path, rows: memoryview) -> Any:
-        """Returns the tier of ``server``. Models, too, lie below ``folder``, beside what the tier keeps."""
+        """Returns the tier of ``server``. Models, too, lie below ``folder``, beside the tier's blocks."""
         return secondary_tier(server, folder / "models", self.entry(folder / "tier"), rows)
 
     # Hooks.
@@ -302,7 +302,7 @@ class _Suite:
     bounded_s = 15.0
     """Seconds in which calls that may wait must end, whatever the medium does."""
     outlives = True
-    """Whether a later process finds what was stored."""
+    """Whether a later process finds the blocks that were stored."""
     serves_after_drain = True
     """Whether blocks that are stored after ``drain_jobs`` are found. vLLM calls it when it resets its caches."""
     budget_bytes: int | None = None
@@ -601,7 +601,7 @@ class SecondaryTierLaws(_Suite):
     @pytest.mark.parametrize("promised", [True, False], ids=["after lookup", "before start"])
     @pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name.lower())
     def test_bytes_that_changed_on_the_medium_are_not_loaded(self, fault: Fault, promised: bool) -> None:
-        """Neither does a request look for ever for what cannot be loaded."""
+        """Requests do not look for ever for blocks that cannot be loaded."""
         keys = chain(16)
         steps = self.start_with(keys)
         self.settle(steps)
@@ -700,7 +700,7 @@ class SecondaryTierLaws(_Suite):
         assert self.used_bytes(self.medium) <= self.budget_bytes
 
     def test_nothing_is_kept_that_no_request_can_reach(self) -> None:
-        """vLLM looks chains up from their heads: what lies behind a chunk that was never stored is out of reach."""
+        """vLLM looks chains up from their heads: chunks behind one that was never stored are out of reach."""
         keys = chain(8)
         steps = self.start()
         if not self.outlives:

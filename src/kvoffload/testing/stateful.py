@@ -353,7 +353,7 @@ def attempt(
     keys: list[OffloadKey],
     context: ReqContext | None,
 ) -> tuple[Any, type[Exception] | None]:
-    """Returns what a load call returned, and the type of the contract's error that it raised."""
+    """Returns the result of a load call, and the type of the contract's error that it raised."""
     try:
         return call(keys, context), None
     except (BlockNotReadyError, BlockNotPinnedError) as error:

@@ -9,8 +9,7 @@ Subclass it and say how to make a tier::
             return MyTier(pools, num_blocks)
 
 The suite uses only the contract of ``Tier``, and gives the tier time with ``wait``. Letters stand for keys, as in
-``conformance``. For a tier that several servers share, override ``another`` as well: without it, the tests of sharing
-are skipped.
+``conformance``. For a tier that several servers share, subclass SharedTierConformance and define ``another`` as well.
 """
 
 from __future__ import annotations
@@ -48,12 +47,8 @@ def fits(nbytes: int, tier: Tier) -> bool:
     return capacity_bytes is None or nbytes <= capacity_bytes
 
 
-class TierConformance:
-    """Tests of the contract of ``Tier``.
-
-    As long as no block was used twice, the tier must evict the oldest one first, as LRU and ARC do. A tier without
-    ``capacity_bytes``, whose medium bounds itself, may evict as it likes, but needs room for the blocks of a test.
-    """
+class TierDriver:
+    """How a suite makes a tier, which subclasses define, and how it drives one through the contract."""
 
     max_under_way: int | None = None
     """Blocks that the tier takes on before the first is done, if that is bounded and ``hold`` works."""
@@ -76,34 +71,11 @@ class TierConformance:
         """Changes a bit of every block in the medium. Returns False if that is not possible."""
         return False
 
-    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier | None:
-        """Returns a tier of another server, with other ``pools``, on the medium of ``tier``; None if no other server
-        can use it."""
-        return None
-
     def lose(self, tier: Tier, names: str) -> bool:
         """Makes the medium lose blocks, as if others had needed the room. Returns False if that is not possible."""
         return False
 
     # Helpers.
-
-    def make_another(self, tier: Tier) -> tuple[Tier, list[ByteArray]]:
-        """Returns another server's tier and its pools."""
-        pools = make_pools(NUM_SLOTS, SLOT_BYTES, seed=1)
-        other = self.another(tier, pools)
-        if other is None:
-            pytest.skip("no other server can use the medium")
-        assert tier.is_shared, "others use the blocks of a tier that does not say so"
-        assert other.is_shared
-        self.check(other)
-        return other, pools
-
-    def make_shared(self) -> tuple[Tier, list[ByteArray]]:
-        """Returns a tier and its pools, if others can use its medium."""
-        tier, pools = self.make(16)
-        if not tier.is_shared:
-            pytest.skip("no other server can use the medium")
-        return tier, pools
 
     def make_bounded(self, num_blocks: int) -> tuple[Tier, list[ByteArray]]:
         """Returns a tier and its pools, if its size is its own."""
@@ -119,7 +91,7 @@ class TierConformance:
         return tier, pools
 
     def check(self, tier: Tier) -> None:
-        """Asserts what must hold at any time."""
+        """Asserts the tier's invariants."""
         tier.check_integrity()
         assert tier.block_bytes > 0
         stats = tier.stats()
@@ -131,7 +103,7 @@ class TierConformance:
         assert tier.num_failed_lookups >= 0
 
     def begin_write(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> str:
-        """Begins writes of ``names``. Returns those that were taken on."""
+        """Begins writes of ``names``. Returns the names that were taken on."""
         asked = keys(names)
         for key, slot in zip(asked, write_slots(names).tolist(), strict=True):
             put(pools, slot, key, version)
@@ -141,7 +113,7 @@ class TierConformance:
         return letters(taken)
 
     def begin_read(self, tier: Tier, names: str) -> str:
-        """Begins reads of ``names``. Returns those that were taken on."""
+        """Begins reads of ``names``. Returns the names that were taken on."""
         asked = keys(names)
         taken = tier.read(asked, read_slots(names))
         assert set(taken) <= set(asked)
@@ -178,7 +150,7 @@ class TierConformance:
         assert not names, f"{names!r} was never taken on"
 
     def check_reads(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> None:
-        """Asserts that all of ``names`` can be read, and hold what was written."""
+        """Asserts that all of ``names`` can be read, and have the bytes that were written."""
         self.read(tier, names)
         for key, slot in zip(keys(names), read_slots(names).tolist(), strict=True):
             assert holds(pools, slot, key, version), f"block {letters([key])} has other bytes"
@@ -200,7 +172,7 @@ class TierConformance:
         assert not names, f"{names!r} was never taken on"
 
     def await_present(self, tier: Tier, names: str) -> None:
-        """Asks until the tier says that all of ``names`` can be read: what it knows of others may be out of date."""
+        """Asks until the tier says that all of ``names`` can be read: its list of other servers' blocks may be old."""
         deadline = time.monotonic() + DEADLINE_S
         while self.present(tier, names) != names:
             assert time.monotonic() < deadline, f"never found {names!r}, only {self.present(tier, names)!r}"
@@ -208,7 +180,7 @@ class TierConformance:
             assert tier.poll() == []
 
     def present(self, tier: Tier, names: str = ALPHABET) -> str:
-        """Returns those of ``names`` that can be read, as soon as the tier knows."""
+        """Returns the ``names`` that can be read, as soon as the tier knows."""
         deadline = time.monotonic() + DEADLINE_S
         while (states := tier.contains(keys(names)).tolist()).count(RETRY) and time.monotonic() < deadline:
             tier.wait(0.01)
@@ -234,6 +206,14 @@ class TierConformance:
         held = self.hold(tier)
         with held or nullcontext():
             yield held is not None
+
+
+class TierConformance(TierDriver):
+    """Tests of the contract of ``Tier``.
+
+    As long as no block was used twice, the tier must evict the oldest one first, as LRU and ARC do. A tier without
+    ``capacity_bytes``, whose medium bounds itself, may evict as it likes, but needs room for the blocks of a test.
+    """
 
     # write, read.
 
@@ -592,7 +572,7 @@ class TierConformance:
         self.check(later)
         later.close()
 
-    # Media that several servers share, bound themselves, and lose what they like.
+    # Media that bound themselves, and lose blocks.
 
     def test_a_tier_without_a_capacity_is_bounded_by_its_medium(self) -> None:
         tier, pools = self.make(16)
@@ -621,6 +601,109 @@ class TierConformance:
             states = [tier.contains(keys("abc")).tolist() for _ in range(3)]
         assert all(MISS <= state <= RETRY for answers in states for state in answers)
         assert self.present(tier, "abc") == "a"
+
+    def test_blocks_that_the_medium_has_lost_are_gone(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abcd")
+        assert self.present(tier, "abcd") == "abcd"
+        if not self.lose(tier, "bd"):
+            pytest.skip("the medium cannot be made to lose blocks")
+        taken = self.begin_read(tier, "abcd")
+        results = {letters([r.key]): r for r in self.finish(tier, taken)}
+        assert all(results[name].ok for name in taken if name in "ac")
+        assert all(results[name].error is TierError.GONE for name in taken if name in "bd")
+        assert not self.can_be_read(tier, "bd")
+        assert self.present(tier, "abcd") == "ac"
+        self.check_reads(tier, pools, "ac")
+        self.write(tier, pools, "bd", version=1)
+        self.check_reads(tier, pools, "bd", version=1)
+
+    # Everything at once.
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_any_calls_in_any_order(self, seed: int) -> None:
+        rng = Random(seed)
+        tier, pools = self.make(rng.randint(3, 9), *rng.choice([(4096,), (4096, 8192)]))
+        version: dict[OffloadKey, int] = {}
+        """The version that was written last, per key."""
+        writes: dict[OffloadKey, int] = {}
+        reads: dict[OffloadKey, int] = {}
+        free = list(range(NUM_SLOTS))
+        now = 0
+
+        def poll() -> None:
+            for result in tier.poll():
+                under_way = reads if result.is_read else writes
+                assert result.key in under_way, f"reported {letters([result.key])}, which is not in transfer"
+                slot = under_way.pop(result.key)
+                free.append(slot)
+                if result.ok and result.is_read:
+                    assert holds(pools, slot, result.key, version[result.key]), "read other bytes than were written"
+                scribble(pools, slot)
+
+        for _ in range(150):
+            idle = [key for key in keys(ALPHABET[:14]) if key not in writes and key not in reads]
+            rng.shuffle(idle)
+            chosen = idle[: rng.randint(0, min(5, len(free)))]
+            slots = np.array(rng.sample(free, len(chosen)), dtype=np.int64)
+            action = rng.randrange(8)
+            if action < 2:
+                # Others may hold the bytes of a shared block already, so they never change.
+                now += not tier.is_shared
+                for key, slot in zip(chosen, slots.tolist(), strict=True):
+                    put(pools, slot, key, now)
+                taken = list(tier.write(chosen, slots))
+                version.update(dict.fromkeys(taken, now))
+                add(writes, taken, chosen, slots, free)
+            elif action < 5:
+                taken = list(tier.read(chosen, slots))
+                add(reads, taken, chosen, slots, free)
+            elif action == 5:
+                tier.touch(chosen)
+            elif action == 6 and rng.random() < 0.4:
+                gone = rng.sample(keys(ALPHABET[:14]), 3)
+                tier.delete(gone)
+                assert not self.can_be_read(tier, letters(gone))
+            elif action == 7 and rng.random() < 0.2 and not tier.is_shared:
+                tier.reset()
+                assert not self.can_be_read(tier, ALPHABET)
+            if rng.random() < 0.5:
+                tier.wait(0.001)
+                poll()
+            self.check(tier)
+        deadline = time.monotonic() + DEADLINE_S
+        while (writes or reads) and time.monotonic() < deadline:
+            tier.wait(0.01)
+            poll()
+        assert not writes
+        assert not reads
+        there = self.present(tier)
+        self.read(tier, there)
+        for key, slot in zip(keys(there), read_slots(there).tolist(), strict=True):
+            assert holds(pools, slot, key, version[key])
+        tier.close()
+
+
+class SharedTierConformance(TierConformance):
+    """The same for a tier whose medium several servers use, and tests with more than one of them."""
+
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
+        """Returns a tier of another server, with other ``pools``, on the medium of ``tier``."""
+        raise NotImplementedError
+
+    def make_another(self, tier: Tier) -> tuple[Tier, list[ByteArray]]:
+        """Returns another server's tier and its pools."""
+        pools = make_pools(NUM_SLOTS, SLOT_BYTES, seed=1)
+        other = self.another(tier, pools)
+        assert other.is_shared
+        self.check(other)
+        return other, pools
+
+    def make_shared(self) -> tuple[Tier, list[ByteArray]]:
+        """Returns a tier and its pools."""
+        tier, pools = self.make(16)
+        assert tier.is_shared, "others use the blocks of a tier that does not say so"
+        return tier, pools
 
     def test_servers_find_each_others_blocks(self) -> None:
         tier, pools = self.make_shared()
@@ -730,22 +813,6 @@ class TierConformance:
         self.check_reads(third, third_pools, "abcd")
         self.check_reads(tier, pools, "abc")
 
-    def test_blocks_that_the_medium_has_lost_are_gone(self) -> None:
-        tier, pools = self.make()
-        self.write(tier, pools, "abcd")
-        assert self.present(tier, "abcd") == "abcd"
-        if not self.lose(tier, "bd"):
-            pytest.skip("the medium cannot be made to lose blocks")
-        taken = self.begin_read(tier, "abcd")
-        results = {letters([r.key]): r for r in self.finish(tier, taken)}
-        assert all(results[name].ok for name in taken if name in "ac")
-        assert all(results[name].error is TierError.GONE for name in taken if name in "bd")
-        assert not self.can_be_read(tier, "bd")
-        assert self.present(tier, "abcd") == "ac"
-        self.check_reads(tier, pools, "ac")
-        self.write(tier, pools, "bd", version=1)
-        self.check_reads(tier, pools, "bd", version=1)
-
     def test_bad_bytes_are_not_given_to_any_server(self) -> None:
         tier, pools = self.make_shared()
         other, _ = self.make_another(tier)
@@ -757,71 +824,6 @@ class TierConformance:
             results = self.finish(each, self.begin_read(each, "abc"))
             assert all(result.error in (TierError.CORRUPT, TierError.GONE) for result in results)
             assert not self.can_be_read(each, "abc")
-
-    # Everything at once.
-
-    @pytest.mark.parametrize("seed", range(12))
-    def test_any_calls_in_any_order(self, seed: int) -> None:
-        rng = Random(seed)
-        tier, pools = self.make(rng.randint(3, 9), *rng.choice([(4096,), (4096, 8192)]))
-        version: dict[OffloadKey, int] = {}
-        """The version that was written last, per key."""
-        writes: dict[OffloadKey, int] = {}
-        reads: dict[OffloadKey, int] = {}
-        free = list(range(NUM_SLOTS))
-        now = 0
-
-        def poll() -> None:
-            for result in tier.poll():
-                under_way = reads if result.is_read else writes
-                assert result.key in under_way, f"reported {letters([result.key])}, which is not in transfer"
-                slot = under_way.pop(result.key)
-                free.append(slot)
-                if result.ok and result.is_read:
-                    assert holds(pools, slot, result.key, version[result.key]), "read other bytes than were written"
-                scribble(pools, slot)
-
-        for _ in range(150):
-            idle = [key for key in keys(ALPHABET[:14]) if key not in writes and key not in reads]
-            rng.shuffle(idle)
-            chosen = idle[: rng.randint(0, min(5, len(free)))]
-            slots = np.array(rng.sample(free, len(chosen)), dtype=np.int64)
-            action = rng.randrange(8)
-            if action < 2:
-                # Others may hold the bytes of a shared block already, so they never change.
-                now += not tier.is_shared
-                for key, slot in zip(chosen, slots.tolist(), strict=True):
-                    put(pools, slot, key, now)
-                taken = list(tier.write(chosen, slots))
-                version.update(dict.fromkeys(taken, now))
-                add(writes, taken, chosen, slots, free)
-            elif action < 5:
-                taken = list(tier.read(chosen, slots))
-                add(reads, taken, chosen, slots, free)
-            elif action == 5:
-                tier.touch(chosen)
-            elif action == 6 and rng.random() < 0.4:
-                gone = rng.sample(keys(ALPHABET[:14]), 3)
-                tier.delete(gone)
-                assert not self.can_be_read(tier, letters(gone))
-            elif action == 7 and rng.random() < 0.2 and not tier.is_shared:
-                tier.reset()
-                assert not self.can_be_read(tier, ALPHABET)
-            if rng.random() < 0.5:
-                tier.wait(0.001)
-                poll()
-            self.check(tier)
-        deadline = time.monotonic() + DEADLINE_S
-        while (writes or reads) and time.monotonic() < deadline:
-            tier.wait(0.01)
-            poll()
-        assert not writes
-        assert not reads
-        there = self.present(tier)
-        self.read(tier, there)
-        for key, slot in zip(keys(there), read_slots(there).tolist(), strict=True):
-            assert holds(pools, slot, key, version[key])
-        tier.close()
 
 
 def add(

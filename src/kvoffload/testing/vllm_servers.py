@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Server:
-    """What a server computes, as far as a tier must distinguish its blocks from those of others.
+    """The settings of a server that make its blocks different from the blocks of other servers.
 
     ``row_bytes`` of the usual one is 4096: 16 tokens, key and value, 32 numbers of 4 bytes.
     """

@@ -194,7 +194,7 @@ class Stores:
     def _stage(self, request: str, lacking: Sequence[OffloadKey]) -> None:
         """Pins those of ``lacking`` that are in the staging pool."""
         host = self._manager.host
-        keys = [lacking[i] for i in np.flatnonzero(host.states(lacking) == HIT).tolist()]
+        keys = [lacking[i] for i in np.flatnonzero(host.table.states(lacking) == HIT).tolist()]
         if keys:
             self._requests[request].stored += keys
             deadline = self._clock() + STAGE_DEADLINE_S

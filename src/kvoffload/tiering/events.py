@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 
 from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResult
-from kvoffload.cache.events import MAX_PENDING_EVENTS
+from kvoffload.cache.history import MAX_PENDING_EVENTS
 
 STORAGE_MEDIUM = "STORAGE"
 """The medium of every lower tier, as vLLM names it. Events distinguish tiers by their names."""

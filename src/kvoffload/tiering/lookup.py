@@ -111,12 +111,12 @@ def host_states(search: Search, keys: Sequence[OffloadKey]) -> States:
     """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
     pinned = () if search.promotion is None else search.promotion.pinned
     if not pinned:
-        return search.host.states(keys)
+        return search.host.table.states(keys)
     is_pinned = np.fromiter(map(pinned.__contains__, keys), np.bool_, len(keys))
     states = np.full(len(keys), HIT, dtype=np.uint8)
     others = np.flatnonzero(~is_pinned)
     if len(others):
-        states[others] = search.host.states([keys[i] for i in others.tolist()])
+        states[others] = search.host.table.states([keys[i] for i in others.tolist()])
     return states
 
 

@@ -153,7 +153,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Returns the state of every key without promoting any, and without counting a request: HIT for one that the
         host or a tier holds, RETRY for one that a tier must be asked for again. ``chain``: what may be looked up
         next."""
-        states = self.host.states(keys)
+        states = self.host.table.states(keys)
         below = np.flatnonzero(states != HIT)
         if len(below):
             search = Search(self.host, self.tiers, self._reasons, self._clock())
@@ -225,7 +225,7 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
         chain: Sequence[OffloadKey] | None = None,
     ) -> None:
-        found = self.host.find(keys)
+        found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
         self._chains.touch(keys, found, req_context, chain)
 
@@ -253,7 +253,7 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
         if success:
-            keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
+            keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
             self._origins.forget(keys)
             for tier in self.tiers:
                 tier.writes.stored(keys)
@@ -361,7 +361,7 @@ def _make_states(
     states = []
     for i, each in enumerate(tiers):
         own = settings.tiers[i] if settings.tiers else TierSettings()
-        tier = GuardedTier(each, host.has_events)
+        tier = GuardedTier(each, host.history.has_events)
         count = counts.of(tier.name)
         estimator = ReadEstimator(tier.block_bytes)
         is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None

@@ -150,7 +150,7 @@ class Promoter:
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
         """Removes the pins of ``keys`` for all requests."""
-        slots = self._host.find(keys)
+        slots = self._host.table.find(keys)
         if self._pins.has_any(slots[slots >= 0]):
             for promotion in self._promotions.values():
                 if not promotion.pinned.keys().isdisjoint(keys):

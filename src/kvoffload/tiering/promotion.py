@@ -193,7 +193,7 @@ class PromotedPins:
             for key, slot in promotion.pinned.items():
                 status = self._host.block_status(key)
                 is_pinned = status is not None and status.slot == slot and status.ref_cnt > 0
-                if not is_pinned and not self._host.is_dropped(self._host.lease([slot]))[0]:
+                if not is_pinned and not self._host.table.dropped[slot]:
                     raise IntegrityError("a block that is pinned for a promotion can be evicted")
         if (pins != self._pins).any() or np.count_nonzero(pins) != self.num_pinned:
             raise IntegrityError("the pins of promoted blocks do not match the promotions")

@@ -89,7 +89,7 @@ class TierBlocks:
         absent = np.flatnonzero(~in_tier)
         names = [keys[i] for i in absent.tolist()]
         if names:
-            available[absent] = (self._host.states(names) == HIT) & ~self.are_under_way(names)
+            available[absent] = (self._host.table.states(names) == HIT) & ~self.are_under_way(names)
             if self._is_worth is not None:
                 available[absent] &= self._is_worth(names)
         return in_tier, available
@@ -106,7 +106,7 @@ class TierBlocks:
         for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
             lacking = ~self.in_tier(keys, chain.history)
             if in_host or group.state:
-                lacking &= self._host.states(keys) == HIT
+                lacking &= self._host.table.states(keys) == HIT
             num_lacking += int(np.count_nonzero(lacking))
         return num_lacking
 

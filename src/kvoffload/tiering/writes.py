@@ -326,7 +326,7 @@ class WriteThrough:
     def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
         """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see Plan."""
         # The last blocks of a request are still on their way to the host when it ends.
-        pending = (self._host.states(holes) == PENDING).tolist()
+        pending = (self._host.table.states(holes) == PENDING).tolist()
         coming = [key for key, is_pending in zip(holes, pending, strict=True) if is_pending or key in self.writing]
         if not chain.is_whole or coming:
             self.backlog.move(chain, ChainState.WAITING, coming if chain.is_whole else holes)

@@ -31,7 +31,7 @@ class Catalog:
 
     Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
     before it has ended. A block that is dropped in the meantime is no longer found, and its slot becomes free when its
-    transfer has ended. Every new block is accepted: one that was refused would be a hole in its chain. With ``grows``
+    transfer has ended. Every new block is accepted: a refused one would be a hole in its chain. With ``grows``
     there are no slots until they are added. Raises ConfigError if there is no such policy.
     """
 
@@ -51,6 +51,7 @@ class Catalog:
         self._manager = PolicyOffloadingManager(
             self._backend, make_policy(policy, num_slots, shares), must_store=True, clock=clock
         )
+        self._table = self._manager.table
         self._is_read = np.zeros(num_slots, dtype=np.bool_)
         """Which slots are being read."""
 
@@ -78,7 +79,7 @@ class Catalog:
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
-        states = self._manager.states(keys)
+        states = self._table.states(keys)
         states[states != HIT] = MISS
         return states
 
@@ -102,7 +103,7 @@ class Catalog:
         return left_out
 
     def add_free(self, slots: Slots) -> None:
-        """Adds new slots to those of the medium."""
+        """Adds new slots of the medium, which are free."""
         self._backend.add_free(slots)
 
     # Transfers.
@@ -116,7 +117,7 @@ class Catalog:
             slots = self._manager.prepare_load(keys).slots
         except BlockNotReadyError:
             # The caller has looked at another moment, or has not looked.
-            ready = np.flatnonzero(self._manager.states(keys) == HIT)
+            ready = np.flatnonzero(self._table.states(keys) == HIT)
             keys, host_slots = [keys[i] for i in ready.tolist()], host_slots[ready]
             slots = self._manager.prepare_load(keys).slots
         being_read = self._is_read[slots]
@@ -134,7 +135,7 @@ class Catalog:
         output = self._manager.prepare_store(keys) if len(keys) <= room else None
         if output is None:
             # Too many, or some of them are present, and would have to be evicted for the others.
-            absent = np.flatnonzero(self._manager.states(keys) == MISS)[:room]
+            absent = np.flatnonzero(self._table.states(keys) == MISS)[:room]
             keys, host_slots = [keys[i] for i in absent.tolist()], host_slots[absent]
             output = self._manager.prepare_store(keys)
         if output is None:
@@ -148,7 +149,7 @@ class Catalog:
     def end_reads(self, keys: Sequence[OffloadKey], slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
         """Reads of ``keys`` in ``slots`` have ended. Blocks that could not be read are dropped. Returns the slots of
         those that had been dropped before, which are free now."""
-        dropped = self._manager.is_dropped(self._manager.lease(slots))
+        dropped = self._table.is_dropped(slots)
         self.cancel_reads(slots)
         if not succeeded.all():
             self._manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
@@ -157,7 +158,7 @@ class Catalog:
     def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
         """Writes to ``slots`` have ended: the blocks can be read, or vanish if they could not be written. Returns the
         slots of those that had been dropped before, which are free now."""
-        dropped = self._manager.is_dropped(self._manager.lease(slots))
+        dropped = self._table.is_dropped(slots)
         if succeeded.all():
             self._manager.complete_store(self._manager.lease(slots))
         else:
@@ -182,7 +183,7 @@ class Catalog:
     def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> Slots:
         """Marks as recently used, last key first; with ``stored``, see ``Tier.touch``. Returns the slots of the blocks
         that are present, in order."""
-        slots = self._manager.find(keys)
+        slots = self._table.find(keys)
         if stored is None:
             self._manager.touch(keys, found=slots)
         else:
@@ -191,7 +192,7 @@ class Catalog:
 
     def drop(self, keys: Sequence[OffloadKey]) -> Slots:
         """Drops blocks at once. Returns the slots that they were in."""
-        slots = self._manager.find(keys)
+        slots = self._table.find(keys)
         self._manager.drop(keys)
         return slots[slots >= 0]
 
@@ -200,9 +201,9 @@ class Catalog:
         self._manager.reset()
 
     def take_removed(self) -> list[OffloadKey]:
-        """Returns the keys of blocks that have left since the last call, for whatever reason. The first call returns
+        """Returns the keys of blocks that have left since the last call, for any reason. The first call returns
         none; until then none are kept."""
-        self._manager.enable_events()
+        self._manager.history.has_events = True
         return [key for event in self._manager.take_events() if event.removed for key in event.keys]
 
     def check_integrity(self) -> None:

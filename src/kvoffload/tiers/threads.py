@@ -14,9 +14,8 @@ from kvoffload.tiers.executor import Executor
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
-MAX_QUEUED_READS = 4096
-MAX_QUEUED_WRITES = 4096
-MAX_QUEUED_MAINTENANCE = 1
+MAX_QUEUED = 4096
+"""Reads, and as many writes, that wait for a thread."""
 GRACE_S = 1.0
 """Time beyond the deadline of ``close`` for jobs that have begun."""
 
@@ -35,7 +34,10 @@ class IOThreads(Executor):
     Half of the threads never run writes, so that reads do not wait for writes that began before them.
     """
 
-    def __init__(self, num_threads: int = NUM_THREADS, name: str = "kvoffload-io") -> None:
+    def __init__(
+        self, num_threads: int = NUM_THREADS, name: str = "kvoffload-io", max_queued: int = MAX_QUEUED
+    ) -> None:
+        self._max_queued = max_queued
         self._queues: dict[_Kind, deque[Callable[[], None]]] = {kind: deque() for kind in _Kind}
         self._changed = threading.Condition()
         self._num_running = 0
@@ -47,13 +49,13 @@ class IOThreads(Executor):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
     def submit_maintenance(self, job: Callable[[], None]) -> bool:
-        return self._submit(job, _Kind.MAINTENANCE, MAX_QUEUED_MAINTENANCE)
+        return self._submit(job, _Kind.MAINTENANCE, 1)
 
     def submit_read(self, job: Callable[[], None]) -> bool:
-        return self._submit(job, _Kind.READ, MAX_QUEUED_READS)
+        return self._submit(job, _Kind.READ, self._max_queued)
 
     def submit_write(self, job: Callable[[], None]) -> bool:
-        return self._submit(job, _Kind.WRITE, MAX_QUEUED_WRITES)
+        return self._submit(job, _Kind.WRITE, self._max_queued)
 
     def _submit(self, job: Callable[[], None], kind: _Kind, max_queued: int) -> bool:
         with self._changed:
@@ -80,7 +82,7 @@ class IOThreads(Executor):
             for queue in self._queues.values():
                 queue.clear()
             self._changed.notify_all()
-            # A job that is merely running ends soon; one that hangs in a call does not.
+            # A job that runs ends soon, unless it hangs in a call.
             self._changed.wait_for(lambda: not self._num_running, GRACE_S)
             return not self._num_running
 
@@ -98,7 +100,9 @@ class IOThreads(Executor):
             try:
                 job()
             except Exception:
-                logger.exception("kvoffload: a job of a tier raised an error, which is a bug of the tier")
+                logger.exception(
+                    "kvoffload: a job of a tier raised an error, which is a bug of the tier; the thread goes on"
+                )
             # Frees what the job refers to before the thread waits for the next one.
             del job
             with self._changed:

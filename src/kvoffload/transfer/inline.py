@@ -38,10 +38,15 @@ class InlineTransfer(Transfer):
 
     The views of ``groups`` are numpy arrays. A slot of ``pool_data`` holds one block of one group: ``factor``
     device blocks one after another, each with its pages in the order of the group's views. ``clock`` returns seconds.
+    ``piece_bytes``: what a step that computes tokens copies before it looks at the clock.
     """
 
     def __init__(
-        self, groups: Sequence[PageGroup], pool_data: ByteArray, clock: Callable[[], float] = time.perf_counter
+        self,
+        groups: Sequence[PageGroup],
+        pool_data: ByteArray,
+        clock: Callable[[], float] = time.perf_counter,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         for group in groups:
             if len({len(view) for view in group.views}) > 1:
@@ -62,6 +67,7 @@ class InlineTransfer(Transfer):
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
         self._results: list[TransferResult] = []
+        self._piece_bytes = piece_bytes
         self._clock = clock
         self._forward_began = clock()
 
@@ -81,7 +87,7 @@ class InlineTransfer(Transfer):
         if self._loads or self._stores:
             now = self._clock()
             end = now + BUSY_SHARE * (now - self._forward_began)
-            left = piece = PIECE_BYTES if busy else sys.maxsize
+            left = piece = self._piece_bytes if busy else sys.maxsize
             while queue := self._loads or self._stores:
                 left -= self._copy(queue[0], left)
                 if not queue[0].lists:

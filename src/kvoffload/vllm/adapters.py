@@ -99,9 +99,10 @@ class WorkerAdapters:
     that they change between this thread's reading and vLLM's.
     """
 
-    def __init__(self, manager: Any, rank: int = 0) -> None:
+    def __init__(self, manager: Any, rank: int = 0, max_read: int = MAX_READ) -> None:
         self._manager = manager
         self._rank = rank
+        self._max_read = max_read
         self._loaded: dict[int, _Loaded] = {}
         self._files: OrderedDict[int, _Files] = OrderedDict()
         """What was read last of the adapters, by their numbers."""
@@ -154,7 +155,7 @@ class WorkerAdapters:
             self._num_open, wait_s = self._num_open - 1, 0.0
             if files is not None:
                 self._files[adapter.number] = files
-                if len(self._files) > MAX_READ:
+                if len(self._files) > self._max_read:
                     self._files.popitem(last=False)
             # It may have been loaded, or dropped, since the question.
             if not adapter.is_reread and adapter.number in self._loaded:
@@ -214,7 +215,7 @@ class WorkerAdapters:
                 raise OSError("its files change")
         if all(state is None or is_settled(state, began) for state in _stats_of(handle) or ()):
             self._read[before] = digest
-            if len(self._read) > MAX_READ:
+            if len(self._read) > self._max_read:
                 self._read.popitem(last=False)
         return _Files(handle, before, digest)
 

@@ -282,19 +282,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._expected_root is not None:
-            self._check_hash_root()
+            error, self._expected_root = versions.hash_root_error(self._expected_root), None
+            manager = self.connector_scheduler.manager
+            if error is not None and isinstance(manager, TieredOffloadingManager):
+                manager.switch_off_tiers(error)
         return self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def _check_hash_root(self) -> None:
-        """Switches the disk tier off if block hashes do not have the root that was predicted. vLLM sets the root after
-        it has made its connectors."""
-        expected, self._expected_root = self._expected_root, None
-        manager = self.connector_scheduler.manager
-        if isinstance(manager, TieredOffloadingManager) and versions.hash_root() != expected:
-            manager.switch_off_tiers(
-                f"the block hashes of {versions.NAME} do not have the root that was predicted, so no other process "
-                "would find these blocks; set PYTHONHASHSEED=0 (any number, the same at every start)"
-            )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.connector_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)

@@ -45,16 +45,17 @@ class EventTranslator:
     blocks by hash.
 
     A block is written to a lower tier, or read from it, while it is in host memory. So where there are lower tiers, the
-    contents of a block are remembered from its announcement in host memory until it has left, for at most MAX_CONTENTS
-    blocks. Where the contents are not known, the event has hashes but no tokens, as vLLM's own offloading events may.
+    contents of a block are remembered from its announcement in host memory until it has left, for ``max_contents``
+    blocks at most. Where they are not known, the event has hashes but no tokens, as vLLM's own offloading events may.
     Groups with a lookahead are left out, because their keys do not have the hashes of the device's blocks. A state is
     announced as vLLM announces its own: kind "mamba", with the tokens of the block at whose end it stands. Of a block
     in parts, the last one is announced: it becomes loadable last and is evicted first.
     """
 
-    def __init__(self, layout: EngineLayout, has_adapters: bool = False) -> None:
+    def __init__(self, layout: EngineLayout, has_adapters: bool = False, max_contents: int = MAX_CONTENTS) -> None:
         """``has_adapters``: whether the engine serves adapters, of which its keys then say something."""
         self._layout = layout
+        self._max_contents = max_contents
         self._before_hash = NAMESPACE_BYTES + (ADAPTER_BYTES if has_adapters else 0)
         self._groups = {part: g for part, g in enumerate(layout.parts.group_of) if part in layout.parts.last}
         """The KV cache group of each part that is announced."""
@@ -96,7 +97,7 @@ class EventTranslator:
         # Events of tiers in the same batch come after those of host memory, and may still need what has left it.
         for key in left:
             self._contents.pop(key, None)
-        while len(self._contents) > MAX_CONTENTS:
+        while len(self._contents) > self._max_contents:
             self._contents.popitem(last=False)
 
     def _stored(self, event: OffloadingEvent, g: int, keys: Sequence[OffloadKey]) -> Iterator[KVCacheEvent]:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config.utils import normalize_value
@@ -35,9 +35,8 @@ from kvoffload.vllm.nesting import page_layout
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
-    from kvoffload.abc import KVGroup
     from kvoffload.config import DoorConfig, OffloadConfig
-    from kvoffload.connector.parts import Parts
+    from kvoffload.vllm.layout import ModelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -125,20 +124,7 @@ DIGESTED = {
 """Parts of the fingerprint whose values say nothing to people, and what they are called."""
 
 
-class Layout(Protocol):
-    """What a fingerprint depends on besides vLLM's own configuration."""
-
-    @property
-    def config(self) -> OffloadConfig | DoorConfig: ...
-    @property
-    def kv_groups(self) -> list[KVGroup]: ...
-    @property
-    def hash_block_size(self) -> int: ...
-    @property
-    def parts(self) -> Parts: ...
-
-
-def fingerprint_parts(vllm_config: VllmConfig, layout: Layout, ranks: Sequence[Any]) -> dict[str, Any]:
+def fingerprint_parts(vllm_config: VllmConfig, layout: ModelLayout, ranks: Sequence[Any]) -> dict[str, Any]:
     """Returns everything that shapes this engine's KV bytes and block hashes. ``kvoffload.fingerprint`` makes its
     fingerprint from that. ``ranks``: for each part of a block, the layers and pages of the rank that stores it.
 
@@ -197,7 +183,7 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: Layout, ranks: Sequence[A
     }
 
 
-def describe_parts(vllm_config: VllmConfig, layout: Layout, parts: Mapping[str, Any]) -> dict[str, str]:
+def describe_parts(vllm_config: VllmConfig, layout: ModelLayout, parts: Mapping[str, Any]) -> dict[str, str]:
     """Returns ``parts`` in words, for people on other servers: see ``kvoffload.tiers.identity``. If a part differs, so
     does its description."""
     tensor, pipeline = parts["parallel"]

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvoffload.abc import ConfigError, KVGroup
-from kvoffload.config import OffloadConfig
+from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.connector.parts import Parts
 from kvoffload.host.pool import PoolHandle
 from kvoffload.tiers.config import TierEntry
@@ -80,32 +80,39 @@ def layers_of(infos: Sequence[RankInfo]) -> list[list[list[Any]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLayout:
-    """What both halves of the connector derive from vLLM's configuration. In the scheduler's process the groups are
-    those of the first rank."""
+class ModelLayout:
+    """What is served of a model, and its place on the node."""
 
-    config: OffloadConfig
+    config: OffloadConfig | DoorConfig
     groups: tuple[GroupLayout, ...]
-    num_device_blocks: int
     hash_block_size: int
-    ranks: int
-    tensor_parallel: int
-    """How many of the ranks compute the same layers. These ranks are consecutive."""
     engine: int
     """Index of this engine among the engines of its node."""
     engines: int
     """Engines that share the budgets of this node."""
     parts: Parts
-    """How blocks are divided. Until the ranks have agreed on that, they are whole."""
+    """How blocks are divided."""
+
+    @property
+    def kv_groups(self) -> list[KVGroup]:
+        return [group.group for group in self.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout(ModelLayout):
+    """What both halves of the connector derive from vLLM's configuration. In the scheduler's process the groups are
+    those of the first rank. Blocks are whole until the ranks have agreed on how to divide them."""
+
+    config: OffloadConfig
+    num_device_blocks: int
+    ranks: int
+    tensor_parallel: int
+    """How many of the ranks compute the same layers. These ranks are consecutive."""
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of this rank's pool. A part of a block of any group fits into it."""
         return self.parts.slot_bytes(self.kv_groups, self.device_block_bytes)
-
-    @property
-    def kv_groups(self) -> list[KVGroup]:
-        return [group.group for group in self.groups]
 
     @property
     def device_block_bytes(self) -> tuple[int, ...]:

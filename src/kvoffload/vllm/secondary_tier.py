@@ -164,18 +164,11 @@ class KVOffloadTier(SecondaryTierManager):
     @guarded(lambda self, req_context: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._expected_root is not None:
-            self._check_hash_root()
+            error, self._expected_root = versions.hash_root_error(self._expected_root), None
+            if error is not None:
+                self.switch_off(f"the comparison of block hashes ({error})")
         self._requests[req_context.req_id] = TierRequest()
         return RequestOffloadingContext()
-
-    def _check_hash_root(self) -> None:
-        """Stops if block hashes do not have the root that was predicted. vLLM sets the root after it has made this."""
-        expected, self._expected_root = self._expected_root, None
-        if versions.hash_root() != expected:
-            self.switch_off(
-                f"the prediction of the block hashes of {versions.NAME}: no other process would find these blocks; set "
-                "PYTHONHASHSEED=0 (any number, the same at every start); it"
-            )
 
     @guarded(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -23,7 +21,7 @@ from kvoffload.fingerprints import package_version
 from kvoffload.tiers.identity import digest
 from kvoffload.vllm import versions
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
-from kvoffload.vllm.layout import GroupLayout, group_layouts, node_engines
+from kvoffload.vllm.layout import GroupLayout, ModelLayout, group_layouts, node_engines
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,11 +42,7 @@ def calling_engine() -> tuple[VllmConfig, KVCacheConfig]:
 
     Raises ConfigError if no such connector is among the callers.
     """
-    code = OffloadingConnectorScheduler.__init__.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    found = {} if frame is None else frame.f_locals
+    found = versions.caller_locals(OffloadingConnectorScheduler.__init__) or {}
     try:
         return found["vllm_config"], found["kv_cache_config"]
     except KeyError:
@@ -59,24 +53,15 @@ def calling_engine() -> tuple[VllmConfig, KVCacheConfig]:
 
 
 @dataclass(frozen=True, slots=True)
-class TierLayout:
-    """What a tier of vLLM's own offloading serves: see EngineLayout. A block is a chunk of vLLM's, which has one row of
-    its host memory."""
+class TierLayout(ModelLayout):
+    """What a tier of vLLM's own offloading serves. A block is a chunk of vLLM's, which has one row of its host
+    memory."""
 
     config: DoorConfig
-    groups: tuple[GroupLayout, ...]
-    hash_block_size: int
     block_bytes: int
     """Bytes at the beginning of a row that hold KV, of all ranks together."""
-    engine: int
-    engines: int
-    parts: Parts
     fingerprint_parts: dict[str, Any]
     identity: dict[str, str]
-
-    @property
-    def kv_groups(self) -> list[KVGroup]:
-        return [group.group for group in self.groups]
 
     @classmethod
     def from_vllm(

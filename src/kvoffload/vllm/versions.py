@@ -126,11 +126,16 @@ def keeps_over_pauses(vllm_config: VllmConfig) -> bool:
 def is_pausing() -> bool:
     """Whether vLLM calls this because its engine pauses or falls asleep. It passes that on to no connector, and resets
     the caches with the call that a trainer makes."""
-    code = getattr(getattr(EngineCore, "_reset_caches", None), "__code__", None)
+    return caller_locals(getattr(EngineCore, "_reset_caches", None)) is not None
+
+
+def caller_locals(function: Any) -> Mapping[str, Any] | None:
+    """Returns the local variables of ``function`` if it is among the callers, or None."""
+    code = getattr(function, "__code__", None)
     frame: FrameType | None = None if code is None else sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None
+    return None if frame is None else frame.f_locals
 
 
 def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] | None] | None:
@@ -211,9 +216,15 @@ def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
     return bytes(algorithm(seed)) if seed is not None and seed == resolve(algorithm) else None
 
 
-def hash_root() -> bytes | None:
-    """Returns the value with which chains do begin, after the engine has started."""
-    return getattr(kv_cache_utils, "NONE_HASH", None)
+def hash_root_error(expected: bytes | None) -> str | None:
+    """Returns what is wrong if the chains of block hashes do not begin with the ``expected`` value, or None. vLLM sets
+    it after it has made its connectors and tiers."""
+    if getattr(kv_cache_utils, "NONE_HASH", None) == expected:
+        return None
+    return (
+        f"the block hashes of {NAME} do not have the root that was predicted, so no other process would find these "
+        "blocks; set PYTHONHASHSEED=0 (any number, the same at every start)"
+    )
 
 
 def most_data_parallel_engines(vllm_config: VllmConfig) -> int | None:

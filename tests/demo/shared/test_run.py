@@ -104,10 +104,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "check_vllm": lambda: None,
         "model_directory": model_directory,
         "STORES": stores,
-        "DOCUMENTS": 3,
-        "BACK_DOCUMENTS": 2,
-        "FAULT_DOCUMENTS": 3,
-        "NUM_FAULTS": 3,
+        "make_plan": partial(run.make_plan, shared=3, back=2, faults=3),
         "STORE_BYTES": 1,
     }.items():
         monkeypatch.setattr(run, name, value)

@@ -261,10 +261,7 @@ def test_a_root_of_another_user_is_refused(tmp_path: Path) -> None:
         DirectoryStorage(tmp_path / "theirs")
 
 
-def test_files_open_to_others_are_closed_to_them(
-    storage: DirectoryStorage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
+def test_files_open_to_others_are_closed_to_them(storage: DirectoryStorage, caplog: pytest.LogCaptureFixture) -> None:
     storage.path.chmod(0o755)
     storage.open("a", "f", create=True).close()
     storage.lock()
@@ -275,7 +272,7 @@ def test_files_open_to_others_are_closed_to_them(
     other.open("a", "f").close()
     assert [stat.S_IMODE(path.stat().st_mode) for path in paths[:2]] == [0o700, 0o600]
     with pytest.raises(ConfigError, match="in use"):
-        other.lock()
+        other.lock(deadline_s=0.0)
     assert stat.S_IMODE(paths[2].stat().st_mode) == 0o600
     assert caplog.text.count("was open to other users (mode 777)") == 1
     assert len(caplog.records) == 1
@@ -384,8 +381,7 @@ def test_a_forked_child_of_a_killed_owner_owns_nothing(storage: DirectoryStorage
             os.kill(child, signal.SIGKILL)
 
 
-def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
+def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage) -> None:
     storage.lock()
     child = os.fork()
     if not child:
@@ -393,16 +389,12 @@ def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage, mo
         os._exit(0)
     os.waitpid(child, 0)
     with pytest.raises(ConfigError, match="in use"):
-        DirectoryStorage(storage.path).lock()
+        DirectoryStorage(storage.path).lock(deadline_s=0.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_others_cannot_lock_a_directory_that_they_can_read(
-    storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_cannot_lock_a_directory_that_they_can_read(storage: DirectoryStorage) -> None:
     """Neither while a server runs nor while it starts."""
-    monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
-    monkeypatch.setattr("kvoffload.tiers.disk.directory.ALONE_DEADLINE_S", 0.0)
     storage.path.chmod(0o755)
     with storage.alone():
         pass
@@ -427,8 +419,8 @@ def test_others_cannot_lock_a_directory_that_they_can_read(
         while not held_by(taken[2]):
             time.sleep(0.01)
         other = DirectoryStorage(storage.path)
-        other.lock()
-        with other.alone():
+        other.lock(deadline_s=0.0)
+        with other.alone(0.0):
             pass
         other.close()
     finally:
@@ -462,12 +454,11 @@ def test_the_lock_is_free_after_close(storage: DirectoryStorage) -> None:
     storage.lock()
 
 
-def test_alone_excludes_other_processes(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.tiers.disk.directory.ALONE_DEADLINE_S", 0.02)
+def test_alone_excludes_other_processes(storage: DirectoryStorage) -> None:
     other = DirectoryStorage(storage.path)
     storage.lock(shared=True)
     other.lock(shared=True)
-    with storage.alone(), pytest.raises(ConfigError, match="another process"), other.alone():
+    with storage.alone(), pytest.raises(ConfigError, match="another process"), other.alone(0.02):
         pass
     with other.alone():
         pass

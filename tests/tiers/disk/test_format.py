@@ -109,7 +109,7 @@ def test_a_record_is_read_as_it_was_written(key: bytes) -> None:
     (found,) = entries.records
     assert (found["sequence"], found["stored_at"], found["hits"]) == (9, 1_700_000_000, 3)
     assert found["payload_checksum"] == 0xFEDCBA9876543210
-    assert (entries.num_stale, entries.num_damaged) == (0, 0)
+    assert entries.num_damaged == 0
 
 
 def test_a_record_with_any_bit_changed_is_rejected() -> None:
@@ -128,16 +128,16 @@ def test_empty_records_are_neither_blocks_nor_damaged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "stale", "damaged"),
+    ("header", "damaged"),
     [
-        (replace(HEADER, generation=5), 1, 0),
-        (replace(HEADER, fingerprint="f" * 64), 0, 1),
-        (replace(HEADER, slot_bytes=(4096, 4096)), 0, 1),
+        (replace(HEADER, generation=5), 0),
+        (replace(HEADER, fingerprint="f" * 64), 1),
+        (replace(HEADER, slot_bytes=(4096, 4096)), 1),
     ],
 )
-def test_a_record_of_another_layout_or_generation_is_no_block(header: Header, stale: int, damaged: int) -> None:
+def test_a_record_of_another_layout_or_generation_is_no_block(header: Header, damaged: int) -> None:
     entries = parse_records(HEADER, record(header=header))
-    assert (entries.keys, entries.num_stale, entries.num_damaged) == ([], stale, damaged)
+    assert (entries.keys, entries.num_damaged) == ([], damaged)
 
 
 @pytest.mark.parametrize(

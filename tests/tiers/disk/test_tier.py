@@ -1115,7 +1115,6 @@ import sys
 import numpy as np
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier
 from tests_content import content, key
 pools = make_pools(32, 4096, 8192)
@@ -1174,7 +1173,6 @@ def limits_after_opening(directory: Path, soft: int, hard: int, capacity_bytes: 
 import resource, numpy as np
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 pool = np.zeros((2, 4096), dtype=np.uint8)

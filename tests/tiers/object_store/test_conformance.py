@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
-from kvoffload.testing.tier_conformance import TierConformance
+from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 from kvoffload.tiers.remote.memory import SeparateBuffers
@@ -31,7 +31,7 @@ class WaitingChannel(SteppedChannel):
         super().wait(timeout_s)
 
 
-class OnMoto(TierConformance):
+class OnMoto(SharedTierConformance):
     value_bytes: int
     """What the client takes for the size of values: it decides how many share an object."""
     _numbers = itertools.count()

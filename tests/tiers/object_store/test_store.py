@@ -435,7 +435,7 @@ def test_redirects_to_another_host_are_not_followed(host: str) -> None:
     with patched({"AWS_SESSION_TOKEN": SECRET}), pytest.raises(StoreError) as caught:
         bucket(f"http://127.0.0.1:{store.port}")
     if host == "localhost":
-        assert "another host, which is not followed" in str(caught.value)
+        assert "another host, and redirects are not followed" in str(caught.value)
         assert not asked
     else:
         assert SECRET.encode() in asked[0]

@@ -326,7 +326,7 @@ def test_calls_behind_one_that_was_not_answered_fail_at_once(tmp_path: Path) -> 
         server.pause()
         with pytest.raises(StoreError, match="no answer before the deadline"):
             client.exists(names(2))
-        with pytest.raises(StoreError, match="misses until it is asked again"):
+        with pytest.raises(StoreError, match="blocks are misses, and it gets no requests"):
             client.exists(names(2))
     finally:
         server.kill()

@@ -172,7 +172,7 @@ def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd:
     capfd.readouterr()
     first.pause()
     try:
-        for problem in ("no answer before the deadline", "misses until it is asked again"):
+        for problem in ("no answer before the deadline", "blocks are misses, and it gets no requests"):
             outcomes = client.exists(KNOWN)
             assert (outcomes.count(Outcome.FAILED), outcomes.count(Outcome.OK)) == (lost, 60 - lost)
             assert f"{HOST}:{first.port}: " in (words := capfd.readouterr().err)

@@ -15,7 +15,7 @@ from kvoffload.abc import ByteArray, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.host.pool import HostPool
 from kvoffload.testing.conformance import keys as keys_of
-from kvoffload.testing.tier_conformance import TierConformance
+from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
@@ -222,7 +222,7 @@ def test_with_an_hmac_key_only_blocks_of_its_servers_are_loaded(store: RedisServ
         server.close()
 
 
-class TestConformance(TierConformance):
+class TestConformance(SharedTierConformance):
     """The tier on a real server, without a process."""
 
     @pytest.fixture(autouse=True)
@@ -244,7 +244,7 @@ class TestConformance(TierConformance):
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier | None:
         return self.make_tier(pools, num_blocks)
 
-    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier | None:
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
         return self.make_tier(pools, 16)
 
     def spoil(self, tier: Tier) -> bool:

@@ -32,7 +32,7 @@ with GrowthWatch({own_bytes}) as watch, watch.asking():
 def test_a_process_that_takes_more_than_it_may_is_ended_and_says_what_to_set(before: str) -> None:
     done = take(0, before)
     assert done.returncode == 1
-    assert "store sends more than it was asked for" in done.stderr
+    assert "store sends more than requested" in done.stderr
     assert "client_bytes" in done.stderr
 
 

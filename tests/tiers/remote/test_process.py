@@ -20,7 +20,7 @@ from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.host.pool import HostPool
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.tier_conformance import TierConformance
+from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.remote.child import SMALL_READ_BLOCKS, TRANSFER_NICENESS
 from kvoffload.tiers.remote.known import PRESENT_TTL_S
@@ -363,7 +363,7 @@ CHOSEN = (
 """Tests that say something about the process. The simulated channel runs all of them."""
 
 
-class TestConformanceOfTheProcess(TierConformance):
+class TestConformanceOfTheProcess(SharedTierConformance):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> Iterator[None]:
         self.store = store_in(tmp_path / "store")
@@ -407,5 +407,5 @@ class TestConformanceOfTheProcess(TierConformance):
         return True
 
 
-for _name in [name for name in dir(TierConformance) if name.startswith("test_") and name not in CHOSEN]:
+for _name in [name for name in dir(SharedTierConformance) if name.startswith("test_") and name not in CHOSEN]:
     setattr(TestConformanceOfTheProcess, _name, None)

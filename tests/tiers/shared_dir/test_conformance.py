@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
-from kvoffload.testing.tier_conformance import TierConformance, make_pools
+from kvoffload.testing.tier_conformance import SharedTierConformance, make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
@@ -19,7 +19,7 @@ from tests.sim.executor import SteppedExecutor
 from tests.tiers.shared_dir.rig import FINGERPRINT, capacity
 
 
-class TestTwoServers(TierConformance):
+class TestTwoServers(SharedTierConformance):
     """Another server uses the directory, and follows this one."""
 
     tmp_path: Path
@@ -87,5 +87,5 @@ class TestTwoServers(TierConformance):
             slab.write_bytes(data)
         return True
 
-    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier | None:
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
         return self.open(self.path_of[id(tier)], pools, 16)

@@ -1,4 +1,4 @@
-"""The self-tuning policy: two lists and one of four rules, the one that would have found most recently."""
+"""The self-tuning policy: two lists, and the one of four rules that would have found most blocks recently."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ if TYPE_CHECKING or (native := load("_ghosts")) is None:
 else:
 
     class AutoPolicy(native.AutoSteps, PlainAutoPolicy):
-        """The methods that run per request are native, the others are those of the plain version."""
+        """The methods that run per request are native; the others come from the plain version."""
 
         def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
             CachePolicy.__init__(self, capacity)

@@ -78,8 +78,8 @@ class TenantPolicy(CachePolicy):
     """Shares the slots of a tier among tenants. The blocks of each are in a policy of its own, ``make_policy(quota)``.
 
     A tenant never holds more blocks than its quota. Above that its own blocks leave, even if slots are free. If slots
-    are short, those leave that are the most above their tenant's guarantee, so that the tenants that hold more than is
-    guaranteed become equal in what they hold above it. No tenant falls below its guarantee for another one.
+    are short, the tenant that is furthest above its guarantee loses blocks first, so that all tenants above their
+    guarantees come to exceed them by the same number. No tenant falls below its guarantee for another one.
 
     ``room`` plans an eviction, and ``evict`` carries it out. Beside what the contract says, the caller tells with
     ``mark_busy`` which blocks it must not evict any more: ``Eviction.busy`` is not read.
@@ -342,8 +342,8 @@ class TenantPolicy(CachePolicy):
 
 
 def _from_the_top(excess: Sequence[int], most: Sequence[int], n: int) -> list[int]:
-    """Returns how many blocks to take of each tenant so that what is left above the guarantees is as equal as possible:
-    ``n`` in all, at most ``most`` of each."""
+    """Returns how many blocks to take of each tenant so that their excesses over the guarantees become as equal as
+    possible: ``n`` in all, at most ``most`` of each."""
     taken = [0] * len(excess)
     top, *others = sorted((t for t in range(len(excess)) if most[t] > 0), key=lambda t: -excess[t])
     if most[top] >= n and (not others or excess[top] - n >= excess[others[0]]):

@@ -133,7 +133,7 @@ class Shadow:
         append(again, sorted(used + new_again, key=lambda each: each[1]))
 
     def _make_room(self, new_once: list[tuple[int, int]], new_again: list[tuple[int, int]], idle_again: int) -> None:
-        """Evicts names, and removes those from the new ones, given tail first, that the rule refuses."""
+        """Evicts names, and removes from the new ones, given tail first, the names that the rule refuses."""
         once, again = self.once, self.again
         need = len(once) + len(again) + len(new_once) + len(new_again) - self.capacity
         if need <= 0:
@@ -187,8 +187,7 @@ else:
 
 
 class Tournament:
-    """Keeps the scores of the rules for a cache of ``num_blocks``. ``rule`` is the one whose shadow has found most
-    recently.
+    """Keeps the scores of the rules for a cache of ``num_blocks``. ``rule`` has the shadow that found most recently.
 
     The bytes of a key decide whether it is in the sample. A sample is enough because the cached part of a chain is
     nearly always its head.

@@ -21,9 +21,9 @@ _NOT_IN_STACK = -1
 class LIRSPolicy(ListPolicy):
     """LIR blocks, whose last two uses are close together, keep 99% of the cache. HIR blocks have the rest, a queue Q.
 
-    The stack S of the paper is not kept as a list. S ends at the oldest LIR block. So S contains those LIR blocks, HIR
-    blocks and keys of evicted HIR blocks whose last use is later than that of this block: a clock, the last use of each
-    block and the ``floor`` are enough to know them. A HIR block that is used while it is in S becomes LIR, and the
+    The stack S of the paper is not kept as a list. S ends at the oldest LIR block. So S contains the blocks and
+    the keys of evicted HIR blocks that were used later than this block: a clock, the last use of each block and the
+    ``floor`` are enough to know them. A HIR block that is used while it is in S becomes LIR, and the
     oldest LIR block moves to the end of Q.
     """
 

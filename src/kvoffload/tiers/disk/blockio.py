@@ -39,10 +39,10 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.storage import is_full
 from kvoffload.tiers.executor import Executor
-from kvoffload.tiers.threads import MAX_QUEUED_WRITES
+from kvoffload.tiers.threads import MAX_QUEUED
 
 JOB_BYTES = 4 << 20
-"""Small blocks share a job of up to this size; larger ones have one each."""
+"""Small blocks share a job of up to this size; a larger block has a job of its own."""
 HANDOVER_S = 0.01
 """A job hands over its blocks once this much time has passed and the current read has ended: a request may wait for
 nothing else."""
@@ -84,11 +84,6 @@ class Batch:
                 spans.append((start, stop))
                 start = stop
         return spans
-
-    def runs(self, slots_per_slab: int, max_blocks: int) -> Iterator[Batch]:
-        """Yields these runs as batches."""
-        for start, stop in self.spans(slots_per_slab, max_blocks):
-            yield self.part(start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +130,7 @@ class BlockIO:
     @property
     def write_room(self) -> int:
         """Blocks that may be submitted for writing now."""
-        return MAX_QUEUED_WRITES * self._blocks_per_job - self.num_writing
+        return MAX_QUEUED * self._blocks_per_job - self.num_writing
 
     @property
     def has_done(self) -> bool:
@@ -143,7 +138,7 @@ class BlockIO:
         return bool(self._done)
 
     def submit_reads(self, batch: Batch) -> int:
-        """Queues reads. The facts are those that the blocks were stored with, except the sequence, which is new.
+        """Queues reads. The facts are of the time when the blocks were stored, except the sequence, which is new.
         Returns how many blocks, from the first on, were taken on."""
         taken = self._submit(self._executor.submit_read, batch, is_read=True)
         self.num_reading += taken

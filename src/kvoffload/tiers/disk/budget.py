@@ -1,4 +1,4 @@
-"""The budget of a directory, and what takes it: the tier's slots, files of other fingerprints, and strangers' files."""
+"""The budget of a directory: for the tier's slots, files of other fingerprints, and files that are not the tier's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Budget:
-    """What is allocated in the directory never exceeds ``used_bytes``, and that never exceeds ``capacity_bytes``.
+    """The files in the directory never take more than ``used_bytes``, nor these more than ``capacity_bytes``.
 
     ``num_slots``, the most slots that there can be, leaves room for the files that were not the tier's at the start;
     these are left alone. ``foreign``, the files of other fingerprints, are removed when their room is needed.
@@ -42,7 +42,7 @@ class Budget:
             )
 
     def used_bytes(self, num_slots: int) -> int:
-        """Returns what is used if the tier has ``num_slots``."""
+        """Returns the bytes that the directory takes if the tier has ``num_slots``."""
         return self.layout.bytes_of(num_slots) + self.foreign.nbytes + self._stray_bytes
 
     def make_room(self, num_slots: int) -> None:
@@ -66,16 +66,15 @@ class Budget:
         self.capacity_bytes = max(self.capacity_bytes, self.used_bytes(num_slots))
 
     def is_short(self, possible: int, *, is_first_use: bool) -> bool:
-        """Returns whether the medium can give less, ``possible`` bytes, used ones included. On first use that is a
-        wrong setting, a ConfigError. Later it means that others have filled the medium: the tier then uses what is
-        left, with a warning."""
+        """Returns whether the medium can give only fewer bytes: ``possible``, which includes the used ones. Raises
+        ConfigError on first use: the setting is wrong. Later others have filled the medium, which is a warning."""
         if is_first_use:
             check_capacity(self.capacity_bytes, possible)
         is_short = self.capacity_bytes > possible
         if is_short:
             logger.warning(
-                "kvoffload: disk tier of %s: the file system can give only %s of that now; the tier uses what it has, "
-                "and grows when there is space",
+                "kvoffload: disk tier of %s: the file system can give only %s of that now, so the tier holds fewer "
+                "blocks until it can grow; free space there, or give the tier fewer bytes",
                 format_bytes(self.capacity_bytes),
                 format_bytes(possible),
             )

@@ -92,12 +92,12 @@ class DirectoryStorage(Storage):
     def reopened(self) -> DirectoryStorage:
         return type(self)(self.path)
 
-    def lock(self, shared: bool = False) -> None:
+    def lock(self, shared: bool = False, deadline_s: float | None = None) -> None:
         """Locks the directory, see Storage. With ``shared``, other processes that lock it as shared may own it at the
-        same time."""
+        same time. ``deadline_s``: time for an owner that ends, by default LOCK_DEADLINE_S."""
         if self._lock_fd >= 0:
             return
-        owner = self._lock(LOCK_DEADLINE_S, shared)
+        owner = self._lock(LOCK_DEADLINE_S if deadline_s is None else deadline_s, shared)
         if owner is not None:
             raise ConfigError(f"dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
 
@@ -127,14 +127,14 @@ class DirectoryStorage(Storage):
         return None
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Excludes other processes that call this too. Raises ConfigError if one of them takes ALONE_DEADLINE_S."""
+    def alone(self, deadline_s: float = ALONE_DEADLINE_S) -> Iterator[None]:
+        """Excludes other processes that call this too. Raises ConfigError if one of them takes ``deadline_s``."""
         fd = self._start_lock_fd = self._open_lock(START_LOCK_NAME)
         try:
-            if fd >= 0 and not try_to_lock(fd, ALONE_DEADLINE_S):
+            if fd >= 0 and not try_to_lock(fd, deadline_s):
                 raise ConfigError(
                     f"dir={str(self.path)!r}: another process has been starting or clearing it for "
-                    f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
+                    f"{deadline_s:.0f} s; end that process, or name another directory"
                 )
             yield
         finally:
@@ -372,7 +372,7 @@ def _allocate(fd: int, begin: int, end: int) -> None:
 
 def _held_bytes(fd: int, path: str, is_left_out: Callable[[str, str], bool]) -> int:
     total, folders = 0, []
-    # What cannot be read is left out, and nothing else; this directory itself must be readable.
+    # Only unreadable files and folders are left out; this directory itself must be readable.
     with suppress(*[OSError] if path else []), os.scandir(fd) as entries:
         for entry in entries:
             with suppress(OSError):

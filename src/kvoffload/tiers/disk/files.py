@@ -90,7 +90,7 @@ class DiskFiles:
             self.num_allocated = self.num_slots
 
     def remove_excess(self) -> None:
-        """Removes slots that another process has added: one that has lost this folder does so until it notices. May be
+        """Removes slots that another process has added, which has lost this folder and has not noticed it yet. May be
         called by any thread. Does nothing while the files grow. Raises OSError."""
         if self._resizing.acquire(blocking=False):
             try:
@@ -104,6 +104,6 @@ class DiskFiles:
         self.slabs.trim(num_slots)
 
     def close(self) -> None:
-        """Closes the files and gives up the lock, unless a thread hangs in one of them. May be called twice."""
+        """Closes the files and gives up the lock, unless a thread hangs in the journal. May be called twice."""
         if self.index.close():
             self.folder.close()

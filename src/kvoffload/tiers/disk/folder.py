@@ -63,12 +63,6 @@ def write_all(file: StoredFile, buffers: Sequence[ByteArray], offset: int) -> No
     raise OSError(f"only {done} of {size} bytes were written")
 
 
-def shorten(file: StoredFile, size: int) -> None:
-    """Cuts off what the file has beyond ``size`` bytes. Raises OSError."""
-    if file.size() > size:
-        file.resize(size)
-
-
 def _without_head(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
     """Returns ``buffers`` without their first ``nbytes``."""
     left = []

@@ -237,8 +237,6 @@ class Entries:
     keys: list[OffloadKey]
     slots: Slots
     records: Records
-    num_stale: int = 0
-    """Valid records of another generation."""
     num_damaged: int = 0
     """Records that are neither empty nor valid."""
 
@@ -257,8 +255,7 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
     current = current[np.argsort(records["sequence"][current], kind="stable")]
     found = _as_records(rows.take(current, axis=0))
     keys = [key[:size] for key, size in zip(found["key"].tolist(), found["key_bytes"].tolist(), strict=True)]
-    num_sound = int(np.count_nonzero(sound))
-    return Entries(keys, slots[current] + first_slot, found, num_sound - len(keys), len(records) - num_sound)
+    return Entries(keys, slots[current] + first_slot, found, int(np.count_nonzero(~sound)))
 
 
 def is_record_of(header: Header, records: Records) -> npt.NDArray[np.bool_]:

@@ -3,15 +3,13 @@ that cannot use its blocks."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import mmap
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from kvoffload.tiers.disk.format import IDENTITY_NAME, is_fingerprint
-from kvoffload.tiers.disk.storage import Storage
+from kvoffload.tiers.disk.storage import Storage, read_fresh, write_file
 from kvoffload.tiers.identity import explain_unusable, identity_text, parse_identity
 
 logger = logging.getLogger(__name__)
@@ -27,27 +25,16 @@ def write_identity(storage: Storage, fingerprint: str, identity: Mapping[str, st
     data = np.frombuffer(identity_text(identity).encode(), dtype=np.uint8)
     if not identity or data.size > IDENTITY_BYTES:
         return
-    file = storage.open(fingerprint, IDENTITY_NAME, create=True)
-    try:
-        file.resize(0)
-        if file.write([data], 0) < data.size:
-            raise OSError(errno.ENOSPC, "the identity could not be written in full")
-        file.sync()
-    finally:
-        file.close()
+    write_file(storage, fingerprint, IDENTITY_NAME, data)
 
 
 def read_identity(storage: Storage, fingerprint: str) -> dict[str, str]:
     """Returns the identity in the folder of ``fingerprint``, empty if none can be read."""
     try:
-        file = storage.open(fingerprint, IDENTITY_NAME, fresh=True)
-        try:
-            page = np.frombuffer(mmap.mmap(-1, IDENTITY_BYTES), dtype=np.uint8)
-            return parse_identity(page[: file.read([page], 0)].tobytes().decode("utf-8", "replace"))
-        finally:
-            file.close()
+        data = read_fresh(storage, fingerprint, IDENTITY_NAME, IDENTITY_BYTES)
     except OSError:
         return {}
+    return parse_identity(data.tobytes().decode("utf-8", "replace"))
 
 
 def _folders(storage: Storage) -> list[str]:
@@ -60,9 +47,9 @@ def _folders(storage: Storage) -> list[str]:
 
 def log_unusable(
     directory: str, parts: Iterable[tuple[str, Storage]], fingerprint: str, identity: Mapping[str, str]
-) -> list[str]:
+) -> None:
     """Logs which blocks of the same model in ``parts`` of a directory, storages by name, cannot be used under
-    ``fingerprint``, and why. ``directory``: its name in the log. Returns the logged texts. Raises OSError."""
+    ``fingerprint``, and why. ``directory``: its name in the log. Raises OSError."""
     reasons: dict[str, str] = {}
     for name, storage in parts:
         for other in _folders(storage):
@@ -72,4 +59,3 @@ def log_unusable(
                     reasons[other] = f"{name}: {reason}" if name else reason
     for reason in reasons.values():
         logger.warning("kvoffload: %s: %s", directory, reason)
-    return list(reasons.values())

@@ -1,5 +1,4 @@
-"""The file ``index``: which block is in which slot; and the journal, from which other processes learn what has changed
-in it."""
+"""The file ``index``: which block is in which slot; and the journal, which tells other processes of its changes."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvoffload.abc import ByteArray, Slots
-from kvoffload.tiers.disk.folder import Folder, shorten, write_all
+from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import (
     EMPTY_RECORD,
     HEADER_BYTES,
@@ -23,7 +22,7 @@ from kvoffload.tiers.disk.format import (
     record_offset,
 )
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
             folder.release(file)
     except (OSError, FormatError) as error:
         if isinstance(error, OSError) and error.errno not in NO_FILE_ERRORS:
-            # What cannot be read now may be readable at the next start, so nothing is removed.
+            # The next start may be able to read it, so nothing is removed.
             raise
         logger.warning("kvoffload: disk tier: its blocks cannot be used (%s), and are removed; it starts empty", error)
         return None

@@ -1,6 +1,6 @@
 """Work on the disk tier's files besides transfers of blocks: growth, header, stale records, recency.
 
-One job at a time does whatever is due, on a thread of the executor. What it may touch is stated in ``blockio``.
+One job at a time does all work that is due, on a thread of the executor; ``blockio`` says which data it may touch.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Slots
-from kvoffload.tiers.disk.folder import Folder, shorten, write_all
+from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, RECENCY_BYTES, RECENCY_NAME
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, is_full
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, is_full, shorten
 
 logger = logging.getLogger(__name__)
 

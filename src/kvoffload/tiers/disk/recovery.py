@@ -1,4 +1,4 @@
-"""Opens the files of a fingerprint: what a former process has left is used, and what cannot be used is removed."""
+"""Opens the files of a fingerprint: uses the files that a former process has left, and removes unusable ones."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _open(folder: Folder, budget: Budget, wanted: Header, new_generation: Callab
     try:
         index.write_header()
     except OSError as error:
-        # Happens on a full file system that copies what is overwritten. The header is written later.
+        # Happens on a full file system that copies overwritten blocks. The header is written later.
         if not is_full(error):
             raise
     return DiskFiles(folder, budget, index, slabs, recency, num_found, is_short=is_short)
@@ -122,7 +122,7 @@ def _open_journal(folder: Folder, budget: Budget, num_found: int, new_epoch: Cal
 def _open_read_only(folder: Folder, budget: Budget, header: Header, slabs: Slabs, num_found: int) -> DiskFiles:
     if not num_found:
         raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this model")
-    # What is beyond the budget cannot be removed.
+    # Slots beyond the budget cannot be removed.
     budget.include(num_found)
     index, recency = Index(folder.open(INDEX_NAME), header, is_written=True), None
     with suppress(OSError):

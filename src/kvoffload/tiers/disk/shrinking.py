@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress, groupby
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from kvoffload.abc import ByteArray, OffloadKey, Slots
 from kvoffload.tiers.disk.files import DiskFiles
 from kvoffload.tiers.disk.format import Facts, pack_records
-from kvoffload.tiers.disk.storage import StoredFile, reason
+from kvoffload.tiers.disk.storage import StoredFile, aligned_buffer, reason
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +87,11 @@ class _Move:
         self.error: OSError | None = None
         """The first error."""
         self._files = files
-        self._buffer: ByteArray = np.frombuffer(mmap.mmap(-1, files.layout.block_bytes), dtype=np.uint8)
+        self._buffer = aligned_buffer(files.layout.block_bytes)
 
     def move(self, sources: Slots, targets: Slots, records: ByteArray) -> npt.NDArray[np.bool_]:
         """Moves blocks, whose ``records`` are written after them. Returns which have arrived. The others are lost, and
-        so is what was in ``targets``."""
+        so are the blocks that were in ``targets``."""
         index, per_slab = self._files.index, self._files.layout.slots_per_slab
         arrived, emptied = np.zeros(len(sources), dtype=np.bool_), []
         for i, slot in enumerate(targets.tolist()):

@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.disk.folder import Folder, shorten, write_all
+from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import slab_name, slab_number
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, shorten
 
 logger = logging.getLogger(__name__)
 
 
 class Slabs:
-    """Slots of ``layout`` in the slabs of ``folder``. ``syncs``: what was written is on the medium before the call
-    returns, for others who read it."""
+    """Slots of ``layout`` in the slabs of ``folder``. ``syncs``: a write returns when the
+    payloads are on the medium, for other machines that read them."""
 
     def __init__(self, folder: Folder, layout: Layout, syncs: bool) -> None:
         self._folder = folder
@@ -70,11 +70,11 @@ class Slabs:
                 logger.warning("kvoffload: disk tier: %s; its blocks are not used", error.strerror)
             if error.errno in NO_FILE_ERRORS:
                 return 0
-            # What cannot be opened now may be at the next start, so nothing is removed.
+            # The next start may be able to open it, so nothing is removed.
             raise
         found = min(file.size() // self._block_bytes, self._slots_per_slab)
         if first + self._slots_per_slab > num_slots:
-            # What is beyond the budget costs memory and time only if it takes room.
+            # Slots beyond the budget cost memory and time only if they take room.
             most = max(file.allocated_bytes() // self._block_bytes, num_slots - first)
             found = min(found, most, max(num_records, num_slots) - first)
         if not self._folder.storage.read_only:

@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
@@ -31,27 +31,22 @@ def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, conte
     ConfigError if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can continue
     without the tier then.
     """
-    engine, engines = context.engine, context.engines
+    engines, share = context.engines, capacity_bytes // context.engines
     storage = root = DirectoryStorage(directory)
     try:
         root.lock(shared=engines > 1)
         if not root.held_bytes():
             check_capacity(capacity_bytes, root.free_bytes())
-        if engines == 1:
+        with root.alone() if engines > 1 else nullcontext():
             allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
-                _remove_other_layouts(root, engine, engines, capacity_bytes)
-            return _open(storage, capacity_bytes, context)
-        with root.alone():
-            share = capacity_bytes // engines
-            allow_descriptors(capacity_bytes, engines)
-            if not root.read_only:
-                _remove_other_layouts(root, engine, engines, share)
-            share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
-            folder = f"engine-{engine}"
-            if root.read_only and folder not in root.folders():
-                raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
-            storage = DirectoryStorage(root.path / folder, root)
+                _remove_other_layouts(root, context.engine, engines, share)
+            if engines > 1:
+                share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
+                folder = f"engine-{context.engine}"
+                if root.read_only and folder not in root.folders():
+                    raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
+                storage = DirectoryStorage(root.path / folder, root)
             return _open(storage, share, context)
     except OSError as error:
         storage.close()

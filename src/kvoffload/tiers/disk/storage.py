@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import numpy as np
 
 from kvoffload.abc import ByteArray
 
@@ -41,6 +45,11 @@ def reason(error: OSError) -> str:
 def nothing(folder: str, name: str) -> bool:
     """Leaves out no file."""
     return False
+
+
+def aligned_buffer(nbytes: int) -> ByteArray:
+    """Returns memory into which files can be read directly."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
 
 
 class StoredFile(ABC):
@@ -145,7 +154,7 @@ class Storage(ABC):
 
     @abstractmethod
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        """Returns the bytes of the medium that all files below take, whatever made them, except the locks and the files
+        """Returns the bytes of the medium that all files below take, of any program, except the locks and the files
         for which ``is_left_out`` returns True, given the path of the folder, "" for the directory itself, and the
         name."""
 
@@ -156,3 +165,26 @@ class Storage(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives up the lock. Open files stay open."""
+
+
+def shorten(file: StoredFile, size: int) -> None:
+    """Cuts off what the file has beyond ``size`` bytes. Raises OSError."""
+    if file.size() > size:
+        file.resize(size)
+
+
+def read_fresh(storage: Storage, folder: str, name: str, nbytes: int, offset: int = 0) -> ByteArray:
+    """Returns bytes of a file as they are on the medium now, fewer at its end; see ``fresh`` of ``Storage.open``."""
+    buffer = aligned_buffer(nbytes)
+    with closing(storage.open(folder, name, fresh=True)) as file:
+        return buffer[: file.read([buffer], offset)]
+
+
+def write_file(storage: Storage, folder: str, name: str, data: ByteArray) -> float:
+    """Replaces the contents of a small file. Returns when it was written, by the medium's clock."""
+    with closing(storage.open(folder, name, create=True)) as file:
+        if file.write([data], 0) < data.size:
+            raise OSError(errno.ENOSPC, f"{name} could not be written in full")
+        shorten(file, data.size)
+        file.sync()
+        return file.modified()

@@ -280,7 +280,10 @@ class DiskTier(Tier):
                     what = "reading" if result.is_read else "writing"
                     problem = run.problems.get(index, result.error)
                     self._warnings.warning(
-                        "disk tier: %s block %s failed (%s): it is a miss", what, result.key.hex(), problem
+                        "disk tier: %s block %s failed (%s), so it is a miss; check the medium",
+                        what,
+                        result.key.hex(),
+                        problem,
                     )
                 elif slot in gone and result.ok:
                     results[i] = result._replace(error=TierError.GONE, nbytes=0)
@@ -334,8 +337,8 @@ class DiskTier(Tier):
         self._unreported += self._take_results()
         self.catalog.reset()
         if not all_ended or not self._finish(FINISH_DEADLINE_S):
-            # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
-            # lock: the thread may still write when it continues.
+            # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock
+            # stays, too: the thread may still write when it continues.
             self._io.abandon()
 
     def _finish(self, deadline_s: float) -> bool:

@@ -27,8 +27,8 @@ _MAY_BE_OTHER_SIZE = (-600, -800)
 
 
 def connect(settings: Mapping[str, Any]) -> MooncakeClient:
-    """Returns a client that has joined the store. ``settings`` are the fields of MooncakeConfig; ``segment_bytes`` is
-    the share of this client. Raises StoreError if the store cannot be reached."""
+    """Joins the store and returns its client. ``settings``: the fields of MooncakeConfig; ``segment_bytes`` is the
+    share of this client. Raises StoreError if the store cannot be reached."""
     host, _, port = settings["master"].rpartition(":")
     try:
         # The store's client tries for more than a minute, which the deadline of the start would end.
@@ -56,8 +56,7 @@ def connect(settings: Mapping[str, Any]) -> MooncakeClient:
 
 
 class MooncakeClient(StoreClient):
-    """Values in ``store``, a MooncakeDistributedStore that has been set up. Buffers go to the store and back without a
-    copy if their memory was registered."""
+    """Values in ``store``, a MooncakeDistributedStore after its setup. Transfers of registered memory make no copy."""
 
     def __init__(self, store: Any, protocol: str) -> None:
         self._store = store

@@ -47,8 +47,8 @@ class MooncakeConfig(RemoteTierConfig):
     """The name or address by which other clients of the store reach this node. By default the address that this node
     uses to reach the master."""
     segment_bytes: int = 0
-    """Memory of this node that it contributes to the store, shared by its engines. It is host memory beside
-    ``host_bytes``, and what is in it is lost when the server ends."""
+    """Memory of this node for the store, shared by the node's engines. It is host memory beside ``host_bytes``; its
+    blocks are lost when the server ends."""
 
     def __post_init__(self) -> None:
         match = _MASTER.fullmatch(self.master) if isinstance(self.master, str) else None

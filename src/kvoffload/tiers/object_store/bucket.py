@@ -86,12 +86,12 @@ class Bucket(ABC):
     @abstractmethod
     def get(self, pieces: Sequence[Piece]) -> list[Answer]:
         """Fills the buffers of each piece. Returns the object that it is of, or MISSING, OTHER_SIZE if it has no bytes
-        there, or FAILED. Whoever calls compares the size: of an object that ends early, only a part was filled."""
+        there, or FAILED. The caller compares the size: an object that ends early fills only a part of the buffers."""
 
     @abstractmethod
     def put(self, objects: Sequence[NewObject]) -> list[Outcome]:
-        """Stores objects whose names are not taken. Returns OK, HELD, FULL or FAILED. A store that cannot do that
-        replaces what it has, with the answer OK."""
+        """Stores objects whose names are not taken. Returns OK, HELD, FULL or FAILED. A store without
+        conditional put replaces its object, with the answer OK."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> list[Outcome]:

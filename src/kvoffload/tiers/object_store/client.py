@@ -24,12 +24,12 @@ from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.record import RECORD_BYTES
 
 MAX_PUTS = 4
-"""How often values are put again into further objects because others have stored the first of them meanwhile."""
+"""How often values are put again into further objects, because another server stored the first of them meanwhile."""
 
 
 def connect(settings: Mapping[str, Any], times: Times = TIMES) -> ObjectStoreClient:
-    """Returns a client whose bucket has answered. ``settings``: those of ObjectStoreConfig, and what
-    ``RemoteTierConfig.connect`` adds; without that every value has an object of its own. Raises StoreError."""
+    """Returns a client, once its bucket has answered. ``settings``: the keys of ObjectStoreConfig, ``value_bytes`` and
+    ``chained_groups``; without the last two, every value has an object of its own. Raises StoreError."""
     # Only here, because it needs obstore.
     from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 
@@ -51,9 +51,9 @@ class ObjectStoreClient(StoreClient):
     lists them. Blocks of other groups, of which lookups want single ones, have objects of their own.
     ``value_bytes``: the size of a block's value.
 
-    The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
-    when a value with wrong bytes is removed, or all values are. Until then a value that is removed is hidden from this
-    client alone, which shows it again instead of storing it.
+    The notes only help to find values; the reader verifies the bytes. An object is deleted with the removal of its last
+    value, or of a value with wrong bytes. Until then a removed value is hidden from this client alone, and shown again
+    instead of stored again.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ObjectStoreClient(StoreClient):
         return outcomes
 
     def _get_records(self, readings: Sequence[_Reading], buffers: Sequence[Sequence[ByteArray]], begun: float) -> None:
-        """Reads the beginnings of values of another size, which are somewhere else in their objects."""
+        """Reads the records of values of another size, whose positions in their objects are different."""
         records = {i: buffers[i][0][:RECORD_BYTES] for each in readings for i in each.members}
         for record in records.values():
             record[:] = 0
@@ -134,7 +134,7 @@ class ObjectStoreClient(StoreClient):
             self._bucket.get(pieces)
 
     def _locate(self, names: Sequence[str], outcomes: list[Outcome]) -> list[Place | None]:
-        """Returns the places of values, and puts into ``outcomes`` why there is none."""
+        """Returns the places of values; where there is none, ``outcomes`` gets the reason."""
         places = [self._places.find(mark(name)) for name in names]
         unknown = [i for i, place in enumerate(places) if place is None]
         if self._step == 1:
@@ -151,7 +151,7 @@ class ObjectStoreClient(StoreClient):
 
     @staticmethod
     def _check(place: Place, found: Found, value_bytes: int) -> Outcome:
-        """Returns whether the object that was read is the one whose contents are known."""
+        """Compares the object that was read with the known contents."""
         if contents(place.name, found) != place.marks:
             return Outcome.MISSING
         return Outcome.OK if found.size == len(place.marks) * value_bytes else Outcome.OTHER_SIZE
@@ -200,8 +200,8 @@ class ObjectStoreClient(StoreClient):
     def _take_held(
         self, held: Sequence[list[int]], names: Sequence[str], marks: Sequence[bytes], outcomes: list[Outcome]
     ) -> list[int]:
-        """Finds out which values of ``held``, objects that others have stored first, are in those. Returns those that
-        are not."""
+        """Looks into the objects ``held``, which other servers stored first, for the values of this call. Returns the
+        values that are in none of them."""
         left = []
         leaders = [group[0] for group in held]
         several = [i for i, group in zip(leaders, held, strict=True) if len(group) > 1]

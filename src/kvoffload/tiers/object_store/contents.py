@@ -1,8 +1,8 @@
 """Contents of objects: their values in order, and the places of known values.
 
 An object has values of equal size, one after the other, without gaps. If there are several, or one of another name, its
-note lists them: NOTE_VERSION, then the marks of the values in base64. A mark is the XXH3-64 of the value's name, so it
-says where to look and proves nothing: whoever reads a value verifies its bytes.
+note lists them: NOTE_VERSION, then the marks of the values in base64. A mark is the XXH3-64 of the value's name: a hint
+where to look, without proof. The reader verifies the bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def contents(name: str, found: Found) -> Marks:
 
 
 class Place(NamedTuple):
-    """Where a value is: the object's name, what that object has, and how many values are before it."""
+    """The place of a value: the object's name, the marks of its values, and the number of values before this one."""
 
     name: str
     marks: Marks
@@ -139,7 +139,7 @@ class Places:
                 self._forget(next(iter(self._objects)))
 
     def gone(self, name: str) -> None:
-        """Takes in that the object ``name`` does not exist, or has other values than were known."""
+        """Forgets the object ``name``: it does not exist, or has other values."""
         with self._lock:
             for value in self._objects.get(name, ()):
                 if self._hidden.get(value) == name:

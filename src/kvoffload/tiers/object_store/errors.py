@@ -1,7 +1,7 @@
 """Meanings of the errors of stores, in words without secrets.
 
-Messages of obstore contain addresses, which may be signed, and answers of the store, which may repeat keys. Only the
-status, the store's code and words of this module are kept of them.
+Messages of obstore contain addresses, which may be signed, and answers of the store, which may repeat keys. The log
+gets only the status, the store's code and words of this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "A
 _SERVICES = ("169.254.", "/latest/", "metadata", "oauth2", "credential")
 """Parts of addresses and messages of the services that give credentials to machines."""
 NO_PROXY_THERE = "127.0.0.1:0"
-"""Where no proxy is, nor can be."""
+"""An address without a proxy."""
 _SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
 
 
@@ -50,8 +50,8 @@ class Problem(enum.Enum):
     NOT_IMPLEMENTED = "the store does not implement this request"
     TIMEOUT = "the store did not answer in time"
     REDIRECTED = (
-        "the store sends requests on to another host, which is not followed; write the address of the host that has "
-        "the bucket as endpoint"
+        "the store redirects requests to another host, and redirects are not followed; set endpoint to the address of "
+        "the host that has the bucket"
     )
     UNREACHABLE = "the store cannot be reached"
     OUT_OF_RANGE = "the object is shorter"
@@ -118,7 +118,7 @@ def explain(error: BaseException, where: str) -> str:
 
 
 def _unreachable(text: str) -> str:
-    """Returns which address cannot be reached and why, as far as ``text`` has it."""
+    """Returns the address that cannot be reached and the reason, if ``text`` names them."""
     address = _ADDRESS.search(text)
     reason = next((said for words, said in _REASONS if words in text), "no connection")
     return f" at {address[0]} ({reason})" if address else f" ({reason})"

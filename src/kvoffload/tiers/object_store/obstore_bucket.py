@@ -33,7 +33,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _SERVICES = ("AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 """Variables with addresses of services that give credentials."""
 _AMAZON = ("amazonaws.com", "169.254.0.0/16", "fd00:ec2::/32")
-"""Amazon's S3 and token service, and the services for credentials that each of its machines has."""
+"""Amazon's S3 and token service, and the credential services of its machines."""
 
 TEST_NAME, TEST_NOTE = "identities/connection-test", "test"
 """An object that shows whether the store keeps notes."""
@@ -101,8 +101,8 @@ def _make_store(settings: Mapping[str, Any], times: Times, timeout_s: float, max
 def _own_hosts_only(endpoint: str) -> dict[str, str]:
     """Returns options with which obstore reaches the store and the services for credentials, and nothing else.
 
-    It follows redirects, with the session token and the bytes of blocks, and has no option against that. So all other
-    hosts are behind a proxy that does not exist. Where there is a real one, that decides.
+    obstore follows redirects, with the session token and the bytes of blocks, and has no option against it. So all
+    other hosts get a proxy that does not exist. A proxy of the environment takes precedence.
     """
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
         return {}
@@ -112,7 +112,8 @@ def _own_hosts_only(endpoint: str) -> dict[str, str]:
 
 
 def _profile_credentials() -> Any:
-    """Returns a reader of the shared files of AWS, which obstore has not; None if credentials come from elsewhere."""
+    """Returns a reader of the shared files of AWS, which obstore does not read; None if credentials come from
+    elsewhere."""
     environment = os.environ
     if any(
         environment.get(name)
@@ -172,8 +173,8 @@ class ObstoreBucket(Bucket):
         self._put_threads = ThreadPoolExecutor(TRANSFERS, "put")
 
     def check(self, name: str) -> None:
-        """Asks for an object with a note, and puts it there if it is missing or has another note. Takes in whether the
-        store keeps notes. Raises StoreError unless the store answers that it has the object, or has not."""
+        """Reads the test object ``name``, puts it if it is missing or has a wrong note, and so learns whether the store
+        keeps notes. Raises StoreError unless the store answers that it has the object, or does not have it."""
         found = None
         try:
             # Only the answer to a GET says whether the bucket exists.
@@ -182,9 +183,9 @@ class ObstoreBucket(Bucket):
             if not isinstance(error, FileNotFoundError) or classify(error) is Problem.NO_BUCKET:
                 raise StoreError(explain(error, self._url)) from None
         if found is None or (self.has_notes and found.note != TEST_NOTE):
-            # A bucket may have been copied without notes.
+            # Some tools copy a bucket without its notes.
             with suppress(Exception):
-                # These credentials may be allowed to read only.
+                # Credentials may be read-only.
                 self._obstore.put(self._small, name, b"0", attributes={NOTE_KEY: TEST_NOTE}, use_multipart=False)
             try:
                 found = self._found(self._obstore.get(self._small, name))
@@ -193,7 +194,7 @@ class ObstoreBucket(Bucket):
         if self.has_notes and found.note != TEST_NOTE:
             self.has_notes = False
             logger.warning(
-                "%s: the store does not return the metadata of objects, so every block has an object of its own",
+                "%s: the store does not return the metadata of objects, so each block takes an object of its own",
                 self._url,
             )
 
@@ -216,7 +217,7 @@ class ObstoreBucket(Bucket):
         items: Sequence[_Item],
         budget_s: float,
     ) -> list[_Result | Any]:
-        """Returns the answer to each request; FAILED for those that could not begin within ``budget_s``."""
+        """Returns the answer to each request, or FAILED for requests that did not begin within ``budget_s``."""
         began = self._clock()
         if began < self._quiet_until:
             raise StoreError(f"{self._url}: {Problem.TIMEOUT.value}")

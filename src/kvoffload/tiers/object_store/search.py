@@ -25,13 +25,12 @@ def group_of(name: str) -> int:
 
 
 class Search:
-    """Says in rounds which objects to ask for, so as to learn which values of ``names`` there are.
+    """Finds the existing values of ``names`` in rounds of requests for objects.
 
-    ``names`` are those of chains, head first. Whoever stores a chain of one of the ``groups`` puts up to ``step``
-    values into each object and names it by the first. So every ``step``-th name is asked for at first, and what is
-    known already. In later rounds, names behind what was found: objects have fewer values where a chain was stored bit
-    by bit. Nothing behind a gap is asked for then, because lookups cannot use it. Names of other groups are all asked
-    for.
+    ``names`` are the names of chains, head first. Servers store a chain of one of the ``groups`` in objects of up to
+    ``step`` values, named by the first. So the first round asks for every ``step``-th name, and for known objects.
+    Later rounds ask for names behind the values found, because a chain that was stored bit by bit has smaller objects;
+    not for names behind a gap, which lookups cannot use. Names of other groups are all asked for.
 
     Every answer OK rests on a note that was read in this search.
     """
@@ -43,7 +42,7 @@ class Search:
         self._places = places
         self._answers: list[Outcome | None] = [None] * len(names)
         self._asked: dict[str, bool] = {}
-        """Objects that were asked for, and whether there was an answer."""
+        """Requested objects, and whether there was an answer."""
         self._has_failed = False
         self._round = 0
         self._chains: dict[int, list[int]] = {}
@@ -53,7 +52,7 @@ class Search:
             self._chains.setdefault(group if group in groups else -1 - i, []).append(i)
 
     def next_round(self) -> list[str]:
-        """Returns the objects to ask for now; none if the search has ended."""
+        """Returns the objects to ask for now; none at the end of the search."""
         if self._round == MAX_ROUNDS:
             return []
         width = WIDTHS[self._round] if self._round < len(WIDTHS) else MAX_WIDTH
@@ -67,7 +66,7 @@ class Search:
         return [name for name in wanted if name not in self._asked]
 
     def _gaps(self, chain: Sequence[int], wanted: dict[str, None]) -> Iterator[list[int]]:
-        """Yields the runs of the chain's values of which no place is known. Adds the objects in which the others are to
+        """Yields the runs of the chain's values without a known place. Adds the objects of the other values to
         ``wanted``."""
         gap: list[int] = []
         for i in chain:
@@ -103,8 +102,8 @@ class Search:
         self._has_failed = True
 
     def outcomes(self) -> list[Outcome]:
-        """Returns OK, MISSING or FAILED per name. After a request that failed, or an early end, a name that was not
-        asked for may exist."""
+        """Returns OK, MISSING or FAILED per name: FAILED for unrequested names after a failed request or an early
+        end."""
         unknown = Outcome.FAILED if self._has_failed else Outcome.MISSING
         return [
             answer or (Outcome.MISSING if self._asked.get(name) else unknown)

@@ -43,7 +43,7 @@ def connect(settings: Mapping[str, Any]) -> RedisClient:
     try:
         nodes = Nodes(parse_url(settings["url"]).seeds, Login.from_settings(settings))
     except ConfigError as error:
-        # A file has been replaced since the server was started.
+        # A file was replaced after the start of the server.
         raise StoreError(str(error)) from error
     return RedisClient(nodes, settings["ttl_s"])
 
@@ -162,13 +162,13 @@ class RedisClient(StoreClient):
             return
         if self._nodes.rests(address):
             call.note(
-                f"{address}: it did not answer in time; its blocks are misses until it is asked again, within "
+                f"{address}: no answer in time; its blocks are misses, and it gets no requests for up to "
                 f"{self._nodes.rest_s:.0f} s"
             )
             self._nodes.note_lost()
             return
         if time.monotonic() >= call.deadline:
-            call.note(f"{address}: not asked, because other nodes took the time of this request; its blocks are misses")
+            call.note(f"{address}: no time left after other nodes of this request; its blocks are misses")
             return
         before: Sequence[int] = ()
         begun = time.monotonic()

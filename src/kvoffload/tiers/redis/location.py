@@ -71,7 +71,7 @@ def parse_url(url: object) -> Location:
 
 
 def parse_address(text: str, named_by: Address) -> Address | None:
-    """Returns the address in "HOST:PORT", or None. The server ``named_by`` has sent it."""
+    """Returns the address in "HOST:PORT", a text of the server ``named_by``; None if it is malformed."""
     host, _, port = text.rpartition(":")
     return node_address(host, int(port), named_by) if _PORT.fullmatch(port) else None
 

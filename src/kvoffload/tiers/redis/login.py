@@ -139,14 +139,14 @@ class Login:
             stream.send([command(b"AUTH", *user, password)])
             reply = stream.reply()
             if reply != b"OK":
-                # The text of the answer is left out: it may repeat what was sent.
+                # Without the text of the answer, which may repeat the password.
                 code = reply.code if isinstance(reply, ErrorReply) and reply.code in _WORDS else "WRONGPASS"
                 raise StoreError(_WORDS[code])
         if self.database:
             reply = self._ask(stream, b"SELECT", b"%d" % self.database)
             if reply != b"OK":
                 raise StoreError(f"database {self.database} of the URL cannot be used ({_shown(reply)})")
-        # Only helps those who look at the server's clients.
+        # For the server's list of clients.
         self._ask(stream, b"CLIENT", b"SETNAME", CLIENT_NAME.encode())
 
     def _ask(self, stream: Stream, *words: bytes) -> Reply:

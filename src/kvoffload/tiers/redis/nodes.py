@@ -17,7 +17,7 @@ from kvoffload.tiers.redis.stream import ErrorReply, Lost, Reply, Stream, comman
 from kvoffload.tiers.remote.client import StoreError
 
 NUM_SLOTS = 16384
-"""Parts of the names of a Cluster, of which each belongs to a node."""
+"""Parts of the names of a Cluster; each part belongs to one node."""
 MAX_NODES = 1024
 """Nodes of a Cluster, replicas included. Redis is made for 1,000."""
 MAX_MAP_BYTES = 8 << 20
@@ -54,8 +54,8 @@ class NodeTimes:
 
 
 class Node:
-    """Connections to one server, MAX_CONNECTIONS at most, of which it keeps ``max_idle`` for ``max_idle_s`` while they
-    are not used."""
+    """Connections to one server, MAX_CONNECTIONS at most. Up to ``max_idle`` unused connections stay open for
+    ``max_idle_s``."""
 
     def __init__(self, address: Address, login: Login, max_idle: int = 0, max_idle_s: float = 0.0) -> None:
         self.address = address
@@ -182,8 +182,8 @@ class Nodes:
         try:
             self._not_before = time.monotonic() + self._times.refresh_pause_s
             self._is_stale = False
-            # Any of them, because one that has left the Cluster still answers what it knew, and always a seed, whose
-            # name may lead to another server now. Those that hang are not asked.
+            # Random nodes, because a node that left the Cluster still answers from its old map, and always a seed,
+            # whose name may lead to another server now. Nodes that hang are left out.
             others = self._known.difference(self._seeds)
             chosen = random.sample(sorted(others), min(MAX_ASKED - 1, len(others)))
             chosen += random.sample(self._seeds, min(MAX_ASKED - len(chosen), len(self._seeds)))

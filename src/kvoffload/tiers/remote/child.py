@@ -35,11 +35,10 @@ SMALL_READ_BLOCKS = 4
 """A read of at most so many blocks has a thread at the usual priority: for a short time, spinning does no harm."""
 NUM_LOOKUP_THREADS = 1
 TRANSFER_NICENESS = 10
-"""Added to the niceness of the threads that read and write many blocks. Clients spin in them until the bytes have been
-moved, so on a busy machine they must not take their share of a core from the threads that move the bytes, or from the
-engine."""
+"""Added to the niceness of the threads that read and write many blocks. Clients spin there until the transfer ends, and
+on a busy machine that would take cores from the engine and from the threads that move the bytes."""
 FINISH_DEADLINE_S = 2.0
-"""Time for requests that have been received when the engine closes the channel."""
+"""Time for the requests under way when the engine closes the channel."""
 WATCH_INTERVAL_S = 1.0
 RECEIVE_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
@@ -59,7 +58,7 @@ def main(descriptor: int) -> None:
         try:
             module, _, name = setup.client.partition(":")
             connect = getattr(importlib.import_module(module), name)
-            # What the module and its libraries take is not counted.
+            # The memory of the module and its libraries does not count.
             watch = stack.enter_context(GrowthWatch(setup.client_bytes))
             with watch.asking():
                 server = _Server(setup, connect, connection, watch)
@@ -73,8 +72,8 @@ def main(descriptor: int) -> None:
 def end_with_parent(parent: int) -> None:
     """Ends this process when the process ``parent`` ends, however that ends.
 
-    The kernel sends the signal when the thread ends that has started this process, and not if it has ended before; the
-    socket stays open if a forked process has inherited it. So a thread also looks who the parent is.
+    The kernel sends the signal when the thread that started this process ends, but not if it ended before; and the
+    socket stays open while a forked process has a copy. So a thread also compares the parent's process id.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -169,7 +168,7 @@ class _Server:
         self._connection.send(Kind.RESPONSE, response.pack())
 
     def _announce(self) -> None:
-        # One message, because the log leaves out what follows soon after another.
+        # One message, because the log drops messages that follow soon after another.
         with self._watch.asking():
             notes = [self._client.advice(), *announce(self._client, self._values, self._setup.identity)]
         if any(notes):

@@ -10,7 +10,7 @@ from kvoffload.abc import ByteArray, KVOffloadError
 
 
 class Outcome(enum.Enum):
-    """How a call has ended for one value."""
+    """The result of a call for one value."""
 
     OK = enum.auto()
     """``exists``: the store has the value. Otherwise: done."""
@@ -28,15 +28,15 @@ class Outcome(enum.Enum):
 
 
 class StoreError(KVOffloadError):
-    """A whole call has failed, for the reason that the message gives."""
+    """A whole call failed, for the reason in the message."""
 
 
 class StoreClient(ABC):
     """Values by name in a store that others use too. A value is put once and does not change, but the store may lose
     it at any time.
 
-    All methods may be called from several threads at once. They may block, raise or end the process: whoever needs an
-    answer by a deadline ends the process. They raise StoreError if nothing is known about any of the names. Names are
+    All methods may be called from several threads at once. They may block, raise or end the process: a caller
+    with a deadline ends the process. They raise StoreError if nothing is known about any of the names. Names are
     ASCII and contain letters, digits and ``/._-`` only.
     """
 
@@ -64,11 +64,11 @@ class StoreClient(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> list[Outcome]:
-        """Removes values, even those that others are reading. Returns OK, MISSING or FAILED per name."""
+        """Removes values, even while others read them. Returns OK, MISSING or FAILED per name."""
 
     def distrust(self, names: Sequence[str]) -> list[str]:
-        """Takes note of values whose bytes were not those that were put. Returns the names to remove; the other values
-        go with them, and count as missing. By default returns all."""
+        """Notes values that came back with wrong bytes. Returns the names to remove; the other values go with them, and
+        count as missing. By default returns all."""
         return list(names)
 
     def advice(self) -> str:

@@ -66,8 +66,8 @@ class RemoteTierConfig(TierConfig):
         return 0
 
     client_bytes: ClassVar[int] = 0
-    """Memory that the client takes for itself, beyond what its module imports, ``memory_bytes`` and the 48 MiB that any
-    client may take. Its process is ended if it takes more: set it in a class whose client has large buffers."""
+    """Memory for the client itself, beside its imports, ``memory_bytes`` and the 48 MiB of any client. A process that
+    takes more is ended: set it in a class whose client has large buffers."""
 
     @property
     def pins_memory(self) -> bool:

@@ -1,7 +1,7 @@
-"""GrowthWatch: ends a process whose memory grows beyond what the answers to its requests need.
+"""GrowthWatch: ends a process whose memory grows beyond the size of the answers to its requests.
 
-A library may keep whatever a peer sends, such as the body of an error of 100 GB. Nothing but the end of the process
-stops that; it costs misses until the process is started again.
+A library may keep everything that a peer sends, such as an error with a body of 100 GB. Only the end of the process
+stops that; the cost is misses until the next process runs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GrowthWatch:
 
     def _is_beyond(self, after_trim: bool = False) -> bool:
         if after_trim:
-            # What was freed may still count.
+            # Freed memory may still count.
             with suppress(AttributeError, OSError):
                 ctypes.CDLL(None).malloc_trim(0)
         return self._private_bytes() > self._before + self._most + self._asked
@@ -87,9 +87,9 @@ class GrowthWatch:
         most = format_bytes(self._most + self._asked)
         with suppress(OSError):
             print(
-                f"this process has taken more than {most} of memory beside its libraries, and is ended. Either the "
-                "store sends more than it was asked for: see what answers at the store's address. Or the client needs "
-                "more for itself: set client_bytes in the class of the tier's configuration",
+                f"this process took more than {most} of memory beside its libraries and ends, to protect the server. "
+                "Either the store sends more than requested: check the server at the store's address. Or the client "
+                "needs more for itself: set client_bytes in the class of the tier's configuration",
                 file=sys.stderr,
                 flush=True,
             )

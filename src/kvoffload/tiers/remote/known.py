@@ -1,4 +1,4 @@
-"""What a remote tier remembers about the blocks of a store: PresenceCache and Removals."""
+"""The memory of a remote tier about the blocks of its store: PresenceCache and Removals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_LOST = 1 << 16
 MAX_AT_ONCE = 256
 """Keys in one request."""
 RETRY_S = 1.0
-"""The pause after a removal that has failed."""
+"""The pause after a failed removal."""
 
 
 class PresenceCache:
@@ -68,7 +68,7 @@ class Removals:
         self._written: dict[OffloadKey, None] = {}
         self._lost: dict[OffloadKey, None] = {}
         self._pending: dict[OffloadKey, None] = {}
-        """Keys to be removed, those that the store is being asked to remove included. The oldest first."""
+        """Keys to be removed, including the request under way. The oldest first."""
         self._not_before = -float("inf")
         self._is_asked = False
 

@@ -31,7 +31,7 @@ MIN_FAILURES = 4
 MAX_FAILURE_GAP_S = 150.0
 """Failures with a longer time between them say nothing about that time. The circuit breaker pauses for up to 60 s."""
 FIRST_PAUSE_S = 1.0
-"""The pause before the first restart; doubled with every further one that follows without an answer of the store."""
+"""The pause before the first restart; it doubles with each restart until the store answers."""
 MAX_PAUSE_S = 60.0
 
 
@@ -95,7 +95,7 @@ class Answer:
 
 
 class StoreLink:
-    """Sends requests through ``channel`` and restarts its process when that has ended.
+    """Sends requests through ``channel`` and restarts its process after an end.
 
     If a request has no response at its deadline, the process is killed: nothing else makes sure that it does not touch
     the host slots later. All requests that it had then end without a response, once the process no longer exists.
@@ -168,7 +168,7 @@ class StoreLink:
             if response.problem:
                 problem = printable(response.problem, MAX_PROBLEM_BYTES)
                 self._log.warning(
-                    "%s: %s failed (%s); the blocks concerned are misses", self._name, request.op.name.lower(), problem
+                    "%s: %s failed (%s); its blocks are misses", self._name, request.op.name.lower(), problem
                 )
             else:
                 self._pause = FIRST_PAUSE_S
@@ -189,7 +189,7 @@ class StoreLink:
         if not self._was_ready:
             self._was_ready = True
             self._start_deadline = float("inf")
-            logger.info("kvoffload: %s: connected", self._name)
+            logger.info("kvoffload: %s: the store is connected; its blocks can be loaded", self._name)
         # Requests of one kind are in the order of their deadlines, and there are only a few.
         if self._under_way and min(deadline for _, deadline in self._under_way.values()) <= self._clock():
             self._kill("did not answer a request before its deadline")
@@ -202,12 +202,12 @@ class StoreLink:
         self._under_way.clear()
         self.num_in_flight = 0
         if self._was_ready or self._start_deadline != float("inf"):
-            # It has ended since it was started.
+            # The process ended since the last start.
             self._was_ready, self._start_deadline, self._num_failures = False, float("inf"), 0
             self._start_at = now + self._pause * (0.5 + self._random() / 2)
             self._log.warning(
-                "%s: the process of the store's client ended; blocks of the store are misses. It is started again "
-                "in %.1f s",
+                "%s: the process of the store's client ended; blocks of the store are misses until it restarts, in "
+                "%.1f s",
                 self._name,
                 self._start_at - now,
             )
@@ -219,7 +219,8 @@ class StoreLink:
 
     def _kill(self, why: str) -> None:
         self._log.warning(
-            "%s: the store's client %s; its process was killed and is started again. Until then its blocks are misses",
+            "%s: the store's client %s; its process was killed, and blocks of the store are misses until it restarts. "
+            "If this goes on, test the store with kvoffload doctor",
             self._name,
             why,
         )

@@ -145,8 +145,8 @@ _KINDS = frozenset(map(int, Kind))
 class Setup:
     """Settings of the process. ``client`` is the import path "package.module:function" of a function that
     returns the StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has. Secrets
-    are named by the files that they are in, so that no message or log has one. ``client_bytes``: memory that the
-    client takes for itself, beyond what any client needs."""
+    are given as the names of their files, so that no message or log has one. ``client_bytes``: see
+    ``RemoteTierConfig``."""
 
     client: str
     settings: Mapping[str, Any]

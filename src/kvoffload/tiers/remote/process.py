@@ -69,7 +69,7 @@ class ProcessChannel(StoreChannel):
             self._child = _Child(self._name, self._output)
         except OSError as error:
             self._notes.warning(
-                "%s: the store's client cannot be started (%s); blocks of the store are misses. It is tried again",
+                "%s: the store's client cannot be started (%s); blocks of the store are misses until a start succeeds",
                 self._name,
                 error,
             )
@@ -94,12 +94,12 @@ class ProcessChannel(StoreChannel):
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # The process has ended, which ``poll`` notices.
+            self._unsent.clear()  # The process ended; ``poll`` notices it.
 
     def poll(self) -> list[Response]:
         if self._child is None:
             return []
-        # Whether it has ended is asked first: what it has sent before is complete then.
+        # In this order: after its end, all that the process sent can be received.
         has_ended = self._child.has_ended()
         responses = self._receive() if self._state is not ChannelState.ENDING else []
         if has_ended:
@@ -120,7 +120,7 @@ class ProcessChannel(StoreChannel):
             except OSError:
                 data = b""
             if not data:
-                # It has closed its end, and may hang in whatever it does now.
+                # The process closed its end, and may hang before it exits.
                 if self._state is not ChannelState.ENDING and not self._closed:
                     self.kill()
                 break
@@ -131,12 +131,12 @@ class ProcessChannel(StoreChannel):
                     elif kind is Kind.READY:
                         self._state = ChannelState.READY
                     elif kind is Kind.NOTE:
-                        # Peers of the client have a say in it.
+                        # The text may come from a peer of the client.
                         notes = [printable(line, MAX_LINE_BYTES) for line in body.split(b"\n", MAX_NOTES)[:MAX_NOTES]]
                         self._notes.warning("%s: %s", self._name, "\n".join(notes))
             except MessageError as error:
                 self._notes.warning(
-                    "%s: malformed message of the store's client (%s); its process is killed and started again",
+                    "%s: malformed message of the store's client (%s); its process is killed and restarts",
                     self._name,
                     error,
                 )
@@ -212,7 +212,7 @@ class _Child:
         self.socket.shutdown(socket.SHUT_WR)
 
     def wait(self, timeout_s: float) -> bool:
-        """Returns whether the process has ended, after ``timeout_s`` at the latest."""
+        """Waits for the end of the process for up to ``timeout_s``. Returns whether it ended."""
         deadline = time.monotonic() + timeout_s
         if not self._started.wait(timeout_s):
             return False
@@ -237,7 +237,7 @@ class _Child:
                 process = self._start(theirs.fileno())
         except Exception as error:
             self._log.warning(
-                "%s: the store's client cannot be started (%s); blocks of the store are misses. It is tried again",
+                "%s: the store's client cannot be started (%s); blocks of the store are misses until a start succeeds",
                 self._name,
                 error,
             )

@@ -71,7 +71,7 @@ class RemoteTier(Tier):
         self._asked: set[OffloadKey] = set()
         """Keys that the store is being asked about."""
         self._moving: dict[Op, dict[OffloadKey, bool]] = {Op.READ: {}, Op.WRITE: {}}
-        """Blocks being read and written. False: the block has been deleted since the transfer began."""
+        """Blocks being read and written. False: the block was deleted during the transfer."""
         self._removals = Removals()
         self._unreported: list[TierResult] = []
         """Results that ``close`` has found, for ``poll``."""
@@ -96,7 +96,7 @@ class RemoteTier(Tier):
         return self._find(keys)
 
     def _find(self, keys: Sequence[OffloadKey]) -> States:
-        """Returns one state per key, and asks the store about the keys of which nothing is known."""
+        """Returns one state per key, and asks the store about unknown keys."""
         states = self._presence.states(keys, self._clock())
         unknown = np.flatnonzero(states == RETRY)
         if len(unknown):
@@ -125,7 +125,7 @@ class RemoteTier(Tier):
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         taken = self._begin(Op.WRITE, keys, slots, HIT)
-        # They can be read once their writes have been reported, and not before.
+        # A block can be read only after the report of its write.
         self._presence.note_missing(taken, self._clock(), float("inf"))
         return taken
 

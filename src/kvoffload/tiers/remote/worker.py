@@ -13,12 +13,12 @@ from kvoffload.tiers.remote.messages import Op, Request, Response, Status
 from kvoffload.tiers.remote.record import ValueFormat, Verdict
 
 RETRY_WITHIN_S = 1.0
-"""Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
+"""Lookups and reads that fail sooner are repeated once: a lost connection is replaced by then."""
 MORE_WITHIN_S = 4.0
-"""A call of the client that is not the first of a request begins only within this time. Together with the longest call
-this stays below the deadline of transfers, see ``link``."""
+"""Further calls of the client for one request begin only within this time. With the longest call it stays below the
+deadline of transfers, see ``link``."""
 RETRY_PAUSE_S = 0.2
-"""The longest pause before that; pauses are random, so that servers do not come back at the same moment."""
+"""The longest pause before the repetition; pauses are random, so that servers do not come back all at once."""
 
 _STATUS = {
     Outcome.OK: Status.OK,

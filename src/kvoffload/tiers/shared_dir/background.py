@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 REST_S = 5.0
 REST_FACTOR = 20
-"""What is expensive is not done again for REST_S, or this many times as long as it took."""
+"""Expensive work is not repeated for REST_S, or this many times as long as it took."""
 
 
 class Repeating:
@@ -43,12 +43,12 @@ class Repeating:
             do()
         except Exception:
             if not self._has_failed:
-                logger.exception("kvoffload: the thread %s failed; it goes on", self._name)
+                logger.exception("kvoffload: the thread %s failed, which is a bug; its work is repeated", self._name)
             self._has_failed = True
 
 
 class Rest:
-    """The time for which something expensive is not done again."""
+    """The time for which expensive work is not repeated."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -60,7 +60,7 @@ class Rest:
 
     @contextmanager
     def after(self) -> Iterator[None]:
-        """Begins a rest after what is done in the context, even if it fails."""
+        """Begins a rest when the context ends, even if it fails."""
         begun = self._clock()
         try:
             yield

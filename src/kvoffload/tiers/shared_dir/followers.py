@@ -21,10 +21,10 @@ from kvoffload.tiers.disk.format import (
     record_offset,
 )
 from kvoffload.tiers.disk.journal import JOURNAL_HEADER_BYTES, JournalHeader, changed_blocks, read_entries
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile, aligned_buffer, read_fresh
 from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, SeatView
-from kvoffload.tiers.shared_dir.seats import aligned_buffer, seat_names, seat_number
+from kvoffload.tiers.shared_dir.seats import seat_names, seat_number
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Follower:
         self._doubtful.append((number, slot))
 
     def follow(self) -> None:
-        """Takes in what has changed since the last call. Never raises because of the medium."""
+        """Takes in the changes since the last call. Never raises because of the medium."""
         if self._moved is not None:
             moved, self._moved = self._moved, None
             self._leave()
@@ -227,28 +227,23 @@ class _FollowedSeat:
 
 def read_header(storage: Storage, fingerprint: str) -> Header:
     """Returns the header of an index as it is on the medium now. Raises FormatError and OSError."""
-    with closing(_open(storage, fingerprint, INDEX_NAME)) as index:
-        return Header.unpack(_read(index, 0, HEADER_BYTES))
+    return Header.unpack(read_fresh(storage, fingerprint, INDEX_NAME, HEADER_BYTES))
 
 
 def has_good_headers(storage: Storage, expected: Header) -> bool:
     """Returns whether an index has the ``expected`` header on the medium, and its journal a valid one. Raises
     OSError."""
     try:
-        if read_header(storage, expected.fingerprint) != expected:
-            return False
-        with closing(_open(storage, expected.fingerprint, JOURNAL_NAME)) as journal:
-            JournalHeader.unpack(_read(journal, 0, JOURNAL_HEADER_BYTES))
+        JournalHeader.unpack(read_fresh(storage, expected.fingerprint, JOURNAL_NAME, JOURNAL_HEADER_BYTES))
+        return read_header(storage, expected.fingerprint) == expected
     except FormatError:
         return False
-    return True
 
 
 def read_record(storage: Storage, fingerprint: str, slot: int) -> ByteArray:
     """Returns the record of a slot as it is on the medium now, fewer bytes if there is none. Raises OSError."""
     at = record_offset(slot)
-    with closing(_open(storage, fingerprint, INDEX_NAME)) as index:
-        return _read(index, at // PAGE * PAGE, PAGE)[at % PAGE :][:RECORD_BYTES]
+    return read_fresh(storage, fingerprint, INDEX_NAME, PAGE, at // PAGE * PAGE)[at % PAGE :][:RECORD_BYTES]
 
 
 def _open(storage: Storage, fingerprint: str, name: str) -> StoredFile:

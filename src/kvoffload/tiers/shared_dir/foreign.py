@@ -98,7 +98,7 @@ class ForeignBlocks:
         self._views[view.number] = view
 
     def max_slots(self, number: int) -> int:
-        """Returns how many slots of this seat may be known, given those of the others: a bound of the memory."""
+        """Returns how many slots of this seat may be known, given the slots of the others: this bounds the memory."""
         others = sum(len(view.digests) for view in self._views.values() if view.number != number)
         return max(0, self._max_blocks - others)
 
@@ -226,7 +226,7 @@ class OpenSlabs:
         self._close(lambda _, slab: now - slab.used_at >= IDLE_S)
 
     def shut(self) -> None:
-        """Closes all slabs, and those that are opened later after their use."""
+        """Closes all slabs. A slab that is opened later is closed after its use."""
         self._max_open = 0
         self.close()
 

@@ -85,8 +85,8 @@ class ForeignReads:
     def _run(self, view: SeatView, batch: Batch) -> None:
         batch, begun, num_ended = batch.sorted(), self._clock(), 0
         try:
-            for run in batch.runs(view.header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools))):
-                for results in self._read(view, run):
+            for start, stop in batch.spans(view.header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools))):
+                for results in self._read(view, batch.part(start, stop)):
                     num_ended += len(results)
                     self._done.append(results)
         except Exception as error:

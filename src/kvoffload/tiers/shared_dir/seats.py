@@ -23,7 +23,6 @@ import enum
 import errno
 import json
 import logging
-import mmap
 import os
 import re
 import socket
@@ -37,7 +36,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.tiers.disk.start import remove_blocks
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, aligned_buffer, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class Heartbeat:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Heartbeat | None:
-        """Returns None if these are not the bytes of a heartbeat of this version, whatever they are."""
+        """Returns None unless these are the bytes of a heartbeat of this version. Any bytes may come."""
         try:
             found: dict[str, Any] = json.loads(raw)
             if found.pop("version") != HEARTBEAT_VERSION:
@@ -162,37 +161,20 @@ def look(seat: Storage) -> Sighting | None:
         return Sighting(page[: file.read([page], 0)].tobytes(), file.modified())
 
 
-def aligned_buffer(nbytes: int) -> ByteArray:
-    """Returns memory into which files can be read directly."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
-
-
-def _write(storage: Storage, name: str, data: ByteArray) -> float:
-    """Writes a small file. Returns the time that the medium has given it. Raises OSError."""
-    with closing(storage.open("", name, create=True)) as file:
-        if file.write([data], 0) < data.size:
-            raise OSError(errno.ENOSPC, f"{name} could not be written in full")
-        file.sync()
-        return file.modified()
-
-
 class Seat:
     """A seat that this process has. ``beat`` and ``end`` may be called by any one thread at a time."""
 
-    def __init__(self, name: str, storage: Storage, machine: Machine, owner: str, wall_clock: Callable[[], float]):
+    def __init__(self, name: str, storage: Storage, claimant: Claimant) -> None:
         self.name = name
         self.storage = storage
-        self.owner = owner
+        self.owner = claimant.random(16).hex()
         self.is_lost = False
         """Whether another process has the seat now, or its files have vanished."""
         self.modified = 0.0
         """When the heartbeat was last written, by the medium's clock."""
-        self.capacity_bytes = 0
-        """The budget, for those who inspect the directory."""
         self.is_new = False
         """Whether no process had the seat before."""
-        self._machine = machine
-        self._wall_clock = wall_clock
+        self._claimant = claimant
         self._num_beats = 0
 
     def claim(self) -> None:
@@ -210,22 +192,24 @@ class Seat:
 
     def _write(self, state: SeatState) -> None:
         self._num_beats += 1
-        host, pid, boot = self._machine.host, self._machine.pid, self._machine.boot
+        mine, on = self._claimant, self._claimant.machine
         heartbeat = Heartbeat(
-            self.owner, host, pid, boot, state, self._num_beats, self._wall_clock(), self.capacity_bytes
+            self.owner, on.host, on.pid, on.boot, state, self._num_beats, mine.wall_clock(), mine.capacity_bytes
         )
-        self.modified = _write(self.storage, HEARTBEAT_NAME, heartbeat.pack())
+        self.modified = write_file(self.storage, "", HEARTBEAT_NAME, heartbeat.pack())
 
 
 @dataclass(frozen=True, slots=True)
 class Claimant:
-    """A process that wants a seat in ``root``. ``random(n)`` returns n random bytes."""
+    """A process that wants a seat in ``root``. ``random(n)`` returns n random bytes. ``capacity_bytes``: the budget,
+    for people who inspect the directory."""
 
     root: Storage
     fingerprint: str
     machine: Machine
     random: Callable[[int], bytes]
     wall_clock: Callable[[], float]
+    capacity_bytes: int = 0
     max_seats: int = MAX_SEATS
 
     def take(self, unusable: Collection[str] = ()) -> Seat:
@@ -271,7 +255,9 @@ class Claimant:
         folders, files = seat_names(self.root), self.root.files("")
         for name in map(seat_name, range(self.max_seats)):
             if name in files:
-                logger.warning("kvoffload: shared directory: %s is not a folder and is left alone; remove it", name)
+                logger.warning(
+                    "kvoffload: shared directory: %s is not a folder, so no server can write there; remove it", name
+                )
             elif name not in folders and (seat := self._claim(name, lambda storage: storage.try_lock())) is not None:
                 seat.is_new = True
                 return seat
@@ -284,21 +270,26 @@ class Claimant:
             opened.callback(storage.close)
             if not may_take(storage):
                 return None
-            seat = Seat(name, storage, self.machine, self.random(16).hex(), self.wall_clock)
+            seat = Seat(name, storage, self)
             seat.claim()
             opened.pop_all()
             return seat
 
 
 def log_unusable_seat(name: str, error: Exception) -> None:
-    logger.warning("kvoffload: shared directory: %s cannot be used (%s); the server takes another folder", name, error)
+    logger.warning(
+        "kvoffload: shared directory: %s cannot be used (%s), so the server takes another folder; check its owner and "
+        "the file system",
+        name,
+        error,
+    )
 
 
 def _medium_time(root: Storage) -> float:
     """Returns the medium's time; a time before all others if it cannot be learned."""
     for _ in range(2):
         try:
-            return _write(root, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
+            return write_file(root, "", CLOCK_NAME, np.zeros(8, dtype=np.uint8))
         except OSError as error:
             problem = error
             with suppress(OSError):
@@ -379,4 +370,4 @@ class GoneSeats:
         # Not again until its heartbeat changes, even if that cannot be written.
         self._seen[name] = (self._seen[name][0], float("inf"))
         left = Heartbeat(self._seat.owner, "", 0, "", SeatState.EMPTIED, 0, 0.0, 0)
-        _write(storage, HEARTBEAT_NAME, left.pack())
+        write_file(storage, "", HEARTBEAT_NAME, left.pack())

@@ -126,10 +126,10 @@ class SharedDirTier(Tier):
     def _open_writer(self, root: Storage) -> Writer:
         """Takes a seat. Raises ConfigError and OSError."""
         context, on = self._context, self._runs_on
-        claimant, unusable = Claimant(root, context.fingerprint, on.machine, on.random, on.wall_clock), list[str]()
+        unusable: list[str] = []
+        claimant = Claimant(root, context.fingerprint, on.machine, on.random, on.wall_clock, self._capacity_bytes)
         while True:
             seat = claimant.take(unusable)
-            seat.capacity_bytes = self._capacity_bytes
             try:
                 own = DiskTier(
                     seat.storage,
@@ -165,8 +165,8 @@ class SharedDirTier(Tier):
     # The threads' work.
 
     def keep(self) -> None:
-        """Does what is due of: heartbeat, journal, seats of servers that are gone, a new seat in place of a lost
-        one."""
+        """Writes heartbeat and journal, empties seats of servers that are gone, and takes a new seat in place of a lost
+        one; each when it is due."""
         self._writer.keep()
         self._renewal.work(self._writer if self._state is _State.LOST else None)
 
@@ -175,7 +175,7 @@ class SharedDirTier(Tier):
         self._renewal.close()
 
     def follow(self) -> None:
-        """Takes in what other servers have written and removed."""
+        """Takes in the changes that other servers have made."""
         self._follower.follow()
         if self._compares_identities:
             self._compares_identities = False
@@ -271,7 +271,7 @@ class SharedDirTier(Tier):
         return self.own.write(keys, slots)
 
     def poll(self) -> list[TierResult]:
-        if self.seat.is_lost and self._follower.own is not None:
+        if self.seat.is_lost and not self.own.files.read_only:
             self._give_up()
         results, foreign = self.own.poll(), self._reads.take_done()
         if self._state is _State.LOST and not self.own.has_jobs:

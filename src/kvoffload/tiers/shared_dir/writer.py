@@ -39,8 +39,8 @@ class Writer:
         self._is_failing = False
 
     def keep(self) -> None:
-        """Does what is due of: heartbeat, journal, seats of servers that are gone. Finds out whether the seat is
-        lost."""
+        """Writes heartbeat and journal, and empties seats of servers that are gone, each when it is due. Notices that
+        the seat is lost."""
         if self.seat.is_lost:
             return
         now = self._clock()
@@ -83,11 +83,15 @@ class Writer:
             self.seat.is_lost = error.errno in VANISHED_ERRORS
             raise
         if not is_good:
-            logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self.seat.name)
+            logger.warning(
+                "kvoffload: shared directory: the header of %s is damaged, so no other server finds its blocks; it is "
+                "written again",
+                self.seat.name,
+            )
             index.repair_headers()
 
     def end(self) -> None:
-        """Says in the heartbeat that the process has ended."""
+        """Notes in the heartbeat that the process has ended."""
         try:
             if not self.seat.is_lost:
                 self.seat.beat(SeatState.ENDED)
@@ -95,7 +99,7 @@ class Writer:
             logger.debug("kvoffload: shared directory: %s: %s", self.seat.name, error)
 
     def close(self) -> None:
-        """Ends what was never used, and closes its files."""
+        """Gives up a seat that was never used, and closes its files."""
         self.end()
         self.own.files.close()
         self.root.close()
@@ -118,8 +122,8 @@ class Renewal:
         """A writer whose files are to be closed."""
 
     def work(self, lost: Writer | None) -> None:
-        """Opens a writer in place of ``lost``, keeps it until it is taken, and closes the files of one that was
-        replaced. With None no other writer is needed."""
+        """Opens a writer in place of ``lost``, keeps it until it is taken, and closes the files of a replaced
+        writer. With None no other writer is needed."""
         if self._replaced is not None:
             # ``lost`` may be this one: the next call knows.
             self._replaced.own.files.close()
@@ -167,7 +171,7 @@ class Renewal:
         return writer
 
     def close(self) -> None:
-        """Closes what was opened and is not used."""
+        """Closes the writers that were opened and are not in use."""
         if self._replaced is not None:
             self._replaced.own.files.close()
         if self._next is not None:
