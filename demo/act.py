@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from demo import process
 from demo.engine import IN_THIS_PROCESS
@@ -28,8 +27,8 @@ class ActResult:
     """The same requests once more, if they were repeated with corrupted loads."""
 
 
-class Progress(Protocol):
-    """Callbacks that show the progress."""
+class Progress:
+    """Is told how a run goes on. Shows nothing."""
 
     def begin(self, title: str, requests: int) -> None: ...
     def ready(self, info: EngineInfo) -> None: ...

@@ -238,13 +238,13 @@ class Report:
             "warnings": self.warnings,
             "requests": len(self.offload.requests),
             "identical": self.identical,
-            "max_logprob_diff": _finite(self.versus_offload.max_logprob_diff),
+            "max_logprob_diff": finite(self.versus_offload.max_logprob_diff),
             "corruption_detected": self.corruption_detected,
             "corrupted_outputs": len(self.versus_control.different),
             "restart": {
                 "requests": len(self.restart.requests),
                 "identical_outputs": len(self.restart.requests) - len(self.versus_restart.different),
-                "max_logprob_diff": _finite(self.versus_restart.max_logprob_diff),
+                "max_logprob_diff": finite(self.versus_restart.max_logprob_diff),
                 "tokens_asked": self.restart_tokens_asked,
                 "direct_io": self.restart.summary.direct_io,
             },
@@ -337,7 +337,7 @@ def _difference(a: float | None, b: float | None) -> float:
     return math.inf if a is None or b is None else abs(a - b)
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from demo.protocol import EngineInfo, RequestResult, Source
-from demo.report import Comparison, compare
+from demo.report import Comparison, compare, finite
 
 LOAD_DEADLINE_S = 1.0
 """How long a request waits for blocks: ``load_deadline_ms`` of the servers."""
@@ -201,7 +200,7 @@ class SharedReport:
                 "control_detected": self.control_detected(store),
                 "tokens_asked": tokens_asked(store.shared),
                 "hit_tokens_back": hit_tokens(store.back),
-                "max_logprob_diff": _finite(self.compare(store.shared).max_logprob_diff),
+                "max_logprob_diff": finite(self.compare(store.shared).max_logprob_diff),
                 "control_outputs_changed": len(self.compare(store.control).different),
                 "corrupted": {"bad_blocks": store.bad_blocks, "hit_tokens": hit_tokens(store.corrupted)},
                 "requests": {
@@ -239,10 +238,6 @@ def speedup_of(ttft_ms: Mapping[str, float | None]) -> float | None:
     """Returns how many times faster the first token came from the store, None if nothing did."""
     recompute, shared = ttft_ms["recompute"], ttft_ms["shared"]
     return None if recompute is None or shared is None else recompute / shared
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _median(requests: Sequence[RequestResult]) -> float | None:

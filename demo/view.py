@@ -9,10 +9,12 @@ from typing import Self
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
+from demo.act import Progress
 from demo.protocol import EngineInfo, RequestResult, Source
 from kvoffload.lab.figures import BLUE, GREEN, ORANGE, PURPLE
 from kvoffload.lab.page import environment
@@ -124,7 +126,7 @@ def verdict(page: Page, warnings: Sequence[str]) -> Text:
 
 
 @dataclass
-class TerminalProgress:
+class TerminalProgress(Progress):
     """A context manager that shows one progress bar per part of the run. ``names`` are those of the sources."""
 
     console: Console
@@ -132,7 +134,7 @@ class TerminalProgress:
     _task: TaskID | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description:<32}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),

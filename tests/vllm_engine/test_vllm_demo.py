@@ -12,7 +12,8 @@ from vllm_harness import DEMO_MODEL, Runner, set_up_demo
 
 from demo import inside, process
 from demo import run as demo_run
-from demo.protocol import EngineInfo, RequestResult, Source
+from demo.act import Progress
+from demo.protocol import RequestResult, Source
 from kvoffload.testing.scale import SCALE
 
 pytestmark = [
@@ -31,7 +32,7 @@ SMALL = demo_run.Sizes(
 )
 
 
-class Seen:
+class Seen(Progress):
     def __init__(self) -> None:
         self.acts: list[str] = []
         self.requests = 0
@@ -39,14 +40,8 @@ class Seen:
     def begin(self, title: str, requests: int) -> None:
         self.acts.append(title.split("  ")[0])
 
-    def ready(self, info: EngineInfo) -> None:
-        pass
-
     def request(self, result: RequestResult) -> None:
         self.requests += 1
-
-    def skip(self, store: str, reason: str) -> None:
-        pass
 
 
 def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

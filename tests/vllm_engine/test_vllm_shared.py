@@ -19,6 +19,7 @@ from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import DEADLINE_S, DEMO_MODEL, POOL, Run, Runner, assert_at_rest, differences, eventually, set_up_demo
 
 from demo import process
+from demo.act import Progress
 from demo.process import kill_session
 from demo.protocol import EngineInfo, RequestResult
 from demo.run import Sizes, make_config, model_directory
@@ -32,20 +33,6 @@ pytestmark = pytest.mark.vllm
 PATIENT = {"load_deadline_ms": 1000 * DEADLINE_S, "lookup_deadline_ms": 1000 * DEADLINE_S, "load_only_if_faster": False}
 """Options with which requests wait for blocks, however slow this machine is."""
 ATTEMPTS = 3
-
-
-class Quiet:
-    def begin(self, title: str, requests: int) -> None:
-        pass
-
-    def request(self, result: RequestResult) -> None:
-        pass
-
-    def ready(self, info: EngineInfo) -> None:
-        pass
-
-    def skip(self, store: str, reason: str) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,7 @@ def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         # More blocks than device and host memory hold together.
         sizes = Sizes(documents=plan.documents, document_blocks=(8, 9), device_blocks=26)
         config = make_config(model, True, None, 7, sizes)
-        demo = SharedDemo(out, config, options(model, host_blocks=24) | PATIENT, plan, Quiet())
+        demo = SharedDemo(out, config, options(model, host_blocks=24) | PATIENT, plan, Progress())
         yield Started(demo, *demo.baseline())
 
 
