@@ -16,11 +16,11 @@ from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slot
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.testing.scale import scaled
-from kvoffload.tiering import writes
+from kvoffload.tiering import tier_blocks, writes
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, Plan, plan_writes
 from kvoffload.tiering.promotion import Promotion, PromotionState
-from kvoffload.tiering.writes import Writes
+from kvoffload.tiering.tier_blocks import TierBlocks
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
 from tests.asking_tier import AskingTier
@@ -394,7 +394,7 @@ def host_slot_not_held_while_it_is_written_from(
         return write(keys, slots)
 
     monkeypatch.setattr(tier, "write", write_and_unpin)
-    monkeypatch.setattr(Writes, "_unpin", lambda self, keys: None)
+    monkeypatch.setattr(TierBlocks, "_unpin", lambda self, keys: None)
 
 
 def another_fingerprints_blocks(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +458,7 @@ def a_state_taken_for_optional(server: Server, tier: DiskTier, monkeypatch: pyte
 def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writes, "MAX_REWRITES", -1)
     monkeypatch.setattr(
-        writes, "unreachable", lambda layout, by_group, *args: [np.zeros(len(keys), np.bool_) for keys in by_group]
+        tier_blocks, "unreachable", lambda layout, by_group, *args: [np.zeros(len(keys), np.bool_) for keys in by_group]
     )
 
 

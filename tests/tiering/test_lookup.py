@@ -13,6 +13,7 @@ from kvoffload.abc import KVGroup, LookupState, MissReason, OffloadKey, ReqConte
 from kvoffload.tiering import health
 from kvoffload.tiering.health import MAX_FAILURES, MISS_TTL_S, BreakerState, OpenQuestions
 from kvoffload.tiering.lookup import FIRST_CHUNK
+from kvoffload.tiering.manager import TierSettings
 from tests.tiering.rig import (
     A,
     B,
@@ -161,7 +162,7 @@ def test_a_slower_tier_is_asked_while_a_faster_one_does_not_know() -> None:
 
 
 def test_each_tier_may_have_a_deadline_of_its_own() -> None:
-    rig, remote = with_remote(lookup_deadline_ms=100, lookup_deadlines_ms=[None, 500])
+    rig, remote = with_remote(lookup_deadline_ms=100, tiers=[TierSettings(), TierSettings(lookup_deadline_ms=500)])
     keys = chain("x", 4)
     put(rig, remote, keys)
     rig.tiers[0].unsure = True

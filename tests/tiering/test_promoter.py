@@ -16,7 +16,7 @@ from kvoffload.abc import (
     ReqContext,
 )
 from kvoffload.cache.admission import FilterReusedOffloadingManager
-from kvoffload.tiering import promoter
+from kvoffload.tiering import promoter, reads
 from kvoffload.tiering.promoter import PROMOTION_SHARE
 from tests.counting import lines_of
 from tests.tiering.rig import (
@@ -57,7 +57,7 @@ def test_aborted_requests_are_forgotten_while_a_read_hangs(monkeypatch: pytest.M
         assert rig.manager.lookup(keys, context) is None
         rig.manager.poll()
         rig.manager.release_request(context)
-    assert len(rig.manager._promoter._deadlines) <= 8
+    assert len(rig.manager._promoter._waits.begun) <= 8
     assert [len(batch.promotions) for batch in set(rig.manager.tiers[0].reads.values())] == [1]
     rig.clock.now += 2
     rig.manager.poll()
@@ -437,7 +437,7 @@ def test_no_call_costs_more_because_of_the_promotions_that_are_queued() -> None:
 def test_a_tier_that_reads_nothing_lets_no_step_look_at_all_that_waits_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(promoter, "MAX_READS", 1)
+    monkeypatch.setattr(reads, "MAX_READS", 1)
 
     def busy(num_requests: int) -> Rig:
         rig = Rig(host_blocks=64, tier_blocks=1 << 12, num_tiers=2, load_deadline_ms=1e9)

@@ -7,6 +7,7 @@ import pytest
 from kvoffload.abc import LookupState, OffloadKey, TierStats
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.tiering.guard import GuardedTier
+from kvoffload.tiering.manager import TierSettings
 from tests.tiering.rig import A, B, Rig, SpyTier, begin, chain, compute, on_disk
 
 
@@ -97,7 +98,7 @@ def test_a_wrong_reset_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) 
     if planted == "deletes":
         monkeypatch.setattr(shared, "reset", shared.blocks.clear)
     else:
-        monkeypatch.setattr(rig.manager, "_switch_off", lambda *args: None)
+        monkeypatch.setattr(rig.manager._steps, "switch_off", lambda *args: None)
     with pytest.raises(AssertionError):
         check_reset(rig, shared)
 
@@ -201,7 +202,7 @@ def test_what_a_write_has_found_is_not_deleted_behind_a_hole() -> None:
 
 
 def with_admission() -> Rig:
-    return Rig(num_tiers=2, admissions=[None, ReuseFilter(2)])
+    return Rig(num_tiers=2, tiers=[TierSettings(), TierSettings(admission=ReuseFilter(2))])
 
 
 def request(rig: Rig, keys: list[OffloadKey], name: str) -> None:

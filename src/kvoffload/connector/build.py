@@ -24,7 +24,7 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiers.config import TierConfig, TierContext, distinct_names
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.opening import named, open_tiers
@@ -121,10 +121,14 @@ def _make_manager(
             tokens_per_block(groups),
             groups=groups,
             lookup_deadline_ms=config.lookup_deadline_ms,
-            lookup_deadlines_ms=[None if entry is None else entry.lookup_deadline_ms for _, entry in tiers],
             load_deadline_ms=config.load_deadline_ms,
             load_only_if_faster=config.load_only_if_faster,
-            admissions=[None if entry is None else admission(entry.store_threshold, [entry]) for _, entry in tiers],
+            tiers=[
+                TierSettings()
+                if entry is None
+                else TierSettings(entry.lookup_deadline_ms, admission(entry.store_threshold, [entry]))
+                for _, entry in tiers
+            ],
         ),
     )
 

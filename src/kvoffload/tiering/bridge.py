@@ -28,7 +28,7 @@ from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.tiering.bridge_copies import MAX_CHAIN_KEYS, STORE_SHARE, RequestEnd
 from kvoffload.tiering.bridge_jobs import Job, JobEnd, Jobs, Page
 from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_DELAY_S, BridgeThread
-from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
 from kvoffload.tiers.disk.format import is_fingerprint
@@ -344,8 +344,7 @@ def build_bridge(
             load_only_if_faster=False,
             load_deadline_ms=settings.load_deadline_ms,
             lookup_deadline_ms=settings.lookup_deadline_ms,
-            lookup_deadlines_ms=[None if entry is None else entry.lookup_deadline_ms for _, entry in below],
-            admissions=[_admission(entry, slot_bytes * settings.engines) for _, entry in below],
+            tiers=[_tier_settings(entry, slot_bytes * settings.engines) for _, entry in below],
             write_share=STORE_SHARE,
             backlog_share=MAX_CHAIN_KEYS / num_blocks,
         )
@@ -363,8 +362,11 @@ def build_bridge(
     return bridge
 
 
-def _admission(entry: TierConfig | None, bytes_per_block: int) -> ReuseFilter | None:
-    """Returns what decides which blocks are worth writing to the tier of ``entry``, or None for all."""
-    if entry is None or entry.store_threshold is None:
-        return None
-    return ReuseFilter(entry.store_threshold, tracker_size((entry.capacity_bytes or 0) // bytes_per_block))
+def _tier_settings(entry: TierConfig | None, bytes_per_block: int) -> TierSettings:
+    """Returns how the tier of ``entry`` is used; None: an open tier that the caller has passed."""
+    if entry is None:
+        return TierSettings()
+    if entry.store_threshold is None:
+        return TierSettings(entry.lookup_deadline_ms)
+    size = tracker_size((entry.capacity_bytes or 0) // bytes_per_block)
+    return TierSettings(entry.lookup_deadline_ms, ReuseFilter(entry.store_threshold, size))

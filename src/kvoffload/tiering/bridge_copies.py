@@ -112,7 +112,9 @@ class Stores:
         """Returns the next blocks to copy. None: there are none now, since the next job waits for room, or has ended,
         or since a request has ended. ``namespace``: that of keys now; what has another one was submitted before a
         reset."""
-        if self._staged and not any(tier.writes.writing or tier.writes.has_backlog for tier in self._manager.tiers):
+        if self._staged and not any(
+            tier.writes.writing or tier.writes.backlog.is_ready for tier in self._manager.tiers
+        ):
             self._release()
         if not self._queue:
             return None

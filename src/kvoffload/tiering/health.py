@@ -11,6 +11,7 @@ import logging
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from kvoffload.abc import OffloadKey, TierError
 from kvoffload.cache.tenants import TenantCounts
@@ -233,12 +234,20 @@ class OpenQuestions:
         return is_late, len(failed)
 
 
+class Deadlines(NamedTuple):
+    """How long requests wait for a tier."""
+
+    load_s: float
+    """For its reads."""
+    lookup_s: float
+    """Until it says whether it holds a block."""
+
+
 class TierState:
     """A tier with its reads under way, its circuit breaker, its read rate and its write-through.
 
     Read its attributes freely; change them through its methods. ``index``: its place among the tiers of the manager,
-    the fastest first. ``count`` adds to a counter ``tier_NAME`` of METRICS, by NAME. ``deadline_s``: how long requests
-    wait for its reads; ``lookup_deadline_s``: how long they wait until it says whether it holds a block.
+    the fastest first. ``count`` adds to a counter ``tier_NAME`` of METRICS, by NAME.
     """
 
     def __init__(
@@ -247,8 +256,7 @@ class TierState:
         tier: GuardedTier,
         writes: WriteThrough,
         estimator: ReadEstimator,
-        deadline_s: float,
-        lookup_deadline_s: float,
+        deadlines: Deadlines,
         count: Count,
         random: Callable[[], float],
     ) -> None:
@@ -259,7 +267,7 @@ class TierState:
         self.count = count
         self.breaker = CircuitBreaker(random)
         self.estimator = estimator
-        self.questions = OpenQuestions(lookup_deadline_s)
+        self.questions = OpenQuestions(deadlines.lookup_s)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
         self.num_overdue = 0
@@ -271,9 +279,9 @@ class TierState:
         self.probe: OffloadKey | None = None
         """A block to be read as a test while the breaker is half open."""
         self._probe_since = 0.0
-        self._deadline_s = deadline_s
-        self._read_progress = Progress(deadline_s)
-        self._write_progress = Progress(max(deadline_s, WRITE_DEADLINE_S))
+        self._load_s = deadlines.load_s
+        self._read_progress = Progress(deadlines.load_s)
+        self._write_progress = Progress(max(deadlines.load_s, WRITE_DEADLINE_S))
         self._test: tuple[OffloadKey, bool] | None = None
         """Key and direction of the transfer that is a test."""
         self._num_failed_lookups = 0
@@ -336,7 +344,7 @@ class TierState:
     def await_probe(self, now: float) -> None:
         """Called when the tier does not know yet whether it holds ``probe``. If it does not say within the deadline,
         the test has failed."""
-        if now - self._probe_since >= self._deadline_s:
+        if now - self._probe_since >= self._load_s:
             self.probe = None
             self.lookups_failed(1, now)
 

@@ -5,12 +5,10 @@ Everything here runs on the scheduler's thread. Tiers do their work on threads o
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
@@ -29,7 +27,6 @@ from kvoffload.abc import (
     ReqContext,
     States,
     Tier,
-    TierResult,
 )
 from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -37,26 +34,30 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.health import TierState
+from kvoffload.tiering.health import Deadlines, TierState
 from kvoffload.tiering.lookup import LoadGate, Search, explain_miss, look_up, states_below
 from kvoffload.tiering.promoter import Promoter
-from kvoffload.tiering.promotion import waiting_for
 from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
 from kvoffload.tiering.requests import RequestChains
-from kvoffload.tiering.writes import WriteThrough
-
-logger = logging.getLogger(__name__)
+from kvoffload.tiering.steps import TierSteps
+from kvoffload.tiering.writes import WriteSettings, WriteThrough
 
 WRITE_SHARE = 0.125
 """At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
-MAX_WAITS = 64
-"""How often an idle step looks for results."""
 SHARED_RESET = (
     "the weights are not known to be those of before, so blocks from before must not be found, and other servers use "
     "those of this tier"
 )
 SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it again"
-SERVED_WITHOUT = "requests are served from host memory or computed from here on"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """How one lower tier is used, where that differs from TieringSettings."""
+
+    lookup_deadline_ms: float | None = None
+    admission: Admission | None = None
+    """What decides which blocks are worth writing to it. None: all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,8 @@ class TieringSettings:
     """How long a request waits for a promotion."""
     lookup_deadline_ms: float = 100.0
     """A block counts as missing if a tier does not say within this time whether it holds it."""
-    lookup_deadlines_ms: Sequence[float | None] = ()
-    """The same per tier; None for those that have no deadline of their own."""
-    admissions: Sequence[Admission | None] = ()
-    """Per tier, what decides which blocks are worth writing to it, or None."""
+    tiers: Sequence[TierSettings] = ()
+    """What differs per tier, by default nothing."""
     write_share: float = WRITE_SHARE
     backlog_share: float = BACKLOG_SHARE
 
@@ -128,12 +127,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._gate = LoadGate(self.tiers, settings.kv_groups, self._promoter, self._rates, self._reasons, clock)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         self._chains = RequestChains(self.tiers, max_writing, clock)
-        self._is_asking = False
-        """Whether, since the last ``poll``, a tier did not know yet whether it holds a block that was looked up."""
-        self._has_changed = False
-        """Whether something has changed for waiting requests that ``poll`` has not reported yet."""
-        self._is_off = not tiers
-        """Whether all tiers are off."""
+        self._steps = TierSteps(self.tiers, self._promoter, self._chains, self._origins, clock)
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
@@ -145,12 +139,12 @@ class TieredOffloadingManager(OffloadingManager):
         promotion = self._promoter.get(req_context)
         if promotion is not None and not promotion.may_want_more:
             return np.full(len(keys), RETRY, dtype=np.uint8)
-        if self._is_off or not self._promoter.may_wait(promotion):
+        if self._steps.is_off or not self._promoter.may_wait(promotion):
             return self.host.lookup_each(keys, req_context, need)
         self.host.admission.count(keys, req_context)
         search = Search(self.host, self.tiers, self._reasons, self._clock(), promotion)
         states, coming = look_up(search, keys, need, self._promoter, self._gate)
-        self._is_asking |= search.is_unanswered
+        self._steps.is_asking |= search.is_unanswered
         if coming.keys:
             self._chains.waits(self._promoter.promote(coming, req_context))
         return states
@@ -164,7 +158,7 @@ class TieredOffloadingManager(OffloadingManager):
         if len(below):
             search = Search(self.host, self.tiers, self._reasons, self._clock())
             states[below], _ = states_below(search, [*keys, *chain], below, states[below])
-            self._is_asking |= search.is_unanswered
+            self._steps.is_asking |= search.is_unanswered
             states[states == PENDING] = RETRY
         return states
 
@@ -183,74 +177,16 @@ class TieredOffloadingManager(OffloadingManager):
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Waits until some request has all the blocks that it waits for, until more blocks can be written, or until a
         tier may have answered."""
-        changed = self._poll()
+        changed = self._steps.poll()
         if timeout_s > 0:
-            changed |= self._wait(timeout_s)
-        self._is_asking = False
-        return changed
-
-    def _poll(self) -> bool:
-        changed = False
-        for tier in self.tiers:
-            results = tier.tier.poll()
-            if results:
-                changed |= self._take_in(tier, results)
-            tier.update(self._clock())
-            if tier.was_paused:
-                tier.was_paused, changed = False, True
-                self._promoter.abandon(tier)
-            if tier.tier.fault is not None:
-                self._switch_off(tier, tier.tier.fault)
-        changed |= self._promoter.poll(may_take_back=not changed)
-        changed |= self._is_asking | self._has_changed
-        self._has_changed = False
-        self._chains.write()
-        return changed
-
-    def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
-        """Takes in transfers of a tier that have ended. Returns whether there were reads."""
-        reads, writes = by_direction(results)
-        if writes:
-            tier.end_writes(writes, self._clock())
-        if reads:
-            self._promoter.end_reads(tier, reads)
-            if tier.index:
-                self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
-        for ended in (writes, reads):
-            tier.judge(ended, self._clock())
-        return bool(reads)
-
-    def _wait(self, timeout_s: float) -> bool:
-        """Waits for tiers. Returns whether a lookup may have another result now."""
-        changed = False
-        for tier in self.tiers:
-            promotions = waiting_for(set(tier.reads.values()))
-            for _ in range(MAX_WAITS if promotions else 0):
-                begun = self._clock()
-                tier.tier.wait(timeout_s)
-                changed |= self._poll()
-                timeout_s -= self._clock() - begun
-                if timeout_s <= 0 or not all(promotion.is_waiting for promotion in promotions):
-                    return changed
-            is_asked = self._is_asking and tier is self.tiers[-1]
-            if not promotions and (tier.writes.is_busy or is_asked):
-                tier.tier.wait(timeout_s)
-                return changed | self._poll()
+            changed |= self._steps.wait(timeout_s)
+        self._steps.is_asking = False
         return changed
 
     def switch_off_tiers(self, reason: str) -> None:
         """Stops reading and writing all tiers. Host memory is not affected."""
         for tier in self.tiers:
-            self._switch_off(tier, reason)
-
-    def _switch_off(self, tier: TierState, reason: str, effect: str = SERVED_WITHOUT) -> None:
-        if not tier.breaker.is_off:
-            tier.breaker.switch_off()
-            self._is_off = all(each.breaker.is_off for each in self.tiers)
-            logger.error("kvoffload: THE %s TIER IS OFF: %s; %s", tier.name.upper(), reason, effect)
-            tier.writes.clear()
-            self._promoter.abandon(tier)
-            self._has_changed = True
+            self._steps.switch_off(tier, reason)
 
     @property
     def has_pending_writes(self) -> bool:
@@ -353,7 +289,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.drop(keys)
         for tier in self.tiers if not only_host else ():
             tier.tier.delete(keys)
-            tier.writes.lose(len(keys))
+            tier.writes.note_lost(len(keys))
 
     def reset(self, keep_shared: bool = False) -> bool:
         self._reset_host()
@@ -379,7 +315,7 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             if tier.tier.is_shared:
                 tier.tier.reset()
-                self._switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
+                self._steps.switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
 
     def shutdown(self) -> None:
         for tier in self.tiers:
@@ -422,14 +358,16 @@ def _make_states(
     clock: Callable[[], float],
     random: Callable[[], float],
 ) -> tuple[TierState, ...]:
-    states, deadline_s = [], settings.load_deadline_ms / 1000
-    options = zip_longest(tiers, settings.admissions, settings.lookup_deadlines_ms)
-    for i, (each, admission, lookup_ms) in enumerate(options):
+    states = []
+    for i, each in enumerate(tiers):
+        own = settings.tiers[i] if settings.tiers else TierSettings()
         tier = GuardedTier(each, host.history.has_events)
         count = counts.of(tier.name)
         estimator = ReadEstimator(tier.block_bytes)
         is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
-        writes = WriteThrough(host, tier, settings.kv_groups, count, clock, admission, is_worth, settings.backlog_share)
-        lookup_s = (settings.lookup_deadline_ms if lookup_ms is None else lookup_ms) / 1000
-        states.append(TierState(i, tier, writes, estimator, deadline_s, lookup_s, count, random))
+        which = WriteSettings(settings.kv_groups, own.admission, is_worth, settings.backlog_share)
+        writes = WriteThrough(host, tier, which, count, clock)
+        lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
+        deadlines = Deadlines(settings.load_deadline_ms / 1000, lookup_ms / 1000)
+        states.append(TierState(i, tier, writes, estimator, deadlines, count, random))
     return tuple(states)

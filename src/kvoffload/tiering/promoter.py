@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import compress
 
 import numpy as np
 
@@ -14,7 +11,6 @@ from kvoffload.abc import (
     IntegrityError,
     KVGroup,
     LoadStoreSpec,
-    LookupState,
     MissReason,
     OffloadKey,
     ReqContext,
@@ -28,108 +24,13 @@ from kvoffload.tiering.events import Count
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.promotion import NONE, Located, PromotedPins, Promotion, PromotionState, waiting_for
 from kvoffload.tiering.rates import Ended
+from kvoffload.tiering.reads import ReadQueue, TierReads, Waits
 
-MAX_READS = 1024
-"""Maximum number of blocks that are read from one tier at a time."""
 PROMOTION_SHARE = 0.5
 """At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
 """
 MAX_PROMOTIONS = 4096
 """Requests with a promotion. Above this limit, requests use only host memory."""
-
-
-class TierReads:
-    """Begins reads from ``tiers`` into slots of ``host``. A request waits for ``deadline_s``; ``count`` takes the
-    counters of METRICS, by name."""
-
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tiers: Sequence[TierState],
-        deadline_s: float,
-        count: Count,
-    ) -> None:
-        self._host = host
-        self._tiers = tiers
-        self._deadline_s = deadline_s
-        self._count = count
-
-    def num_in_time(self, tier: TierState) -> int:
-        """Returns how many more blocks the tier can read within the deadline. Blocks of a tier that is not read are
-        looked up in others."""
-        if not tier.can_read:
-            return MAX_READS
-        return tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) - tier.num_reading
-
-    def begin(
-        self,
-        slots: dict[OffloadKey, int],
-        blocks: Located,
-        promotion: Promotion,
-        allowed: list[int],
-        now: float,
-    ) -> dict[OffloadKey, int]:
-        """Gives those of ``blocks`` that have slots to their tiers to read. ``promotion`` waits for them from now on.
-        Returns those that these have not taken on. ``allowed``: see ``num_in_time``; it becomes less."""
-        refused: dict[OffloadKey, int] = {}
-        for tier in self._tiers:
-            mine = slots
-            if len(self._tiers) > 1:
-                its = compress(blocks.keys, (blocks.sources == tier.index).tolist())
-                mine = {key: slots[key] for key in its if key in slots}
-            if mine:
-                left = self._give(tier, mine, promotion, now) if tier.can_read else mine
-                allowed[tier.index] -= len(mine) - len(left)
-                refused |= left
-        return refused
-
-    def _give(
-        self, tier: TierState, slots: dict[OffloadKey, int], promotion: Promotion, now: float
-    ) -> dict[OffloadKey, int]:
-        """Gives blocks to the tier to read into ``slots``. Returns those that it has not taken on."""
-        taken = tier.tier.read(list(slots), np.fromiter(slots.values(), np.int64, len(slots)))
-        promotion.reading.update(taken)
-        if len(taken) == len(slots):
-            tier.begin_reads(slots, (promotion,), now)
-            return {}
-        tier.begin_reads({key: slots[key] for key in taken}, (promotion,), now)
-        refused = slots.keys() - taken
-        return {key: slot for key, slot in slots.items() if key in refused}
-
-    def readable(self, keys: list[OffloadKey]) -> Located:
-        """Returns those of ``keys`` that some tier can read now, in the fastest that can."""
-        sources = np.full(len(keys), -1, dtype=np.int8)
-        for tier in self._tiers:
-            left = np.flatnonzero(sources < 0)
-            if tier.can_read and len(left):
-                is_held = tier.tier.contains([keys[i] for i in left.tolist()]) == LookupState.HIT
-                sources[left[is_held]] = tier.index
-        return Located(keys, sources).select(sources >= 0)
-
-    def probe(self, tier: TierState, room: int, now: float) -> bool:
-        """Reads a block for no request from a tier that was paused, to see whether it works again, if there is ``room``
-        for it."""
-        key = tier.probe
-        if key is None or not tier.may_probe:
-            tier.choose_probe(None, now)
-            return False
-        state = tier.tier.contains([key])[0]
-        if state == LookupState.RETRY:
-            tier.await_probe(now)
-            return False
-        tier.choose_probe(None, now)
-        if state != LookupState.HIT or room <= 0:
-            return False
-        output = self._host.allocate([key])
-        if output is None or not output.keys_to_store:
-            return False
-        self._count("evicted_blocks", len(output.evicted_keys))
-        slots = output.store_spec.slots
-        if not tier.tier.read([key], slots):
-            self._host.complete_store(output.store_spec, success=False)
-            return False
-        tier.begin_probe(key, int(slots[0]), now)
-        return True
 
 
 class Promoter:
@@ -167,14 +68,10 @@ class Promoter:
         self._promotions: dict[str, Promotion] = {}
         """By request, the oldest first."""
         self._numbers = itertools.count()
-        self._deadlines: deque[tuple[float, Promotion]] = deque()
-        """When each wait began, the earliest first. Some of them have ended since."""
+        self._waits = Waits()
         self._answered: list[Promotion] = []
         """Promotions in the state ANSWERED."""
-        self._queue: list[Promotion] = []
-        """Promotions with blocks that are to be read, by number."""
-        self._num_queued = np.zeros(len(tiers), dtype=np.int64)
-        """How many blocks these are, by tier."""
+        self._queue = ReadQueue(len(tiers))
         self._new: list[Promotion] = []
         """Promotions that were in the state WANTED since the last ``poll``."""
         self._pins = PromotedPins(host)
@@ -221,12 +118,8 @@ class Promoter:
             )
         if not promotion.is_waiting:
             promotion.since = self._clock()
-            self._deadlines.append((promotion.since, promotion))
-            if len(self._deadlines) > 2 * MAX_PROMOTIONS:
-                self._deadlines = deque(
-                    (since, each) for since, each in self._deadlines if each.is_waiting and each.since == since
-                )
-        self._want(promotion, promotion.wanted.before(self._join_reads(promotion, wanted)).distinct())
+            self._waits.add(promotion, 2 * MAX_PROMOTIONS)
+        self._queue.put(promotion, promotion.wanted.before(self._join_reads(promotion, wanted)).distinct())
         if promotion.state is not PromotionState.WANTED:
             promotion.state = PromotionState.WANTED
             self._new.append(promotion)
@@ -271,26 +164,12 @@ class Promoter:
             self._reasons.record([key for key in promotion.reading if key in tier.reads], MissReason.NOT_IN_TIME)
             promotion.reading.difference_update(tier.reads)
             promotion.end_wait_if_done()
-        for promotion in list(self._queue):
+        for promotion in list(self._queue.promotions):
             self._stop_waiting(promotion, PromotionState.READY)
 
     def num_queued(self, tier: TierState) -> int:
         """Returns how many blocks are to be read from ``tier`` and are not under way yet."""
-        return int(self._num_queued[tier.index])
-
-    def _want(self, promotion: Promotion, wanted: Located) -> None:
-        """Replaces the blocks of the promotion that are to be read."""
-        if not wanted.keys and not promotion.wanted.keys:
-            return
-        at = bisect_left(self._queue, promotion.number, key=_number)
-        if promotion.wanted.keys and not wanted.keys:
-            del self._queue[at]
-        elif wanted.keys and not promotion.wanted.keys:
-            self._queue.insert(at, promotion)
-        self._num_queued -= promotion.num_wanted
-        promotion.wanted = wanted
-        promotion.num_wanted = np.bincount(wanted.sources, minlength=len(self._tiers))
-        self._num_queued += promotion.num_wanted
+        return int(self._queue.num_blocks[tier.index])
 
     def _join_reads(self, promotion: Promotion, wanted: Located) -> Located:
         """Makes the promotion wait for those of ``wanted`` that are being read already. Returns the others."""
@@ -314,21 +193,11 @@ class Promoter:
         self._stop_waiting(promotion, PromotionState.EXPIRED)
 
     def _stop_waiting(self, promotion: Promotion, state: PromotionState) -> None:
-        self._want(promotion, NONE)
+        self._queue.put(promotion, NONE)
         for tier in self._tiers if promotion.reading else ():
             for key in promotion.reading & tier.reads.keys():
                 tier.reads[key].promotions.pop(promotion, None)
         promotion.stop_waiting(state)
-
-    def _end_late_waits(self, now: float) -> None:
-        while self._deadlines:
-            since, promotion = self._deadlines[0]
-            is_waiting = promotion.is_waiting and promotion.since == since
-            if is_waiting and not promotion.is_late(now, self._deadline_s):
-                return
-            self._deadlines.popleft()
-            if is_waiting:
-                self._expire(promotion)
 
     # Reads.
 
@@ -343,13 +212,13 @@ class Promoter:
             if promotion.state is PromotionState.ANSWERED:
                 promotion.state = PromotionState.READY
         self._answered.clear()
-        if self._deadlines:
-            self._end_late_waits(now)
+        for promotion in self._waits.take_late(now, self._deadline_s) if self._waits.begun else ():
+            self._expire(promotion)
         has_started = False
         for tier in self._tiers:
             if tier.probe is not None:
                 has_started |= self._reads.probe(tier, self._num_free, now)
-        if self._queue:
+        if self._queue.promotions:
             has_started |= self._start(may_take_back, now)
         for promotion in self._new:
             if promotion.wanted.keys:
@@ -363,11 +232,11 @@ class Promoter:
         if room <= 0 and not may_take_back:
             return False
         allowed = [self._reads.num_in_time(tier) for tier in self._tiers]
-        for promotion in self._queue.copy():
+        for promotion in self._queue.promotions.copy():
             if may_take_back and room <= 0:
                 self._take_back_for(promotion, now)
                 room = self._room()
-            is_allowed = [n > 0 and queued > 0 for n, queued in zip(allowed, self._num_queued, strict=True)]
+            is_allowed = [n > 0 and queued > 0 for n, queued in zip(allowed, self._queue.num_blocks, strict=True)]
             if room <= 0 or not any(is_allowed):
                 break
             has_started |= self._read(promotion, room, allowed, now)
@@ -409,7 +278,7 @@ class Promoter:
             now_read = self._reads.readable(now_read.keys)
         output = self._host.allocate(now_read.keys)
         if output is None:
-            self._want(promotion, now_read.before(later))
+            self._queue.put(promotion, now_read.before(later))
             return False
         self._count("evicted_blocks", len(output.evicted_keys))
         slots = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
@@ -418,7 +287,7 @@ class Promoter:
             # Those that some tier still has are tried again.
             self._host.complete_store(self._host.lease(refused.values()), success=False)
             later = self._reads.readable(list(refused)).before(later)
-        self._want(promotion, later)
+        self._queue.put(promotion, later)
         promotion.end_wait_if_done()
         return True
 
@@ -432,7 +301,7 @@ class Promoter:
             if not ended.all_ok:
                 failed = [result for result in ended.results if not result.ok]
                 self._host.complete_store(self._host.lease([good.pop(result.key) for result in failed]), success=False)
-                tier.writes.lose(len(failed))
+                tier.writes.note_lost(len(failed))
                 _explain_failures(tier, failed, self._reasons)
             if good:
                 self._host.complete_store(self._host.lease(good.values()))
@@ -452,19 +321,13 @@ class Promoter:
         """Raises IntegrityError if pins and promotions do not match, or a promised block is not in the host."""
         self._pins.check_integrity(self._promotions.values())
         for promotion in self._promotions.values():
-            if promotion.state is PromotionState.RELEASED or (promotion in self._queue) != bool(promotion.wanted.keys):
-                raise IntegrityError("the queue of promotions has lost one, or has one that waits for nothing")
+            if promotion.state is PromotionState.RELEASED:
+                raise IntegrityError("a promotion was released and is still kept")
             if promotion.is_waiting != bool(promotion.wanted.keys or promotion.reading):
                 raise IntegrityError(f"a promotion is {promotion.state.name} and does not match its blocks")
-        queued = sum((each.num_wanted for each in self._queue), np.zeros_like(self._num_queued))
-        if (queued != self._num_queued).any() or self._queue != sorted(self._queue, key=_number):
-            raise IntegrityError("the queue of promotions is miscounted, or not in order")
+        self._queue.check_integrity(self._promotions.values())
         if self._num_free < 0:
             raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")
-
-
-def _number(promotion: Promotion) -> int:
-    return promotion.number
 
 
 def _explain_failures(tier: TierState, failed: Sequence[TierResult], reasons: MissMemory) -> None:

@@ -120,7 +120,7 @@ class RequestChains:
                     tier.writes.offer(chain, request, is_whole=False)
             self._touched.clear()
         for tier in self._tiers:
-            if tier.writes.has_backlog:
+            if tier.writes.backlog.is_ready:
                 tier.write(self.max_writing - len(tier.writes.writing), self._clock())
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, KeysView, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,11 +18,12 @@ from kvoffload.abc import (
     Tier,
     TierError,
 )
-from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
+from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, Fate, History
-from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes, unreachable
+from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes
 from kvoffload.tiering.rates import Ended
+from kvoffload.tiering.tier_blocks import TierBlocks
 
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
@@ -37,82 +39,55 @@ GIVE_UP_S = 1.0
 """After this time without a block that the tier takes on, although it has nothing to do, a chain is dropped."""
 
 
-class Writes:
-    """The blocks of ``host`` that ``tier`` is writing, pinned in the host, and what the tier holds with them.
+class Pace:
+    """How fast a tier takes on what it is given, and when it is asked again."""
 
-    ``is_worth`` returns which blocks are worth writing to this tier; None: all are.
-    """
+    def __init__(self) -> None:
+        self.progress_at = float("-inf")
+        """When a write last began or ended, or a chain was offered."""
+        self._refused_at: float | None = None
+        """When the tier last took on nothing, None if it has done something since."""
+        self._idle_since: float | None = None
+        """Since when the tier takes on nothing although it has nothing to do."""
 
-    def __init__(
-        self,
-        host: PolicyOffloadingManager,
-        tier: Tier,
-        is_worth: Callable[[Sequence[OffloadKey]], Bools] | None,
-    ) -> None:
-        self._host = host
-        self._tier = tier
-        self._is_worth = is_worth
-        self.history_of: dict[OffloadKey, History] = {}
-        """Blocks that the tier has not reported yet, and the requests that they are written for."""
-        self._slots: dict[OffloadKey, int] = {}
-        """Their host slots."""
+    def is_patient(self, now: float) -> bool:
+        """Returns whether an idle engine is kept stepping for the backlog."""
+        return now - self.progress_at < PATIENCE_S
 
-    def begin(self, keys: Sequence[OffloadKey], history: History) -> list[OffloadKey]:
-        """Gives blocks to the tier. Returns those that it has taken on."""
-        lease = self._host.prepare_load(keys)
-        taken = self._tier.write(keys, lease.slots)
-        slots = dict(zip(keys, lease.slots.tolist(), strict=True))
-        self._slots.update((key, slots.pop(key)) for key in taken)
-        self._unpin(slots.values())
-        self.history_of.update(dict.fromkeys(taken, history))
-        history.fates.update(dict.fromkeys(taken, Fate.WRITTEN))
-        history.num_writes += len(taken)
-        return taken
+    def may_ask(self, now: float) -> bool:
+        """Returns whether the tier is given more blocks now."""
+        return self._refused_at is None or now - self._refused_at >= REFUSAL_S
 
-    def end(self, keys: Sequence[OffloadKey]) -> list[History]:
-        """The tier has reported ``keys``. Returns the history of each."""
-        self._unpin([self._slots.pop(key) for key in keys])
-        return [self.history_of.pop(key) for key in keys]
+    def progressed(self, now: float) -> None:
+        """A write has begun or ended."""
+        self.progress_at, self._refused_at, self._idle_since = now, None, None
 
-    def end_all(self) -> None:
-        """The tier reports no more writes."""
-        self._unpin(self._slots.values())
-        self._slots.clear()
-        self.history_of.clear()
+    def refused(self, now: float, is_idle: bool) -> bool:
+        """The tier has refused some blocks; ``is_idle``: although it has nothing to do. Returns whether their chain is
+        to be dropped."""
+        self._refused_at = now
+        if not is_idle:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since > GIVE_UP_S:
+            self._idle_since = None
+            return True
+        return False
 
-    def _unpin(self, slots: Collection[int]) -> None:
-        if slots:
-            self._host.complete_load(self._host.lease(slots))
 
-    def are_under_way(self, keys: Sequence[OffloadKey]) -> Bools:
-        """Returns which of ``keys`` the tier has not reported yet."""
-        return _among(keys, self.history_of)
+@dataclass(frozen=True, slots=True)
+class WriteSettings:
+    """Which blocks are written to one tier."""
 
-    def in_tier(self, keys: Sequence[OffloadKey], history: History) -> Bools:
-        """Returns which of ``keys`` the tier holds, or is being given for this request: if that fails, its chain is
-        corrected."""
-        states = self._tier.contains(keys)
-        held: Bools = states == HIT
-        if (states == RETRY).any():
-            # It took these once. Until it knows better, it has them.
-            held |= (states == RETRY) & _among(keys, history.having(Fate.WRITTEN, Fate.FOREIGN))
-        if not self.history_of.keys().isdisjoint(keys):
-            for i in np.flatnonzero(~held).tolist():
-                held[i] = self.history_of.get(keys[i]) is history
-        return held
-
-    def look(self, keys: Sequence[OffloadKey], history: History) -> tuple[Bools, Bools]:
-        """Returns which of ``keys`` are ``in_tier``, and which are that or can be written: the host has them, and they
-        are not being written for another request."""
-        in_tier = self.in_tier(keys, history)
-        available = in_tier.copy()
-        absent = np.flatnonzero(~in_tier)
-        names = [keys[i] for i in absent.tolist()]
-        if names:
-            available[absent] = (self._host.table.states(names) == HIT) & ~self.are_under_way(names)
-            if self._is_worth is not None:
-                available[absent] &= self._is_worth(names)
-        return in_tier, available
+    groups: Sequence[KVGroup]
+    """The KV cache groups that keys name."""
+    admission: Admission | None = None
+    """Only leading blocks of a chain that it accepts are written. None: it accepts all."""
+    is_worth: Callable[[Sequence[OffloadKey]], Bools] | None = None
+    """Returns which blocks are worth writing to this tier. None: all are."""
+    backlog_share: float = BACKLOG_SHARE
+    """Keys in the backlog, as a multiple of the host's blocks."""
 
 
 class WriteThrough:
@@ -126,63 +101,43 @@ class WriteThrough:
     cannot be written now stay in the backlog while the host holds them. A block of which the tier does not know yet
     whether it holds it is written, since the tier then finds out, but nothing is deleted because of it.
 
-    ``groups``: the KV cache groups that keys name. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
-    ``admission``: only leading blocks of a chain that it accepts are written. ``is_worth`` returns which blocks are
-    worth writing to this tier; None: all are.
+    ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
     """
 
     def __init__(
         self,
         host: PolicyOffloadingManager,
         tier: Tier,
-        groups: Sequence[KVGroup],
+        settings: WriteSettings,
         count: Callable[[str, float], None],
         clock: Callable[[], float],
-        admission: Admission | None = None,
-        is_worth: Callable[[Sequence[OffloadKey]], Bools] | None = None,
-        backlog_share: float = BACKLOG_SHARE,
     ) -> None:
         self._host = host
         self._tier = tier
-        self._layout = ChainLayout(groups)
+        self._layout = ChainLayout(settings.groups)
         self._count = count
         self._clock = clock
-        self._admission = admission
-        self._writes = Writes(host, tier, is_worth)
+        self._admission = settings.admission
+        self._blocks = TierBlocks(host, tier, self._layout, settings.is_worth)
+        self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
+        """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
-        self.backlog = Backlog(max(1, int(host.num_blocks * backlog_share * keys_per_block)))
-        self._num_lost = 0
-        """Blocks that the tier was given and has lost, without those that it has evicted."""
-        self._progress_at = float("-inf")
-        """When a write last began or ended, or a chain was offered."""
-        self._refused_at: float | None = None
-        """When the tier last took on nothing, None if it has done something since."""
-        self._idle_since: float | None = None
-        """Since when the tier takes on nothing although it has nothing to do."""
+        self.backlog = Backlog(max(1, int(host.num_blocks * settings.backlog_share * keys_per_block)))
+        self._pace = Pace()
 
     # State.
 
     @property
-    def writing(self) -> KeysView[OffloadKey]:
-        """Blocks that the tier has not reported yet, each with a pin in the host."""
-        return self._writes.history_of.keys()
-
-    @property
-    def has_backlog(self) -> bool:
-        """Whether there are chains to be written now."""
-        return self.backlog.is_ready
-
-    @property
     def is_busy(self) -> bool:
         """Whether there is a backlog and the tier makes progress."""
-        has_work = self.has_backlog or not self.writing.isdisjoint(self.backlog.awaited)
-        return has_work and self._clock() - self._progress_at < PATIENCE_S
+        has_work = self.backlog.is_ready or not self.writing.isdisjoint(self.backlog.awaited)
+        return has_work and self._pace.is_patient(self._clock())
 
     def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
         """Returns which of ``keys`` are worth having in the host, so that they can be written: the tier neither holds
         them nor is being given them, and the admission accepts them."""
-        lacking: Bools = (self._tier.contains(keys) != HIT) & ~self._writes.are_under_way(keys)
+        lacking: Bools = (self._tier.contains(keys) != HIT) & ~self._blocks.are_under_way(keys)
         if self._admission is not None and lacking.any():
             lacking &= np.array(self._admission.accepts(keys), dtype=np.bool_)
         return lacking
@@ -197,7 +152,7 @@ class WriteThrough:
             return False
         if chain.state is ChainState.WAITING and self.writing.isdisjoint(chain.waits_for):
             return False
-        return not self._writes.in_tier(keys, chain.history).all()
+        return not self._blocks.in_tier(keys, chain.history).all()
 
     # What happens elsewhere.
 
@@ -225,7 +180,7 @@ class WriteThrough:
             return
         history = History() if before is None else before.history
         self.backlog.move(Chain(keys, by_group, num_units, is_whole, request, history), state)
-        self._progress_at = self._clock()
+        self._pace.progress_at = self._clock()
         while (excess := self.backlog.excess()) is not None:
             self._drop(excess)
 
@@ -254,35 +209,35 @@ class WriteThrough:
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
         if self.backlog.wake(keys):
-            self._progress_at = self._clock()
+            self._pace.progress_at = self._clock()
 
     def store_failed(self) -> None:
         """Plans all chains that wait for a block again, because blocks that were to become ready in the host have
         vanished."""
         self.stored(list(self.backlog.awaited))
 
-    def lose(self, num_blocks: int) -> None:
+    def note_lost(self, num_blocks: int) -> None:
         """Notes that the tier has lost blocks that could not be read."""
-        self._num_lost += num_blocks
+        self._blocks.num_lost += num_blocks
 
     def clear(self) -> None:
         """Empties the backlog. Writes in progress continue, but belong to no chain."""
         for chain in list(self.backlog):
             self.backlog.move(chain, ChainState.GONE)
-        for history in self._writes.history_of.values():
+        for history in self._blocks.history_of.values():
             history.chain = None
 
     def close(self) -> None:
         """Called when the tier is closed: it reports no more writes."""
         self.clear()
-        self._writes.end_all()
+        self._blocks.end_all()
 
     # Writing.
 
     def pump(self, room: int) -> list[OffloadKey]:
         """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks. Returns these."""
         begun: list[OffloadKey] = []
-        if self._refused_at is not None and self._clock() - self._refused_at < REFUSAL_S:
+        if not self._pace.may_ask(self._clock()):
             return begun
         while len(begun) < room and (chain := self.backlog.next()) is not None:
             plan = self._plan(chain)
@@ -291,14 +246,15 @@ class WriteThrough:
                 if self._is_evicted_again(chain):
                     self._drop(chain)
                     continue
-                taken = self._writes.begin(keys, chain.history)
+                taken = self._blocks.begin(keys, chain.history)
                 begun += taken
                 if taken:
-                    self._note_progress()
+                    self._pace.progressed(self._clock())
                     if chain.state is ChainState.FRESH:
                         self.backlog.move(chain, ChainState.STARTED)
                 if len(taken) < len(keys):
-                    self._note_refusal(chain)
+                    if self._pace.refused(self._clock(), is_idle=not self.writing):
+                        self._drop(chain)
                     break
                 if len(keys) < len(plan.keys):
                     break
@@ -315,33 +271,19 @@ class WriteThrough:
         fewest = max(chain.num_units * self._layout.kv_blocks_per_unit, len(chain.history.fates))
         return chain.history.num_writes >= MAX_WRITES_PER_BLOCK * fewest
 
-    def _note_progress(self) -> None:
-        self._progress_at, self._refused_at, self._idle_since = self._clock(), None, None
-
-    def _note_refusal(self, chain: Chain) -> None:
-        """The tier has refused some blocks of ``chain``."""
-        self._refused_at = now = self._clock()
-        if self.writing:
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
-        elif now - self._idle_since > GIVE_UP_S:
-            self._idle_since = None
-            self._drop(chain)
-
     def ended(self, writes: Ended) -> None:
         """Takes in writes that have ended."""
         if not writes:
             return
-        self._note_progress()
+        self._pace.progressed(self._clock())
         self._count_results(writes)
-        histories = self._writes.end(writes.keys)
+        histories = self._blocks.end(writes.keys)
         failed: dict[History, bool] = {}
         """The requests of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
             for history, result in zip(histories, writes.results, strict=True):
                 if not result.ok:
-                    self._num_lost += 1
+                    self._blocks.num_lost += 1
                     history.fates[result.key] = Fate.LOST
                     # A block that is GONE was deleted for another chain.
                     failed[history] = failed.get(history, False) or result.error is not TierError.GONE
@@ -364,13 +306,13 @@ class WriteThrough:
 
     def _plan(self, chain: Chain) -> Plan:
         """Returns which blocks of the chain are to be written next."""
-        before, losses = chain.done, self._losses
+        before, losses = chain.done, self._blocks.num_losses
         if losses != chain.losses and before >= chain.verify_at:
             # The longer the chain, the less often, so that each block is looked up a few times at most.
             chain.verify_at, chain.losses, chain.done = before + before // 4, losses, 0
         # The last unit that is done is looked up again in any case.
         start, num_units = max(0, chain.done - 1), FIRST_UNITS
-        look = partial(self._writes.look, history=chain.history)
+        look = partial(self._blocks.look, history=chain.history)
         while True:
             stop = min(chain.num_units, start + num_units)
             plan = plan_writes(self._layout, chain.by_group, start, stop, stop == chain.num_units, look)
@@ -390,8 +332,8 @@ class WriteThrough:
             self.backlog.move(chain, ChainState.WAITING, coming if chain.is_whole else holes)
             return
         if self._host.explain_miss(holes[0]).reason is MissReason.EVICTED:
-            self._count_dropped(chain, in_host=False)
-        self._delete_unreachable(chain)
+            self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=False))
+        self._blocks.delete_unreachable(chain)
         self._finish(chain)
 
     def _finish(self, chain: Chain) -> None:
@@ -407,53 +349,16 @@ class WriteThrough:
         """A write has failed: looks the chain up again from its head, so that writing continues where the tier lacks a
         block, or cuts it off there."""
         if chain.history.num_failures > MAX_REWRITES:
-            self._delete_unreachable(chain)
+            self._blocks.delete_unreachable(chain)
             self.backlog.move(chain, ChainState.GONE)
         else:
             chain.done = 0
             self.backlog.move(chain, ChainState.STARTED)
 
     def _drop(self, chain: Chain) -> None:
-        self._count_dropped(chain, in_host=True)
+        self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=True))
         self.backlog.move(chain, ChainState.GONE)
-        self._delete_unreachable(chain)
-
-    def _count_dropped(self, chain: Chain, in_host: bool) -> None:
-        """Counts the blocks that the tier lacks as dropped; with ``in_host`` only those that the host has. Most states
-        of a chain were never kept, so only those in the host count in any case."""
-        num_lacking = 0
-        for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
-            lacking = ~self._writes.in_tier(keys, chain.history)
-            if in_host or group.state:
-                lacking &= self._host.table.states(keys) == HIT
-            num_lacking += int(np.count_nonzero(lacking))
-        self._count("dropped_writes", num_lacking)
-
-    def _delete_unreachable(self, chain: Chain) -> None:
-        """Deletes the blocks of the chain that no lookup can use. From a shared tier only those that were written for
-        its request. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
-        history = chain.history
-        mine, lost = history.having(Fate.WRITTEN, Fate.LOST), history.having(Fate.LOST)
-        states = [self._tier.contains(keys) for keys in chain.by_group]
-        held = [
-            (its == HIT) | ((its == RETRY) & ~_among(keys, lost)) | self._writes.are_under_way(keys)
-            for keys, its in zip(chain.by_group, states, strict=True)
-        ]
-        useless: list[OffloadKey] = []
-        for keys, mask, its in zip(
-            chain.by_group, unreachable(self._layout, chain.by_group, held, chain.num_units, mine), states, strict=True
-        ):
-            for i in np.flatnonzero(mask).tolist():
-                writer, may_hold = self._writes.history_of.get(keys[i]), its[i] != MISS
-                is_mine = keys[i] in mine or not self._tier.is_shared
-                if is_mine and (may_hold if writer is None else writer is history):
-                    useless.append(keys[i])
-                    self._num_lost += bool(may_hold)
-        self._tier.delete(useless)
-
-    @property
-    def _losses(self) -> int:
-        return self._tier.stats().num_evicted + self._num_lost
+        self._blocks.delete_unreachable(chain)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the backlog is inconsistent, or if the tier lacks a block before the position up to
@@ -463,15 +368,10 @@ class WriteThrough:
             # The medium may lose blocks without counting them.
             return
         for chain in self.backlog:
-            if chain.losses == self._losses:
+            if chain.losses == self._blocks.num_losses:
                 layout = self._layout
                 for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
-                    lacking = (self._tier.contains(before) == MISS) & ~self._writes.in_tier(before, chain.history)
+                    lacking = (self._tier.contains(before) == MISS) & ~self._blocks.in_tier(before, chain.history)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")
-
-
-def _among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
-    """Returns which of ``keys`` are in ``group``."""
-    return np.fromiter(map(group.__contains__, keys), np.bool_, len(keys)) if group else np.zeros(len(keys), np.bool_)
