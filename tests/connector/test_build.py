@@ -21,6 +21,8 @@ from kvoffload.cache.keys import NAMESPACE_BYTES, namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.connector.build import tokens_per_block
+from kvoffload.connector.engine import EngineSpec
+from kvoffload.connector.parts import Parts
 from kvoffload.host.pool import HostPool
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk import config as disk_config
@@ -206,6 +208,45 @@ def test_a_wrong_argument_is_named_before_anything_is_opened(
         make(config(**disk), **arguments)
     assert not (tmp_path / "disk").exists()
     assert threading.active_count() == threads
+
+
+def nothing(*_: object) -> None:
+    return None
+
+
+WRONG_SPECS: dict[str, list[Any]] = {
+    "groups": [None, 5, KVGroup(TOKENS), (group for group in GROUPS), {}, [], [None]],
+    "hash_block_size": [0, "4", 4.0, True, float("nan"), 3, 2 * TOKENS],
+    "parts": [5, "x", [1], Parts((1, 1)), Parts(())],
+    "following": [5, "x"],
+    "num_workers": [0, "1", 1.5, True],
+    "share_loads": [None, "no", 5, []],
+    "enable_events": [None, "no", 5],
+    "device_blocks": [0, -1, 2.5, False],
+    "engine": [None, 1, -1, 0.5, True, False],
+    "engines": [None, 0, "1", True],
+    "parent_request": [None, 5, "x"],
+    "engine_options": [5, "x", {}],
+    "adapter_of": [5, "x", {}],
+    "trace_headers": [5, "x", {}],
+    "identity": [None, 5, "x", [("a", "b")], {"a": 5}, {5: "a"}],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SPECS)
+def test_a_wrong_field_of_the_engine_is_refused_by_its_name(name: str) -> None:
+    spec = EngineSpec(GROUPS)
+    for wrong in WRONG_SPECS[name]:
+        with pytest.raises(ConfigError, match=name):
+            EngineSpec(**{"groups": GROUPS, name: wrong})
+        with pytest.raises(ConfigError, match=name):
+            dataclasses.replace(spec, **{name: wrong})
+
+
+def test_every_field_of_the_engine_is_checked() -> None:
+    assert set(WRONG_SPECS) == {each.name for each in dataclasses.fields(EngineSpec) if each.init}
+    functions = ("following", "parent_request", "engine_options", "adapter_of", "trace_headers")
+    EngineSpec(tuple(GROUPS), parts=Parts((2,)), identity={"dtype": "bfloat16"}, **dict.fromkeys(functions, nothing))
 
 
 def test_there_must_be_a_pool_and_a_group(make: Builder) -> None:

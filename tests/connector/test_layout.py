@@ -43,7 +43,7 @@ def test_a_blocks_key_has_the_hash_of_its_last_hash_block() -> None:
 
 @pytest.mark.parametrize("hash_block_size", [3, 8])
 def test_block_sizes_that_do_not_divide_are_refused(hash_block_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"device block size 4: must be a multiple of the {hash_block_size}"):
+    with pytest.raises(ConfigError, match=f"hash_block_size={hash_block_size}: must divide the 4 tokens"):
         scheduler(SpyManager(4), hash_block_size=hash_block_size)
 
 

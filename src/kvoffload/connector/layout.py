@@ -43,8 +43,8 @@ class Layout:
         for group in groups:
             if group.device_block_size % self.hash_block_size:
                 raise ConfigError(
-                    f"device block size {group.device_block_size}: must be a multiple of the {self.hash_block_size} "
-                    "tokens that one block hash covers; set the engine's hash block size to a divisor of its block size"
+                    f"hash_block_size={self.hash_block_size}: must divide the {group.device_block_size} tokens of each "
+                    "device block; set the engine's hash block size to a divisor of its block size"
                 )
         if following is None and any(group.lookahead for group in groups):
             raise ConfigError(
