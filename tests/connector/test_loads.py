@@ -70,6 +70,23 @@ def test_an_aborted_request_stays_pinned_until_its_load_has_ended() -> None:
     assert rig.status(prompt(8)) == [0, 0]
 
 
+@pytest.mark.parametrize("is_pause", [False, True])
+def test_a_load_that_no_step_has_sent_before_a_reset_fails(is_pause: bool) -> None:
+    rig = Rig(num_workers=2)
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (8, True)
+    rig.allocate(request, [50, 51], 8)
+    rig.half.reset(is_pause=is_pause)
+    assert rig.status(prompt(8)) == ([0, 0] if is_pause else [None, None]), "nothing is pinned"
+    assert rig.half.has_pending_work()
+    meta = rig.step()
+    assert not meta.loads, "workers would take it for a load that began after the reset"
+    assert meta.broken_loads == {"r": [50, 51]}
+    assert not rig.half.snapshot().jobs
+    assert rig.half.metrics.snapshot()["load_failures"] == 1
+
+
 def test_nothing_is_stored_for_a_request_while_it_is_loading() -> None:
     rig = Rig()
     rig.store(prompt(8))

@@ -87,7 +87,13 @@ class JobTable:
                 ended.append(job)
         return ended
 
-    def _remove(self, job_id: int) -> None:
+    def fail(self, job_id: int) -> Job:
+        """Ends a job that no worker has been given, and returns it."""
+        job = self._remove(job_id)
+        job.failed = True
+        return job
+
+    def _remove(self, job_id: int) -> Job:
         job = self.jobs.pop(job_id)
         for state in job.states:
             state.num_jobs -= 1
@@ -97,6 +103,7 @@ class JobTable:
                 self.keys_loading[key] = left
             else:
                 del self.keys_loading[key]
+        return job
 
     def fence(self, handed_out: Collection[int], overwritten: Collection[int]) -> tuple[list[int], frozenset[int]]:
         """Returns the stores that read some of the device blocks which now belong to others (``handed_out``), and these

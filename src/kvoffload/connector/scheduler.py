@@ -308,6 +308,11 @@ class OffloadingConnectorScheduler:
         self.shelf.reset(keeps=is_pause)
         self.stores.reset()
         self.sound.reset()
+        # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
+        unsent = self._next.break_loads(self.jobs)
+        for job in unsent:
+            self.loads.end_job(job)
+        self.observer.copied(unsent)
         for state in self.requests.values():
             state.forget_stores()
             if is_pause:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.abc import TransferSpec
 from kvoffload.connector.adapters import Need
-from kvoffload.connector.jobs import HeldRequests, JobTable
+from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.messages import StepMeta
 from kvoffload.connector.request import RequestState
 
@@ -31,6 +31,14 @@ class UpcomingStep:
         device_blocks: list[int] = spec.device.block_ids.tolist()
         self.handed_out.update(device_blocks)
         return device_blocks
+
+    def break_loads(self, jobs: JobTable) -> list[Job]:
+        """Reports the loads of the next step as failed, and returns their jobs, which have ended."""
+        meta, ended = self.meta, [jobs.fail(job_id) for job_id in self.meta.loads]
+        for spec in meta.loads.values():
+            meta.broken_loads[spec.req_id] = spec.device.block_ids.tolist()
+        meta.loads, meta.needs = {}, {}
+        return ended
 
     def break_off(self, jobs: JobTable, held: HeldRequests) -> None:
         """Loads and stores nothing more: promised loads and stores are reported as failed."""
