@@ -245,8 +245,9 @@ def test_a_wrong_field_of_the_engine_is_refused_by_its_name(name: str) -> None:
 
 def test_every_field_of_the_engine_is_checked() -> None:
     assert set(WRONG_SPECS) == {each.name for each in dataclasses.fields(EngineSpec) if each.init}
-    functions = ("following", "parent_request", "engine_options", "adapter_of", "trace_headers")
-    EngineSpec(tuple(GROUPS), parts=Parts((2,)), identity={"dtype": "bfloat16"}, **dict.fromkeys(functions, nothing))
+    fields: dict[str, Any] = {"parts": Parts((2,)), "identity": {"dtype": "bfloat16"}, "parent_request": str}
+    fields |= dict.fromkeys(("following", "engine_options", "adapter_of", "trace_headers"), nothing)
+    EngineSpec(tuple(GROUPS), **fields)
 
 
 def test_there_must_be_a_pool_and_a_group(make: Builder) -> None:
