@@ -1,4 +1,7 @@
-"""What a request is offered, whether it waits, and how long the answer is remembered."""
+"""What a request is offered, whether it waits, and how long the answer is remembered.
+
+``hits`` asks the manager, and ``tiering/lookup.py`` behind it asks the tiers.
+"""
 
 from __future__ import annotations
 

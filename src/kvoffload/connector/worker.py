@@ -157,8 +157,8 @@ class OffloadingConnectorWorker:
                 self.adapters.compare(meta.computes_with, self._report)
 
     def get_finished(self, meta: StepMeta) -> Finished:
-        """Returns the requests whose loads or stores have ended since the last call. A step without tokens waits
-        briefly for loads in progress, and for digests of adapters."""
+        """Returns the requests whose loads or stores have ended since the last call. An InlineTransfer copies during
+        this call. A step without tokens waits briefly for loads in progress, and for digests of adapters."""
         self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
         self._collect(busy=meta.has_tokens)
         if not meta.has_tokens and not self._finished.loaded and self._is_loading():

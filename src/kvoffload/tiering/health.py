@@ -1,7 +1,7 @@
 """The health of tiers: their failures and hangs, and what each of them costs requests.
 
-``CircuitBreaker`` decides when a tier is used, and ``TierState`` is a tier with everything that the manager knows about
-it.
+``CircuitBreaker`` decides when a tier is used. ``TierState`` is what the manager and its parts call a tier: the guarded
+tier (``TierState.tier``) with its reads under way and everything else that is known about it.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class TierState:
     # Reads.
 
     def begin_reads(self, slots: Mapping[OffloadKey, int], promotions: Iterable[Promotion], now: float) -> None:
-        """Notes that the tier was given these blocks to read into these host slots."""
+        """Notes that the tier was given these blocks to read into these host slots, by ``tier.read``."""
         if slots:
             self._read_progress.begun(now, self.num_reading)
             self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(promotions))))

@@ -1,5 +1,8 @@
-"""Lookups: which blocks the host and the lower tiers hold, whether or not a tier answers in time, and which of them are
-loaded, because that is faster than computing them."""
+"""Lookups in the manager: which blocks the host and the lower tiers hold, whether or not a tier answers in time, and
+which of them are loaded, because that is faster than computing them.
+
+Each answers one question of ``connector/hits.py`` about keys; ``connector/lookups.py`` answers the request.
+"""
 
 from __future__ import annotations
 

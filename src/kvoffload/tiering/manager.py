@@ -175,8 +175,9 @@ class TieredOffloadingManager(OffloadingManager):
     # Steps.
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Waits until some request has all the blocks that it waits for, until more blocks can be written, or until a
-        tier may have answered."""
+        """Takes in the transfers that tiers have ended, and begins the reads that lookups have asked for, and writes.
+        With ``timeout_s`` it then waits until some request has all the blocks that it waits for, until more blocks can
+        be written, or until a tier may have answered."""
         changed = self._steps.poll()
         if timeout_s > 0:
             changed |= self._steps.wait(timeout_s)
