@@ -264,6 +264,16 @@ def test_right_results_count_beside_a_wrong_one(rig: Rig) -> None:
     assert guarded.fault is not None
 
 
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_equal_keys_of_another_type_count_as_the_given_keys(rig: Rig, method: str) -> None:
+    """Bytearrays are equal to the keys, but have no hash."""
+    guarded, keys = GuardedTier(rig.tier), chain("new", 2)
+    setattr(rig.tier, method, lambda keys, slots: list(map(bytearray, keys)))
+    taken = getattr(guarded, method)(keys, np.arange(2))
+    assert taken == keys
+    assert set(map(type, taken)) == {bytes}
+
+
 def test_totals_do_not_shrink_with_a_fault(rig: Rig) -> None:
     """Counters of metrics would."""
     guarded = GuardedTier(rig.liar)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import ConfigError, TierError
+from kvoffload.abc import ConfigError, Tier, TierError
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, payload_checksum, record_offset
@@ -301,6 +301,23 @@ def test_files_of_others_count_once_if_there_are_several_engines(tmp_path: Path)
     assert [tier.stats().capacity_bytes for tier in tiers] == [(budget - stray) // 3] * 3
     for tier in tiers:
         tier.close()
+
+
+def test_files_of_others_that_came_since_leave_no_engine_its_old_share(tmp_path: Path) -> None:
+    """The blocks of an engine that has not started yet count, too."""
+    path, budget, stray = tmp_path / "disk", 4 << 20, 2 << 20
+    pools = make_pools(2, PAGE)
+
+    def open_engine(number: int) -> Tier:
+        return open_disk_tier(path, budget, TierContext(pools, FINGERPRINT, engine=number, engines=2))
+
+    open_engine(1).close()
+    left = du(path)
+    assert left > (budget - stray) // 2
+    (path / "file").write_bytes(bytes(stray))
+    tier = open_engine(0)
+    assert du(path) <= budget
+    tier.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

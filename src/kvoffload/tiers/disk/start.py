@@ -40,9 +40,11 @@ def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, conte
         with root.alone() if engines > 1 else nullcontext():
             allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
-                _remove_other_layouts(root, context.engine, engines, share)
+                _remove_other_layouts(root, engines)
             if engines > 1:
                 share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
+                if not root.read_only:
+                    _remove_larger_shares(root, context.engine, share)
                 folder = f"engine-{context.engine}"
                 if root.read_only and folder not in root.folders():
                     raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
@@ -101,33 +103,41 @@ def allow_descriptors(capacity_bytes: int, engines: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _remove_other_layouts(root: DirectoryStorage, engine: int, engines: int, share: int) -> None:
+def _remove_other_layouts(root: DirectoryStorage, engines: int) -> None:
     """Removes the blocks that a server with another number of engines has left, so that they do not count twice."""
     for folder in root.folders():
         match = ENGINE_FOLDER.fullmatch(folder)
-        if match and (engines == 1 or int(match[1]) != engine):
-            # Otherwise it is the folder of an engine that runs beside this one, or will.
-            is_other = engines == 1 or int(match[1]) >= engines
-            other = DirectoryStorage(root.path / folder)
-            try:
-                if not is_other and other.held_bytes() <= share:
-                    continue
-                try:
-                    other.lock()
-                except ConfigError:
-                    if is_other:
-                        raise
-                    continue
-                remove_blocks(other)
-                for name in LOCK_NAMES:
-                    with suppress(FileNotFoundError):
-                        other.remove("", name)
-            finally:
-                other.close()
-            with suppress(OSError):
-                root.remove_folder(folder)
+        if match and (engines == 1 or int(match[1]) >= engines):
+            _remove_engine(root, folder)
         elif is_fingerprint(folder) and engines > 1:
             _remove_folder(root, folder)
+
+
+def _remove_larger_shares(root: DirectoryStorage, engine: int, share: int) -> None:
+    """Removes the blocks of each other engine that has left more than ``share`` bytes, unless it is running."""
+    for folder in root.folders():
+        match = ENGINE_FOLDER.fullmatch(folder)
+        if match and int(match[1]) != engine:
+            with suppress(ConfigError):
+                _remove_engine(root, folder, share)
+
+
+def _remove_engine(root: DirectoryStorage, folder: str, most_bytes: int = -1) -> None:
+    """Removes an engine's folder with its blocks if these take more than ``most_bytes``. Raises ConfigError if the
+    engine is running."""
+    other = DirectoryStorage(root.path / folder)
+    try:
+        if other.held_bytes() <= most_bytes:
+            return
+        other.lock()
+        remove_blocks(other)
+        for name in LOCK_NAMES:
+            with suppress(FileNotFoundError):
+                other.remove("", name)
+    finally:
+        other.close()
+    with suppress(OSError):
+        root.remove_folder(folder)
 
 
 def remove_blocks(storage: Storage) -> None:
