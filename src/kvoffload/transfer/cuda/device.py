@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import ByteArray
+from kvoffload.transfer.copies import Numbers
 
 Stream: TypeAlias = Any
 """A queue of work on the device. Work on one stream runs in order, work on different streams in any order."""
@@ -74,13 +75,13 @@ class Device(ABC):
         may run in any order. The arrays may be changed after the call."""
 
     @abstractmethod
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         """Enqueues copies of device blocks of a group into consecutive rows at ``staging``, a multiple of 16, one block
-        per row: its pages in the order of the group's views. ``index`` is the address, on the device, of the
-        ``num_blocks`` block numbers (int64), which are read when the work runs."""
+        per row: its pages in the order of the group's views. ``blocks`` are the numbers of the device blocks, which may
+        be changed after the call."""
 
     @abstractmethod
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         """Enqueues the copies of ``gather`` in the other direction. The block numbers are distinct."""
 
     @abstractmethod
