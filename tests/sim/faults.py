@@ -82,9 +82,9 @@ class FailingTransfer(WrappedTransfer):
 
 
 class SlowTransfer(WrappedTransfer):
-    """Submits jobs later, at moments chosen by ``seed``, as a device's copy engine would begin them. Each ``tick`` passes
-    the oldest job of each direction on with probability ``chance``. An engine that reuses a block before its copy has ended
-    gets wrong bytes."""
+    """Submits jobs later, at moments chosen by ``seed``, as a device's copy engine would begin them. Each ``tick``
+    passes the oldest job of each direction on with probability ``chance``. An engine that reuses a block before its
+    copy has ended gets wrong bytes."""
 
     def __init__(self, inner: Transfer, seed: int, chance: float = 0.3) -> None:
         super().__init__(inner)
@@ -213,6 +213,9 @@ class WrappedDevice(Device):
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self.inner.copy(stream, targets, sources, sizes)
+
+    def can_gather(self, group: int) -> bool:
+        return self.inner.can_gather(group)
 
     def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         self.inner.gather(stream, group, blocks, staging)
