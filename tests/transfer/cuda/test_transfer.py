@@ -60,7 +60,7 @@ class Rig:
         *groups: PageGroup,
         registration: Any = None,
         limits: Limits = DEFAULT_LIMITS,
-        with_thread: bool = False,
+        with_threads: bool = False,
     ) -> None:
         self.groups = groups
         block_bytes = max(group.block_bytes for group in groups)
@@ -69,7 +69,7 @@ class Rig:
         tables = [page_table(group) for group in groups]
         self.device = PlainDevice(tables)
         self.transfer = CudaTransfer(
-            tables, self.pool, self.device, self.registration, limits=limits, with_thread=with_thread
+            tables, self.pool, self.device, self.registration, limits=limits, with_threads=with_threads
         )
 
     def run(self) -> list[TransferResult]:
@@ -442,9 +442,9 @@ def test_no_copy_begins_before_the_store_was_handed_over(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("operation", ["copy", "is_done", "gather", "scatter"])
-@pytest.mark.parametrize("with_thread", [False, True])
-def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str, with_thread: bool) -> None:
-    rig = Rig(PageGroup(apart()), with_thread=with_thread)
+@pytest.mark.parametrize("with_threads", [False, True])
+def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str, with_threads: bool) -> None:
+    rig = Rig(PageGroup(apart()), with_threads=with_threads)
     worker = OffloadingConnectorWorker(rig.transfer)
     spec = spec_of([0], ([0], 0))
     rig.device.raise_in = operation
@@ -452,7 +452,7 @@ def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str
     metas = iter([StepMeta(stores={1: spec}), StepMeta(loads={2: spec})])
     deadline = time.monotonic() + 60
     while not (total.broken and len(total.done) == 2) and time.monotonic() < deadline:
-        if not with_thread:
+        if not with_threads:
             try:
                 while rig.transfer.advance():
                     pass
@@ -534,7 +534,7 @@ def test_close_does_not_free_memory_that_copies_use(make: Callable[[], list[Byte
 
 
 def test_a_waiting_thread_is_woken_by_the_end_of_a_job() -> None:
-    rig = Rig(PageGroup(apart()), with_thread=True)
+    rig = Rig(PageGroup(apart()), with_threads=True)
     rig.transfer.wait_any(60)
     rig.store(1, [0], [0])
     rig.transfer.wait_any(60)
@@ -544,7 +544,7 @@ def test_a_waiting_thread_is_woken_by_the_end_of_a_job() -> None:
 
 
 def test_waiting_ends_at_its_timeout() -> None:
-    rig = Rig(PageGroup(apart()), with_thread=True)
+    rig = Rig(PageGroup(apart()), with_threads=True)
     rig.device.held = True
     rig.store(1, [0], [0])
     rig.transfer.wait_any(0.01)
@@ -607,14 +607,14 @@ def stress(rig: Rig, rounds: int = 300) -> int:
 def test_a_thread_beside_an_engine_that_overwrites_fenced_blocks(
     make: Callable[[], list[ByteArray]], ready: int
 ) -> None:
-    rig = Rig(PageGroup(make()), registration=Ready(ready), with_thread=True, limits=SMALL_CHUNKS)
+    rig = Rig(PageGroup(make()), registration=Ready(ready), with_threads=True, limits=SMALL_CHUNKS)
     assert stress(rig) > 0
     rig.transfer.close()
     assert rig.device.closed == 1, "the thread has ended"
 
 
 def test_without_its_fences_the_stress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(PageGroup(apart()), with_thread=True, limits=SMALL_CHUNKS)
+    rig = Rig(PageGroup(apart()), with_threads=True, limits=SMALL_CHUNKS)
     monkeypatch.setattr(rig.transfer, "wait", lambda job_ids, device_blocks: None)
     with pytest.raises(AssertionError):
         stress(rig)
