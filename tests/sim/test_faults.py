@@ -12,7 +12,7 @@ from tests.transfer.cuda.test_transfer import Rig, apart, spec_of
 @pytest.fixture
 def rig() -> Rig:
     """A transfer that copies on a thread of its own, to a device that has not reached any event yet."""
-    rig = Rig(PageGroup(apart()), with_thread=True)
+    rig = Rig(PageGroup(apart()), with_threads=True)
     rig.device.held = True
     return rig
 

@@ -115,7 +115,9 @@ def test_a_refused_batch_is_copied_one_by_one_and_none_is_tried_again(
     assert batches(stub) == [5], "the driver was tried once"
     assert stub.calls.count("copy 24 stream 0x5500") == 10
     (warning,) = caplog.messages
-    assert re.search(r"of 5 copies at copy 3 \(24 bytes from 0x\w+ to 0x\w+\) failed: CUDA_ERROR_INVALID_VALUE", warning)
+    assert re.search(
+        r"of 5 copies at copy 3 \(24 bytes from 0x\w+ to 0x\w+\) failed: CUDA_ERROR_INVALID_VALUE", warning
+    )
     assert "this one has CUDA 12.8" in warning
 
 

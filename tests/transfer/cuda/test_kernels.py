@@ -38,7 +38,7 @@ def test_the_code_is_what_the_compiler_makes_of_the_source(tmp_path: Path) -> No
 def test_devices_run_it_without_spilling_registers(tmp_path: Path, capability: int) -> None:
     code = tmp_path / "kernel.ptx"
     code.write_bytes(kernel_code())
-    command = ["ptxas", f"-arch=sm_{capability}", "-v", "-o", tmp_path / "kernel.cubin", code]
+    command = ["ptxas", f"-arch=sm_{capability}", "-v", "-o", str(tmp_path / "kernel.cubin"), str(code)]
     done = subprocess.run(command, capture_output=True, text=True)
     if "is not defined for option 'gpu-name'" in done.stderr:
         pytest.skip(f"this ptxas does not know sm_{capability}")
