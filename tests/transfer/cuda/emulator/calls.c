@@ -79,7 +79,7 @@ int cuEventQuery(void *handle) {
     int code = enter("cuEventQuery", ON_HOST);
     event *e = find_object(handle, EVENT);
     if (!code) {
-        advance();
+        run_some();
         code = !e ? INVALID_HANDLE : sticky ? sticky : query_event(e);
     }
     return leave(code);

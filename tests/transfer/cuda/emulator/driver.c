@@ -102,7 +102,7 @@ int leave(int code) {
 
 /* For calls beside which work goes on. */
 int leave_later(int code) {
-    advance();
+    run_some();
     return leave(code);
 }
 

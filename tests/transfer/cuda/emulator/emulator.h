@@ -106,7 +106,7 @@ int milliseconds_between(float *out, event *a, event *b);
 void run_stream(stream *s); /* all of it */
 void run_event(event *e);
 void run_all(void);
-void advance(void); /* what happens to run beside a call */
+void run_some(void); /* what happens to run beside a call */
 void tick(int steps);
 size_t random_below(size_t n);
 

@@ -193,7 +193,7 @@ void tick(int steps) {
     }
 }
 
-void advance(void) {
+void run_some(void) {
     if (timing == EARLIEST)
         tick(1 << 30);
     else if (timing == RANDOM)
