@@ -128,12 +128,16 @@ class Emulator:
         """Returns how much memory of this kind there is now."""
         return int(self._library.emu_bytes(kind))
 
+    def be_version(self, version: int) -> None:
+        """Behaves like the driver of this CUDA version, such as 12080."""
+        self._library.emu_set_version(version)
+
     def limit_registrations(self, each: int = 0, together: int = 0) -> None:
         """One registration of more than ``each`` bytes fails, and one that makes more than ``together`` bytes."""
         self._library.emu_limit_registrations(each, together)
 
     def fail(self, function: str, code: int, *, after: int = 0, is_sticky: bool = False) -> None:
-        """Lets ``after`` calls of a function pass and then fails all with ``code``, or all functions if it is sticky."""
+        """Lets ``after`` calls of a function pass and fails all others, or all of any function if it is sticky."""
         self._library.emu_fail(function.encode(), code, after, is_sticky)
 
     def fail_copy(self, number: int) -> None:
@@ -164,6 +168,8 @@ def compile_emulator(folder: Path) -> Path | None:
     if compiler is None:
         return None
     path = folder / "libcuda.so.1"
-    options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers", "-O2", "-shared", "-fPIC"]
-    subprocess.run([compiler, *options, "-pthread", "-Wl,-Bsymbolic", *sorted(SOURCES.glob("*.c")), "-o", path], check=True)
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers"]
+    # Bsymbolic: names of the emulator may be names of the C library, too.
+    options = ["-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic"]
+    subprocess.run([compiler, *warnings, *options, *sorted(SOURCES.glob("*.c")), "-o", path], check=True)
     return path

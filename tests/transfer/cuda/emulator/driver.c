@@ -123,6 +123,7 @@ void emu_reset(uint64_t seed, int timing, size_t queue_size, int version) {
 }
 
 void emu_set_attribute(int number, int value) { attribute_values[number] = value; }
+void emu_set_version(int version) { driver_version = version; }
 void emu_ignore_waits(int ignores) { ignores_waits = ignores; }
 void emu_capture(int captures) { is_capturing = captures; }
 const char *emu_log(void) { return calls; }
