@@ -94,7 +94,7 @@ class Rig:
         slots: ByteArray,
         registration: Any,
         wrap: Callable[[Device], Device] = lambda device: device,
-        with_thread: bool = True,
+        with_threads: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.groups = groups
@@ -102,7 +102,7 @@ class Rig:
         self.tables = [page_table(group) for group in groups]
         self.device = wrap(torch_device.TorchDevice(groups))
         self.transfer = CudaTransfer(
-            self.tables, slots, self.device, registration, limits=limits, with_thread=with_thread
+            self.tables, slots, self.device, registration, limits=limits, with_threads=with_threads
         )
         self._ids = itertools.count()
         self._results: dict[int, TransferResult] = {}

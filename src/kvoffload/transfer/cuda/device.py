@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import ByteArray
 from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.calls import DriverCalls
 
 Stream: TypeAlias = Any
 """A queue of work on the device. Work on one stream runs in order, work on different streams in any order."""
@@ -23,7 +24,7 @@ class Device(ABC):
     """One device, with the pages of the page groups for which it was made. Addresses are virtual addresses.
 
     ``copy``, ``gather``, ``scatter``, ``record`` and ``wait`` enqueue work and return; they may be called on the
-    engine's thread and on one more thread, which has called ``enter_thread``. Memory and events live until ``close``,
+    engine's thread and on threads that have called ``enter_thread``. Memory and events live until ``close``,
     so that serving allocates nothing. Any method may raise an error of the driver; the device is not used after that.
     """
 
@@ -83,6 +84,11 @@ class Device(ABC):
     @abstractmethod
     def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         """Enqueues the copies of ``gather`` in the other direction. The block numbers are distinct."""
+
+    def native_calls(self) -> DriverCalls | None:
+        """Returns what the native loop of copies calls. Streams and events are handles of the driver then. None: copies
+        are issued by calls of this class, in Python."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
