@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.report import Row, publish
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, TransferSpec
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 from kvoffload.transfer.cuda.pages import PageTable, Run
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -66,9 +67,9 @@ class NoDevice(Device):
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None: ...
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None: ...
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None: ...
 
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None: ...
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None: ...
 
     def close(self) -> None: ...
 

@@ -21,6 +21,7 @@ from benchmarks.gpu.rig import DelayedDevice, Ready
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import torch_device
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import page_table
@@ -29,7 +30,7 @@ from tests.sim.content import Access, Batch, EngineRequest, to_words
 from tests.sim.engine import ModelEngine, Scenario
 from tests.sim.faults import FailingTransfer, WrappedDevice, WrappedTransfer
 from tests.sim.ranks import Rank, WrongBytes, layers_of, salt
-from tests.sim.stream_ranks import Layout, StreamPlan, small_limits
+from tests.sim.stream_ranks import Layout, StreamPlan
 from tests.sim.stream_schedules import plan
 
 SLOT_ALIGNMENT = 64
@@ -56,13 +57,13 @@ class RandomlyDelayed(DelayedDevice):
             cuda.sleep(self.seconds, stream)
         self.inner.copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
         self.seconds = self._rng.choice(DELAYS_S)
-        super().gather(stream, group, index, num_blocks, staging)
+        super().gather(stream, group, blocks, staging)
 
-    def scatter(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def scatter(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
         self.seconds = self._rng.choice(DELAYS_S)
-        super().scatter(stream, group, index, num_blocks, staging)
+        super().scatter(stream, group, blocks, staging)
 
 
 # Planted faults.
@@ -186,7 +187,8 @@ class DeviceRank(Rank):
         self._num_wrong = cuda.zero()
         self._last = cuda.record()
         device = wrap_device(RandomlyDelayed(torch_device.TorchDevice(page_groups), Random(s.seed)))
-        transfer = CudaTransfer([page_table(group) for group in page_groups], host, device, self._ready)
+        tables = [page_table(group) for group in page_groups]
+        transfer = CudaTransfer(tables, host, device, self._ready, limits=devices.limits)
         failing = FailingTransfer(wrap_transfer(transfer), s.copy_failure_rate, s.seed + number)
         super().__init__(number, host, failing, lambda: None, leader)
 
@@ -262,9 +264,8 @@ def run_schedule(
         return ranks[-1]
 
     try:
-        with small_limits(devices):
-            engine = ModelEngine(scenario, make_rank=make_rank)
-            engine.run()
+        engine = ModelEngine(scenario, make_rank=make_rank)
+        engine.run()
         return engine.hits
     finally:
         for rank in ranks:

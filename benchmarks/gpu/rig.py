@@ -18,8 +18,10 @@ from benchmarks.gpu import cuda
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.host.registration import Registration
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import driver, torch_device
 from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.sim.faults import WrappedDevice
@@ -93,12 +95,15 @@ class Rig:
         registration: Any,
         wrap: Callable[[Device], Device] = lambda device: device,
         with_thread: bool = True,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.groups = groups
         self.slots = slots
         self.tables = [page_table(group) for group in groups]
         self.device = wrap(torch_device.TorchDevice(groups))
-        self.transfer = CudaTransfer(self.tables, slots, self.device, registration, with_thread=with_thread)
+        self.transfer = CudaTransfer(
+            self.tables, slots, self.device, registration, limits=limits, with_thread=with_thread
+        )
         self._ids = itertools.count()
         self._results: dict[int, TransferResult] = {}
 
@@ -218,10 +223,11 @@ def rig(
     num_slots: int,
     wrap: Callable[[Device], Device] = lambda device: device,
     registration: Any = None,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> Iterator[Rig]:
     """Yields a rig with a pool of its own, registered with the driver or as ``registration`` says."""
     with registered_pool(num_slots, slot_bytes(groups)) as (pool, registered):
-        made = Rig(groups, pool.data, registration or registered, wrap)
+        made = Rig(groups, pool.data, registration or registered, wrap, limits=limits)
         try:
             yield made
         finally:
@@ -235,10 +241,7 @@ def block_numbers(values: Collection[int]) -> Blocks:
 
 
 class DelayedDevice(WrappedDevice):
-    """Lets streams do nothing for ``seconds`` before each operation in ``operations``: "copy", "gather", "scatter".
-
-    ``copy`` means the copies over the bus, not those of block numbers.
-    """
+    """Lets streams do nothing for ``seconds`` before each operation in ``operations``: "copy", "gather", "scatter"."""
 
     def __init__(self, inner: Device, seconds: float, operations: Collection[str]) -> None:
         super().__init__(inner)
@@ -248,17 +251,16 @@ class DelayedDevice(WrappedDevice):
         self.operations = operations
 
     def copy(self, stream: Any, targets: Any, sources: Any, sizes: Any) -> None:
-        if sizes.sum() >= 4096:
-            self._delay("copy", stream)
+        self._delay("copy", stream)
         super().copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
         self._delay("gather", stream)
-        super().gather(stream, group, index, num_blocks, staging)
+        super().gather(stream, group, blocks, staging)
 
-    def scatter(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def scatter(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
         self._delay("scatter", stream)
-        super().scatter(stream, group, index, num_blocks, staging)
+        super().scatter(stream, group, blocks, staging)
 
     def _delay(self, operation: str, stream: Any) -> None:
         if operation in self.operations:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Collection, Iterable
 
 from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 
 
@@ -211,11 +212,11 @@ class WrappedDevice(Device):
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self.inner.copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self.inner.gather(stream, group, index, num_blocks, staging)
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        self.inner.gather(stream, group, blocks, staging)
 
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self.inner.scatter(stream, group, index, num_blocks, staging)
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        self.inner.scatter(stream, group, blocks, staging)
 
     def close(self) -> None:
         self.inner.close()

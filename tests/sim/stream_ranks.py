@@ -17,8 +17,8 @@ from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer, TransferResul
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
 from kvoffload.transfer.copies import copy_lists
-from kvoffload.transfer.cuda import pipeline, slots
 from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.sim.content import Access, Batch, EngineRequest, Words, to_words
@@ -64,11 +64,8 @@ class StreamPlan:
     """How many slots are registered by one call."""
     syncs_chance: float
     """The chance that the engine waits for the results of a step before the next one begins."""
-    chunk_bytes: int
-    """Bytes of a chunk, and of a staging half."""
-    chunk_rows: int
-    bounce_bytes: int
-    num_bounce_buffers: int
+    limits: Limits
+    """Small chunks and buffers."""
     finds_races: bool = True
     """Whether races are found, and not only wrong bytes."""
 
@@ -84,10 +81,12 @@ class StreamPlan:
             num_registered_first=rng.choice((0.0, 0.5, 1.0, 1.0)),
             boundary_slots=rng.choice((1, 2, 5, 1000)),
             syncs_chance=rng.choice((0.0, 0.5, 1.0)),
-            chunk_bytes=rng.choice((256, 1024, 4096)),
-            chunk_rows=rng.choice((2, 5, 64)),
-            bounce_bytes=rng.choice((64, 512)),
-            num_bounce_buffers=pipeline.IN_FLIGHT + rng.choice((0, 1, 4)),
+            limits=Limits(
+                chunk_bytes=rng.choice((256, 1024, 4096)),
+                chunk_rows=rng.choice((2, 5, 64)),
+                bounce_bytes=rng.choice((64, 512)),
+                num_bounce_buffers=DEFAULT_LIMITS.in_flight + rng.choice((0, 1, 4)),
+            ),
         )
 
 
@@ -412,24 +411,5 @@ def make_cuda_transfer(
 ) -> tuple[Transfer, Callable[[], Any]]:
     """Returns a CudaTransfer without a thread."""
     tables = [page_table(group) for group in groups]
-    transfer = CudaTransfer(tables, host, device, registration, with_thread=False)
+    transfer = CudaTransfer(tables, host, device, registration, limits=plan.limits, with_thread=False)
     return transfer, transfer.advance
-
-
-@contextmanager
-def small_limits(plan: StreamPlan) -> Iterator[None]:
-    """Makes chunks and buffers of CudaTransfers as small as the plan says."""
-    limits = (
-        (pipeline, "HALF_BYTES", plan.chunk_bytes),
-        (pipeline, "MAX_CHUNK_ROWS", plan.chunk_rows),
-        (slots, "BOUNCE_BYTES", plan.bounce_bytes),
-        (slots, "NUM_BOUNCE_BUFFERS", plan.num_bounce_buffers),
-    )
-    before = [getattr(module, name) for module, name, _ in limits]
-    for module, name, value in limits:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(limits, before, strict=True):
-            setattr(module, name, value)

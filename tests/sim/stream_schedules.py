@@ -21,7 +21,7 @@ from kvoffload.abc import KVGroup
 from tests.sim.engine import ModelEngine, Scenario
 from tests.sim.ranks import Rank
 from tests.sim.simulation import Report, run_each
-from tests.sim.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer, small_limits
+from tests.sim.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer
 
 MAX_REQUESTS = 8
 
@@ -73,9 +73,8 @@ def run_schedule(
         ranks.append(StreamRank(s, groups, number, devices, make_transfer, leader))
         return ranks[-1]
 
-    with small_limits(devices):
-        engine = ModelEngine(scenario, patch, make_rank=make_rank)
-        engine.run()
+    engine = ModelEngine(scenario, patch, make_rank=make_rank)
+    engine.run()
     seen = Counter({"schedules": 1, "steps": engine.steps, "tokens loaded": engine.hits})
     seen[f"schedules with the {devices.layout.name.lower()} layout"] = 1
     for rank in ranks:

@@ -16,6 +16,7 @@ from random import Random
 import numpy as np
 
 from kvoffload.abc import ByteArray, PageGroup
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 from tests.sim.races import (
     HOST,
@@ -254,7 +255,7 @@ class SimulatedDevice(Device):
 
     def launch(self, stream: Stream, what: str, steps: Iterator[None], reads: Ranges, writes: Ranges) -> None:
         """Enqueues work of the engine: ``steps`` runs later, with other work between its steps."""
-        self._launch(stream, what, steps, lambda: (reads, writes))
+        self._launch(stream, what, steps, reads, writes)
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         targets, sources, sizes = (np.array(each, np.int64) for each in (targets, sources, sizes))
@@ -270,13 +271,13 @@ class SimulatedDevice(Device):
         self.seen["direct copies"] += not on_device.is_fresh
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         what = f"a copy of {sizes.sum()} bytes {'from' if from_device else 'to'} the device"
-        self._launch(stream, what, self._torn(pieces), lambda: (Ranges(sources, sizes), Ranges(targets, sizes)))
+        self._launch(stream, what, self._torn(pieces), Ranges(sources, sizes), Ranges(targets, sizes))
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self._move_rows(stream, group, index, num_blocks, staging, is_gather=True)
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        self._move_rows(stream, group, blocks, staging, is_gather=True)
 
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self._move_rows(stream, group, index, num_blocks, staging, is_gather=False)
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        self._move_rows(stream, group, blocks, staging, is_gather=False)
 
     def close(self) -> None:
         if any(stream.queue for stream in self._streams if stream is not self._engine):
@@ -334,36 +335,25 @@ class SimulatedDevice(Device):
             raise self._fault("a copy has device memory and host memory on the same side")
         return next(iter(sides.values()))
 
-    def _move_rows(
-        self, stream: Stream, group: int, index: int, num_blocks: int, staging: int, is_gather: bool
-    ) -> None:
-        what = f"the {'gather' if is_gather else 'scatter'} of {num_blocks} blocks of group {group}"
-        if staging % 16 or index % 8 or num_blocks <= 0:
-            raise self._fault(f"{what}: staging at {staging:#x}, block numbers at {index:#x}")
-        self.seen["gathers" if is_gather else "scatters"] += 1
+    def _move_rows(self, stream: Stream, group: int, blocks: Numbers, staging: int, is_gather: bool) -> None:
+        what = f"the {'gather' if is_gather else 'scatter'} of {len(blocks)} blocks of group {group}"
+        if staging % 16 or not len(blocks):
+            raise self._fault(f"{what}: staging at {staging:#x}")
         pages = self._groups[group]
+        if not ((blocks >= 0) & (blocks < pages[0][3])).all() or (not is_gather and len(set(blocks)) < len(blocks)):
+            raise self._fault(f"{what}: the block numbers are {blocks.tolist()}")
+        self.seen["gathers" if is_gather else "scatters"] += 1
         row_bytes = sum(nbytes for _, _, nbytes, _ in pages)
-        numbers = self.memory.view(index, 8 * num_blocks).view(np.int64)
-        self.memory.view(staging, num_blocks * row_bytes)
-        pieces: list[tuple[int, int, int]] = []
-
-        def begin() -> tuple[Ranges, Ranges]:
-            """Reads the block numbers, which are there only now."""
-            blocks = numbers.copy()
-            if not ((blocks >= 0) & (blocks < pages[0][3])).all() or (not is_gather and len(set(blocks)) < num_blocks):
-                self._fault(f"{what}: the block numbers are {blocks.tolist()}")
-                blocks = blocks[:0]
-            on_device = rows = Ranges.none()
-            offset = 0
-            for base, stride, nbytes, _ in pages:
-                on_device += Ranges.of(base + stride * blocks, nbytes)
-                rows += Ranges.of(staging + offset + row_bytes * np.arange(len(blocks)), nbytes)
-                offset += nbytes
-            targets, sources = (rows, on_device) if is_gather else (on_device, rows)
-            pieces.extend(zip(targets.starts.tolist(), sources.starts.tolist(), sources.sizes.tolist(), strict=True))
-            return sources + Ranges.of([index], 8 * num_blocks), targets
-
-        self._launch(stream, what, self._torn(pieces), begin)
+        self.memory.view(staging, len(blocks) * row_bytes)
+        on_device = rows = Ranges.none()
+        offset = 0
+        for base, stride, nbytes, _ in pages:
+            on_device += Ranges.of(base + stride * blocks, nbytes)
+            rows += Ranges.of(staging + offset + row_bytes * np.arange(len(blocks)), nbytes)
+            offset += nbytes
+        targets, sources = (rows, on_device) if is_gather else (on_device, rows)
+        pieces = list(zip(targets.starts.tolist(), sources.starts.tolist(), sources.sizes.tolist(), strict=True))
+        self._launch(stream, what, self._torn(pieces), sources, targets)
 
     def _torn(self, pieces: list[tuple[int, int, int]]) -> Iterator[None]:
         """Copies ``pieces`` (target, source, number of bytes) in any order, some of them in two parts."""
@@ -385,15 +375,13 @@ class SimulatedDevice(Device):
             if (i + 1) % per_step == 0:
                 yield
 
-    def _launch(
-        self, stream: SimulatedStream, what: str, steps: Iterator[None], ranges: Callable[[], tuple[Ranges, Ranges]]
-    ) -> None:
+    def _launch(self, stream: SimulatedStream, what: str, steps: Iterator[None], reads: Ranges, writes: Ranges) -> None:
         self._begin_issue(stream)
         stream.clock[stream.track] += 1
         who = Access(stream.track, int(stream.clock[stream.track]), stream.clock.copy(), what)
 
         def run() -> Iterator[None]:
-            self.memory.access(who, *ranges())
+            self.memory.access(who, reads, writes)
             yield from steps
 
         self._issue(stream, _Work(run()))

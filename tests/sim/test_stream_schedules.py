@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvoffload.testing.scale import scaled
-from kvoffload.transfer.cuda import slots, staging
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda import slots
 from kvoffload.transfer.cuda.device import Addresses, Event, Stream
 from tests.sim import stream_schedules
 from tests.sim.__main__ import main
@@ -102,13 +103,13 @@ class WatchedDevice(WrappedDevice):
         self.note("to host" if found[0].is_device else "to device", stream)
         self.inner.copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         self.note("gather", stream)
-        self.inner.gather(stream, group, index, num_blocks, staging)
+        self.inner.gather(stream, group, blocks, staging)
 
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         self.note("scatter", stream)
-        self.inner.scatter(stream, group, index, num_blocks, staging)
+        self.inner.scatter(stream, group, blocks, staging)
 
 
 class NoStoreWait(WatchedDevice):
@@ -156,8 +157,7 @@ class DropsWaits(WatchedDevice):
             super().wait(stream, event)
 
     def does(self, stream: Stream, kind: str) -> bool:
-        # Kernel streams copy their block numbers to the device, too.
-        return self.uses(stream, kind) and (kind != "to device" or not self.uses(stream, "gather", "scatter"))
+        return self.uses(stream, kind)
 
 
 class SharedStagingOfStores(DropsWaits):
@@ -242,15 +242,15 @@ class LosesTheLastRow(WatchedDevice):
 
 
 class LosesTheLastBlock(WatchedDevice):
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        super().scatter(stream, group, index, max(1, num_blocks - 1), staging)
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        super().scatter(stream, group, blocks[: max(1, len(blocks) - 1)], staging)
 
 
 class AnotherGroup(WatchedDevice):
     """Blocks are gathered with the pages of the first group."""
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        super().gather(stream, 0, index, num_blocks, staging)
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        super().gather(stream, 0, blocks, staging)
 
 
 class FencesTooFewBlocks(WrappedTransfer):
@@ -297,22 +297,9 @@ class NoBoundaries(EarlyRegistration):
         return self.inner.num_ready_slots
 
 
-def indices_overwritten_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place of block numbers in the ring is released at once."""
-    put = staging.IndexRing.put
-
-    def put_and_release(self: staging.IndexRing, arrays: Any) -> tuple[list[int], int] | None:
-        placed = put(self, arrays)
-        assert placed is not None
-        self.release(placed[1])
-        return placed
-
-    monkeypatch.setattr(staging.IndexRing, "put", put_and_release)
-
-
 def one_bounce_buffer_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     new = slots.HostSlots.new_bounce_buffers
-    monkeypatch.setattr(slots.HostSlots, "new_bounce_buffers", lambda self, largest: new(self, largest)[:1] * 8)
+    monkeypatch.setattr(slots.HostSlots, "new_bounce_buffers", lambda *arguments: new(*arguments)[:1] * 8)
 
 
 Bug: TypeAlias = type[WatchedDevice | WrappedTransfer | EarlyRegistration]
@@ -377,7 +364,6 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
 
 
 PATCHES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    indices_overwritten_too_early: 8,
     one_bounce_buffer_for_all: 3,
 }
 
@@ -423,13 +409,13 @@ class FailsOnce(WatchedDevice):
         self.fail()
         self.inner.copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         self.fail()
-        self.inner.gather(stream, group, index, num_blocks, staging)
+        self.inner.gather(stream, group, blocks, staging)
 
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         self.fail()
-        self.inner.scatter(stream, group, index, num_blocks, staging)
+        self.inner.scatter(stream, group, blocks, staging)
 
     def record(self, event: Event, stream: Stream) -> None:
         self.fail()

@@ -21,7 +21,7 @@ def copy(device: SimulatedDevice, stream: Any, to: list[int], of: list[int], siz
 
 
 class Bench:
-    """A device with one page group, staging memory, block numbers and a pool, and one stream beside the engine's."""
+    """A device with one page group, staging memory, pinned memory and a pool, and one stream beside the engine's."""
 
     def __init__(self, seed: int, timing: Timing | None = None, num_registered: int = 8 * ROW) -> None:
         self.kv: ByteArray = np.random.default_rng(seed).integers(0, 256, (LAYERS, BLOCKS, PAGE)).astype(np.uint8)
@@ -29,18 +29,13 @@ class Bench:
         self.device = device = SimulatedDevice([PageGroup(list(self.kv))], seed, timing)
         device.add_memory("the KV cache", self.kv)
         device.add_host("the pool", self.pool, lambda: num_registered)
-        self.staging, self.index = device.allocate(1024), device.allocate(64)
-        self.numbers = device.allocate_host(64)
+        self.staging = device.allocate(1024)
+        self.pinned = device.allocate_host(64)
         self.stream, self.event = device.new_stream(), device.new_event()
         self.pool_at = int(self.pool.ctypes.data)
 
-    def send_numbers(self, blocks: list[int]) -> None:
-        self.numbers.view(np.int64)[: len(blocks)] = blocks
-        copy(self.device, self.stream, [self.index], [int(self.numbers.ctypes.data)], [8 * len(blocks)])
-
     def store(self, blocks: list[int]) -> None:
-        self.send_numbers(blocks)
-        self.device.gather(self.stream, 0, self.index, len(blocks), self.staging)
+        self.device.gather(self.stream, 0, np.array(blocks), self.staging)
         copy(self.device, self.stream, [self.pool_at], [self.staging], [len(blocks) * ROW])
         self.device.record(self.event, self.stream)
 
@@ -88,9 +83,10 @@ def read_before_it_is_done(bench: Bench) -> None:
     bench.read_pool()
 
 
-def numbers_overwritten(bench: Bench) -> None:
-    bench.store([1])
-    bench.send_numbers([2])
+def pinned_memory_overwritten(bench: Bench) -> None:
+    for value in (1, 2):
+        bench.pinned[:] = value
+        copy(bench.device, bench.stream, [bench.staging], [int(bench.pinned.ctypes.data)], [64])
 
 
 def staging_shared_between_streams(bench: Bench) -> None:
@@ -121,7 +117,7 @@ RACES = [
     no_wait_for_the_engine,
     no_fence,
     read_before_it_is_done,
-    numbers_overwritten,
+    pinned_memory_overwritten,
     staging_shared_between_streams,
     event_recorded_too_early,
     event_recorded_again_before_its_wait,
@@ -186,12 +182,12 @@ def nowhere(bench: Bench) -> None:
 
 
 def within_the_device(bench: Bench) -> None:
-    copy(bench.device, bench.stream, [bench.staging], [bench.index], [8])
+    copy(bench.device, bench.stream, [bench.staging], [bench.staging + 512], [8])
 
 
 def twice(bench: Bench) -> None:
-    bench.send_numbers([3])
-    copy(bench.device, bench.stream, [bench.pool_at, bench.pool_at + 4], [bench.index, bench.index], [8, 8])
+    bench.device.gather(bench.stream, 0, np.array([3]), bench.staging)
+    copy(bench.device, bench.stream, [bench.pool_at, bench.pool_at + 4], [bench.staging] * 2, [8, 8])
 
 
 def never_written(bench: Bench) -> None:
@@ -203,13 +199,12 @@ def no_such_block(bench: Bench) -> None:
 
 
 def scatter_twice_to_a_block(bench: Bench) -> None:
-    bench.send_numbers([2, 2])
     copy(bench.device, bench.stream, [bench.staging], [bench.pool_at], [2 * ROW])
-    bench.device.scatter(bench.stream, 0, bench.index, 2, bench.staging)
+    bench.device.scatter(bench.stream, 0, np.array([2, 2]), bench.staging)
 
 
 def not_aligned(bench: Bench) -> None:
-    bench.device.gather(bench.stream, 0, bench.index, 1, bench.staging + 8)
+    bench.device.gather(bench.stream, 0, np.array([1]), bench.staging + 8)
 
 
 def time_of_what_has_not_happened(bench: Bench) -> None:

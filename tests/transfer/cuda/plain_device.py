@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffload.abc import ByteArray
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 from kvoffload.transfer.cuda.pages import PageTable
 
@@ -92,23 +93,22 @@ class PlainDevice(Device):
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self._call("gather", num_blocks)
-        for row, page in self._pages(group, index, num_blocks, staging):
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        self._call("gather", len(blocks))
+        for row, page in self._pages(group, blocks, staging):
             ctypes.memmove(row[0], page, row[1])
 
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self._call("scatter", num_blocks)
-        for row, page in self._pages(group, index, num_blocks, staging):
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        self._call("scatter", len(blocks))
+        for row, page in self._pages(group, blocks, staging):
             ctypes.memmove(page, row[0], row[1])
 
-    def _pages(self, group: int, index: int, num_blocks: int, staging: int) -> list[tuple[tuple[int, int], int]]:
+    def _pages(self, group: int, blocks: Numbers, staging: int) -> list[tuple[tuple[int, int], int]]:
         assert staging % 16 == 0
         table = self.tables[group]
-        blocks = np.frombuffer(ctypes.string_at(index, 8 * num_blocks), dtype=np.int64).tolist()
         return [
             ((staging + i * table.device_block_bytes + run.offset, run.nbytes), run.base + block * run.stride)
-            for i, block in enumerate(blocks)
+            for i, block in enumerate(blocks.tolist())
             for run in table.runs
         ]
 

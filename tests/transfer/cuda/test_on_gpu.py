@@ -53,17 +53,14 @@ class Rig:
         self.device.enter_thread()
         self.row_bytes = sum(view.shape[1] for view in views)
         self.staging = self.device.allocate(rows * self.row_bytes)
-        self.index = self.device.allocate(8 * rows)
+        self.blocks = numbers()
         self.host = self.device.allocate_host(rows * self.row_bytes)
         self.stream = self.device.new_stream()
         # The stream does not wait for what was issued before it.
         torch.cuda.synchronize()
 
     def choose(self, blocks: list[int]) -> None:
-        """Writes block numbers to the index, on the stream."""
-        data = self.device.allocate_host(8 * len(blocks))
-        data.view(np.int64)[:] = blocks
-        self.device.copy(self.stream, numbers(self.index), numbers(data.ctypes.data), numbers(data.nbytes))
+        self.blocks = numbers(*blocks)
 
     def to_host(self, num_rows: int) -> None:
         address, nbytes = self.host.ctypes.data, num_rows * self.row_bytes
@@ -89,7 +86,7 @@ def test_blocks_go_to_the_host_and_back(make: Callable[[], Cache]) -> None:
     rig = Rig(views)
     before = [view.clone() for view in views]
     rig.choose(blocks)
-    rig.device.gather(rig.stream, 0, rig.index, 3, rig.staging)
+    rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
     rig.to_host(3)
     rig.finish()
     wanted = np.concatenate([view[blocks] for view in cache.views], axis=1).ravel()
@@ -98,7 +95,7 @@ def test_blocks_go_to_the_host_and_back(make: Callable[[], Cache]) -> None:
         view[blocks] = 0
     torch.cuda.synchronize()
     rig.to_device(3)
-    rig.device.scatter(rig.stream, 0, rig.index, 3, rig.staging)
+    rig.device.scatter(rig.stream, 0, rig.blocks, rig.staging)
     rig.finish()
     assert all(torch.equal(view, old) for view, old in zip(views, before, strict=True))
 
@@ -128,7 +125,7 @@ def test_a_cache_of_40_gib_is_addressed_in_64_bits() -> None:
             whole[layer, block] = torch.randint(256, (page,), dtype=torch.uint8, device=GPU)
     rig = Rig(list(whole))
     rig.choose(blocks)
-    rig.device.gather(rig.stream, 0, rig.index, len(blocks), rig.staging)
+    rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
     rig.to_host(len(blocks))
     rig.finish()
     wanted = torch.cat([whole[layer, blocks] for layer in range(2)], dim=1).cpu().numpy().ravel()
@@ -136,7 +133,7 @@ def test_a_cache_of_40_gib_is_addressed_in_64_bits() -> None:
     before = whole[:, blocks].clone()
     whole[:, blocks] = 0
     torch.cuda.synchronize()
-    rig.device.scatter(rig.stream, 0, rig.index, len(blocks), rig.staging)
+    rig.device.scatter(rig.stream, 0, rig.blocks, rig.staging)
     rig.finish()
     assert torch.equal(whole[:, blocks], before)
 
@@ -146,7 +143,7 @@ def test_torchs_functions_copy_memory_of_the_driver(monkeypatch: pytest.MonkeyPa
     cache = CACHES["pages of several sizes"]()
     rig = Rig(on_gpu(cache))
     rig.choose([4, 1])
-    rig.device.gather(rig.stream, 0, rig.index, 2, rig.staging)
+    rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
     rig.to_host(2)
     rig.finish()
     wanted = np.concatenate([view[[4, 1]] for view in cache.views], axis=1).ravel()
@@ -172,7 +169,7 @@ def test_a_stream_waits_for_an_event_only_if_it_was_made_to(waits: bool) -> None
     assert not rig.device.is_done(event)
     if waits:
         rig.device.wait(rig.stream, event)
-    rig.device.gather(rig.stream, 0, rig.index, 1, rig.staging)
+    rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
     rig.to_host(1)
     rig.finish()
     assert set(rig.host[: rig.row_bytes].tolist()) == ({9} if waits else {1})
@@ -195,7 +192,7 @@ def test_issuing_does_not_wait_for_the_device() -> None:
     rig.choose([1, 2])
     with torch.cuda.stream(rig.stream):
         torch.cuda._sleep(SLEEP_CYCLES)
-    rig.device.gather(rig.stream, 0, rig.index, 2, rig.staging)
+    rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
     rig.to_host(2)
     event = rig.device.new_event()
     rig.device.record(event, rig.stream)
@@ -258,9 +255,9 @@ def test_another_thread_copies_while_a_graph_is_captured() -> None:
         try:
             rig.device.enter_thread()
             while not stop.is_set() or not num_done:
-                rig.device.gather(rig.stream, 0, rig.index, 2, rig.staging)
+                rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
                 rig.to_host(2)
-                rig.device.scatter(rig.stream, 0, rig.index, 2, rig.staging)
+                rig.device.scatter(rig.stream, 0, rig.blocks, rig.staging)
                 rig.finish()
                 num_done += 1
                 begun.set()

@@ -16,7 +16,7 @@ import pytest
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
-from kvoffload.transfer.cuda import copier, pipeline, slots, transfer
+from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered, merge
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -55,14 +55,22 @@ def packed() -> list[ByteArray]:
 
 
 class Rig:
-    def __init__(self, *groups: PageGroup, registration: Any = None, with_thread: bool = False) -> None:
+    def __init__(
+        self,
+        *groups: PageGroup,
+        registration: Any = None,
+        limits: Limits = DEFAULT_LIMITS,
+        with_thread: bool = False,
+    ) -> None:
         self.groups = groups
         block_bytes = max(group.block_bytes for group in groups)
         self.pool = np.zeros((SLOTS, block_bytes), np.uint8)
         self.registration = registration or Ready()
         tables = [page_table(group) for group in groups]
         self.device = PlainDevice(tables)
-        self.transfer = CudaTransfer(tables, self.pool, self.device, self.registration, with_thread=with_thread)
+        self.transfer = CudaTransfer(
+            tables, self.pool, self.device, self.registration, limits=limits, with_thread=with_thread
+        )
 
     def run(self) -> list[TransferResult]:
         while self.transfer.advance():
@@ -107,18 +115,16 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.transfer.close()
 
 
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes chunks of four rows, if there is one group."""
-    monkeypatch.setattr(pipeline, "HALF_BYTES", 4 * ROW)
+SMALL_CHUNKS = Limits(chunk_bytes=4 * ROW)
+"""Chunks of four rows, if there is one group."""
 
 
 # Bytes.
 
 
 @pytest.mark.parametrize("ready", [SLOTS, 0, 20])
-def test_round_trip_of_jobs_of_several_groups(ready: int, small_chunks: None) -> None:
-    rig = Rig(PageGroup(apart(), 2), PageGroup([]), PageGroup(packed()), registration=Ready(ready))
+def test_round_trip_of_jobs_of_several_groups(ready: int) -> None:
+    rig = Rig(PageGroup(apart(), 2), PageGroup([]), PageGroup(packed()), registration=Ready(ready), limits=SMALL_CHUNKS)
     before = [[view.copy() for view in group.views] for group in rig.groups]
     specs = {
         j: spec_of(
@@ -149,11 +155,10 @@ def test_round_trip_of_jobs_of_several_groups(ready: int, small_chunks: None) ->
             assert not np.delete(view, list(used), axis=0).any(), "a block outside the jobs was written"
 
 
-def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "HALF_BYTES", ROW // 2)
-    monkeypatch.setattr(slots, "BOUNCE_BYTES", ROW // 2)
+def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied() -> None:
+    limits = Limits(chunk_bytes=ROW // 2, bounce_bytes=ROW // 2)
     for registration in (Ready(), Unregistered()):
-        rig = Rig(PageGroup(apart()), registration=registration)
+        rig = Rig(PageGroup(apart()), registration=registration, limits=limits)
         rig.store(1, [3, 2], [4, 5])
         rig.transfer.before_forward()
         assert ended(rig.run()) == [1]
@@ -177,8 +182,7 @@ def test_many_small_stores_are_one_chunk() -> None:
     rig.transfer.before_forward()
     assert ended(rig.run()) == list(range(40))
     assert [size for name, size in rig.device.calls if name == "gather"] == [40]
-    # The indices in one piece; the rows in one per eight slots, which is where registrations may end.
-    assert rig.calls("copy") == [1, 5]
+    assert rig.calls("copy") == [5], "one per eight slots, which is where registrations may end"
 
 
 def test_blocks_in_one_piece_are_copied_without_staging() -> None:
@@ -192,22 +196,20 @@ def test_blocks_in_one_piece_are_copied_without_staging() -> None:
 
 
 @pytest.mark.parametrize("make", [apart, packed])
-def test_at_most_four_chunks_of_a_direction_are_in_flight(
-    make: Callable[[], list[ByteArray]], small_chunks: None
-) -> None:
-    rig = Rig(PageGroup(make()))
+def test_at_most_four_chunks_of_a_direction_are_in_flight(make: Callable[[], list[ByteArray]]) -> None:
+    rig = Rig(PageGroup(make()), limits=SMALL_CHUNKS)
     rig.device.held = True
     rig.store(1, range(0, 64, 2), range(0, 64, 2))
     rig.load(2, range(1, 65, 2), range(1, 65, 2))
     rig.transfer.before_forward()
     assert rig.run() == []
-    assert [size for size in rig.calls("copy") if size == 4] == [4] * 2 * pipeline.IN_FLIGHT
+    assert rig.calls("copy") == [4] * 2 * DEFAULT_LIMITS.in_flight
     rig.device.release()
     assert ended(rig.run()) == [2, 1]
 
 
-def test_loads_are_issued_before_stores_and_jobs_of_a_direction_in_order(small_chunks: None) -> None:
-    rig = Rig(PageGroup(apart()))
+def test_loads_are_issued_before_stores_and_jobs_of_a_direction_in_order() -> None:
+    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
     for job_id in range(4):
         rig.store(job_id, range(4 * job_id, 4 * job_id + 4), range(4 * job_id, 4 * job_id + 4))
     rig.transfer.before_forward()
@@ -220,8 +222,8 @@ def test_loads_are_issued_before_stores_and_jobs_of_a_direction_in_order(small_c
     assert names == ["scatter"] * 4 + ["gather"] * 4
 
 
-def test_a_job_of_many_chunks_ends_once_with_all_its_bytes_and_seconds(small_chunks: None) -> None:
-    rig = Rig(PageGroup(apart()))
+def test_a_job_of_many_chunks_ends_once_with_all_its_bytes_and_seconds() -> None:
+    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
     rig.store(1, range(50), range(50))
     rig.store(2, [50, 51], [50, 51])
     rig.transfer.before_forward()
@@ -247,8 +249,8 @@ def test_serving_allocates_nothing(rig: Rig) -> None:
 # Fences.
 
 
-def test_a_fence_issues_the_rows_of_its_blocks_and_no_others(small_chunks: None) -> None:
-    rig = Rig(PageGroup(apart()))
+def test_a_fence_issues_the_rows_of_its_blocks_and_no_others() -> None:
+    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
     rig.store(1, range(20), range(20))
     rig.store(2, range(20, 40), range(20, 40))
     rig.transfer.wait([1], {3, 17, 25})
@@ -258,8 +260,8 @@ def test_a_fence_issues_the_rows_of_its_blocks_and_no_others(small_chunks: None)
     assert all(rig.slot(i) == rig.block(i) for i in range(40))
 
 
-def test_a_fence_goes_beyond_the_limit_of_chunks_in_flight(small_chunks: None) -> None:
-    rig = Rig(PageGroup(apart()))
+def test_a_fence_goes_beyond_the_limit_of_chunks_in_flight() -> None:
+    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
     rig.device.held = True
     rig.store(1, range(64), range(64))
     rig.transfer.before_forward()
@@ -344,13 +346,11 @@ def test_the_engine_waits_for_scattered_and_direct_loads_whose_ends_are_on_two_s
     rig.device.release()
 
 
-def test_a_fenced_store_for_which_there_is_no_bounce_buffer_fails_and_blocks_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(slots, "BOUNCE_BYTES", 2 * ROW)
-    rig = Rig(PageGroup(apart()), registration=Unregistered())
+def test_a_fenced_store_for_which_there_is_no_bounce_buffer_fails_and_blocks_nothing() -> None:
+    limits = Limits(bounce_bytes=2 * ROW)
+    rig = Rig(PageGroup(apart()), registration=Unregistered(), limits=limits)
     rig.device.held = True
-    room = 2 * slots.NUM_BOUNCE_BUFFERS
+    room = 2 * limits.num_bounce_buffers
     rig.store(1, range(room + 1), range(room + 1))
     rig.store(2, [40], [40])
     rig.transfer.wait([1])
@@ -378,10 +378,8 @@ def test_slots_that_are_registered_meanwhile_are_copied_directly() -> None:
     assert (rig.slot(1), rig.slot(9), rig.slot(10)) == (rig.block(1), rig.block(2), rig.block(3))
 
 
-def test_more_jobs_than_one_step_takes_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MAX_JOBS", 3)
-    monkeypatch.setattr(copier, "MAX_JOBS", 3)
-    rig = Rig(PageGroup(apart()))
+def test_more_jobs_than_one_step_takes_in() -> None:
+    rig = Rig(PageGroup(apart()), limits=Limits(jobs_per_step=3))
     for job_id in range(10):
         rig.store(job_id, [job_id], [job_id])
     rig.transfer.wait([4])
@@ -521,8 +519,9 @@ def test_close_frees_the_device_once_and_drops_what_was_not_issued(rig: Rig) -> 
     assert not rig.pool.any()
 
 
-def test_close_does_not_free_memory_that_copies_use(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "CLOSE_DEADLINE_S", 0.01)
+@pytest.mark.parametrize("make", [apart, packed])
+def test_close_does_not_free_memory_that_copies_use(make: Callable[[], list[ByteArray]]) -> None:
+    rig = Rig(PageGroup(make()), limits=Limits(close_deadline_s=0.01))
     rig.device.held = True
     rig.store(1, [0], [0])
     rig.transfer.before_forward()
@@ -606,16 +605,16 @@ def stress(rig: Rig, rounds: int = 300) -> int:
 @pytest.mark.parametrize("make", [apart, packed])
 @pytest.mark.parametrize("ready", [SLOTS, 30])
 def test_a_thread_beside_an_engine_that_overwrites_fenced_blocks(
-    make: Callable[[], list[ByteArray]], ready: int, small_chunks: None
+    make: Callable[[], list[ByteArray]], ready: int
 ) -> None:
-    rig = Rig(PageGroup(make()), registration=Ready(ready), with_thread=True)
+    rig = Rig(PageGroup(make()), registration=Ready(ready), with_thread=True, limits=SMALL_CHUNKS)
     assert stress(rig) > 0
     rig.transfer.close()
     assert rig.device.closed == 1, "the thread has ended"
 
 
-def test_without_its_fences_the_stress_fails(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(PageGroup(apart()), with_thread=True)
+def test_without_its_fences_the_stress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(PageGroup(apart()), with_thread=True, limits=SMALL_CHUNKS)
     monkeypatch.setattr(rig.transfer, "wait", lambda job_ids, device_blocks: None)
     with pytest.raises(AssertionError):
         stress(rig)

@@ -14,6 +14,7 @@ import numpy as np
 from kvoffload.abc import TransferResult, TransferSpec
 from kvoffload.transfer.copies import Numbers, copy_rows
 from kvoffload.transfer.cuda.device import Device, Event, Stream
+from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.pipeline import Pipeline
 from kvoffload.transfer.cuda.rows import JOB, NBYTES, Batch, Point, RowArray
@@ -21,16 +22,10 @@ from kvoffload.transfer.cuda.slots import HostSlots
 
 logger = logging.getLogger(__name__)
 
-LOCK_DEADLINE_S = 5.0
-"""How long a fence waits for the thread that copies, which may be issuing one chunk, before it raises."""
-
-MAX_JOBS = 512
-"""How many jobs are turned into rows in one step: about 1 ms."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """Jobs of one direction, by id, that are copied after ``point``. At most MAX_JOBS."""
+    """Jobs of one direction, by id, that are copied after ``point``. At most ``Limits.jobs_per_step``."""
 
     point: Point
     is_store: bool
@@ -54,7 +49,7 @@ class Copier:
     most for one step. After an error of the device no step is made; ``error`` has it.
     """
 
-    def __init__(self, device: Device, tables: Sequence[PageTable], slots: HostSlots) -> None:
+    def __init__(self, device: Device, tables: Sequence[PageTable], slots: HostSlots, limits: Limits) -> None:
         self.inbox: deque[Submitted] = deque()
         """In the order of their points."""
         self.results: deque[TransferResult] = deque()
@@ -65,8 +60,9 @@ class Copier:
         self._num_blocks = [table.num_blocks if table.runs else 0 for table in tables]
         self._block_bytes = np.array([table.device_block_bytes for table in tables], dtype=np.int64)
         self._slots = slots
-        self._loads = Pipeline(device, tables, slots, is_store=False)
-        self._stores = Pipeline(device, tables, slots, is_store=True)
+        self._limits = limits
+        self._loads = Pipeline(device, tables, slots, limits, is_store=False)
+        self._stores = Pipeline(device, tables, slots, limits, is_store=True)
         self.staging_bytes = self._loads.staging_bytes + self._stores.staging_bytes
         self._points: deque[Point] = deque()
         """Points that rows in the queues may wait for, oldest first."""
@@ -113,7 +109,8 @@ class Copier:
             self.error = error
 
     @contextlib.contextmanager
-    def _locked(self, timeout_s: float = LOCK_DEADLINE_S, after_error: bool = False) -> Iterator[None]:
+    def _locked(self, timeout_s: float | None = None, after_error: bool = False) -> Iterator[None]:
+        timeout_s = self._limits.lock_deadline_s if timeout_s is None else timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             raise TimeoutError(f"the thread that copies has not issued a chunk within {timeout_s} s")
         try:
@@ -132,7 +129,7 @@ class Copier:
         if not self.inbox:
             return False
         taken: list[Submitted] = []
-        left = MAX_JOBS
+        left = self._limits.jobs_per_step
         while self.inbox and left > 0:
             taken.append(self.inbox.popleft())
             left -= len(taken[-1].specs)

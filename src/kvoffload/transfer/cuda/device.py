@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import ByteArray
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.calls import DriverCalls
 
 Stream: TypeAlias = Any
 """A queue of work on the device. Work on one stream runs in order, work on different streams in any order."""
@@ -22,7 +24,7 @@ class Device(ABC):
     """One device, with the pages of the page groups for which it was made. Addresses are virtual addresses.
 
     ``copy``, ``gather``, ``scatter``, ``record`` and ``wait`` enqueue work and return; they may be called on the
-    engine's thread and on one more thread, which has called ``enter_thread``. Memory and events live until ``close``,
+    engine's thread and on threads that have called ``enter_thread``. Memory and events live until ``close``,
     so that serving allocates nothing. Any method may raise an error of the driver; the device is not used after that.
     """
 
@@ -74,14 +76,19 @@ class Device(ABC):
         may run in any order. The arrays may be changed after the call."""
 
     @abstractmethod
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         """Enqueues copies of device blocks of a group into consecutive rows at ``staging``, a multiple of 16, one block
-        per row: its pages in the order of the group's views. ``index`` is the address, on the device, of the
-        ``num_blocks`` block numbers (int64), which are read when the work runs."""
+        per row: its pages in the order of the group's views. ``blocks`` are the numbers of the device blocks, which may
+        be changed after the call."""
 
     @abstractmethod
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         """Enqueues the copies of ``gather`` in the other direction. The block numbers are distinct."""
+
+    def native_calls(self) -> DriverCalls | None:
+        """Returns what the native loop of copies calls. Streams and events are handles of the driver then. None: copies
+        are issued by calls of this class, in Python."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

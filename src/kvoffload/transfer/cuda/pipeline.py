@@ -10,17 +10,11 @@ import numpy as np
 
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
+from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.rows import BLOCK, GROUP, NBYTES, SLOT, Batch, Point, RowArray, RowQueue, matching
 from kvoffload.transfer.cuda.slots import BounceBuffer, HostSlots, merge
-from kvoffload.transfer.cuda.staging import IndexRing
 
-HALF_BYTES = 8 << 20
-"""Device memory in which the rows of one chunk are gathered, or from which they are scattered. A direction has two."""
-MAX_CHUNK_ROWS = 8192
-IN_FLIGHT = 4
-"""How many chunks of one direction are issued before the first of them has ended. Rows that a fence needs at once come
-on top of it."""
 ROW_ALIGNMENT = 256
 """In staging memory the rows of each group start at a multiple of it."""
 
@@ -35,13 +29,11 @@ class Half:
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """A kernel that gathers or scatters ``blocks`` of ``group``, whose rows are at ``staging``. ``index``: the address
-    of these block numbers on the device."""
+    """A kernel that gathers or scatters ``blocks`` of ``group``, whose rows are at ``staging``."""
 
     group: int
     blocks: Numbers
     staging: int
-    index: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +51,6 @@ class Chunk:
     launches: list[_Launch] = field(default_factory=list)
     is_direct: bool = False
     """Whether some row is copied without staging."""
-    num_indices: int = 0
     bounce: BounceBuffer | None = None
 
     @property
@@ -89,33 +80,31 @@ class Pipeline:
     blocks are one piece of memory are copied directly. Chunks of one direction end in order. Not thread-safe.
     """
 
-    def __init__(self, device: Device, tables: Sequence[PageTable], slots: HostSlots, is_store: bool) -> None:
+    def __init__(
+        self, device: Device, tables: Sequence[PageTable], slots: HostSlots, limits: Limits, is_store: bool
+    ) -> None:
         self.queue = RowQueue()
         self._device = device
         self._tables = tables
         self._slots = slots
+        self._limits = limits
         self._is_store = is_store
         self._kernels = _Stream(device, device.new_stream())
         self._copies = _Stream(device, device.new_stream())
         self._chunks: deque[Chunk] = deque()
         self._ends: list[Event] = [device.new_event() for _ in range(2)]
-        self._events: list[Event] = [device.new_event() for _ in range(3 * IN_FLIGHT)]
+        self._events: list[Event] = [device.new_event() for _ in range(3 * limits.in_flight)]
         self._block_bytes = [table.device_block_bytes for table in tables]
         largest = max(self._block_bytes, default=0)
         padding = ROW_ALIGNMENT * (len(tables) - 1)
-        half_bytes = max(HALF_BYTES, largest + padding)
+        half_bytes = max(limits.chunk_bytes, largest + padding)
         self._max_bytes = half_bytes - padding
-        self._max_rows = MAX_CHUNK_ROWS
         self._halves: deque[Half] = deque()
-        self._indices: IndexRing | None = None
         if any(len(table.runs) > 1 for table in tables):
             self._halves += (Half(device.allocate(half_bytes)) for _ in range(2))
-            # A fence may need any of the device blocks at once.
-            num_blocks = sum(table.num_blocks for table in tables)
-            self._indices = IndexRing(device, IN_FLIGHT * self._max_rows + num_blocks)
-        self.staging_bytes = half_bytes * len(self._halves) + (self._indices.nbytes if self._indices else 0)
+        self.staging_bytes = half_bytes * len(self._halves)
         """Device memory that was allocated."""
-        self._bounce = slots.new_bounce_buffers(largest)
+        self._bounce = slots.new_bounce_buffers(limits, largest)
 
     @property
     def is_idle(self) -> bool:
@@ -131,7 +120,7 @@ class Pipeline:
 
     def issue(self) -> bool:
         """Issues the next chunk. Returns False if there is none, or if enough are in flight."""
-        if not self.queue or len(self._chunks) >= IN_FLIGHT:
+        if not self.queue or len(self._chunks) >= self._limits.in_flight:
             return False
         batch = self._issue_first(self.queue)
         if batch is not None:
@@ -172,8 +161,6 @@ class Pipeline:
             if self._is_store:
                 self._slots.write(chunk.rows, chunk.bounce)
             self._bounce.append(chunk.bounce)
-        if self._indices is not None:
-            self._indices.release(chunk.num_indices)
         for half in self._halves:
             if any(half.free is event for event in chunk.events):
                 half.free = None
@@ -189,7 +176,7 @@ class Pipeline:
 
     def _issue_first(self, queue: RowQueue) -> Batch | None:
         """Issues the first rows of ``queue``. If there is no room for them, they are removed and returned."""
-        batch = queue.take(self._max_bytes, self._max_rows)
+        batch = queue.take(self._max_bytes, self._limits.chunk_rows)
         bounce = None
         if not self._slots.are_ready(batch.rows[SLOT]):
             if not self._bounce:
@@ -199,8 +186,6 @@ class Pipeline:
             queue.put_back(Batch(batch.rows[:, ~fits], batch.point))
             batch = Batch(batch.rows[:, fits], batch.point)
         chunk = self._plan(batch.rows)
-        if chunk is None:
-            return batch
         if bounce is not None:
             chunk.bounce = self._bounce.pop()
         self._chunks.append(chunk)
@@ -210,9 +195,8 @@ class Pipeline:
             self._issue_load(chunk, batch.point)
         return None
 
-    def _plan(self, rows: RowArray) -> Chunk | None:
-        """Returns a chunk of these rows with its places in staging memory, or None if there is no room for its
-        indices."""
+    def _plan(self, rows: RowArray) -> Chunk:
+        """Returns a chunk of these rows with its places in staging memory."""
         n = rows.shape[1]
         groups, starts = [int(rows[GROUP, 0])], [0]
         if not (rows[GROUP] == groups[0]).all():
@@ -234,14 +218,6 @@ class Pipeline:
                 at += -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         if chunk.launches:
             chunk.kernel = self._new_event()
-            assert self._indices is not None
-            placed = self._indices.put([launch.blocks for launch in chunk.launches])
-            if placed is None:
-                self._events += chunk.events
-                return None
-            addresses, chunk.num_indices = placed
-            for launch, address in zip(chunk.launches, addresses, strict=True):
-                launch.index = address
         return chunk
 
     def _issue_store(self, chunk: Chunk, point: Point) -> None:
@@ -249,9 +225,8 @@ class Pipeline:
         if chunk.launches:
             self._kernels.wait_for(point)
             self._take_half(self._kernels.stream, chunk.copied)
-            self._copy_indices(chunk)
             for launch in chunk.launches:
-                device.gather(self._kernels.stream, launch.group, launch.index, len(launch.blocks), launch.staging)
+                device.gather(self._kernels.stream, launch.group, launch.blocks, launch.staging)
             device.record(chunk.kernel, self._kernels.stream)
             device.wait(self._copies.stream, chunk.kernel)
         if chunk.is_direct:
@@ -274,9 +249,8 @@ class Pipeline:
         if chunk.launches:
             device.wait(self._kernels.stream, chunk.copied)
             self._kernels.wait_for(point)
-            self._copy_indices(chunk)
             for launch in chunk.launches:
-                device.scatter(self._kernels.stream, launch.group, launch.index, len(launch.blocks), launch.staging)
+                device.scatter(self._kernels.stream, launch.group, launch.blocks, launch.staging)
             device.record(chunk.kernel, self._kernels.stream)
 
     def _host_side(self, chunk: Chunk) -> Addresses:
@@ -296,9 +270,3 @@ class Pipeline:
             self._device.wait(stream, half.free)
         half.free = free
         self._halves.rotate(-1)
-
-    def _copy_indices(self, chunk: Chunk) -> None:
-        assert self._indices is not None
-        self._indices.copy(
-            self._kernels.stream, chunk.launches[0].index, sum(len(launch.blocks) for launch in chunk.launches)
-        )

@@ -10,13 +10,8 @@ import numpy as np
 from kvoffload.abc import ByteArray
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device
+from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.rows import NBYTES, OFFSET, SLOT, RowArray
-
-BOUNCE_BYTES = 1 << 20
-"""Size of a bounce buffer: as much as one thread copies in about 0.1 ms."""
-NUM_BOUNCE_BUFFERS = 8
-"""Bounce buffers per direction. Stores that a fence needs at once fail if there are too few: no step waits for
-memcpy."""
 
 
 class Registration(Protocol):
@@ -72,11 +67,12 @@ class HostSlots:
         num_ready = self._registration.num_ready_slots
         return num_ready >= self.num_slots or int(slots.max()) < num_ready
 
-    def new_bounce_buffers(self, largest: int) -> list[BounceBuffer]:
+    def new_bounce_buffers(self, limits: Limits, largest: int) -> list[BounceBuffer]:
         """Returns new buffers for rows of at most ``largest`` bytes; none if all slots are ready already."""
         if self._registration.num_ready_slots >= self.num_slots:
             return []
-        arrays = [self._device.allocate_host(max(BOUNCE_BYTES, largest)) for _ in range(NUM_BOUNCE_BUFFERS)]
+        nbytes = max(limits.bounce_bytes, largest)
+        arrays = [self._device.allocate_host(nbytes) for _ in range(limits.num_bounce_buffers)]
         return [BounceBuffer(data, int(data.ctypes.data)) for data in arrays]
 
     def addresses(self, rows: RowArray) -> Addresses:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvoffload.abc import ByteArray, PageGroup
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 from kvoffload.transfer.cuda.driver import LIBRARY, Driver, DriverError
 from kvoffload.transfer.cuda.kernels import BlockCopier, copiers
 
 logger = logging.getLogger(__name__)
+
+INDEX_BYTES = 8 << 20
 
 
 class TorchDevice(Device):
@@ -34,6 +38,8 @@ class TorchDevice(Device):
         self._streams: list[int] = []
         self._host: list[torch.Tensor] = []
         """Tensors that own pinned memory."""
+        self._index = self._index_used = 0
+        self._numbers: ByteArray = np.empty(0, np.uint8)
         self._copiers = copiers(groups, self.allocate, self._tensor_at)
 
     def enter_thread(self) -> None:
@@ -76,13 +82,13 @@ class TorchDevice(Device):
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self._driver.copy(stream.cuda_stream, targets, sources, sizes)
 
-    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         with torch.cuda.stream(stream):
-            self._copier(group).copy(index, num_blocks, staging, to_staging=True)
+            self._move(stream, group, blocks, staging, to_staging=True)
 
-    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         with torch.cuda.stream(stream):
-            self._copier(group).copy(index, num_blocks, staging, to_staging=False)
+            self._move(stream, group, blocks, staging, to_staging=False)
 
     def close(self) -> None:
         try:
@@ -95,6 +101,18 @@ class TorchDevice(Device):
             # A device that has failed frees nothing any more.
             logger.exception("kvoffload: memory of the device could not be freed")
         self._host.clear()
+
+    def _move(self, stream: Stream, group: int, blocks: Numbers, staging: int, to_staging: bool) -> None:
+        copier, nbytes = self._copier(group), 8 * len(blocks)
+        # Far more block numbers than are in flight.
+        if not self._index:
+            self._index, self._numbers = self.allocate(INDEX_BYTES), self.allocate_host(INDEX_BYTES)
+        at = self._index_used if self._index_used + nbytes <= INDEX_BYTES else 0
+        self._index_used = at + nbytes
+        self._numbers[at : at + nbytes] = np.ascontiguousarray(blocks, np.int64).view(np.uint8)
+        piece = (self._index + at, int(self._numbers.ctypes.data) + at, nbytes)
+        self.copy(stream, *(np.array([each]) for each in piece))
+        copier.copy(self._index + at, len(blocks), staging, to_staging)
 
     def _copier(self, group: int) -> BlockCopier:
         copier = self._copiers[group]

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
-from kvoffload.transfer.cuda.copier import MAX_JOBS, Copier, Submitted
+from kvoffload.transfer.cuda.copier import Copier, Submitted
 from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.rows import Point
 from kvoffload.transfer.cuda.slots import HostSlots, Registration
@@ -21,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 MIN_PAUSE_S, MAX_PAUSE_S = 100e-6, 1e-3
 """How long the thread sleeps between two looks at chunks in flight. The pause doubles while nothing ends."""
-CLOSE_DEADLINE_S = 5.0
-"""How long ``close`` waits for the thread and for copies in progress."""
 
 _ABANDONED: list[object] = []
 """Memory that copies may still use after a ``close`` that has reached its deadline."""
@@ -44,12 +43,14 @@ class CudaTransfer(Transfer):
         device: Device,
         registration: Registration,
         *,
+        limits: Limits = DEFAULT_LIMITS,
         with_thread: bool = True,
     ) -> None:
         self._device = device
         self._pool_data = pool_data
+        self._limits = limits
         self._registration = registration
-        self._copier = Copier(device, tables, HostSlots(pool_data, registration, device))
+        self._copier = Copier(device, tables, HostSlots(pool_data, registration, device), limits)
         self._point = Point(0, device.new_event())
         """What loads that are submitted now wait for."""
         self._new_stores: dict[int, TransferSpec] = {}
@@ -125,16 +126,16 @@ class CudaTransfer(Transfer):
             return
         self._is_closed = True
         self._wake.set()
-        deadline = time.monotonic() + CLOSE_DEADLINE_S
+        deadline = time.monotonic() + self._limits.close_deadline_s
         if self._thread is not None:
-            self._thread.join(CLOSE_DEADLINE_S)
+            self._thread.join(self._limits.close_deadline_s)
         if (self._thread is None or not self._thread.is_alive()) and self._wait_until_idle(deadline):
             self._registration.release()
             self._device.close()
         else:
             logger.warning(
                 "kvoffload: copies did not end within %g s, or the device failed; their memory is not freed",
-                CLOSE_DEADLINE_S,
+                self._limits.close_deadline_s,
             )
             _ABANDONED.append((self._device, self._copier, self._pool_data))
 
@@ -147,8 +148,8 @@ class CudaTransfer(Transfer):
         self._device.record(self._point.event, self._device.engine_stream())
         if self._new_stores:
             specs, self._new_stores = list(self._new_stores.items()), {}
-            for first in range(0, len(specs), MAX_JOBS):
-                self._send(True, dict(specs[first : first + MAX_JOBS]))
+            for first in range(0, len(specs), self._limits.jobs_per_step):
+                self._send(True, dict(specs[first : first + self._limits.jobs_per_step]))
 
     def _send(self, is_store: bool, specs: dict[int, TransferSpec]) -> None:
         self._point.is_used = True

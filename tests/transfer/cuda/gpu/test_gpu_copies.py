@@ -22,7 +22,7 @@ from benchmarks.gpu.rig import (
     slot_bytes,
 )
 from kvoffload.abc import PageGroup
-from kvoffload.transfer.cuda import pipeline
+from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.slots import Unregistered
 from tests.sim.faults import WrappedDevice
 
@@ -87,12 +87,12 @@ def test_pages_that_are_not_multiples_of_16_bytes(page: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout.MERGED, Layout.PACKED])
-def test_more_bytes_than_chunks_in_flight_hold(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "HALF_BYTES", 16 * LAYERS * PAGE)
-    num_blocks = 16 * 4 * pipeline.IN_FLIGHT
+def test_more_bytes_than_chunks_in_flight_hold(layout: Layout) -> None:
+    limits = Limits(chunk_bytes=16 * LAYERS * PAGE)
+    num_blocks = 16 * 4 * limits.in_flight
     group = PageGroup(make_views(layout, LAYERS, num_blocks, PAGE))
     order = np.random.default_rng(0).permutation(num_blocks)
-    with rig([group], num_blocks) as r:
+    with rig([group], num_blocks, limits=limits) as r:
         round_trip(r, order.tolist(), order[::-1].tolist())
 
 

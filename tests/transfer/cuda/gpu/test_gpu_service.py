@@ -20,6 +20,7 @@ from benchmarks.gpu.rig import (
     slot_bytes,
 )
 from kvoffload.abc import PageGroup
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import driver
 from tests.sim.faults import WrappedDevice
 
@@ -109,11 +110,11 @@ class FailsLater(WrappedDevice):
 
     left = 3
 
-    def gather(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
+    def gather(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
         self.left -= 1
         if self.left < 0:
             raise RuntimeError("planted")
-        super().gather(stream, group, index, num_blocks, staging)
+        super().gather(stream, group, blocks, staging)
 
 
 def test_an_error_reaches_poll_and_the_engine_goes_on() -> None:
