@@ -49,6 +49,8 @@ LONG_S = 0.01
 """An idle server ends all jobs within this time, as far as they do not wait for time to pass."""
 CALL_S = 0.02
 """So long takes a call of the slowest medium that works: a thread makes one after the other while its server is idle."""
+MAX_CALLS = 50
+"""More of them in a row are not simulated one by one: what is under way hangs."""
 IDLE_STEP_S = 0.02
 """How long an engine without requests waits from step to step."""
 JUMPS_S = (0.1, 6.0, 25.0)
@@ -495,7 +497,9 @@ class Servers:
         while now < end:
             now = min(end, now + seconds * self._random.uniform(0.02, 0.2))
             for machine in self.machines:
-                while (server := machine.server) and not server.is_idle and machine.clock.now + CALL_S < now:
+                for _ in range(MAX_CALLS):
+                    if machine.server is None or machine.server.is_idle or machine.clock.now + CALL_S >= now:
+                        break
                     self._idle(machine, machine.clock.now + CALL_S)
                 if machine.clock.now < now:
                     self._idle(machine, now)
