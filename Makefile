@@ -68,7 +68,7 @@ help:
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
 	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
 	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\""
-	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, triton, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
+	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
 	@echo "                and those on real vLLM that make test skips (hours)"

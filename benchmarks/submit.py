@@ -89,7 +89,7 @@ def make_transfer(is_direct: bool) -> CudaTransfer:
         layer_bytes = NUM_BLOCKS * PAGE_BYTES
         runs = [Run((1 << 41) + i * layer_bytes, PAGE_BYTES, PAGE_BYTES, i * PAGE_BYTES) for i in range(LAYERS)]
     pool = np.lib.stride_tricks.as_strided(np.zeros(1, dtype=np.uint8), (NUM_BLOCKS, block_bytes), (block_bytes, 1))
-    return CudaTransfer([PageTable(tuple(runs), NUM_BLOCKS)], pool, NoDevice(), _Registered(), with_thread=False)
+    return CudaTransfer([PageTable(tuple(runs), NUM_BLOCKS)], pool, NoDevice(), _Registered(), with_threads=False)
 
 
 def measure(num_blocks: int, num_jobs: int, is_direct: bool, rng: np.random.Generator) -> tuple[float, float, float]:

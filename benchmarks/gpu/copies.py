@@ -125,8 +125,8 @@ def _copy_per_page(rig: Rig, direction: str, places: Blocks, options: Options) -
     sides = (on_host, on_device) if direction == "store" else (on_device, on_host)
 
     def once() -> int:
-        device.copy(stream, *sides, sizes)
-        stream.synchronize()
+        device.copy(stream, sides[0], sides[1], sizes)
+        cuda.synchronize()
         return int(sizes.sum())
 
     return cuda.bandwidth(_repeated(once, options), options.rounds(3))

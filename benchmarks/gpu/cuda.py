@@ -8,11 +8,15 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+
+from kvoffload.abc import PageGroup
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
+from kvoffload.transfer.cuda.pages import page_table
 
 Tensor: TypeAlias = Any
 Event: TypeAlias = Any
@@ -34,6 +38,16 @@ def launch(work: Callable[[], object]) -> None:
 
 def properties() -> Any:
     return torch.cuda.get_device_properties(0)
+
+
+def make_device(groups: Sequence[PageGroup], batched_copies: bool = True) -> CudaDevice:
+    """Returns the device for ``groups`` as the vLLM adapter makes it."""
+    return CudaDevice(
+        [page_table(group) for group in groups],
+        0,
+        lambda: int(torch.cuda.current_stream().cuda_stream),
+        batched_copies=batched_copies,
+    )
 
 
 def synchronize() -> None:
@@ -99,10 +113,10 @@ def _cycles_per_second() -> float:
 
 
 def sleep(seconds: float, stream: Any = None) -> None:
-    """Lets the current stream, or ``stream``, do nothing for a while. The calling thread does not wait, except at the
-    first call."""
+    """Lets the current stream, or that with the handle ``stream``, do nothing for a while. The calling thread does not
+    wait, except at the first call."""
     cycles = int(seconds * _cycles_per_second())
-    with torch.cuda.stream(stream or torch.cuda.current_stream()):
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream) if stream else torch.cuda.current_stream()):
         torch.cuda._sleep(cycles)
 
 

@@ -22,7 +22,6 @@ from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
 from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda import torch_device
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -85,7 +84,7 @@ class StalePoints(WrappedDevice):
 
     def record(self, event: Any, stream: Any) -> None:
         if stream == self.engine_stream():
-            if any(event is each for each in self._recorded):
+            if event in self._recorded:
                 return
             self._recorded.append(event)
         super().record(event, stream)
@@ -96,17 +95,17 @@ class NoOrder(WrappedDevice):
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
-        self._recorded_on: dict[int, tuple[Any, Any]] = {}
+        self._recorded_on: dict[Any, Any] = {}
 
     def ignores(self, stream: Any) -> bool:
         return bool(stream == self.engine_stream())
 
     def record(self, event: Any, stream: Any) -> None:
-        self._recorded_on[id(event)] = event, stream
+        self._recorded_on[event] = stream
         super().record(event, stream)
 
     def wait(self, stream: Any, event: Any) -> None:
-        _, recorded_on = self._recorded_on.get(id(event), (None, None))
+        recorded_on = self._recorded_on.get(event)
         if recorded_on is None or stream == self.engine_stream() or not self.ignores(recorded_on):
             super().wait(stream, event)
 
@@ -186,7 +185,7 @@ class DeviceRank(Rank):
         self._registered_chance = devices.registered_chance
         self._num_wrong = cuda.zero()
         self._last = cuda.record()
-        device = wrap_device(RandomlyDelayed(torch_device.TorchDevice(page_groups), Random(s.seed)))
+        device = wrap_device(RandomlyDelayed(cuda.make_device(page_groups), Random(s.seed)))
         tables = [page_table(group) for group in page_groups]
         transfer = CudaTransfer(tables, host, device, self._ready, limits=devices.limits)
         failing = FailingTransfer(wrap_transfer(transfer), s.copy_failure_rate, s.seed + number)

@@ -1,7 +1,7 @@
 """A stand-in for torch.cuda and for the driver, to run the proof on a machine without a GPU: ``install()``.
 
 Each stream is a thread that does its work in order, beside the others, as on a device; only that work is deferred which
-``cuda.launch``, kernels of TorchDevice and copies of the driver enqueue. Its figures say nothing about a GPU.
+``cuda.launch`` and the driver's kernels and copies enqueue. Its figures say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.gpu import cuda
-from kvoffload.transfer.cuda import driver, kernels, torch_device
+from kvoffload.transfer.cuda import cuda_device, driver
 from kvoffload.transfer.cuda.device import Addresses
 
 NUM_STREAMS = 32
@@ -171,16 +171,33 @@ def _sleep(cycles: int) -> None:
 
 
 class Driver:
-    """The calls of the driver for streams, copies and memory."""
+    """The calls of the driver."""
 
-    copies_in_batches = True
+    version = "0.0"
 
     def __init__(self, device: int, library: str = "") -> None:
+        self.copies_in_batches = True
         self._registered: set[int] = set()
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
+        self._events: dict[int, Event] = {}
 
     def enter_thread(self) -> None:
         """Does nothing."""
+
+    use_context = enter_thread
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def address_of(self, name: str) -> int:
+        """Returns no address, so that copies are issued by Python."""
+        return 0
+
+    def attribute(self, which: driver.Attribute) -> int:
+        return 1
+
+    def stop_batches(self) -> None:
+        self.copies_in_batches = False
 
     def new_stream(self) -> int:
         return new_stream().cuda_stream
@@ -188,9 +205,59 @@ class Driver:
     def destroy_stream(self, stream: int) -> None:
         """Does nothing: later devices get the stream again."""
 
+    def new_event(self) -> int:
+        event = Event()
+        self._events[id(event)] = event
+        return id(event)
+
+    def destroy_event(self, event: int) -> None:
+        del self._events[event]
+
+    def record(self, event: int, stream: int) -> None:
+        self._events[event].record(stream_of(stream))
+
+    def wait(self, stream: int, event: int) -> None:
+        stream_of(stream).wait_event(self._events[event])
+
+    def is_done(self, event: int) -> bool:
+        return self._events[event].query()
+
+    def seconds_between(self, start: int, end: int) -> float:
+        return self._events[start].elapsed_time(self._events[end]) / 1e3
+
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         stream_of(stream).enqueue(lambda: [ctypes.memmove(*piece) for piece in pieces])
+
+    def read(self, address: int, into: int, nbytes: int) -> None:
+        ctypes.memmove(into, address, nbytes)
+
+    def write(self, address: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(address, source, nbytes)
+
+    def load_module(self, code: bytes) -> int:
+        return 1
+
+    def unload_module(self, module: int) -> None:
+        """Does nothing."""
+
+    def function(self, module: int, name: str) -> int:
+        return int(name.startswith("scatter"))
+
+    def launch(self, function: int, programs: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
+        pieces, staging, row_bytes, num_pieces, num_rows = (each.value for each in arguments[:5])
+        numbers = list(arguments[5])[:num_rows]
+        entries = (
+            np.ctypeslib.as_array((ctypes.c_int64 * (4 * num_pieces)).from_address(pieces)).reshape(-1, 4).tolist()
+        )
+
+        def work() -> None:
+            for row, block in enumerate(numbers):
+                for base, stride, nbytes, offset in entries:
+                    sides = (staging + row * row_bytes + offset, base + block * stride)
+                    ctypes.memmove(*(sides[::-1] if function else sides), nbytes)
+
+        stream_of(stream).enqueue(work)
 
     def register(self, address: int, nbytes: int) -> None:
         if address in self._registered:
@@ -210,6 +277,8 @@ class Driver:
         synchronize()
         del self._memory[address]
 
+    allocate_host, free_host = allocate, free
+
     def close(self) -> None:
         """Does nothing."""
 
@@ -217,16 +286,9 @@ class Driver:
         return None
 
 
-def _tensor_of(address: int, nbytes: int, device: object) -> Any:
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-
 def install() -> None:
-    """Replaces torch.cuda, the driver and Triton in this process."""
-    copy, empty = kernels.TorchCopier.copy, torch.empty
-
-    def deferred(*arguments: Any, **options: Any) -> None:
-        current_stream().enqueue(lambda: copy(*arguments, **options))
+    """Replaces torch.cuda and the driver in this process."""
+    empty = torch.empty
 
     def pageable(*shape: Any, pin_memory: bool = False, **options: Any) -> Any:
         return empty(*shape, **options)
@@ -259,9 +321,7 @@ def install() -> None:
             {"DEVICE": "cpu", "CALIBRATION_CYCLES": 2_000_000, "launch": lambda work: current_stream().enqueue(work)},
         ),
         (driver, {"Driver": Driver}),
-        (torch_device, {"Driver": Driver, "tensor_of": _tensor_of}),
-        (kernels, {"triton": None}),
-        (kernels.TorchCopier, {"copy": deferred}),
+        (cuda_device, {"Driver": Driver}),
     ]
     for place, names in replacements:
         for name, replacement in names.items():

@@ -19,7 +19,7 @@ from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Trans
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda import driver, torch_device
+from kvoffload.transfer.cuda import driver
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
@@ -94,15 +94,15 @@ class Rig:
         slots: ByteArray,
         registration: Any,
         wrap: Callable[[Device], Device] = lambda device: device,
-        with_thread: bool = True,
+        with_threads: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.groups = groups
         self.slots = slots
         self.tables = [page_table(group) for group in groups]
-        self.device = wrap(torch_device.TorchDevice(groups))
+        self.device = wrap(cuda.make_device(groups))
         self.transfer = CudaTransfer(
-            self.tables, slots, self.device, registration, limits=limits, with_thread=with_thread
+            self.tables, slots, self.device, registration, limits=limits, with_threads=with_threads
         )
         self._ids = itertools.count()
         self._results: dict[int, TransferResult] = {}

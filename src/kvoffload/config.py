@@ -78,6 +78,9 @@ class OffloadConfig:
     """Whether a prefix is computed if loading it from a tier below host memory would take longer."""
     engines_per_node: int | None = None
     """Number of data-parallel engines that share these budgets on this node. Needed only if vLLM does not say."""
+    batched_copies: bool = True
+    """Whether blocks are copied to and from CUDA devices in batches (CUDA 12.8). False: one by one, for drivers that
+    fail or hang in batches."""
     record_trace: str | None = None
     """File to which one line per request is appended, for ``kvoffload replay``. A path as for ``disk_dir``."""
     model_fingerprint: str | None = None
@@ -133,10 +136,9 @@ class OffloadConfig:
         self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
-        if not isinstance(self.load_only_if_faster, bool):
-            raise ConfigError(
-                f"load_only_if_faster={self.load_only_if_faster!r}: must be true or false, without quotes"
-            )
+        for name in ("load_only_if_faster", "batched_copies"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be true or false, without quotes")
         _check_model_fingerprint(self.model_fingerprint)
 
     def _check_disk(self) -> None:

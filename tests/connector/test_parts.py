@@ -250,7 +250,7 @@ def inline(groups: Sequence[PageGroup], pool: ByteArray) -> Transfer:
 
 def cuda(groups: Sequence[PageGroup], pool: ByteArray) -> Transfer:
     tables = [page_table(group) for group in groups]
-    return CudaTransfer(tables, pool, PlainDevice(tables), Unregistered(), with_thread=False)
+    return CudaTransfer(tables, pool, PlainDevice(tables), Unregistered(), with_threads=False)
 
 
 def run(transfer: Transfer, spec: TransferSpec, is_store: bool) -> None:

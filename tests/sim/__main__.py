@@ -57,7 +57,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _run_streams(options: argparse.Namespace) -> int:
-    return _run(options, stream_schedules.run_schedule, "schedules", "streams")
+    return _run(options, stream_schedules.run_loops, "schedules", "streams")
 
 
 def _run(options: argparse.Namespace, run_one: Callable[[int], Counter[str]], what: str, command: str) -> int:

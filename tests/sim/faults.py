@@ -82,16 +82,15 @@ class FailingTransfer(WrappedTransfer):
 
 
 class SlowTransfer(WrappedTransfer):
-    """Copies later, at moments chosen by ``seed``, as a device's copy engine would. Each ``tick`` carries out the
-    oldest job of each direction with probability ``chance``. An engine that reuses a block before its copy has ended
-    gets wrong bytes."""
+    """Submits jobs later, at moments chosen by ``seed``, as a device's copy engine would begin them. Each ``tick``
+    passes the oldest job of each direction on with probability ``chance``. An engine that reuses a block before its
+    copy has ended gets wrong bytes."""
 
     def __init__(self, inner: Transfer, seed: int, chance: float = 0.3) -> None:
         super().__init__(inner)
         self._random = random.Random(seed)
         self._chance = chance
         self._queued: dict[int, tuple[TransferSpec, bool]] = {}
-        self._ended: list[TransferResult] = []
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
         self._queued[job_id] = (spec, is_store)
@@ -106,25 +105,25 @@ class SlowTransfer(WrappedTransfer):
 
     def poll(self, busy: bool) -> list[TransferResult]:
         self.tick()
-        ended, self._ended = self._ended, []
-        return ended
+        return super().poll(busy)
 
     def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
-        for job_id in job_ids:
+        jobs = list(job_ids)
+        for job_id in jobs:
             if job_id in self._queued:
                 self._run(job_id)
+        super().wait(jobs, device_blocks)
 
     def wait_any(self, timeout_s: float) -> None:
         self.tick()
+        super().wait_any(timeout_s)
 
     def close(self) -> None:
         self._queued.clear()
         super().close()
 
     def _run(self, job_id: int) -> None:
-        spec, is_store = self._queued.pop(job_id)
-        self.inner.submit(job_id, spec, is_store)
-        self._ended.extend(self.inner.poll(busy=False))
+        self.inner.submit(job_id, *self._queued.pop(job_id))
 
 
 class ThreadedTransfer(WrappedTransfer):
@@ -167,6 +166,9 @@ class ThreadedTransfer(WrappedTransfer):
         while (job := self._queue.get()) is not None:
             self.inner.submit(*job)
             results = self.inner.poll(busy=False)
+            while all(result.job_id != job[0] for result in results):
+                self.inner.wait_any(0.1)
+                results += self.inner.poll(busy=False)
             with self._changed:
                 self._ended += results
                 self._open.discard(job[0])
@@ -211,6 +213,9 @@ class WrappedDevice(Device):
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self.inner.copy(stream, targets, sources, sizes)
+
+    def can_gather(self, group: int) -> bool:
+        return self.inner.can_gather(group)
 
     def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         self.inner.gather(stream, group, blocks, staging)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import ByteArray
 
-MAX_TRACKS = 8
+MAX_TRACKS = 10
 HOST = 0
 """The track of the host. All threads of the host count as one."""
 POISON = 0xA5

@@ -16,17 +16,19 @@ import numpy.typing as npt
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
+from kvoffload.native import load
 from kvoffload.transfer.copies import copy_lists
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.sim.content import Access, Batch, EngineRequest, Words, to_words
-from tests.sim.faults import FailingTransfer, WrappedTransfer
+from tests.sim.faults import FailingTransfer, WrappedDevice, WrappedTransfer
 from tests.sim.races import Integers, Ranges
 from tests.sim.ranks import Rank, WrongBytes, layers_of, salt
 from tests.sim.scenario import Scenario
 from tests.sim.streams import SimulatedDevice, Timing
+from tests.transfer.cuda.callbacks import CallbackDevice
 
 SLOT_ALIGNMENT = 16
 HELPER_STEPS = (1, 2, 8)
@@ -66,6 +68,10 @@ class StreamPlan:
     """The chance that the engine waits for the results of a step before the next one begins."""
     limits: Limits
     """Small chunks and buffers."""
+    with_kernels: bool = True
+    """Whether the driver has loaded the kernels. The plain loop always has them."""
+    refuses_batches: bool = False
+    """Whether the driver copies only one by one. The plain loop always has batches."""
     finds_races: bool = True
     """Whether races are found, and not only wrong bytes."""
 
@@ -86,7 +92,11 @@ class StreamPlan:
                 chunk_rows=rng.choice((2, 5, 64)),
                 bounce_bytes=rng.choice((64, 512)),
                 num_bounce_buffers=DEFAULT_LIMITS.in_flight + rng.choice((0, 1, 4)),
+                stage_bytes=rng.choice((256, 1024)),
+                fence_bytes=rng.choice((64, 256, 1024)),
             ),
+            with_kernels=rng.random() < 0.9,
+            refuses_batches=rng.random() < 0.1,
         )
 
 
@@ -406,10 +416,31 @@ def _sum(ranges: Sequence[Ranges]) -> Ranges:
     return Ranges(np.concatenate([r.starts for r in ranges]), np.concatenate([r.sizes for r in ranges]))
 
 
-def make_cuda_transfer(
+def make_plain_transfer(
     groups: Sequence[PageGroup], host: ByteArray, registration: Registration, device: Device, plan: StreamPlan
 ) -> tuple[Transfer, Callable[[], Any]]:
-    """Returns a CudaTransfer without a thread."""
+    """Returns a CudaTransfer with the loop in Python, without a thread."""
     tables = [page_table(group) for group in groups]
-    transfer = CudaTransfer(tables, host, device, registration, limits=plan.limits, with_thread=False)
+    transfer = CudaTransfer(tables, host, device, registration, limits=plan.limits, with_threads=False)
     return transfer, transfer.advance
+
+
+def make_native_transfer(
+    groups: Sequence[PageGroup], host: ByteArray, registration: Registration, device: Device, plan: StreamPlan
+) -> tuple[Transfer, Callable[[], Any]]:
+    """Returns a CudaTransfer with the native loop, without a thread."""
+    tables = [page_table(group) for group in groups]
+    inner = device
+    while isinstance(inner, WrappedDevice):
+        inner = inner.inner
+    assert isinstance(inner, SimulatedDevice)
+    native = CallbackDevice(device, tables, inner.note_error, plan.with_kernels)
+    native.refuses_batches = plan.refuses_batches
+    transfer = CudaTransfer(tables, host, native, registration, limits=plan.limits, with_threads=False)
+    return transfer, transfer.advance
+
+
+LOOPS: dict[str, MakeTransfer] = {"plain": make_plain_transfer}
+"""The loops of copies that there are here."""
+if load("_transfer") is not None:
+    LOOPS["native"] = make_native_transfer

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from kvoffload.abc import KVGroup
 from tests.sim.engine import ModelEngine, Scenario
 from tests.sim.ranks import Rank
-from tests.sim.simulation import Report, run_each
-from tests.sim.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer
+from tests.sim.stream_ranks import LOOPS, MakeTransfer, StreamPlan, StreamRank
 
 MAX_REQUESTS = 8
 
@@ -56,7 +55,7 @@ def plan(seed: int) -> tuple[Scenario, StreamPlan]:
 
 def run_schedule(
     seed: int,
-    make_transfer: MakeTransfer = make_cuda_transfer,
+    make_transfer: MakeTransfer = LOOPS["plain"],
     patch: Callable[[ModelEngine], None] | None = None,
     change: Callable[[StreamPlan], StreamPlan] = lambda devices: devices,
 ) -> Counter[str]:
@@ -83,6 +82,11 @@ def run_schedule(
     return seen
 
 
-def run_schedules(seeds: Iterable[int], progress: Callable[[Report], None] = lambda report: None) -> Report:
-    """Runs the schedules of ``seeds``, and calls ``progress`` after each. Stops after a few failures."""
-    return run_each(seeds, run_schedule, progress)
+def run_loops(seed: int) -> Counter[str]:
+    """Runs the schedule of ``seed`` with each loop and returns what happened."""
+    seen: Counter[str] = Counter()
+    for name, make_transfer in LOOPS.items():
+        counts = run_schedule(seed, make_transfer)
+        seen += counts
+        seen[f"schedules of the {name} loop"] += 1
+    return seen

@@ -18,6 +18,7 @@ import numpy as np
 from kvoffload.abc import ByteArray, PageGroup
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
+from kvoffload.transfer.cuda.driver import DriverError
 from tests.sim.races import (
     HOST,
     MAX_TRACKS,
@@ -54,10 +55,6 @@ class Timing(enum.Enum):
     EARLIEST = enum.auto()
     LATEST = enum.auto()
     RANDOM = enum.auto()
-
-
-class DriverError(RuntimeError):
-    """An error that a test makes a device raise: no fault of the one who gets it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -304,7 +301,8 @@ class SimulatedDevice(Device):
         self.memory.complain(fault)
 
     def note_error(self, error: Exception) -> None:
-        """Notes an error that the user of the device has raised, unless a DriverError has caused it."""
+        """Notes an error that the user of the device has raised, unless a DriverError has caused it, which is no fault
+        of the one who gets it."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DriverError):

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from kvoffload.abc import ByteArray
 from kvoffload.native import load
 from kvoffload.transfer import blocks
-from kvoffload.transfer.blocks import BlockCopier, PlainBlockCopier, merge_views
+from kvoffload.transfer.blocks import STREAMS, BlockCopier, PlainBlockCopier, choose_streams, merge_views
 from kvoffload.transfer.copies import Numbers
 
 needs_native = pytest.mark.skipif(load("_copies") is None, reason="there is no native code here")
 COPIERS = [PlainBlockCopier, pytest.param(BlockCopier, marks=needs_native)]
+KINDS = [*STREAMS, 1, 3]
 PAGE_BYTES = [1, 3, 16, 63, 64, 65, 511, 512, 513, 575, 576, 767, 1000, 4096, 4097, 8192, 10_001]
 
 Copy = Callable[[Numbers, Numbers, Numbers, bool], object]
@@ -121,24 +122,24 @@ def views_of(memory: Memory, merges: bool) -> list[ByteArray]:
     return merge_views(memory.views) if merges else [view[np.newaxis] for view in memory.views]
 
 
-def native_copy(bypass_caches: bool, use_two_threads: bool) -> Callable[[Memory, bool], Copy]:
+def native_copy(streams: int, use_two_threads: bool) -> Callable[[Memory, bool], Copy]:
     native: Any = load("_copies")
 
     def make(memory: Memory, merges: bool) -> Copy:
         copier = native.BlockCopier(views_of(memory, merges), memory.host)
-        return lambda *job: copier.copy_rows(*job, bypass_caches, use_two_threads)
+        return lambda *job: copier.copy_rows(*job, streams, use_two_threads)
 
     return make
 
 
 @needs_native
 @settings(max_examples=150)
-@given(st.data(), layouts(), st.booleans(), st.booleans())
+@given(st.data(), layouts(), st.sampled_from(KINDS), st.booleans())
 def test_native_copies_are_those_of_the_plain_version(
-    data: st.DataObject, layout: Layout, bypass_caches: bool, merges: bool
+    data: st.DataObject, layout: Layout, streams: int, merges: bool
 ) -> None:
     job = data.draw(jobs(layout))
-    assert same_as_plain(layout, job, native_copy(bypass_caches, False), merges)
+    assert same_as_plain(layout, job, native_copy(streams, False), merges)
 
 
 LARGE = Layout(((3, 1 << 20, 0, False), (2, (64 << 10) + 1, 7, True)), num_blocks=9, num_slots=3, factor=3, shift=5)
@@ -147,18 +148,18 @@ LARGE_JOB = numbers([8, 1, 0, 7, 2, 6]), numbers([2, 2, 2, 0, 0, 1]), numbers([0
 
 @needs_native
 @pytest.mark.parametrize("use_two_threads", [False, True])
-@pytest.mark.parametrize("bypass_caches", [False, True])
-def test_native_copies_of_large_pages(bypass_caches: bool, use_two_threads: bool) -> None:
-    assert same_as_plain(LARGE, LARGE_JOB, native_copy(bypass_caches, use_two_threads), merges=True)
+@pytest.mark.parametrize("streams", STREAMS)
+def test_native_copies_of_large_pages(streams: int, use_two_threads: bool) -> None:
+    assert same_as_plain(LARGE, LARGE_JOB, native_copy(streams, use_two_threads), merges=True)
 
 
 @needs_native
-@pytest.mark.parametrize("bypass_caches", [False, True])
-def test_two_threads_copy_many_small_pages(bypass_caches: bool) -> None:
+@pytest.mark.parametrize("streams", STREAMS)
+def test_two_threads_copy_many_small_pages(streams: int) -> None:
     layout = Layout(((5, 3000, 8, False), (1, 100, 0, False)), num_blocks=600, num_slots=300, factor=2, shift=3)
     places = np.random.default_rng(0).permutation(600)
     job = np.random.default_rng(1).permutation(600), places // 2, places % 2
-    assert same_as_plain(layout, job, native_copy(bypass_caches, True), merges=True)
+    assert same_as_plain(layout, job, native_copy(streams, True), merges=True)
 
 
 @needs_native
@@ -169,7 +170,7 @@ def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> N
     job = numbers([5, 0, 3]), numbers([1, 2, 2]), numbers([1, 0, 1])
 
     def make(memory: Memory, merges: bool) -> Copy:
-        right = native_copy(True, False)(memory, merges)
+        right = native_copy(8, False)(memory, merges)
 
         def copy(device_blocks: Numbers, slots: Numbers, parts: Numbers, is_store: bool) -> None:
             last = numbers([0, 0, 1])
@@ -187,7 +188,7 @@ def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> N
 
         return copy
 
-    assert same_as_plain(layout, job, native_copy(True, False), merges=True)
+    assert same_as_plain(layout, job, native_copy(8, False), merges=True)
     assert not same_as_plain(layout, job, make, merges=True)
 
 
@@ -246,7 +247,7 @@ def test_numbers_of_another_type_are_refused() -> None:
 def test_numbers_may_be_strided() -> None:
     layout = Layout(((2, 600, 0, False),), num_blocks=8, num_slots=8, factor=2, shift=0)
     every = np.arange(16, dtype=np.int64)
-    assert same_as_plain(layout, (every[:8:2], every[7::-2], every[:4] % 2), native_copy(True, False), merges=True)
+    assert same_as_plain(layout, (every[:8:2], every[7::-2], every[:4] % 2), native_copy(8, False), merges=True)
 
 
 @pytest.mark.parametrize("make", COPIERS)
@@ -292,6 +293,132 @@ def test_a_group_without_layers_has_nothing_to_copy(make: type[PlainBlockCopier]
         copier.copy(numbers([0]), numbers([0]), numbers([0]), True)
 
 
+# The kind of copy.
+
+
+class Machine:
+    """Copies take the given seconds; by its clock too, and every so often much longer."""
+
+    def __init__(self, seconds: Sequence[float], slow: Callable[[int], bool] = lambda call: False) -> None:
+        self._seconds = dict(zip(STREAMS, seconds, strict=True))
+        self._slow = slow
+        self.calls: list[int] = []
+        self.now = 0.0
+
+    def measure(self, streams: int) -> float:
+        taken = self._seconds[streams] * (30 if self._slow(len(self.calls)) else 1)
+        self.calls.append(streams)
+        self.now += taken
+        return taken
+
+    def choice(self) -> int:
+        return choose_streams(self.measure, lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ((3, 2, 1), 8),
+        ((3, 1, 2), 4),
+        ((1, 2, 3), 0),
+        ((2, 1, 1), 4),
+        ((1, 1, 1), 0),
+        ((1, 0.96, 0.97), 0),
+        ((1, 0.96, 0.94), 8),
+        ((0, 0, 0), 0),
+    ],
+)
+def test_the_fastest_kind_is_chosen_and_memcpy_unless_another_is_clearly_faster(
+    seconds: Sequence[float], chosen: int
+) -> None:
+    assert Machine([each / 1000 for each in seconds]).choice() == chosen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_other_processes_do_not_change_the_choice(seed: int) -> None:
+    """All measurements of each kind but one, by chance which, take thirty times as long."""
+    rng = np.random.default_rng(seed)
+    slow = {3 * int(turn) + kind for kind in range(3) for turn in rng.permutation(blocks.ROUNDS)[1:]}
+    noisy = Machine((1.1e-4, 1e-4, 1.2e-4), slow.__contains__)
+    assert noisy.choice() == 4
+    assert noisy.calls == list(STREAMS) * blocks.ROUNDS, "the kinds did not take turns"
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-4, 0.02, 1.0, 1000.0])
+def test_the_measurements_end(seconds: float) -> None:
+    slow = Machine((seconds, seconds / 2, seconds))
+    assert slow.choice() == 4
+    assert len(STREAMS) <= len(slow.calls) <= blocks.ROUNDS * len(STREAMS)
+    assert slow.now <= blocks.DEADLINE_S + len(STREAMS) * seconds, "a round began after the deadline"
+
+
+def copier_of(piece_bytes: int) -> Any:
+    return BlockCopier([np.zeros((1, 2, piece_bytes), np.uint8)], np.zeros((2, 1, piece_bytes), np.uint8))
+
+
+@pytest.fixture
+def not_measured_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the kind of copy be measured, also on a processor that has only one."""
+    monkeypatch.setattr(load("_copies"), "CAN_BYPASS", True)
+    blocks.fastest_streams.cache_clear()
+    yield
+    blocks.fastest_streams.cache_clear()
+
+
+@needs_native
+def test_each_size_of_pages_is_measured_once_per_direction(
+    not_measured_yet: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: Iterator[int] = iter([4, 8, 0, 4])
+    monkeypatch.setattr(blocks, "choose_streams", lambda measure: next(chosen))
+    assert [copier_of(each).streams for each in (4096, 8191, 8192, 5000)] == [[4, 8], [4, 8], [0, 4], [4, 8]]
+    assert copier_of(blocks.SHORTEST_PIECE - 1).streams == [0, 0]
+    assert copier_of(0).streams == [0, 0]
+    assert not list(chosen)
+    monkeypatch.setattr(load("_copies"), "CAN_BYPASS", False)
+    assert copier_of(blocks.LONGEST_PIECE * 4).streams == [0, 0]
+
+
+@needs_native
+@pytest.mark.parametrize("piece_bytes", [blocks.SHORTEST_PIECE, 5000, blocks.LONGEST_PIECE * 4 + 1])
+def test_copies_are_measured_on_other_memory(
+    piece_bytes: int, not_measured_yet: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds: list[float] = []
+
+    def choose(measure: Callable[[int], float]) -> int:
+        seconds.extend(measure(streams) for streams in STREAMS)
+        return 0
+
+    monkeypatch.setattr(blocks, "choose_streams", choose)
+    device = np.full((1, 8, piece_bytes), 2, dtype=np.uint8)
+    host = np.full((8, 1, piece_bytes), 3, dtype=np.uint8)
+    BlockCopier([device], host)
+    assert len(seconds) == 2 * len(STREAMS)
+    assert min(seconds) > 0
+    assert (device == 2).all()
+    assert (host == 3).all()
+
+
+@needs_native
+def test_what_cannot_be_copied_in_turn_or_evicted_is_refused() -> None:
+    native: Any = load("_copies")
+    memory = SMALL.memory()
+    copier = native.BlockCopier(merge_views(memory.views), memory.host)
+    before = memory.contents()
+    for streams in (-1, 9):
+        with pytest.raises(ValueError, match="in turn"):
+            copier.copy_rows(numbers([1]), numbers([1]), numbers([1]), True, streams, False)
+    assert memory.contents() == before
+    array = np.arange(1000, dtype=np.uint8)
+    native.evict(array)
+    native.evict(array[:0])
+    assert array.tolist() == np.arange(1000, dtype=np.uint8).tolist()
+    for bad in (array[::2], b"bytes", None):
+        with pytest.raises(TypeError):
+            native.evict(bad)
+
+
 # Threads.
 
 
@@ -322,53 +449,53 @@ def one_processor() -> Iterator[None]:
 def test_a_large_job_is_copied_by_two_threads_of_which_one_ends_with_it() -> None:
     copier, job = large_copier()
     before = set(os.listdir("/proc/self/task"))
-    assert copier.copy_rows(*job, True, True, True) == 2
+    assert copier.copy_rows(*job, True, 8, True) == 2
     end = time.monotonic() + 60
     # The kernel removes the entry of a thread a little after it has ended.
     while not set(os.listdir("/proc/self/task")) <= before:
         assert time.monotonic() < end, "the thread is still there"
         time.sleep(0.001)
-    assert copier.copy_rows(*job, True, True, False) == 1
+    assert copier.copy_rows(*job, True, 8, False) == 1
 
 
 @needs_native
 def test_a_thread_that_may_use_one_processor_copies_alone(one_processor: None) -> None:
     copier, job = large_copier()
-    assert copier.copy_rows(*job, True, True, True) == 1
+    assert copier.copy_rows(*job, True, 8, True) == 1
 
 
 @needs_native
 def test_a_small_job_is_copied_by_one_thread() -> None:
     memory = SMALL.memory()
     copier: Any = BlockCopier(merge_views(memory.views), memory.host)
-    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, True, True) == 1
+    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, 8, True) == 1
 
 
 @needs_native
 @pytest.mark.parametrize("is_store", [True, False])
-def test_the_size_of_a_job_decides_how_it_is_copied(is_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_job_decides_about_the_second_thread(is_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SMALL.memory()
     copier: Any = BlockCopier(merge_views(memory.views), memory.host)
+    copier.streams = [4, 8]
     modes = []
     monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-2:]))
-    monkeypatch.setattr(blocks, "BYPASS_STORE_BYTES", 2 * 1200)
-    monkeypatch.setattr(blocks, "BYPASS_LOAD_BYTES", 2 * 1200)
     monkeypatch.setattr(blocks, "TWO_THREADS_BYTES", 3 * 1200)
-    for n in (1, 2, 3):
+    for n in (2, 3):
         copier.copy(numbers(range(n)), numbers([0] * n), numbers([0] * n), is_store)
-    assert modes == [(False, False), (True, False), (True, True)]
+    streams = 8 if is_store else 4
+    assert modes == [(streams, False), (streams, True)]
 
 
 @needs_native
 def test_a_forked_process_copies_too() -> None:
     copier, job = large_copier()
-    copier.copy_rows(*job, True, True, True)
+    copier.copy_rows(*job, True, 8, True)
     pid = os.fork()
     if pid == 0:
         ok = False
         try:
-            ok = same_as_plain(LARGE, LARGE_JOB, native_copy(True, True), merges=True)
-            copier.copy_rows(*job, True, True, True)
+            ok = same_as_plain(LARGE, LARGE_JOB, native_copy(8, True), merges=True)
+            copier.copy_rows(*job, True, 8, True)
         finally:
             os._exit(0 if ok else 1)
     assert os.waitpid(pid, 0)[1] == 0

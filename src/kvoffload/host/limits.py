@@ -125,12 +125,23 @@ def allowed_nodes() -> frozenset[int]:
 
 
 def cpuset_nodes() -> frozenset[int]:
-    """Returns the NUMA nodes in this process's cpuset; an empty set if they are not known."""
+    """Returns the NUMA nodes in this process's cpuset, without those that are the memory of a GPU; an empty set if they
+    are not known."""
     with contextlib.suppress(OSError):
         found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found is not None:
-            return node_list(found[1])
+            return node_list(found[1]) - gpu_nodes()
     return frozenset()
+
+
+def gpu_nodes() -> frozenset[int]:
+    """Returns the NUMA nodes that are the memory of a GPU, as on GH200 and GB200, where Linux counts it as the
+    machine's."""
+    nodes: set[int] = set()
+    for file in Path("/proc/driver/nvidia/gpus").glob("*/numa_status"):
+        with contextlib.suppress(OSError):
+            nodes.update(map(int, re.findall(r"^Node:\s*(\d+)", file.read_text(), re.MULTILINE)))
+    return frozenset(nodes)
 
 
 def node_list(text: str) -> frozenset[int]:

@@ -14,10 +14,11 @@ from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 256 << 20
+CHUNK_BYTES = 64 << 20
 """Bytes that one call registers at most, or one slot if that is larger. While a call runs, the driver delays other work
-of this process and of other processes on the machine: about 0.1 s per GiB. Some drivers fail from 512 GiB per call on,
-some versions of Linux from 2 GiB on."""
+of this process and of other processes on the machine: at about 0.1 s per GiB for 6 ms. The pause after each call is as
+long, so 500 GiB take 100 s, and no launch waits longer than one call. Some drivers fail from 512 GiB per call on, some
+versions of Linux from 2 GiB on."""
 MIN_CHUNK_BYTES = 32 << 20
 """A chunk that cannot be registered is halved, but not below this."""
 CLOSE_DEADLINE_S = 5.0

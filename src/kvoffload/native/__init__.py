@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 ENVIRONMENT_VARIABLE = "KVOFFLOAD_NATIVE"
-MODULES = ("_cache", "_copies", "_ghosts")
+MODULES = ("_cache", "_copies", "_ghosts", "_transfer")
 
 _logger = logging.getLogger("kvoffload")
 _broken: dict[str, str] = {}

@@ -25,10 +25,10 @@ Nothing here touches Python. The caller has checked every address. */
 #include <immintrin.h>
 #endif
 
-/* Pieces that are copied in turn, and the bytes of a turn. If pieces of a few KiB are read one after another, the
-   processor waits at the begin of each, because it reads ahead only inside a page of memory. With eight in turn it
-   rarely does. */
-enum { KVO_STREAMS = 8, KVO_TURN = 256, KVO_LINE = 64 };
+/* The most pieces that are copied in turn, and the bytes of a turn. If pieces are read one after another, the processor
+   waits at the begin of each page of memory, because it reads ahead only inside one. With several in turn it rarely
+   does. */
+enum { KVO_MAX_STREAMS = 8, KVO_TURN = 128, KVO_LINE = 64 };
 
 /* Shorter pieces are copied by memcpy. */
 enum { KVO_MIN_STREAMED = 512 };
@@ -54,12 +54,13 @@ typedef struct {
     ptrdiff_t num_rows;
     ptrdiff_t rows_at_once;
     ptrdiff_t next; /* the first row that no thread has taken */
-    int is_store, bypass_caches;
+    int is_store;
+    int streams; /* pieces copied in turn, with stores that bypass the caches; 0: one after another, by memcpy */
 } kvo_job;
 
 typedef struct {
-    char *to[KVO_STREAMS];
-    const char *from[KVO_STREAMS];
+    char *to[KVO_MAX_STREAMS];
+    const char *from[KVO_MAX_STREAMS];
     int num;
     ptrdiff_t nbytes; /* of each piece */
 } kvo_batch;
@@ -71,9 +72,9 @@ static void kvo_copy_with_memcpy(const kvo_batch *batch) {
 #if KVO_CAN_BYPASS
 /* Stores that bypass the caches write whole aligned lines. memcpy copies what is before and behind these. */
 __attribute__((target("avx2"))) static void kvo_copy_past_caches(const kvo_batch *batch) {
-    char *to[KVO_STREAMS];
-    const char *from[KVO_STREAMS];
-    ptrdiff_t nbytes[KVO_STREAMS];
+    char *to[KVO_MAX_STREAMS];
+    const char *from[KVO_MAX_STREAMS];
+    ptrdiff_t nbytes[KVO_MAX_STREAMS];
     for (int i = 0; i < batch->num; i++) {
         ptrdiff_t head = (ptrdiff_t)(-(uintptr_t)batch->to[i] & (KVO_LINE - 1));
         to[i] = batch->to[i] + head;
@@ -106,12 +107,12 @@ static void kvo_copy_batch(kvo_batch *batch) {
     batch->num = 0;
 }
 
-static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, ptrdiff_t nbytes, int bypass_caches) {
-    if (!bypass_caches) {
+static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, ptrdiff_t nbytes, int streams) {
+    if (streams == 0) {
         memcpy(to, from, nbytes);
         return;
     }
-    if (batch->num == KVO_STREAMS || batch->nbytes != nbytes) kvo_copy_batch(batch);
+    if (batch->num == streams || batch->nbytes != nbytes) kvo_copy_batch(batch);
     batch->to[batch->num] = to;
     batch->from[batch->num] = from;
     batch->nbytes = nbytes;
@@ -128,9 +129,9 @@ static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t f
                 char *page = run->data + layer * run->layer_step + row->block * run->block_step;
                 char *host = row->host + at;
                 if (job->is_store)
-                    kvo_copy_piece(batch, host, page, run->page_bytes, job->bypass_caches);
+                    kvo_copy_piece(batch, host, page, run->page_bytes, job->streams);
                 else
-                    kvo_copy_piece(batch, page, host, run->page_bytes, job->bypass_caches);
+                    kvo_copy_piece(batch, page, host, run->page_bytes, job->streams);
             }
         }
     }
@@ -141,7 +142,7 @@ static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t f
 static void *kvo_copy_rows(void *argument) {
     kvo_job *job = argument;
     kvo_batch batch = {.num = 0, .nbytes = 0};
-    ptrdiff_t step = job->bypass_caches ? KVO_STREAMS : 1;
+    ptrdiff_t step = job->streams ? job->streams : 1;
     for (;;) {
         ptrdiff_t first = __atomic_fetch_add(&job->next, job->rows_at_once, __ATOMIC_RELAXED);
         if (first >= job->num_rows) break;
@@ -165,6 +166,14 @@ static int kvo_can_bypass(void) {
 #endif
 }
 
+/* Removes memory from the caches, so that a copy of it takes as long as one of memory that has not been used lately. */
+static void kvo_evict(const char *data, ptrdiff_t nbytes) {
+#if KVO_CAN_BYPASS
+    for (ptrdiff_t at = 0; at < nbytes; at += KVO_LINE) _mm_clflush(data + at);
+    _mm_mfence();
+#endif
+}
+
 /* Whether the calling thread may run on several processors, so that a second thread can help. */
 static int kvo_may_share(void) {
     cpu_set_t set;
@@ -177,7 +186,7 @@ static int kvo_may_share(void) {
 static int kvo_run_job(kvo_job *job, int wants_help) {
     pthread_t helper;
     int has_helper = 0;
-    if (!kvo_can_bypass()) job->bypass_caches = 0;
+    if (!kvo_can_bypass()) job->streams = 0;
     if (wants_help && kvo_may_share()) {
         /* Signals are for Python's threads. */
         sigset_t all, before;

@@ -221,7 +221,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvoffload: %s", plan.describe())
         self.layout = self.layout.divided(plan.parts)
         self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups))
-        self._worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self._pool))
+        self._worker = OffloadingConnectorWorker(
+            make_transfer(plan.parts.page_groups(groups), self._pool, self.layout.config.batched_copies)
+        )
 
     def unregister_kv_caches(self) -> None:
         """Ends all copies. vLLM from 0.33 on calls this before the KV caches lose their memory."""

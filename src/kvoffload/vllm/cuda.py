@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 
 from kvoffload.abc import ByteArray, PageGroup, Transfer
 from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
 from kvoffload.host.touch import Toucher
+from kvoffload.transfer.cuda.cuda_device import CudaDevice
 from kvoffload.transfer.cuda.driver import Driver
+from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.cuda.slots import Unregistered
+from kvoffload.transfer.cuda.transfer import CudaTransfer
+
+logger = logging.getLogger(__name__)
 
 
 def numa_node(groups: Sequence[PageGroup]) -> int | None:
@@ -23,21 +30,33 @@ def numa_node(groups: Sequence[PageGroup]) -> int | None:
     return None
 
 
-def make_cuda_transfer(groups: Sequence[PageGroup], slots: ByteArray, pool: HostPool | None) -> Transfer:
+def make_cuda_transfer(
+    groups: Sequence[PageGroup], slots: ByteArray, pool: HostPool | None, batched_copies: bool
+) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and ``slots``, which are registered in the background.
 
     ``slots`` are the data of ``pool``, which unregisters them when it is closed, or, if ``pool`` is None, those of
     another process's pool, which remain registered until this process ends.
     """
-    # Engines without a GPU lack what these import.
-    from kvoffload.transfer.cuda.pages import page_table
-    from kvoffload.transfer.cuda.torch_device import TorchDevice
-    from kvoffload.transfer.cuda.transfer import CudaTransfer
+    # Engines without a GPU may lack it.
+    import torch
 
-    device = TorchDevice(groups)
-    number = next(view for group in groups for view in group.views).device.index or 0
+    device = next(view for group in groups for view in group.views).device
+    number = device.index or 0
+    tables = [page_table(group) for group in groups]
+    cuda = CudaDevice(
+        tables, number, lambda: int(torch.cuda.current_stream(device).cuda_stream), batched_copies=batched_copies
+    )
+    driver = Driver(number)
+    logger.info("kvoffload: blocks are copied with CUDA %s%s", driver.version, "" if cuda.batches else ", one by one")
+    if not driver.copies_registered_memory:
+        logger.warning(
+            "kvoffload: this device cannot copy registered host memory (as under WSL2), so copies go through a small "
+            "buffer and are slower"
+        )
+        return CudaTransfer(tables, slots, cuda, Unregistered())
     wait = Toucher(slots, collapse=False).wait if pool is None else pool.wait_until_touched
-    registration = Registration(slots, Driver(number), wait)
+    registration = Registration(slots, driver, wait)
     if pool is not None:
         pool.before_close(registration.close)
-    return CudaTransfer([page_table(group) for group in groups], slots, device, registration)
+    return CudaTransfer(tables, slots, cuda, registration)

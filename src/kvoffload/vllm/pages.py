@@ -93,12 +93,12 @@ def log_layout(name: str | None, groups: list[PageGroup]) -> None:
     )
 
 
-def make_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
+def make_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool = True) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages. It
     stores only into the rank's own pool. If the device's driver or memory does not allow copies, the engine starts
     nevertheless, and its first step switches offloading off."""
     try:
-        transfer = _device_transfer(groups, pool)
+        transfer = _device_transfer(groups, pool, batched_copies)
     except ConfigError:
         raise
     except Exception as error:
@@ -107,10 +107,10 @@ def make_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
     return transfer if pool.own is not None else FollowerTransfer(transfer)
 
 
-def _device_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
+def _device_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool) -> Transfer:
     if any(view.device.type == "cuda" for group in groups for view in group.views):
         from kvoffload.vllm.cuda import make_cuda_transfer
 
-        return make_cuda_transfer(groups, pool.data, pool.own)
+        return make_cuda_transfer(groups, pool.data, pool.own, batched_copies)
     arrays = [PageGroup([view.numpy() for view in group.views], group.factor) for group in groups]
     return InlineTransfer(arrays, pool.data)

@@ -11,7 +11,7 @@ from kvoffload.abc import PageGroup
 from kvoffload.transfer.cuda.pages import PageTable, page_table
 
 GUARD = 1 << 15
-"""Bytes around a cache and around staging that no kernel may write: as much as a step of the Triton kernel copies."""
+"""Bytes around a cache and around staging that no kernel may write: as much as two pieces of the kernel."""
 
 
 class Cache:

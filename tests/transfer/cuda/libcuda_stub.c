@@ -122,6 +122,11 @@ void stub_fail(const char *function, int code, int after) {
 /* A batch fails at its copy number `copy`, of which none runs. */
 void stub_fail_copy(int copy) { fail_copy = copy; }
 
+int cuDriverGetVersion(int *version) {
+    *version = driver_version;
+    return SUCCESS;
+}
+
 int cuInit(unsigned int flags) { return flags ? INVALID_VALUE : begin("cuInit"); }
 
 int cuDeviceGet(int *device, int ordinal) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import threading
@@ -101,11 +102,23 @@ def test_arrays_of_different_lengths_are_refused(stub: StubDriver) -> None:
         driver_of(stub).copy(STREAM, targets, sources, sizes[:3])
 
 
-def test_a_batch_that_fails_names_the_copy(stub: StubDriver) -> None:
+def test_a_refused_batch_is_copied_one_by_one_and_none_is_tried_again(
+    stub: StubDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = driver_of(stub)
     stub.fail_copy(3)
-    copies = Copies(5)
-    with pytest.raises(DriverError, match=r"copy 3 \(24 bytes from 0x\w+ to 0x\w+\).*CUDA_ERROR_INVALID_VALUE \(1\)"):
-        driver_of(stub).copy(STREAM, *copies.arrays)
+    for _ in range(2):
+        copies = Copies(5)
+        driver.copy(STREAM, *copies.arrays)
+        assert copies.are_done()
+    assert not driver.copies_in_batches
+    assert batches(stub) == [5], "the driver was tried once"
+    assert stub.calls.count("copy 24 stream 0x5500") == 10
+    (warning,) = caplog.messages
+    assert re.search(
+        r"of 5 copies at copy 3 \(24 bytes from 0x\w+ to 0x\w+\) failed: CUDA_ERROR_INVALID_VALUE", warning
+    )
+    assert "this one has CUDA 12.8" in warning
 
 
 def test_an_error_of_the_whole_batch_names_no_copy(stub: StubDriver) -> None:
@@ -203,11 +216,19 @@ def test_the_context_is_given_back_once(stub: StubDriver) -> None:
     assert stub.calls.count("retain") == stub.calls.count("release 100") == 1
 
 
+def test_no_context_is_created_before_a_thread_enters(stub: StubDriver) -> None:
+    driver = Driver(0, library=stub.path)
+    driver.numa_node(Path("/nowhere"))
+    assert "retain" not in stub.calls
+    driver.enter_thread()
+    assert "retain" in stub.calls
+
+
 @pytest.mark.parametrize("function", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
 def test_a_driver_that_does_not_start_is_an_error_with_a_name(stub: StubDriver, function: str) -> None:
     stub.fail(function, INVALID_VALUE)
     with pytest.raises(DriverError, match=f"{function} failed: CUDA_ERROR_INVALID_VALUE"):
-        Driver(0, library=stub.path)
+        driver_of(stub)
 
 
 def test_a_machine_without_a_driver_is_an_error_that_names_the_library() -> None:

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: TorchDevice keeps the contract of Device."""
+"""What only a CUDA device can show: CudaDevice keeps the contract of Device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import kernels
+from benchmarks.gpu.cuda import make_device
 from kvoffload.transfer.cuda.driver import Driver, DriverError
-from kvoffload.transfer.cuda.torch_device import TorchDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -45,11 +44,11 @@ def numbers(*values: int) -> np.ndarray:
 
 
 class Rig:
-    """A TorchDevice of one group, with memory for ``rows`` blocks."""
+    """A CudaDevice of one group, with memory for ``rows`` blocks."""
 
     def __init__(self, views: list[torch.Tensor], rows: int = 8) -> None:
         self.views = views
-        self.device = TorchDevice([PageGroup(views)])
+        self.device = make_device([PageGroup(views)])
         self.device.enter_thread()
         self.row_bytes = sum(view.shape[1] for view in views)
         self.staging = self.device.allocate(rows * self.row_bytes)
@@ -100,20 +99,6 @@ def test_blocks_go_to_the_host_and_back(make: Callable[[], Cache]) -> None:
     assert all(torch.equal(view, old) for view, old in zip(views, before, strict=True))
 
 
-@pytest.mark.skipif(kernels.kernel is None, reason="needs Triton")
-def test_triton_is_used_where_it_is_installed() -> None:
-    memory: dict[int, torch.Tensor] = {}
-
-    def allocate(nbytes: int) -> int:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=GPU)
-        memory[tensor.data_ptr()] = tensor
-        return int(tensor.data_ptr())
-
-    (copier,) = kernels.copiers([PageGroup(on_gpu(CACHES["bytes"]()))], allocate, lambda at, nbytes: memory[at])
-    assert isinstance(copier, kernels.TritonCopier)
-
-
-@pytest.mark.skipif(kernels.kernel is None, reason="needs Triton")
 def test_a_cache_of_40_gib_is_addressed_in_64_bits() -> None:
     num_blocks, page = 20 * GIB // (1 << 20), 1 << 20
     if torch.cuda.mem_get_info(GPU)[0] < 45 * GIB:
@@ -136,18 +121,6 @@ def test_a_cache_of_40_gib_is_addressed_in_64_bits() -> None:
     rig.device.scatter(rig.stream, 0, rig.blocks, rig.staging)
     rig.finish()
     assert torch.equal(whole[:, blocks], before)
-
-
-def test_torchs_functions_copy_memory_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "triton", None)
-    cache = CACHES["pages of several sizes"]()
-    rig = Rig(on_gpu(cache))
-    rig.choose([4, 1])
-    rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
-    rig.to_host(2)
-    rig.finish()
-    wanted = np.concatenate([view[[4, 1]] for view in cache.views], axis=1).ravel()
-    assert np.array_equal(rig.host[: len(wanted)], wanted)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -178,7 +151,7 @@ def test_a_stream_waits_for_an_event_only_if_it_was_made_to(waits: bool) -> None
 def test_time_between_events_is_that_of_the_work() -> None:
     rig = Rig(on_gpu(CACHES["bytes"]()))
     start, end = rig.device.new_event(), rig.device.new_event()
-    with torch.cuda.stream(rig.stream):
+    with torch.cuda.stream(torch.cuda.ExternalStream(rig.stream)):
         rig.device.record(start, rig.stream)
         torch.cuda._sleep(SLEEP_CYCLES)
         rig.device.record(end, rig.stream)
@@ -190,7 +163,7 @@ def test_time_between_events_is_that_of_the_work() -> None:
 def test_issuing_does_not_wait_for_the_device() -> None:
     rig = Rig(on_gpu(CACHES["layers outermost"]()))
     rig.choose([1, 2])
-    with torch.cuda.stream(rig.stream):
+    with torch.cuda.stream(torch.cuda.ExternalStream(rig.stream)):
         torch.cuda._sleep(SLEEP_CYCLES)
     rig.device.gather(rig.stream, 0, rig.blocks, rig.staging)
     rig.to_host(2)

@@ -95,7 +95,7 @@ def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: Host
     registration = register(pool, stub)
     pages = np.ones((4, MIB), np.uint8)
     tables = [page_table(PageGroup([pages]))]
-    transfer = CudaTransfer(tables, pool.data, PlainDevice(tables), registration, with_thread=False)
+    transfer = CudaTransfer(tables, pool.data, PlainDevice(tables), registration, with_threads=False)
     worker = OffloadingConnectorWorker(transfer)
     blocks = np.arange(4)
     spec = TransferSpec("r", LoadStoreSpec("CPU", blocks + 6), DeviceSpec(blocks, (4,), (0,)))

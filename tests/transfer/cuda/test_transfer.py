@@ -16,10 +16,13 @@ import pytest
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.native import load
+from kvoffload.transfer.cuda.calls import MAX_BLOCKS
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered, merge
 from kvoffload.transfer.cuda.transfer import CudaTransfer
+from tests.transfer.cuda.callbacks import CallbackDevice
 from tests.transfer.cuda.plain_device import PlainDevice, PlainEvent
 
 BLOCKS = SLOTS = 64
@@ -54,22 +57,38 @@ def packed() -> list[ByteArray]:
     return [whole[:, layer] for layer in range(4)]
 
 
+LOOPS = ["plain"] if load("_transfer") is None else ["plain", "native"]
+
+
+@pytest.fixture(params=LOOPS, autouse=True)
+def loop(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs each test with each loop."""
+    Rig.loop = request.param
+    yield Rig.loop
+    Rig.loop = LOOPS[0]
+
+
 class Rig:
+    loop = LOOPS[0]
+
     def __init__(
         self,
         *groups: PageGroup,
         registration: Any = None,
         limits: Limits = DEFAULT_LIMITS,
-        with_thread: bool = False,
+        with_threads: bool = False,
+        with_kernels: bool = True,
+        num_slots: int = SLOTS,
     ) -> None:
         self.groups = groups
         block_bytes = max(group.block_bytes for group in groups)
-        self.pool = np.zeros((SLOTS, block_bytes), np.uint8)
-        self.registration = registration or Ready()
+        self.pool = np.zeros((num_slots, block_bytes), np.uint8)
+        self.registration = registration or Ready(num_slots)
         tables = [page_table(group) for group in groups]
         self.device = PlainDevice(tables)
+        self.native = CallbackDevice(self.device, tables, with_kernels=with_kernels) if self.loop == "native" else None
         self.transfer = CudaTransfer(
-            tables, self.pool, self.device, self.registration, limits=limits, with_thread=with_thread
+            tables, self.pool, self.native or self.device, self.registration, limits=limits, with_threads=with_threads
         )
 
     def run(self) -> list[TransferResult]:
@@ -115,7 +134,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.transfer.close()
 
 
-SMALL_CHUNKS = Limits(chunk_bytes=4 * ROW)
+SMALL_CHUNKS = Limits(chunk_bytes=4 * ROW, stage_bytes=4 * ROW, fence_bytes=4 * ROW, direct_bytes=4 * ROW)
 """Chunks of four rows, if there is one group."""
 
 
@@ -156,7 +175,7 @@ def test_round_trip_of_jobs_of_several_groups(ready: int) -> None:
 
 
 def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied() -> None:
-    limits = Limits(chunk_bytes=ROW // 2, bounce_bytes=ROW // 2)
+    limits = Limits(chunk_bytes=ROW // 2, stage_bytes=1, fence_bytes=1, bounce_bytes=ROW // 2)
     for registration in (Ready(), Unregistered()):
         rig = Rig(PageGroup(apart()), registration=registration, limits=limits)
         rig.store(1, [3, 2], [4, 5])
@@ -388,6 +407,42 @@ def test_more_jobs_than_one_step_takes_in() -> None:
     assert all(rig.slot(i) == rig.block(i) for i in range(10))
 
 
+def test_a_fence_that_waits_long_for_another_thread_says_so_and_waits_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(PageGroup(apart()), limits=Limits(lock_warning_s=0.01))
+    is_copying, may_go_on = threading.Event(), threading.Event()
+    copy = rig.device.copy
+
+    def slow(*arguments: Any) -> None:
+        is_copying.set()
+        may_go_on.wait(60)
+        copy(*arguments)
+
+    def advance() -> None:
+        while rig.transfer.advance():
+            pass
+
+    monkeypatch.setattr(rig.device, "copy", slow)
+    rig.store(1, [0], [0])
+    rig.transfer.before_forward()
+    thread = threading.Thread(target=advance)
+    thread.start()
+    assert is_copying.wait(60)
+    rig.store(2, [1], [1])
+    fence = threading.Thread(target=lambda: rig.transfer.wait([2]))
+    fence.start()
+    deadline = time.monotonic() + 60
+    while "have waited" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    may_go_on.set()
+    thread.join()
+    fence.join()
+    assert "a call of the driver" in caplog.text
+    assert rig.slot(1) == rig.block(1)
+    assert sorted(ended(rig.run())) == [1, 2]
+
+
 # Jobs that copy nothing, jobs that cannot be copied.
 
 
@@ -442,9 +497,9 @@ def test_no_copy_begins_before_the_store_was_handed_over(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("operation", ["copy", "is_done", "gather", "scatter"])
-@pytest.mark.parametrize("with_thread", [False, True])
-def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str, with_thread: bool) -> None:
-    rig = Rig(PageGroup(apart()), with_thread=with_thread)
+@pytest.mark.parametrize("with_threads", [False, True])
+def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str, with_threads: bool) -> None:
+    rig = Rig(PageGroup(apart()), with_threads=with_threads)
     worker = OffloadingConnectorWorker(rig.transfer)
     spec = spec_of([0], ([0], 0))
     rig.device.raise_in = operation
@@ -452,7 +507,7 @@ def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str
     metas = iter([StepMeta(stores={1: spec}), StepMeta(loads={2: spec})])
     deadline = time.monotonic() + 60
     while not (total.broken and len(total.done) == 2) and time.monotonic() < deadline:
-        if not with_thread:
+        if not with_threads:
             try:
                 while rig.transfer.advance():
                     pass
@@ -471,7 +526,7 @@ def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str
 def test_an_error_in_a_fence_is_raised_to_its_caller(rig: Rig) -> None:
     rig.store(1, [0], [0])
     rig.device.raise_in = "copy"
-    with pytest.raises(RuntimeError, match="the driver failed in copy"):
+    with pytest.raises(RuntimeError, match="failed"):
         rig.transfer.wait([1])
     with pytest.raises(RuntimeError, match="the device failed"):
         rig.transfer.poll(busy=True)
@@ -490,12 +545,11 @@ def test_no_step_is_made_by_a_thread_that_waited_while_another_failed(
 
     def advance() -> None:
         with contextlib.suppress(RuntimeError):
-            rig.transfer.advance()
+            while rig.transfer.advance():
+                pass
 
     rig.store(1, [0], [0])
     rig.transfer.before_forward()
-    assert rig.transfer.advance()
-    rig.device.calls.clear()
     monkeypatch.setattr(rig.device, "copy", fail)
     threads = [threading.Thread(target=advance) for _ in range(2)]
     threads[0].start()
@@ -534,17 +588,17 @@ def test_close_does_not_free_memory_that_copies_use(make: Callable[[], list[Byte
 
 
 def test_a_waiting_thread_is_woken_by_the_end_of_a_job() -> None:
-    rig = Rig(PageGroup(apart()), with_thread=True)
+    rig = Rig(PageGroup(apart()), with_threads=True)
     rig.transfer.wait_any(60)
     rig.store(1, [0], [0])
     rig.transfer.wait_any(60)
     assert ended(rig.transfer.poll(busy=False)) == [1]
-    assert rig.device.threads == 1
+    assert rig.device.threads >= 1
     rig.transfer.close()
 
 
 def test_waiting_ends_at_its_timeout() -> None:
-    rig = Rig(PageGroup(apart()), with_thread=True)
+    rig = Rig(PageGroup(apart()), with_threads=True)
     rig.device.held = True
     rig.store(1, [0], [0])
     rig.transfer.wait_any(0.01)
@@ -607,15 +661,115 @@ def stress(rig: Rig, rounds: int = 300) -> int:
 def test_a_thread_beside_an_engine_that_overwrites_fenced_blocks(
     make: Callable[[], list[ByteArray]], ready: int
 ) -> None:
-    rig = Rig(PageGroup(make()), registration=Ready(ready), with_thread=True, limits=SMALL_CHUNKS)
+    rig = Rig(PageGroup(make()), registration=Ready(ready), with_threads=True, limits=SMALL_CHUNKS)
     assert stress(rig) > 0
     rig.transfer.close()
     assert rig.device.closed == 1, "the thread has ended"
 
 
 def test_without_its_fences_the_stress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(PageGroup(apart()), with_thread=True, limits=SMALL_CHUNKS)
+    rig = Rig(PageGroup(apart()), with_threads=True, limits=SMALL_CHUNKS)
     monkeypatch.setattr(rig.transfer, "wait", lambda job_ids, device_blocks: None)
     with pytest.raises(AssertionError):
         stress(rig)
     rig.transfer.close()
+
+
+# What only the native loop does.
+
+only_native = pytest.mark.parametrize("loop", LOOPS[1:], indirect=True)
+
+
+@only_native
+def test_a_refused_batch_is_copied_one_by_one_and_there_are_no_batches_any_more(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rig.native is not None
+    rig.native.refuses_batches = True
+    rig.store(1, [0, 20, 30], [1, 2, 3])
+    rig.transfer.before_forward()
+    assert ended(rig.run()) == [1]
+    assert [rig.slot(slot) for slot in (0, 20, 30)] == [rig.block(block) for block in (1, 2, 3)]
+    assert rig.calls("copy") == [1, 1, 1]
+    rig.native.refuses_batches = False
+    rig.load(2, [0, 20], [5, 6])
+    assert ended(rig.run()) == [2]
+    assert rig.native.num_batches == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "refused a batch" in caplog.text
+
+
+@only_native
+def test_an_error_of_one_copy_is_no_refusal(rig: Rig) -> None:
+    rig.device.raise_in = "copy"
+    rig.store(1, [0], [1])
+    rig.transfer.before_forward()
+    while rig.transfer.advance():
+        pass
+    with pytest.raises(RuntimeError) as error:
+        rig.transfer.poll(busy=False)
+    assert str(error.value.__cause__) == "cuMemcpyBatchAsync of 1 copies failed: CUDA error (719)"
+
+
+@only_native
+def test_without_kernels_the_runs_of_blocks_are_copied(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(PageGroup(apart()), with_kernels=False)
+    before = rig.block(3)
+    rig.store(1, [7], [3])
+    rig.transfer.before_forward()
+    assert ended(rig.run()) == [1]
+    assert rig.calls("copy") == [3], "a copy per layer"
+    assert rig.slot(7) == before
+    for view in rig.groups[0].views:
+        view[3] = 0
+    rig.load(2, [7], [3])
+    assert ended(rig.run()) == [2]
+    assert rig.block(3) == before
+    assert not rig.calls("gather")
+
+
+@only_native
+def test_more_rows_than_the_numbers_of_one_launch() -> None:
+    num = 2 * MAX_BLOCKS + 5
+    views = [noise(num, 16), noise(num, 24)]
+    rig = Rig(PageGroup(views), num_slots=num)
+    rig.store(1, range(num), range(num - 1, -1, -1))
+    rig.transfer.before_forward()
+    assert ended(rig.run()) == [1]
+    assert rig.calls("gather") == [MAX_BLOCKS, MAX_BLOCKS, 5]
+    assert np.array_equal(rig.pool, np.concatenate(views, axis=1)[::-1])
+
+
+@only_native
+def test_a_fence_beside_full_traffic_has_streams_and_staging_memory_of_its_own() -> None:
+    """So nothing is in front of its gather. Where rows are in flight, they are gathered already."""
+    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
+    rig.device.held = True
+    rig.store(1, range(64), range(64))
+    rig.transfer.before_forward()
+    rig.run()
+    ordinary = {event.stream for event in rig.device.events if event.recorded}
+    rig.device.waits.clear()
+    rig.transfer.wait([1], {63})
+    (at, fenced), *copied = [(stream, event) for stream, event in rig.device.waits if stream not in ordinary]
+    assert at not in ordinary
+    assert fenced in engine_events(rig), "the gather waits for the engine's point and for nothing else"
+    assert len(copied) == 1, "its copy waits for the gather"
+    assert engine_waits(rig) == 1
+    rig.transfer.wait([1], {0})
+    assert [stream for stream, _ in rig.device.waits] == ["engine"]
+    rig.device.release()
+    assert ended(rig.run()) == [1]
+
+
+@only_native
+def test_chunks_of_a_fence_share_its_staging_memory_one_after_another() -> None:
+    rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
+    rig.device.held = True
+    rig.store(1, range(12), range(12))
+    rig.transfer.wait([1])
+    streams = {stream for stream, event in rig.device.waits if stream != "engine" and event.stream != "engine"}
+    waits = [event for stream, event in rig.device.waits if stream in streams and event.stream in streams]
+    assert len(waits) == 3 + 2, "each copy waits for its gather, and a gather for the copy before it"
+    rig.device.release()
+    assert ended(rig.run()) == [1]

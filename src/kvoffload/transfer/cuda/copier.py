@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvoffload.abc import TransferResult, TransferSpec
 from kvoffload.transfer.copies import Numbers, copy_rows
 from kvoffload.transfer.cuda.device import Device, Event, Stream
 from kvoffload.transfer.cuda.limits import Limits
+from kvoffload.transfer.cuda.loop import WAITS_FOR_DRIVER
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.pipeline import Pipeline
 from kvoffload.transfer.cuda.rows import JOB, NBYTES, Batch, Point, RowArray
@@ -71,8 +73,7 @@ class Copier:
 
     def advance(self) -> bool:
         """Makes one step. Returns whether there was anything to do."""
-        # A fence may take long if the launch queue is full. That is no reason to give up.
-        with self._locked(timeout_s=-1):
+        with self._locked():
             return (
                 self._finish(self._loads)
                 or self._finish(self._stores)
@@ -109,10 +110,10 @@ class Copier:
             self.error = error
 
     @contextlib.contextmanager
-    def _locked(self, timeout_s: float | None = None, after_error: bool = False) -> Iterator[None]:
-        timeout_s = self._limits.lock_deadline_s if timeout_s is None else timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
-            raise TimeoutError(f"the thread that copies has not issued a chunk within {timeout_s} s")
+    def _locked(self, after_error: bool = False) -> Iterator[None]:
+        begin = time.monotonic()
+        while not self._lock.acquire(timeout=self._limits.lock_warning_s):
+            logger.warning(WAITS_FOR_DRIVER, time.monotonic() - begin)
         try:
             # The other thread may have failed while this one waited for the lock.
             if self.error is not None and not after_error:

@@ -75,6 +75,10 @@ class Device(ABC):
         or all from the host to the device. Host memory must be registered or come from ``allocate_host``. The copies
         may run in any order. The arrays may be changed after the call."""
 
+    def can_gather(self, group: int) -> bool:
+        """Returns whether ``gather`` and ``scatter`` work for a group. If not, its blocks are copied run by run."""
+        return True
+
     @abstractmethod
     def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         """Enqueues copies of device blocks of a group into consecutive rows at ``staging``, a multiple of 16, one block

@@ -1,19 +1,24 @@
-"""Functions of the CUDA driver that torch does not offer, called with ctypes: batched copies, registered host memory,
-device memory of our own, the capture mode of threads, and the NUMA node of a device.
+"""Functions of the CUDA driver, called with ctypes.
 
-Every call releases the interpreter's lock, so that the engine's thread runs while the driver works. Errors of these
-calls are returned, not kept: unlike those of the CUDA runtime, they do not show up again at the engine's next call.
+Calls release the interpreter's lock, so that the engine's thread runs while the driver works, except those that never
+block and take well under a microsecond. Errors of these calls are returned, not kept: unlike those of the CUDA runtime,
+they do not show up again at the engine's next call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvoffload.transfer.cuda.device import Addresses
+
+logger = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 
@@ -24,9 +29,13 @@ BATCH_VERSION = 12080
 """The CUDA version whose cuMemcpyBatchAsync is called. That of 13.0 has the same name and one argument fewer."""
 
 SYSFS_DEVICES = Path("/sys/bus/pci/devices")
+MODULE_VERSION = Path("/sys/module/nvidia/version")
+
+INVALID_VALUE, NOT_READY, NOT_SUPPORTED = 1, 600, 801
+"""Errors of the driver."""
 
 _SUCCESS = 0
-_REGISTER_PORTABLE = 1
+_PORTABLE = 1
 _STREAM_NON_BLOCKING = 1
 _CAPTURE_RELAXED = 2
 _ORDER_STREAM = 1
@@ -36,27 +45,59 @@ _LEGACY_STREAMS = (0, 1)
 _NO_COPY = ctypes.c_size_t(-1).value
 """What the driver reports if an error does not belong to one copy of a batch."""
 
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_POINTER, _SIZE, _INT, _UINT, _ADDRESS = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (ctypes.c_uint,),
+    "cuInit": (_UINT,),
+    "cuDriverGetVersion": (_POINTER,),
     "cuDeviceGet": (_POINTER, _INT),
+    "cuDeviceGetAttribute": (_POINTER, _INT, _INT),
     "cuDeviceGetPCIBusId": (_POINTER, _INT, _INT),
     "cuDevicePrimaryCtxRetain": (_POINTER, _INT),
     "cuDevicePrimaryCtxRelease_v2": (_INT,),
+    "cuCtxGetCurrent": (_POINTER,),
     "cuCtxSetCurrent": (_POINTER,),
+    "cuCtxSynchronize": (),
     "cuThreadExchangeStreamCaptureMode": (_POINTER,),
-    "cuStreamCreate": (_POINTER, ctypes.c_uint),
+    "cuStreamCreate": (_POINTER, _UINT),
     "cuStreamDestroy_v2": (_POINTER,),
+    "cuStreamWaitEvent": (_POINTER, _POINTER, _UINT),
+    "cuEventCreate": (_POINTER, _UINT),
+    "cuEventDestroy_v2": (_POINTER,),
+    "cuEventRecord": (_POINTER, _POINTER),
+    "cuEventQuery": (_POINTER,),
+    "cuEventElapsedTime": (_POINTER, _POINTER, _POINTER),
     "cuMemAlloc_v2": (_POINTER, _SIZE),
-    "cuMemFree_v2": (ctypes.c_uint64,),
-    "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
+    "cuMemFree_v2": (_ADDRESS,),
+    "cuMemHostAlloc": (_POINTER, _SIZE, _UINT),
+    "cuMemFreeHost": (_POINTER,),
+    "cuMemHostRegister_v2": (_POINTER, _SIZE, _UINT),
     "cuMemHostUnregister": (_POINTER,),
-    "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER),
+    "cuMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
+    "cuMemcpyDtoH_v2": (_POINTER, _ADDRESS, _SIZE),
+    "cuMemcpyHtoD_v2": (_ADDRESS, _POINTER, _SIZE),
+    "cuModuleLoadData": (_POINTER, ctypes.c_char_p),
+    "cuModuleUnload": (_POINTER,),
+    "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
+    "cuLaunchKernel": (_POINTER, *[_UINT] * 7, _POINTER, _POINTER, _POINTER),
     "cuGetErrorName": (_INT, _POINTER),
-    "cuGetProcAddress_v2": (ctypes.c_char_p, _POINTER, _INT, ctypes.c_uint64, _POINTER),
+    "cuGetProcAddress_v2": (ctypes.c_char_p, _POINTER, _INT, _ADDRESS, _POINTER),
 }
+_QUICK = ("cuEventQuery", "cuEventElapsedTime")
+"""Calls for which the interpreter's lock is kept. To get it back may take 5 ms beside a thread that runs Python."""
 _Batch = ctypes.CFUNCTYPE(_INT, *[_POINTER] * 3, _SIZE, *[_POINTER] * 2, _SIZE, *[_POINTER] * 2)
 """targets, sources, sizes, count; attributes, first copy of each, number of attributes; failed copy, stream"""
+
+
+class Attribute(enum.IntEnum):
+    """Attributes of a device, by the driver's numbers."""
+
+    MULTIPROCESSORS = 16
+    COMPUTE_MODE = 20
+    UNIFIED_ADDRESSING = 41
+    CAPABILITY_MAJOR = 75
+    CAPABILITY_MINOR = 76
+    CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
+    HOST_REGISTER_SUPPORTED = 99
 
 
 class _Location(ctypes.Structure):
@@ -72,7 +113,7 @@ class _Attributes(ctypes.Structure):
         ("source_order", _INT),
         ("source", _Location),
         ("target", _Location),
-        ("flags", ctypes.c_uint),
+        ("flags", _UINT),
     ]
 
 
@@ -87,87 +128,57 @@ class DriverError(RuntimeError):
 class Driver:
     """The CUDA driver, for the device with number ``device`` among those that this process sees.
 
-    Holds the device's primary context, which torch uses too, until ``close``. A thread calls ``enter_thread`` before
-    anything else; the thread that makes the object needs that only if it has not used the device yet. Calls raise
+    A thread calls ``enter_thread``, or ``use_context`` on the engine's thread, before it calls anything but
+    ``attribute``, ``version`` and ``numa_node``. The first of these calls retains the device's primary context, which
+    torch uses too, until ``close``: a process that never makes one creates no context on the device. Calls raise
     DriverError.
     """
 
     def __init__(self, device: int, library: str = LIBRARY) -> None:
         try:
             self._library = ctypes.CDLL(library)
+            quick = ctypes.PyDLL(library)
         except OSError as error:
             raise RuntimeError(f"the CUDA driver {library} cannot be loaded: {error}") from error
+        self._functions: dict[str, Any] = {}
         for name, arguments in _SIGNATURES.items():
-            function = getattr(self._library, name, None)
+            function = getattr(quick if name in _QUICK else self._library, name, None)
             if function is not None:
                 function.argtypes, function.restype = arguments, _INT
+                self._functions[name] = function
         self._call("cuInit", 0)
         number = _INT()
         self._call("cuDeviceGet", ctypes.byref(number), device)
         self._number = number.value
-        context = _POINTER()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._number)
-        self._context = context.value
-        self._is_closed = False
+        self._context: int | None = None
         self._batch = self._find_batch()
 
+    # The device.
+
     @property
-    def copies_in_batches(self) -> bool:
-        """Whether the driver has cuMemcpyBatchAsync (CUDA 12.8 and later)."""
-        return self._batch is not None
+    def version(self) -> str:
+        """The version of CUDA that the driver has, such as "12.8", and that of its kernel module if that is known."""
+        number = _INT()
+        self._call("cuDriverGetVersion", ctypes.byref(number))
+        text = f"{number.value // 1000}.{number.value % 1000 // 10}"
+        try:
+            return f"{text} (driver {MODULE_VERSION.read_text().strip()})"
+        except OSError:
+            return text
 
-    def enter_thread(self) -> None:
-        """Makes the device's context current in the calling thread, and lets the thread call the driver while another
-        thread captures a CUDA graph."""
-        self._call("cuCtxSetCurrent", self._context)
-        mode = _INT(_CAPTURE_RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    def attribute(self, which: Attribute) -> int:
+        value = _INT()
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), which, self._number)
+        return value.value
 
-    def new_stream(self) -> int:
-        """Returns the handle of a new stream, which does not wait for the default stream."""
-        stream = _POINTER()
-        self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
-        assert stream.value is not None
-        return stream.value
-
-    def destroy_stream(self, stream: int) -> None:
-        """Ends a stream from ``new_stream``, whose work has ended."""
-        self._call("cuStreamDestroy_v2", stream)
-
-    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Enqueues copies of ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order.
-
-        The stream must not be the default stream. No copy may span two registrations of host memory.
-        """
-        if stream in _LEGACY_STREAMS:
-            raise ValueError("copies cannot be issued on the default stream")
-        arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, sizes)]
-        if len({each.shape for each in arrays}) > 1 or arrays[0].ndim != 1:
-            raise ValueError(f"targets, sources and sizes have the shapes {[each.shape for each in arrays]}")
-        if self._batch is None:
-            for target, source, size in zip(*(each.tolist() for each in arrays), strict=True):
-                self._call("cuMemcpyAsync", target, source, size, stream)
-            return
-        for first in range(0, len(arrays[0]), MAX_COPIES_PER_CALL):
-            self._copy_batch(stream, *(each[first : first + MAX_COPIES_PER_CALL] for each in arrays))
-
-    def allocate(self, nbytes: int) -> int:
-        """Returns the address of new device memory, which torch knows nothing of."""
-        address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
-        return address.value
-
-    def free(self, address: int) -> None:
-        """Frees memory from ``allocate``. Waits until the device is idle."""
-        self._call("cuMemFree_v2", address)
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-locks host memory, which devices then copy to and from directly. Takes about 0.1 s per GB."""
-        self._call("cuMemHostRegister_v2", address, nbytes, _REGISTER_PORTABLE)
-
-    def unregister(self, address: int) -> None:
-        """Undoes ``register`` of the memory that begins at ``address``. Waits for no copy that still runs."""
-        self._call("cuMemHostUnregister", address)
+    @property
+    def copies_registered_memory(self) -> bool:
+        """Whether the device copies to and from registered host memory by the addresses of the host. It does not under
+        WSL2, where such a copy ends the context."""
+        return bool(
+            self.attribute(Attribute.HOST_REGISTER_SUPPORTED)
+            and self.attribute(Attribute.CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
+        )
 
     def numa_node(self, sysfs: Path = SYSFS_DEVICES) -> int | None:
         """Returns the NUMA node to which the device is attached, or None if the machine does not say."""
@@ -179,23 +190,171 @@ class Driver:
             return None
         return node if node >= 0 else None
 
+    # The context.
+
+    def enter_thread(self) -> None:
+        """Makes the device's context current in the calling thread, and lets the thread call the driver while another
+        thread captures a CUDA graph."""
+        self._retain()
+        self._call("cuCtxSetCurrent", self._context)
+        mode = _INT(_CAPTURE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def use_context(self) -> None:
+        """Makes the device's context current in the calling thread unless the thread has one."""
+        self._retain()
+        current = _POINTER()
+        self._call("cuCtxGetCurrent", ctypes.byref(current))
+        if current.value is None:
+            self._call("cuCtxSetCurrent", self._context)
+
+    def synchronize(self) -> None:
+        """Waits until the device is idle."""
+        self._call("cuCtxSynchronize")
+
     def close(self) -> None:
         """Gives the device's context back, which lives on if torch uses it. May be called twice."""
-        if not self._is_closed:
-            self._is_closed = True
+        if self._context is not None:
+            self._context = None
             self._call("cuDevicePrimaryCtxRelease_v2", self._number)
+
+    def _retain(self) -> None:
+        if self._context is None:
+            context = _POINTER()
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._number)
+            self._context = context.value
+
+    # Streams and events. All are handles.
+
+    def new_stream(self) -> int:
+        """Returns a new stream, which does not wait for the default stream."""
+        return self._new("cuStreamCreate", _STREAM_NON_BLOCKING)
+
+    def destroy_stream(self, stream: int) -> None:
+        """Ends a stream from ``new_stream``, whose work has ended."""
+        self._call("cuStreamDestroy_v2", stream)
+
+    def new_event(self) -> int:
+        """Returns a new event with a time, which counts as reached until it is recorded."""
+        return self._new("cuEventCreate", 0)
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy_v2", event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Makes later work on ``stream`` wait for ``event`` as recorded now."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def is_done(self, event: int) -> bool:
+        code = self._functions["cuEventQuery"](event)
+        if code not in (_SUCCESS, NOT_READY):
+            raise DriverError("cuEventQuery", self._name(code), code)
+        return bool(code == _SUCCESS)
+
+    def seconds_between(self, start: int, end: int) -> float:
+        milliseconds = ctypes.c_float()
+        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
+        return milliseconds.value / 1e3
+
+    # Memory.
+
+    def allocate(self, nbytes: int) -> int:
+        """Returns the address of new device memory, which torch knows nothing of."""
+        address = _ADDRESS()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Frees memory from ``allocate``. Waits until the device is idle."""
+        self._call("cuMemFree_v2", address)
+
+    def allocate_host(self, nbytes: int) -> int:
+        """Returns the address of new page-locked host memory, which every device can copy to and from."""
+        return self._new("cuMemHostAlloc", nbytes, _PORTABLE)
+
+    def free_host(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-locks host memory, which devices then copy to and from directly. Takes about 0.1 s per GB."""
+        self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        """Undoes ``register`` of the memory that begins at ``address``. Waits for no copy that still runs."""
+        self._call("cuMemHostUnregister", address)
+
+    # Copies.
+
+    @property
+    def copies_in_batches(self) -> bool:
+        """Whether copies are issued with cuMemcpyBatchAsync: from CUDA 12.8 on, unless it has failed."""
+        return self._batch is not None
+
+    def stop_batches(self) -> None:
+        """Issues copies one by one from now on."""
+        self._batch = None
+
+    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """Enqueues copies of ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order.
+
+        The stream must not be the default stream. No copy may span two registrations of host memory. Copies of a batch
+        that the driver refuses are issued once more, one by one, and those after it too.
+        """
+        if stream in _LEGACY_STREAMS:
+            raise ValueError("copies cannot be issued on the default stream")
+        arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, sizes)]
+        if len({each.shape for each in arrays}) > 1 or arrays[0].ndim != 1:
+            raise ValueError(f"targets, sources and sizes have the shapes {[each.shape for each in arrays]}")
+        for first in range(0, len(arrays[0]), MAX_COPIES_PER_CALL):
+            part = [each[first : first + MAX_COPIES_PER_CALL] for each in arrays]
+            if self._batch is None or not self._copy_batch(stream, *part):
+                for target, source, size in zip(*(each.tolist() for each in part), strict=True):
+                    self._call("cuMemcpyAsync", target, source, size, stream)
+
+    def read(self, address: int, into: int, nbytes: int) -> None:
+        """Copies device memory to host memory of any kind, and waits for that."""
+        self._call("cuMemcpyDtoH_v2", into, address, nbytes)
+
+    def write(self, address: int, source: int, nbytes: int) -> None:
+        """Copies host memory of any kind to device memory, and waits for that."""
+        self._call("cuMemcpyHtoD_v2", address, source, nbytes)
+
+    # Kernels.
+
+    def load_module(self, code: bytes) -> int:
+        """Compiles PTX for the device, and returns the module."""
+        return self._new("cuModuleLoadData", code)
+
+    def unload_module(self, module: int) -> None:
+        self._call("cuModuleUnload", module)
+
+    def function(self, module: int, name: str) -> int:
+        return self._new("cuModuleGetFunction", module, name.encode())
+
+    def launch(self, function: int, programs: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
+        """Enqueues a kernel. ``arguments`` are objects of ctypes, whose values are read in the call."""
+        pointers = (_POINTER * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+        self._call("cuLaunchKernel", function, programs, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+
+    def address_of(self, name: str) -> int:
+        """Returns the address of a function, for native code."""
+        address = self._batch if name == "cuMemcpyBatchAsync" else self._functions.get(name)
+        return 0 if address is None else int(ctypes.cast(address, _POINTER).value or 0)
 
     def _find_batch(self) -> Any:
         """Returns cuMemcpyBatchAsync with the arguments of CUDA 12.8, or None if the driver is older."""
-        if not hasattr(self._library, "cuGetProcAddress_v2"):
+        find = self._functions.get("cuGetProcAddress_v2")
+        if find is None:
             return None
         address, status = _POINTER(), _INT()
-        code = self._library.cuGetProcAddress_v2(
-            b"cuMemcpyBatchAsync", ctypes.byref(address), BATCH_VERSION, 0, ctypes.byref(status)
-        )
+        code = find(b"cuMemcpyBatchAsync", ctypes.byref(address), BATCH_VERSION, 0, ctypes.byref(status))
         return _Batch(address.value) if code == _SUCCESS and address.value else None
 
-    def _copy_batch(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+    def _copy_batch(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> bool:
+        """Returns whether the driver took the batch."""
         attributes = _Attributes(source_order=_ORDER_STREAM, flags=_PREFER_OVERLAP)
         first, failed = _SIZE(0), _SIZE(_NO_COPY)
         code = self._batch(
@@ -209,14 +368,32 @@ class Driver:
             ctypes.addressof(failed),
             stream,
         )
-        if code != _SUCCESS:
-            what, at = f"cuMemcpyBatchAsync of {len(sizes)} copies", failed.value
-            if at < len(sizes):
-                what += f" at copy {at} ({sizes[at]} bytes from {sources[at]:#x} to {targets[at]:#x})"
+        if code == _SUCCESS:
+            return True
+        what, at = f"cuMemcpyBatchAsync of {len(sizes)} copies", failed.value
+        if at < len(sizes):
+            what += f" at copy {at} ({sizes[at]} bytes from {sources[at]:#x} to {targets[at]:#x})"
+        if code not in (INVALID_VALUE, NOT_SUPPORTED):
             raise DriverError(what, self._name(code), code)
+        logger.warning(
+            "kvoffload: %s failed: %s (%d). Copies are issued one by one from now on, which is slower; a newer driver "
+            "may help (this one has CUDA %s)",
+            what,
+            self._name(code),
+            code,
+            self.version,
+        )
+        self.stop_batches()
+        return False
+
+    def _new(self, function: str, *arguments: Any) -> int:
+        """Calls a function that returns a handle through its first argument."""
+        handle = _POINTER()
+        self._call(function, ctypes.byref(handle), *arguments)
+        return int(handle.value or 0)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        function = getattr(self._library, name, None)
+        function = self._functions.get(name)
         if function is None:
             raise RuntimeError(f"the CUDA driver has no function {name}: update the driver to CUDA 12 or later")
         code = function(*arguments)
@@ -225,6 +402,6 @@ class Driver:
 
     def _name(self, code: int) -> str:
         text = ctypes.c_char_p()
-        if self._library.cuGetErrorName(code, ctypes.byref(text)) != _SUCCESS or text.value is None:
+        if self._functions["cuGetErrorName"](code, ctypes.byref(text)) != _SUCCESS or text.value is None:
             return "unknown error"
         return text.value.decode()

@@ -20,7 +20,7 @@ struct Blocks {
 
 /* Copies the pieces of all rows. Each warp takes one piece of one row at a time. */
 #define KERNEL(NAME, WORD, GATHERS)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(512)                                                                  \
         NAME(const Piece *pieces, unsigned long long staging, unsigned long long row_bytes, unsigned num_pieces,       \
              unsigned num_rows, const __grid_constant__ Blocks blocks) {                                               \
         unsigned lane = threadIdx.x % WARP, warps = gridDim.x * blockDim.x / WARP;                                     \
@@ -33,12 +33,13 @@ struct Blocks {
             const WORD *from = GATHERS ? page : place;                                                                 \
             WORD *to = GATHERS ? place : page;                                                                         \
             unsigned count = (unsigned long long)piece.nbytes / sizeof(WORD), at = lane;                               \
-            _Pragma("unroll 1") for (; at + (AT_ONCE - 1) * WARP < count; at += AT_ONCE * WARP) {                      \
+            _Pragma("unroll 1") for (; at < count; at += AT_ONCE * WARP) {                                             \
                 WORD words[AT_ONCE];                                                                                   \
-                _Pragma("unroll") for (int i = 0; i < AT_ONCE; i++) words[i] = from[at + i * WARP];                    \
-                _Pragma("unroll") for (int i = 0; i < AT_ONCE; i++) to[at + i * WARP] = words[i];                      \
+                _Pragma("unroll") for (int i = 0; i < AT_ONCE; i++)                                                    \
+                    if (at + i * WARP < count) words[i] = from[at + i * WARP];                                         \
+                _Pragma("unroll") for (int i = 0; i < AT_ONCE; i++)                                                    \
+                    if (at + i * WARP < count) to[at + i * WARP] = words[i];                                           \
             }                                                                                                          \
-            _Pragma("unroll 1") for (; at < count; at += WARP) to[at] = from[at];                                      \
         }                                                                                                              \
     }
 

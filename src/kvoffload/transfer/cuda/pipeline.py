@@ -97,14 +97,15 @@ class Pipeline:
         self._block_bytes = [table.device_block_bytes for table in tables]
         largest = max(self._block_bytes, default=0)
         padding = ROW_ALIGNMENT * (len(tables) - 1)
-        half_bytes = max(limits.chunk_bytes, largest + padding)
+        is_direct = all(len(table.runs) <= 1 for table in tables)
+        half_bytes = max(limits.direct_bytes if is_direct else limits.chunk_bytes, largest + padding)
         self._max_bytes = half_bytes - padding
         self._halves: deque[Half] = deque()
-        if any(len(table.runs) > 1 for table in tables):
+        if not is_direct:
             self._halves += (Half(device.allocate(half_bytes)) for _ in range(2))
         self.staging_bytes = half_bytes * len(self._halves)
         """Device memory that was allocated."""
-        self._bounce = slots.new_bounce_buffers(limits, largest)
+        self._bounce = slots.new_bounce_buffers(device, limits, largest)
 
     @property
     def is_idle(self) -> bool:

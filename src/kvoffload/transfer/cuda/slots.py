@@ -53,27 +53,22 @@ class BounceBuffer:
 class HostSlots:
     """The slots of a pool, shape (num_slots, slot_bytes), as addresses."""
 
-    def __init__(self, pool_data: ByteArray, registration: Registration, device: Device) -> None:
+    def __init__(self, pool_data: ByteArray, registration: Registration) -> None:
         if not pool_data.flags.c_contiguous:
             raise ValueError("the slots of a pool must be one piece of memory")
         self.num_slots, self.slot_bytes = pool_data.shape
         self._bytes = pool_data.reshape(-1)
         self._address = int(pool_data.ctypes.data)
         self._registration = registration
-        self._device = device
+
+    def new_bounce_buffers(self, device: Device, limits: Limits, largest: int) -> list[BounceBuffer]:
+        """Returns new buffers for these slots, see ``new_bounce_buffers``."""
+        return new_bounce_buffers(device, self._registration, self.num_slots, limits, largest)
 
     def are_ready(self, slots: Numbers) -> bool:
         """Returns whether the device may copy to and from all of these slots."""
         num_ready = self._registration.num_ready_slots
         return num_ready >= self.num_slots or int(slots.max()) < num_ready
-
-    def new_bounce_buffers(self, limits: Limits, largest: int) -> list[BounceBuffer]:
-        """Returns new buffers for rows of at most ``largest`` bytes; none if all slots are ready already."""
-        if self._registration.num_ready_slots >= self.num_slots:
-            return []
-        nbytes = max(limits.bounce_bytes, largest)
-        arrays = [self._device.allocate_host(nbytes) for _ in range(limits.num_bounce_buffers)]
-        return [BounceBuffer(data, int(data.ctypes.data)) for data in arrays]
 
     def addresses(self, rows: RowArray) -> Addresses:
         addresses: Addresses = self._address + rows[OFFSET]
@@ -99,6 +94,17 @@ class HostSlots:
         places = np.cumsum(rows[NBYTES]) - rows[NBYTES]
         at, offsets, sizes = merge(places, rows[OFFSET], rows[NBYTES], np.zeros_like(places))
         return list(zip(at.tolist(), offsets.tolist(), sizes.tolist(), strict=True))
+
+
+def new_bounce_buffers(
+    device: Device, registration: Registration, num_slots: int, limits: Limits, largest: int
+) -> list[BounceBuffer]:
+    """Returns new buffers for rows of at most ``largest`` bytes; none if all ``num_slots`` slots are ready already."""
+    if registration.num_ready_slots >= num_slots:
+        return []
+    nbytes = max(limits.bounce_bytes, largest)
+    arrays = [device.allocate_host(nbytes) for _ in range(limits.num_bounce_buffers)]
+    return [BounceBuffer(data, int(data.ctypes.data)) for data in arrays]
 
 
 def merge(

@@ -1,0 +1,224 @@
+"""A CUDA device, used through the driver alone: streams, events, memory, batched copies, and kernels of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvoffload.abc import ByteArray
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.calls import MAX_BLOCKS, DriverCalls, Kernel
+from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
+from kvoffload.transfer.cuda.driver import LIBRARY, Driver, DriverError
+from kvoffload.transfer.cuda.kernels import cut, kernel_code, make_kernel
+from kvoffload.transfer.cuda.pages import PageTable
+from kvoffload.transfer.cuda.start_check import StartCheck
+
+logger = logging.getLogger(__name__)
+
+CALLS = {
+    "copy_batch": "cuMemcpyBatchAsync",
+    "copy": "cuMemcpyAsync",
+    "launch": "cuLaunchKernel",
+    "record": "cuEventRecord",
+    "wait": "cuStreamWaitEvent",
+    "query": "cuEventQuery",
+    "elapsed": "cuEventElapsedTime",
+}
+"""The functions of the driver by the fields of DriverCalls."""
+
+
+class CudaDevice(Device):
+    """The CUDA device with ``number`` among those that this process sees, which holds the pages of ``tables``.
+
+    Made on the engine's thread before the cache is in use, because kernels and copies are tried on its pages, whose
+    bytes are put back. ``engine_stream`` returns the handle of the stream on which the engine issues its work, such as
+    ``torch.cuda.current_stream().cuda_stream``. With ``batched_copies`` False copies are issued one by one.
+
+    Memory and streams are the driver's. Torch's memory may belong to a pool of the engine, which loses its contents
+    when the engine sleeps, and work on other streams may still use it; torch's streams are the same 32 again and again,
+    so one of them could be a stream on which the engine works or captures a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[PageTable],
+        number: int,
+        engine_stream: Callable[[], int],
+        *,
+        library: str = LIBRARY,
+        batched_copies: bool = True,
+    ) -> None:
+        self._driver = Driver(number, library)
+        self._driver.use_context()
+        self._engine_stream = engine_stream
+        self._memory: list[int] = []
+        self._host: list[int] = []
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        self._module: int | None = None
+        self._kernels: list[Kernel | None] = [None for _ in tables]
+        if not batched_copies:
+            self._driver.stop_batches()
+        try:
+            self._load_kernels(tables)
+            self._check(tables)
+        except Exception:
+            self.close()
+            raise
+
+    def enter_thread(self) -> None:
+        self._driver.enter_thread()
+
+    def new_stream(self) -> Stream:
+        self._streams.append(self._driver.new_stream())
+        return self._streams[-1]
+
+    def engine_stream(self) -> Stream:
+        return self._engine_stream()
+
+    def new_event(self) -> Event:
+        self._events.append(self._driver.new_event())
+        return self._events[-1]
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self._driver.record(event, stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._driver.wait(stream, event)
+
+    def is_done(self, event: Event) -> bool:
+        return self._driver.is_done(event)
+
+    def seconds_between(self, start: Event, end: Event) -> float:
+        return self._driver.seconds_between(start, end)
+
+    def allocate(self, nbytes: int) -> int:
+        self._memory.append(self._driver.allocate(nbytes))
+        return self._memory[-1]
+
+    def allocate_host(self, nbytes: int) -> ByteArray:
+        self._host.append(self._driver.allocate_host(nbytes))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self._host[-1]))
+
+    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        self._driver.copy(stream, targets, sources, sizes)
+
+    @property
+    def batches(self) -> bool:
+        """Whether copies are issued in batches."""
+        return self._driver.copies_in_batches
+
+    def can_gather(self, group: int) -> bool:
+        return self._kernels[group] is not None
+
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        kernel = self._kernel(group)
+        self._launch(kernel, kernel.gather, stream, blocks, staging)
+
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        kernel = self._kernel(group)
+        self._launch(kernel, kernel.scatter, stream, blocks, staging)
+
+    def native_calls(self) -> DriverCalls | None:
+        addresses = {field: self._driver.address_of(name) for field, name in CALLS.items()}
+        if not all(address for field, address in addresses.items() if field != "copy_batch"):
+            return None
+        return DriverCalls(**addresses, kernels=tuple(self._kernels))
+
+    def close(self) -> None:
+        driver = self._driver
+        try:
+            for handles, free in (
+                (self._memory, driver.free),
+                (self._host, driver.free_host),
+                (self._events, driver.destroy_event),
+                (self._streams, driver.destroy_stream),
+            ):
+                while handles:
+                    free(handles.pop())
+            if self._module is not None:
+                driver.unload_module(self._module)
+                self._module = None
+            driver.close()
+        except DriverError:
+            # A device that has failed frees nothing any more.
+            logger.exception("kvoffload: memory of the device could not be freed")
+
+    def _kernel(self, group: int) -> Kernel:
+        kernel = self._kernels[group]
+        if kernel is None:
+            raise ValueError(f"group {group} has no kernel: its blocks are one piece of memory, or copied run by run")
+        return kernel
+
+    def _launch(self, kernel: Kernel, function: int, stream: Stream, blocks: Numbers, staging: int) -> None:
+        if staging % 16:
+            raise ValueError(f"rows begin at {staging:#x}, which is not a multiple of 16")
+        for first in range(0, len(blocks), MAX_BLOCKS):
+            part = blocks[first : first + MAX_BLOCKS]
+            arguments = (
+                ctypes.c_uint64(kernel.pieces),
+                ctypes.c_uint64(staging + first * kernel.row_bytes),
+                ctypes.c_uint64(kernel.row_bytes),
+                ctypes.c_uint32(kernel.num_pieces),
+                ctypes.c_uint32(len(part)),
+                (ctypes.c_int32 * MAX_BLOCKS)(*part.tolist()),
+            )
+            programs = min(kernel.max_programs, max(1, round(len(part) / kernel.rows_per_program)))
+            self._driver.launch(function, programs, kernel.threads, stream, arguments)
+
+    def _load_kernels(self, tables: Sequence[PageTable]) -> None:
+        """Makes the kernels of all groups whose blocks have several pieces. Without one, blocks are copied run by
+        run."""
+        wanted = [g for g, table in enumerate(tables) if len(table.runs) > 1]
+        if not wanted:
+            return
+        try:
+            self._module = self._driver.load_module(kernel_code())
+            for g in wanted:
+                pieces = cut(tables[g])
+                address = self.allocate(pieces.nbytes)
+                self._driver.write(address, int(pieces.ctypes.data), pieces.nbytes)
+                self._kernels[g] = make_kernel(self._driver, self._module, tables[g], address)
+        except (DriverError, RuntimeError) as error:
+            self._kernels = [None for _ in tables]
+            self._warn("the driver cannot load kvoffload's kernel", error)
+
+    def _check(self, tables: Sequence[PageTable]) -> None:
+        """Tries batches and kernels on pages of each group, and does without what copies wrong bytes or fails.
+
+        Raises RuntimeError if single copies are wrong, too.
+        """
+        check = StartCheck(self, self._driver, self._streams or [self.new_stream()])
+        for g, table in enumerate(tables):
+            if not table.runs:
+                continue
+            problem = check.copies(table)
+            if problem is not None and self._driver.copies_in_batches:
+                self._driver.stop_batches()
+                logger.warning(
+                    "kvoffload: batched copies do not work with CUDA %s (%s), so copies are issued one by one, which "
+                    "is slower. A newer driver may help; batched_copies=false avoids the attempt",
+                    self._driver.version,
+                    problem,
+                )
+                problem = check.copies(table)
+            if problem is not None:
+                raise RuntimeError(f"copies between the device and page-locked memory do not work: {problem}")
+            if self._kernels[g] is not None:
+                problem = check.kernel(g, table)
+                if problem is not None:
+                    self._kernels[g] = None
+                    self._warn("kvoffload's kernel does not work", problem)
+
+    def _warn(self, what: str, problem: object) -> None:
+        logger.warning(
+            "kvoffload: %s with CUDA %s (%s), so the pages of a block are copied one by one, which is slower. A newer "
+            "driver may help; please report it with the GPU's model",
+            what,
+            self._driver.version,
+            problem,
+        )

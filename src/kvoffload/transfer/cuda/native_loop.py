@@ -1,0 +1,191 @@
+"""The loop of copies in native code, with what it needs of a device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from types import ModuleType
+
+import numpy as np
+
+from kvoffload.abc import ByteArray, TransferResult, TransferSpec
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.calls import DriverCalls
+from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.driver import DriverError
+from kvoffload.transfer.cuda.limits import Limits
+from kvoffload.transfer.cuda.loop import WAITS_FOR_DRIVER, Loop
+from kvoffload.transfer.cuda.pages import PageTable
+from kvoffload.transfer.cuda.slots import Registration, new_bounce_buffers
+
+logger = logging.getLogger(__name__)
+
+LOADS, STORES = DIRECTIONS = range(2)
+ORDINARY, FENCES = range(2)
+"""The lanes of a direction."""
+EVENTS_PER_CHUNK = 3
+NUM_POINTS = 4
+ROW_ALIGNMENT = 256
+"""In staging memory the rows of each group start at a multiple of it."""
+NOT_READY = 600
+PAUSE_S = 100e-6
+
+
+class NativeLoop(Loop):
+    """Copies without Python's lock, in one thread per direction. ``native`` is the compiled module, ``calls`` come from
+    ``device``, whose streams and events are handles of the driver."""
+
+    num_threads = len(DIRECTIONS)
+
+    def __init__(
+        self,
+        native: ModuleType,
+        calls: DriverCalls,
+        device: Device,
+        tables: Sequence[PageTable],
+        pool_data: ByteArray,
+        registration: Registration,
+        limits: Limits,
+    ) -> None:
+        self._device = device
+        self._registration = registration
+        self._limits = limits
+        self._said_batches_are_off = False
+        self._thread_error: Exception | None = None
+        is_staged = [
+            kernel is not None and not table.is_direct for kernel, table in zip(calls.kernels, tables, strict=True)
+        ]
+        largest = max((table.device_block_bytes for table in tables), default=0)
+        # Rows of the groups of a chunk begin at aligned addresses.
+        padding = ROW_ALIGNMENT * len(tables)
+        stages = [max(size, largest) + padding for size in (limits.stage_bytes, limits.fence_bytes)]
+        bounce_bytes = max(limits.bounce_bytes, largest)
+        self._loop = native.Loop(
+            astuple(calls)[:-1],
+            [
+                (table.num_blocks if table.runs else 0, table.factor, table.runs, kernel if staged else None)
+                for table, kernel, staged in zip(tables, calls.kernels, is_staged, strict=True)
+            ],
+            pool_data,
+            registration.boundary_slots,
+            (
+                max(limits.chunk_bytes, largest),
+                limits.chunk_rows,
+                max(limits.stage_bytes, largest),
+                max(limits.fence_bytes, largest),
+                bounce_bytes,
+            ),
+        )
+        self.staging_bytes = 0
+        for direction in DIRECTIONS:
+            for lane, size in enumerate(stages):
+                shared = self._allocate(size) if lane == FENCES and any(is_staged) else 0
+                streams = [device.new_stream() for _ in range(2)]
+                self._loop.set_streams(direction, lane, *streams, self._new_events(2), shared)
+            for _ in range(limits.in_flight):
+                stage = self._allocate(stages[ORDINARY]) if any(is_staged) else 0
+                self._loop.add_chunk(direction, ORDINARY, self._new_events(EVENTS_PER_CHUNK), stage)
+            self._loop.add_chunk(direction, FENCES, self._new_events(EVENTS_PER_CHUNK))
+        self._bounce = [new_bounce_buffers(device, registration, len(pool_data), limits, largest) for _ in DIRECTIONS]
+        for direction, buffers in enumerate(self._bounce):
+            for buffer in buffers:
+                self._loop.add_bounce(direction, buffer.address)
+        for event in self._new_events(NUM_POINTS):
+            self._loop.add_point(event)
+        self.record_point()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._loop.error is not None
+
+    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        self._loop.submit(job_id, spec, is_store)
+
+    def record_point(self) -> None:
+        self._loop.set_ready(self._registration.num_ready_slots)
+        while not self._loop.renew_point():
+            self._loop.add_point(self._device.new_event())
+        if not self._loop.record_point(self._device.engine_stream()):
+            self._raise()
+
+    def poll(self) -> list[TransferResult]:
+        if self._loop.has_new_stores:
+            self.record_point()
+        if self._loop.error is not None:
+            self._raise()
+        if self._loop.batches_are_off and not self._said_batches_are_off:
+            self._said_batches_are_off = True
+            logger.warning(
+                "kvoffload: the driver refused a batch of copies, so copies are issued one by one, which takes the "
+                "copying threads longer: another version of the driver may have no such fault"
+            )
+        results: list[TransferResult] = self._loop.take()
+        return results
+
+    def fence(self, jobs: Numbers, blocks: Numbers | None) -> None:
+        jobs = np.sort(jobs)
+        blocks = None if blocks is None else np.sort(blocks)
+        stream = self._device.engine_stream()
+        for direction in DIRECTIONS:
+            self._hold(direction)
+            try:
+                while not self._loop.fence(direction, jobs, blocks, stream):
+                    self._loop.add_chunk(direction, FENCES, self._new_events(EVENTS_PER_CHUNK))
+            finally:
+                self._loop.let_go(direction)
+        if self._loop.error is not None:
+            self._raise()
+
+    def wait_any(self, timeout_s: float) -> None:
+        if self._loop.has_new_stores:
+            self.record_point()
+        if self._loop.num_open:
+            self._loop.wait_any(timeout_s)
+
+    def advance(self) -> bool:
+        return any(self._loop.advance(direction) for direction in DIRECTIONS)
+
+    def run(self, thread: int) -> None:
+        try:
+            self._device.enter_thread()
+        except Exception as error:
+            self._thread_error = error
+            self._loop.fail()
+        self._loop.run(thread)
+
+    def stop(self) -> None:
+        self._loop.close()
+
+    def wait_until_idle(self, deadline: float) -> bool:
+        self._check(self._loop.mark_end(self._device.engine_stream()))
+        while (code := self._loop.query_end()) == NOT_READY:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(PAUSE_S)
+        self._check(code)
+        return True
+
+    def _hold(self, direction: int) -> None:
+        begin = time.monotonic()
+        while not self._loop.hold(direction, self._limits.lock_warning_s):
+            logger.warning(WAITS_FOR_DRIVER, time.monotonic() - begin)
+
+    def _allocate(self, nbytes: int) -> int:
+        self.staging_bytes += nbytes
+        return self._device.allocate(nbytes)
+
+    def _new_events(self, number: int) -> list[int]:
+        return [self._device.new_event() for _ in range(number)]
+
+    def _raise(self) -> None:
+        what, code, count, copy = self._loop.error
+        if count:
+            what += f" of {count} copies" + (f" at copy {copy}" if copy < count else "")
+        cause = self._thread_error or DriverError(what, "CUDA error", code)
+        raise RuntimeError("the device failed while blocks were copied") from cause
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise DriverError("the end of copies", "CUDA error", code)
