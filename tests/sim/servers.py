@@ -48,7 +48,7 @@ CLOCK_SKEW_S = 0.004
 LONG_S = 0.01
 """An idle server ends all jobs within this time, as far as they do not wait for time to pass."""
 CALL_S = 0.02
-"""So long takes a call of the slowest medium that works: a thread makes one after the other while its server is idle."""
+"""How long a call of the slowest medium takes that works. The threads of an idle server make one after the other."""
 MAX_CALLS = 50
 """More of them in a row are not simulated one by one: what is under way hangs."""
 IDLE_STEP_S = 0.02
