@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -75,7 +74,12 @@ def test_a_slow_medium_keeps_what_one_thread_of_an_idle_server_writes() -> None:
 
 def test_an_executor_ends_although_a_job_waits_again_and_again() -> None:
     executor = SteppedExecutor()
-    assert executor.submit_read(lambda: [executor.stall(0.1) for _ in itertools.count()])
+
+    def wait_again_and_again() -> None:
+        while True:
+            executor.stall(0.1)
+
+    assert executor.submit_read(wait_again_and_again)
     assert not executor.close(timeout_s=1.0)
     executor.kill()
 
