@@ -156,6 +156,8 @@ def test_copies_that_hang_are_an_error_and_their_memory_is_not_freed(rig: Rig) -
     with pytest.raises(CopiesHang, match=r"did not end within 0\.01 s.*batched_copies=false"):
         rig.make(check_deadline_s=0.01)
     assert rig.emulator.num_bytes(Memory.PINNED) > 0
+    assert rig.emulator.num_bytes(Memory.DEVICE) > len(rig.cache)
+    assert not any("destroy" in call for call in rig.emulator.calls)
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -37,8 +37,10 @@ class CudaDevice(Device):
     Made on the engine's thread before the cache is in use, because kernels and copies are tried on its pages, whose
     bytes are put back. ``engine_stream`` returns the handle of the stream on which the engine issues its work, such as
     ``torch.cuda.current_stream().cuda_stream``. With ``batched_copies`` False copies are issued one by one. Copies that
-    do not end within ``check_deadline_s`` at the start are an error. A thread keeps its current context, which may be
-    that of another device; if the engine's thread has none, the device's becomes current.
+    do not end within ``check_deadline_s`` at the start are an error.
+
+    To make, enlarge and close it leaves a thread's current context as it was, but gives the device's to an engine's
+    thread that has none: fences are issued there.
 
     Memory and streams are the driver's. Torch's memory may belong to a pool of the engine, which loses its contents
     when the engine sleeps, and work on other streams may still use it; torch's streams are the same 32 again and again,
