@@ -27,14 +27,11 @@ def pool() -> HostPool:
     return HostPool(12, MIB)
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 8 * MIB)
-    monkeypatch.setattr(module, "MIN_CHUNK_BYTES", 2 * MIB)
-
-
 def register(pool: HostPool, emulator: Emulator) -> Registration:
-    registration = Registration(pool.data, Driver(0, emulator.path), pool.wait_until_touched)
+    driver = Driver(0, emulator.path)
+    registration = Registration(
+        pool.data, driver, pool.wait_until_touched, chunk_bytes=8 * MIB, min_chunk_bytes=2 * MIB
+    )
     pool.before_close(registration.close)
     registration.wait_until_ended()
     return registration
