@@ -10,7 +10,6 @@ import pytest
 from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
-from kvoffload.host import registration as module
 from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.cuda.driver import Driver

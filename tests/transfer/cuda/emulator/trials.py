@@ -123,7 +123,8 @@ class Job:
     """Rows that are stored, or loaded, by device block."""
     fenced: set[tuple[int, int]] = field(default_factory=set)
     """Blocks that later work of the engine may use before the job has ended."""
-    is_fenced: bool = False
+    may_fail: bool = False
+    """Whether it was fenced while not all slots were registered: there may be no bounce buffer for it."""
 
 
 @dataclass(eq=False)
@@ -185,7 +186,14 @@ class Fault(enum.Enum):
     STICKY = enum.auto()
 
 
-STICKY_IN = ("cuMemcpyBatchAsync", "cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent")
+STICKY_IN = (
+    "cuMemcpyBatchAsync",
+    "cuMemcpyAsync",
+    "cuLaunchKernel",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuStreamWaitEvent",
+)
 
 
 @dataclass(frozen=True)
@@ -259,9 +267,7 @@ class Trial:
     ) -> None:
         self.rng = Random(seed)
         self.plan = plan
-        self.emulator = Emulator(
-            library, plan.profile, seed=seed, timing=plan.timing, queue_size=plan.queue_size
-        )
+        self.emulator = Emulator(library, plan.profile, seed=seed, timing=plan.timing, queue_size=plan.queue_size)
         if plan.fault is Fault.NO_KERNEL:
             self.emulator.fail("cuModuleLoadData", 222)
         self.driver = Driver(0, self.emulator.path)
@@ -309,20 +315,26 @@ class Trial:
             self.emulator.fail(self.rng.choice(STICKY_IN), 700, after=self.rng.randint(0, 40), is_sticky=True)
 
     def run(self) -> Counter[str]:
-        """Raises Broken if a law is broken, or what the transfer raises if it fails without an injected error."""
+        """Raises Broken if a law is broken."""
         try:
             for _ in range(self.plan.num_steps):
                 self._step()
             self._drain()
+            if self.emulator.problems:
+                raise Broken(str(self.emulator.problems))
         except (RuntimeError, DeviceEnded) as error:
             if self.plan.fault is not Fault.STICKY:
                 raise Broken(f"{error}: {self.emulator.problems}") from error
             self.seen["contexts that ended"] += 1
-            self.transfer.close()
             return self.seen
-        if self.emulator.problems:
-            raise Broken(str(self.emulator.problems))
-        self.transfer.close()
+        finally:
+            self.transfer.close()
+            if isinstance(self.registration, Registration):
+                self.registration.wait_until_ended()
+        if self.emulator.has_ended:
+            # While the transfer was closed: what it holds cannot be freed.
+            self.seen["contexts that ended"] += 1
+            return self.seen
         if isinstance(self.registration, Registration) and not self.registration.close():
             raise Broken("the pool remains registered")
         self._check_all()
@@ -391,10 +403,11 @@ class Trial:
         every = [each for job in chosen for each in job.blocks]
         # Blocks are named by their numbers alone, which may be those of several groups.
         numbers = None if self.rng.random() < 0.5 else {b for _, b in every if self.rng.random() < 0.7}
+        is_ready = self.registration.num_ready_slots >= self.num_slots
         self.transfer.wait([job.number for job in chosen], numbers)
         self.touched.clear()
         for job in chosen:
-            job.is_fenced = True
+            job.may_fail |= not is_ready
             job.fenced |= {(g, b) for g, b in job.blocks if numbers is None or b in numbers}
         self.seen["fences"] += 1
 
@@ -419,7 +432,7 @@ class Trial:
         for result in self.transfer.poll(busy=True):
             job = self.jobs.pop(result.job_id)
             if not result.ok:
-                if self.registration.num_ready_slots >= self.num_slots or not job.is_fenced:
+                if not job.may_fail:
                     raise Broken(f"job {job.number} failed")
                 self._fail(job)
                 continue
