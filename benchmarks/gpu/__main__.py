@@ -37,6 +37,13 @@ MIN_S = 15
 """A part is not begun with less time than this."""
 GRACE_S = 5.0
 """After its limit a part has this long to end after SIGINT, before it is killed."""
+SETTINGS = {
+    # Streams that share a connection wait for one another, and controls would find nothing.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Products of float32 are then those of float32.
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+"""The environment of the parts."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -102,7 +109,7 @@ def _run_part(name: str, limit: float, out: Path, report: Report) -> None:
     """Runs a part in a process group of its own, which is killed at the end."""
     command = [sys.executable, "-m", "benchmarks.gpu", name, "--child", f"{limit:.0f}", "--out", str(out.resolve())]
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1", **SETTINGS)
     with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
