@@ -5,12 +5,12 @@ and its bytes and answers are right.
 
 from __future__ import annotations
 
-import subprocess
 import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
