@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffload.abc import TierStats
-from kvoffload.observe.metrics import METRICS
+from kvoffload.observe.metrics import METRICS, Metrics
 from tests.tiering.rig import SLOT_BYTES, A, Rig, SpyTier, chain
 
 
@@ -31,6 +31,18 @@ def test_totals_that_a_tier_keeps_are_reported_as_they_grow() -> None:
     rig.store_below(chain("y", 2))
     assert rig.counts()["tier_evicted_blocks:memory"] == 2
     assert "tier_evicted_blocks:memory" not in rig.counts()
+
+
+def test_counters_do_not_fall_if_a_tier_counts_from_0_again() -> None:
+    rig, metrics = Rig(tier_blocks=2), Metrics()
+    name = "tier_evicted_blocks:memory"
+    totals = []
+    for num_evicted in (5, 0, 2, 2, 3):
+        rig.tier.num_evicted = num_evicted
+        metrics.take_in(rig.counts())
+        assert metrics.take().get(name, 0) >= 0
+        totals.append(metrics.snapshot()[name])
+    assert totals == [5, 5, 7, 7, 8]
 
 
 class Store(SpyTier):

@@ -107,9 +107,12 @@ class Metrics:
         """Names that were counted or set since the last ``take``."""
 
     def add(self, name: str, amount: float = 1.0, label: str | None = None) -> None:
-        """Adds ``amount`` to the counter ``name`` of METRICS."""
+        """Adds ``amount`` to the counter ``name`` of METRICS.
+
+        A counter never falls: a negative amount, from a tier or manager that counts from 0 again, is ignored.
+        """
         labelled = self._labelled(name, label)
-        self._totals[labelled] += amount
+        self._totals[labelled] += max(0, amount)
         self._touched.add(labelled)
 
     def set(self, name: str, value: float, label: str | None = None) -> None:
