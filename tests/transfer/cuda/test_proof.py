@@ -173,7 +173,7 @@ def test_the_file_to_send_holds_figures_and_logs_and_no_secret(tmp_path: Path, m
         "token": "hf_verysecretvalue",
         "address": "10.11.12.13",
         "mail": "ops@example.org",
-        "serial": "/home/mallory",
+        "home": "/home/mallory",
     }
     monkeypatch.setattr("getpass.getuser", lambda: planted["user"])
     monkeypatch.setattr("socket.gethostname", lambda: planted["host"])
