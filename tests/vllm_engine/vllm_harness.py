@@ -8,11 +8,13 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -131,27 +133,32 @@ class Child:
 
 
 class WarmParent:
-    """A process that runs ``warm.py`` with ``environment``: it has imported vLLM and forks children."""
+    """A process that runs ``program``, usually ``warm.py``, with ``environment``: it has imported vLLM and forks
+    children. ``base`` is the path of its files without a suffix; whoever gives the same one shares the process."""
 
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
-        self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(WARM)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env=environment,
-                text=True,
-            )
+    def __init__(self, environment: Mapping[str, str], base: Path, program: Path = WARM) -> None:
+        self._log, lock, path = (base.with_suffix(suffix) for suffix in (".log", ".lock", ".socket"))
+        with lock.open("w") as file, socket.socket(socket.AF_UNIX) as connection:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not path.exists():
+                with self._log.open("wb") as output, socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(str(path))
+                    listener.listen()
+                    self._process = subprocess.Popen(
+                        [sys.executable, str(program), str(listener.fileno()), str(lock)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        env=environment,
+                        pass_fds=[listener.fileno()],
+                    )
+            connection.connect(str(path))
+            self._file = connection.makefile("rw")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
+            print(json.dumps(request), file=self._file, flush=True)
+        line = self._file.readline()
         assert line, f"the warm parent has ended:\n{self._log.read_text(errors='replace')[-6000:]}"
         return dict(json.loads(line))
 
@@ -177,8 +184,8 @@ class WarmParent:
         return Child(self, pid, os.fdopen(writing, "wb"))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        """Ends the process, unless others share it."""
+        self._file.close()
 
 
 class Runner:
@@ -199,8 +206,8 @@ class Runner:
         """Returns the warm parent for children with ``environment``, in which the same modules are imported."""
         imports = tuple(environment.get(name) for name in ("PYTHONPATH", "TRITON_INTERPRET"))
         if imports not in self._parents:
-            log = self._directory / f"warm-{len(self._parents)}.log"
-            self._parents[imports] = WarmParent(environment, log)
+            name = sha256(repr(imports).encode()).hexdigest()[:12]
+            self._parents[imports] = WarmParent(environment, self._shared / f"warm-{name}")
         return self._parents[imports]
 
     def start(

@@ -16,7 +16,7 @@ from kvoffload.host.registration import Registration
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
-from tests.transfer.cuda.conftest import StubDriver
+from tests.transfer.cuda.emulator import Emulator
 from tests.transfer.cuda.plain_device import PlainDevice
 
 MIB = 1 << 20
@@ -33,42 +33,42 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_CHUNK_BYTES", 2 * MIB)
 
 
-def register(pool: HostPool, stub: StubDriver) -> Registration:
-    registration = Registration(pool.data, Driver(0, stub.path), pool.wait_until_touched)
+def register(pool: HostPool, emulator: Emulator) -> Registration:
+    registration = Registration(pool.data, Driver(0, emulator.path), pool.wait_until_touched)
     pool.before_close(registration.close)
     registration.wait_until_ended()
     return registration
 
 
-def calls(stub: StubDriver) -> list[str]:
-    return [call for call in stub.calls if "register" in call]
+def calls(emulator: Emulator) -> list[str]:
+    return [call for call in emulator.calls if "register" in call]
 
 
-def test_a_pool_is_registered_in_chunks_and_unregistered_when_it_is_closed(pool: HostPool, stub: StubDriver) -> None:
-    registration = register(pool, stub)
+def test_a_pool_is_registered_in_chunks_and_unregistered_when_it_is_closed(pool: HostPool, emulator: Emulator) -> None:
+    registration = register(pool, emulator)
     assert registration.num_ready_slots == 12
-    assert calls(stub) == [f"register {8 * MIB} flags 1", f"register {4 * MIB} flags 1"]
+    assert calls(emulator) == [f"register {8 * MIB} flags 1", f"register {4 * MIB} flags 1"]
     registration.release()
     pool.close()
-    assert calls(stub)[2:] == ["unregister", "unregister"]
+    assert calls(emulator)[2:] == ["unregister", "unregister"]
     assert registration.close()
 
 
-def test_smaller_chunks_are_registered_where_large_ones_fail(pool: HostPool, stub: StubDriver) -> None:
-    stub.limit_registrations(4)
-    registration = register(pool, stub)
+def test_smaller_chunks_are_registered_where_large_ones_fail(pool: HostPool, emulator: Emulator) -> None:
+    emulator.limit_registrations(4 * MIB)
+    registration = register(pool, emulator)
     assert registration.num_ready_slots == 12
-    assert calls(stub) == [f"register {size * MIB} flags 1" for size in (8, 4, 4, 4)]
+    assert calls(emulator) == [f"register {size * MIB} flags 1" for size in (8, 4, 4, 4)]
     registration.release()
     pool.close()
 
 
 def test_the_driver_s_error_is_in_the_warning(
-    pool: HostPool, stub: StubDriver, caplog: pytest.LogCaptureFixture
+    pool: HostPool, emulator: Emulator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stub.limit_registrations(1)
+    emulator.limit_registrations(1 * MIB)
     with caplog.at_level(logging.WARNING):
-        registration = register(pool, stub)
+        registration = register(pool, emulator)
     assert registration.num_ready_slots == 0
     assert "only 0 bytes of 12 MiB of the host pool (cuMemHostRegister_v2 failed: CUDA_ERROR_" in caplog.text
     registration.release()
@@ -91,8 +91,8 @@ class BrokenWatch:
         return True
 
 
-def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: HostPool, stub: StubDriver) -> None:
-    registration = register(pool, stub)
+def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: HostPool, emulator: Emulator) -> None:
+    registration = register(pool, emulator)
     pages = np.ones((4, MIB), np.uint8)
     tables = [page_table(PageGroup([pages]))]
     transfer = CudaTransfer(tables, pool.data, PlainDevice(tables), registration, with_threads=False)
@@ -109,7 +109,7 @@ def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: Host
     with worker.step(StepMeta(stores={2: spec}), reports.append):
         pass
     assert reports[-1].broken
-    assert "unregister" not in calls(stub)
+    assert "unregister" not in calls(emulator)
     worker.shutdown()
     pool.close()
-    assert calls(stub)[2:] == ["unregister", "unregister"]
+    assert calls(emulator)[2:] == ["unregister", "unregister"]
