@@ -9,6 +9,7 @@ import os
 
 import pytest
 
+from kvoffload.testing.scale import scaled
 from kvoffload.tiers.disk import directory
 
 LONGEST = (
@@ -37,7 +38,7 @@ LONGEST = (
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
-    settings.register_profile("tests", deadline=None)
+    settings.register_profile("tests", deadline=None, max_examples=scaled(50))
     settings.load_profile("tests")
 
 # Where these say that it runs unattended, pytest describes each failed comparison in full. For long lists that takes

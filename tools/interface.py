@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import re
@@ -170,6 +171,12 @@ class Row:
     note: str = ""
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Returns the syntax tree of a file, the same one whenever that file is looked at again."""
+    return ast.parse(text)
+
+
 class Source:
     """The Python files of vLLM, in a wheel or in a directory."""
 
@@ -210,7 +217,7 @@ class Module:
         self.source, self.name, self.text = source, name, text
         self._package = name if is_package else name.rpartition(".")[0]
         self.names: dict[str, Any] = {}
-        self._bind(ast.parse(text).body)
+        self._bind(parsed(text).body)
 
     def _bind(self, body: list[ast.stmt]) -> None:
         for node in body:

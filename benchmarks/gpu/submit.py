@@ -21,7 +21,7 @@ ROUNDS = 30
 SUBMIT_GATE_MS = 1.0
 FENCE_GATE_MS = 1.0
 """A gather of one chunk, behind the chunks that are in flight."""
-MEMORY_GATE = 32 << 20
+MEMORY_GATE = 68 << 20
 SMALL_ALLOCATIONS = 8 << 20
 """The driver takes multiples of 2 MiB for tables."""
 MIB = 1 << 20

@@ -190,7 +190,7 @@ def missed(engine: ModelEngine) -> bool:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("scenario", [Scenario.random, silent_updates, exact_ends])
 def test_the_scheduler_half_misses_no_request(scenario: Callable[[int], Scenario]) -> None:
-    assert not any(missed(ModelEngine(scenario(seed), look_at_all)) for seed in range(scaled(40)))
+    assert not any(missed(ModelEngine(scenario(seed), look_at_all)) for seed in range(scaled(20)))
 
 
 @pytest.mark.usefixtures("quiet")
@@ -204,7 +204,7 @@ def test_blocks_that_are_stored_late_are_right_too(monkeypatch: pytest.MonkeyPat
     """Whole blocks of the small models wait, several at once. The engine compares the bytes of what is loaded."""
     monkeypatch.setattr("kvoffload.connector.stores.TOGETHER_SHARE", 2.0)
     stored = 0
-    for seed in range(scaled(40)):
+    for seed in range(scaled(20)):
         engine = ModelEngine(Scenario.random(seed))
         engine.run()
         assert not engine.scheduler.off

@@ -29,7 +29,7 @@ from tests.connector.test_engine_model import (
 from tests.sim.content import EngineRequest
 from tests.sim.engine import BrokenPromise, ModelEngine, Scenario
 
-SEEDS = scaled(70)
+SEEDS = scaled(40)
 CHUNKS = 2
 PLANTED_SEEDS = 400
 
@@ -169,7 +169,7 @@ def conversations(seed: int) -> Scenario:
     )
 
 
-@pytest.mark.parametrize("seed", range(scaled(20)))
+@pytest.mark.parametrize("seed", range(scaled(10)))
 def test_a_turn_computes_at_most_one_block_again(seed: int) -> None:
     engine, turns = ModelEngine(conversations(seed)), 4
     align = engine.scheduler.layout.align

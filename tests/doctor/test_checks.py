@@ -18,7 +18,7 @@ from kvoffload.doctor.configuration import Plan, PlannedTier
 from kvoffload.doctor.directories import Space, mount_of, space_findings
 from kvoffload.doctor.engine import variable_findings, version_findings
 from kvoffload.doctor.findings import Level
-from kvoffload.doctor.machine import node_findings
+from kvoffload.doctor.machine import node_findings, node_sizes
 from kvoffload.doctor.model import find_config, support_findings
 from kvoffload.doctor.worth import Medium, worth_findings
 from tests.doctor.rig import LLAMA
@@ -127,6 +127,13 @@ def test_a_model_is_found_in_a_hugging_face_cache(tmp_path: Path, monkeypatch: p
 def test_numa_nodes(sizes: dict[int, int], allowed: set[int], host_bytes: int, id: str | None) -> None:
     found = node_findings(sizes, frozenset(allowed), Plan(host_bytes=host_bytes))
     assert [each.id for each in found] == ([id] if id else [])
+
+
+def test_memory_of_a_gpu_is_no_numa_node_of_the_pool(tmp_path: Path) -> None:
+    for node in (0, 2, 10):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "meminfo").write_text(f"Node {node} MemTotal: {node + 1} kB\n")
+    assert node_sizes(tmp_path, frozenset({2})) == {0: 1024, 10: 11 * 1024}
 
 
 @pytest.mark.parametrize(

@@ -573,10 +573,15 @@ def test_memory_of_other_numa_nodes_does_not_count(
     assert total_memory() == total * GIB, "one rank's memory policy does not apply to the others"
 
 
-@pytest.mark.parametrize(("node", "available", "total"), [("1", 5, 10), ("-1", 8, 16)])
-def test_memory_of_a_gpu_that_linux_counts_does_not_count(root: Path, node: str, available: int, total: int) -> None:
-    """As on GH200, where each GPU is a NUMA node; -1: the GPU's memory is not one."""
+@pytest.mark.parametrize(
+    ("node", "processors", "available", "total"), [("1", "", 5, 10), ("1", "8-15", 8, 16), ("-1", "", 8, 16)]
+)
+def test_memory_of_a_gpu_that_linux_counts_does_not_count(
+    root: Path, node: str, processors: str, available: int, total: int
+) -> None:
+    """As on GH200, where each GPU is a NUMA node without processors; -1: the GPU's memory is not one."""
     numa(root, "0-1")
+    write(root, "sys/devices/system/node/node1/cpulist", processors)
     write(root, "proc/driver/nvidia/gpus/0009:01:00.0/numa_status", f"Node:   {node}\nStatus: online\n")
     assert available_memory() == available * GIB
     assert total_memory() == total * GIB

@@ -382,7 +382,7 @@ def run_traced(
 @pytest.mark.parametrize("chunk", range(2))
 def test_random_schedules(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chunk: int) -> None:
     with caplog.at_level(logging.ERROR):
-        faults = [fault for seed in range(chunk, scaled(40), 2) for fault in run_traced(seed, monkeypatch)]
+        faults = [fault for seed in range(chunk, scaled(20), 2) for fault in run_traced(seed, monkeypatch)]
     assert faults == []
 
 

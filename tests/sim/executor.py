@@ -43,6 +43,8 @@ class SteppedExecutor(Executor):
         self._chance = chance
         self._pause_chance = pause_chance
         self._clock = clock
+        self._now = clock()
+        """The time of the latest turn."""
         self._maintenance: deque[Job] = deque()
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
@@ -130,10 +132,10 @@ class SteppedExecutor(Executor):
             self._running.park()
 
     def stall(self, seconds: float) -> None:
-        """Interrupts the job that calls it for at least ``seconds`` of the executor's clock. Does nothing outside a
+        """Interrupts the job that calls it for at least ``seconds`` from the time of this turn. Does nothing outside a
         job."""
         if self._running is not None:
-            self._running.until = self._clock() + seconds
+            self._running.until = self._now + seconds
             self._running.park()
 
     def turn(self, now: float | None = None) -> bool:
@@ -141,7 +143,7 @@ class SteppedExecutor(Executor):
         instead of the clock's."""
         if self._held:
             return False
-        now = self._clock() if now is None else now
+        self._now = now = self._clock() if now is None else now
         ready = [fiber for fiber in self._under_way if fiber.until <= now]
         queue = self._maintenance or self._reads or self._writes
         may_begin = bool(queue) and len(self._under_way) < self._num_threads

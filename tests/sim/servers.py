@@ -47,6 +47,10 @@ CLOCK_SKEW_S = 0.004
 """How far the clock of one server may be ahead of another's while both have work."""
 LONG_S = 0.01
 """An idle server ends all jobs within this time, as far as they do not wait for time to pass."""
+CALL_S = 0.02
+"""How long a call of the slowest medium takes that works. The threads of an idle server make one after the other."""
+MAX_CALLS = 50
+"""More of them in a row are not simulated one by one: what is under way hangs."""
 IDLE_STEP_S = 0.02
 """How long an engine without requests waits from step to step."""
 JUMPS_S = (0.1, 6.0, 25.0)
@@ -365,6 +369,11 @@ class SharingServer(LivingServer):
         super().tick_threads()
         self.connection.tick()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread of the tiers has begun or will begin a transfer."""
+        return self.connection.is_idle and all(executor.idle for executor in self.executors)
+
     def drain_threads(self) -> None:
         """Lets threads of the tiers go on until they wait for time to pass."""
         for executor in self.executors:
@@ -488,6 +497,10 @@ class Servers:
         while now < end:
             now = min(end, now + seconds * self._random.uniform(0.02, 0.2))
             for machine in self.machines:
+                for _ in range(MAX_CALLS):
+                    if machine.server is None or machine.server.is_idle or machine.clock.now + CALL_S >= now:
+                        break
+                    self._idle(machine, machine.clock.now + CALL_S)
                 if machine.clock.now < now:
                     self._idle(machine, now)
             self.medium.now = max(self.medium.now, now)

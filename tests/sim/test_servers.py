@@ -27,6 +27,7 @@ from tests.sim import __main__ as program
 from tests.sim import life as living
 from tests.sim import store_medium
 from tests.sim.engine import Late, Leak, WrongBytes
+from tests.sim.executor import SteppedExecutor
 from tests.sim.life import Blocked, Patch
 from tests.sim.plain_shared import PlainMedium
 from tests.sim.planted import Bug, check_found
@@ -44,7 +45,7 @@ from tests.sim.store_medium import StoreConnection, StoreMedium
 from tests.sim.stores import SimulatedChannel, SimulatedClient, StoreFaults
 from tests.sim.watch import Unreachable
 
-SEEDS = scaled(12)
+SEEDS = scaled(8)
 PLANTED_SEEDS = 400
 
 
@@ -65,6 +66,22 @@ def test_servers_find_each_others_blocks(report: Report) -> None:
 def test_no_law_is_broken_on_the_simplest_tier() -> None:
     report = run_each(range(scaled(4)), lambda seed: simulate_servers(PlainMedium, seed))
     assert report.failures == {}
+
+
+def test_a_slow_medium_keeps_what_one_thread_of_an_idle_server_writes() -> None:
+    assert simulate_servers(PlainMedium, 7310023)["blocks found again"] == 1
+
+
+def test_an_executor_ends_although_a_job_waits_again_and_again() -> None:
+    executor = SteppedExecutor()
+
+    def wait_again_and_again() -> None:
+        while True:
+            executor.stall(0.1)
+
+    assert executor.submit_read(wait_again_and_again)
+    assert not executor.close(timeout_s=1.0)
+    executor.kill()
 
 
 def test_a_seed_replays_its_simulation() -> None:

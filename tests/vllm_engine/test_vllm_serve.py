@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
@@ -109,6 +110,8 @@ CONTROL = fresh_prompts(0, NUM_OPTIONS + len(NONSENSE))
 """One prompt per test of request options."""
 STORED = (len(CONTROL[0]) + MAX_TOKENS - 1) // BLOCK_SIZE
 """Blocks of each prompt with its answer. The last token has no KV."""
+TOGETHER = (DEVICE_BLOCKS - 1) // (STORED + 1)
+"""So many of these requests at a time preempt none of each other."""
 HIT = len(CONTROL[0]) // BLOCK_SIZE * BLOCK_SIZE
 """Tokens of each prompt that another request can find."""
 
@@ -120,12 +123,13 @@ def alone(start: Start) -> dict[str, list[Any]]:
         return {"prompts": server.round(PROMPTS), "control": server.round(CONTROL)}
 
 
-def check_two_rounds(server: Server, expected: list[Any], rank: int | None = None) -> dict[str, float]:
-    """Checks that two rounds are answered correctly, the second with host memory. Returns how the metrics grew."""
-    rounds, grown = server.growth(lambda: [server.round(PROMPTS, rank=rank) for _ in range(2)], rank)
+def check_rounds(server: Server, expected: list[Any], count: int, rank: int | None = None) -> dict[str, float]:
+    """Checks that ``count`` rounds are answered correctly, the last one with host memory. Returns how the metrics
+    grew."""
+    rounds, grown = server.growth(lambda: [server.round(PROMPTS, rank=rank) for _ in range(count)], rank)
     for answers in rounds:
         assert differences(answers, expected) == []
-    assert grown["asked_tokens"] == 2 * sum(map(len, PROMPTS))
+    assert grown["asked_tokens"] == count * sum(map(len, PROMPTS))
     assert grown["host_hit_tokens"] > 0
     assert grown["load_blocks"] > 0
     assert server.metrics(rank)["off"] == 0
@@ -148,7 +152,7 @@ class TestReadmeFlag:
 
     def test_answers_are_those_of_vllm_alone(self, server: Server, alone: dict[str, list[Any]]) -> None:
         assert BLOCKS_ASKED > 2 * DEVICE_BLOCKS
-        check_two_rounds(server, alone["prompts"])
+        check_rounds(server, alone["prompts"], 2)
         assert "kvoffload: host pool of 64 MiB = 65,536 tokens, 85.3x the device cache" in server.log()
 
     def test_every_metric_is_exposed(self, server: Server) -> None:
@@ -188,7 +192,7 @@ class TestReadmeFlag:
         assert json.loads(server.get("/is_sleeping")) == {"is_sleeping": True}
         assert server.post("/wake_up")["status"] == "awake"
         assert server.metrics()["pool_used_blocks"] == used > 0
-        check_two_rounds(server, alone["prompts"])
+        check_rounds(server, alone["prompts"], 1)
 
     def test_a_sleep_of_level_0_keeps_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
         """Level 0 only pauses the scheduler."""
@@ -197,7 +201,7 @@ class TestReadmeFlag:
         server.post("/sleep?level=0")
         assert server.post("/wake_up?tags=scheduling")["status"] == "awake"
         assert server.metrics()["pool_used_blocks"] == used > 0
-        check_two_rounds(server, alone["prompts"])
+        check_rounds(server, alone["prompts"], 1)
 
     # Request options.
 
@@ -240,12 +244,16 @@ class TestReadmeFlag:
 
         def ask() -> tuple[float, float]:
             server.forget_device_blocks()
-            answers, grown = server.growth(
-                lambda: [
-                    server.complete(prompt, kv_transfer_params=params)
-                    for prompt, params in zip(CONTROL[NUM_OPTIONS:], NONSENSE.values(), strict=True)
-                ]
-            )
+            with ThreadPoolExecutor(TOGETHER) as threads:
+                answers, grown = server.growth(
+                    lambda: list(
+                        threads.map(
+                            lambda prompt, params: server.complete(prompt, kv_transfer_params=params),
+                            CONTROL[NUM_OPTIONS:],
+                            NONSENSE.values(),
+                        )
+                    )
+                )
             assert differences(answers, alone["control"][NUM_OPTIONS:]) == [], list(NONSENSE)
             assert server.metrics()["off"] == 0
             return grown["store_blocks"], grown["host_hit_tokens"]
@@ -676,7 +684,7 @@ class TestDataParallel:
 
     def test_answers_are_those_of_vllm_alone(self, two_engines: Server, alone: dict[str, list[Any]]) -> None:
         for rank in range(2):
-            check_two_rounds(two_engines, alone["prompts"], rank)
+            check_rounds(two_engines, alone["prompts"], 2, rank)
 
     def test_each_pool_is_half_of_host_bytes(self, two_engines: Server) -> None:
         assert list(two_engines.pools().values()) == [POOL_BYTES // 2] * 2

@@ -1,16 +1,18 @@
-"""A process that has imported vLLM once, and forks a child for each program: ``python warm.py``.
+"""A process that has imported vLLM once, and forks a child for each program: ``python warm.py LISTENER LOCK``.
 
-It reads JSON objects from its standard input, one per line, and answers each with a line on its standard output. A line
-with ``argv`` forks a child that runs that program as Python runs its own arguments (a path, or ``-m`` and a module), in
-a session of its own and with exactly the given ``environment``; the answer has the child's ``pid``. Its input is
-``input``, its output goes to ``log``, and each path in ``descriptors`` is open for writing, as the descriptor with its
-number. A line with ``pid`` asks for that child's exit ``code``, negative for a signal, null while it runs. The process
-ends with its input.
+Several processes are its clients: it accepts connections at the socket with the descriptor LISTENER. Each sends JSON
+objects, one per line, and gets a line in answer to each. A line with ``argv`` forks a child that runs that program as
+Python runs its own arguments (a path, or ``-m`` and a module), in a session of its own and with exactly the given
+``environment``; the answer has the child's ``pid``. Its input is ``input``, its output goes to ``log``, each path in
+``descriptors`` is open for writing, as the descriptor with its number. A line with ``pid`` asks for that child's exit
+``code``, negative for a signal, null while it runs. The process ends with its last client, and holds the lock of
+LOCK, a file, while it looks whether there is another one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -18,10 +20,12 @@ import math
 import multiprocessing
 import os
 import runpy
+import select
+import socket
 import sys
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 MODULES = (
     "transformers.models.gemma3",
@@ -159,31 +163,49 @@ def become(request: dict[str, Any], leading: int) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def main() -> None:
-    # Only this process has the descriptors of the channel. Output of libraries goes to the log.
-    requests, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)
-    warm_up()
-    with open(requests) as lines, open(answers, "w") as out:
-        while line := lines.readline():
-            request = json.loads(line)
-            if "argv" in request:
-                waiting, leading = os.pipe()
-                pid = os.fork()
-                if pid == 0:
+def serve(listener: socket.socket, lock: str) -> tuple[dict[str, Any], int] | None:
+    """Forks children until there is no client any more, then returns None. In a child it returns its request, and the
+    descriptor to close when it leads a session."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        clients: dict[socket.socket, IO[str]] = {}
+        while True:
+            if not clients:
+                with open(lock) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    if not select.select([listener], [], [], 0)[0]:
+                        os.unlink(listener.getsockname())
+                        return None
+            for ready in select.select([listener, *clients], [], [])[0]:
+                if ready is listener:
+                    client = stack.enter_context(listener.accept()[0])
+                    clients[client] = stack.enter_context(client.makefile("rw"))
+                elif not (line := clients[ready].readline()):
+                    clients.pop(ready).close()
+                    ready.close()
+                elif "argv" in (request := json.loads(line)):
+                    waiting, leading = os.pipe()
+                    pid = os.fork()
+                    if pid == 0:
+                        os.close(waiting)
+                        return request, leading
+                    os.close(leading)
+                    os.read(waiting, 1)
                     os.close(waiting)
-                    break
-                os.close(leading)
-                os.read(waiting, 1)
-                os.close(waiting)
-                answer: dict[str, Any] = {"pid": pid}
-            else:
-                done, status = os.waitpid(request["pid"], os.WNOHANG)
-                answer = {"code": os.waitstatus_to_exitcode(status) if done else None}
-            print(json.dumps(answer), file=out, flush=True)
-        else:
-            return
-    become(request, leading)
+                    answer: dict[str, Any] = {"pid": pid}
+                    print(json.dumps(answer), file=clients[ready], flush=True)
+                else:
+                    done, status = os.waitpid(request["pid"], os.WNOHANG)
+                    answer = {"code": os.waitstatus_to_exitcode(status) if done else None}
+                    print(json.dumps(answer), file=clients[ready], flush=True)
+
+
+def main() -> None:
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    warm_up()
+    child = serve(listener, sys.argv[2])
+    if child is not None:
+        become(*child)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from kvoffload.host.limits import (
     available_memory,
     cgroup_limits,
     cpuset_nodes,
+    gpu_nodes,
     meminfo_field,
     other_reservations,
     reserve,
@@ -163,9 +164,13 @@ def _check_swap(report: Report) -> None:
 
 
 def _check_nodes(plan: Plan, report: Report) -> None:
-    names = sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    sizes = {int(path.name[4:]): meminfo_field(path / "meminfo", "MemTotal") for path in names}
-    report.finding(*node_findings(sizes, cpuset_nodes(), plan))
+    report.finding(*node_findings(node_sizes(NODES, gpu_nodes()), cpuset_nodes(), plan))
+
+
+def node_sizes(folder: Path, of_gpus: frozenset[int]) -> dict[int, int]:
+    """Returns the bytes of the NUMA nodes that are described in ``folder``, without those ``of_gpus``."""
+    nodes = sorted({int(path.name[4:]) for path in folder.glob("node[0-9]*")} - of_gpus)
+    return {node: meminfo_field(folder / f"node{node}" / "meminfo", "MemTotal") for node in nodes}
 
 
 def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], plan: Plan) -> list[Finding]:

@@ -136,12 +136,18 @@ def cpuset_nodes() -> frozenset[int]:
 
 def gpu_nodes() -> frozenset[int]:
     """Returns the NUMA nodes that are the memory of a GPU, as on GH200 and GB200, where Linux counts it as the
-    machine's."""
+    machine's. Such a node has no processors."""
     nodes: set[int] = set()
     for file in Path("/proc/driver/nvidia/gpus").glob("*/numa_status"):
         with contextlib.suppress(OSError):
             nodes.update(map(int, re.findall(r"^Node:\s*(\d+)", file.read_text(), re.MULTILINE)))
-    return frozenset(nodes)
+    return frozenset(node for node in nodes if not _has_processors(node))
+
+
+def _has_processors(node: int) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text().strip())
+    return False
 
 
 def node_list(text: str) -> frozenset[int]:

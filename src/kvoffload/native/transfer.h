@@ -29,7 +29,7 @@ enum { KVT_SUCCESS = 0, KVT_INVALID_VALUE = 1, KVT_NOT_READY = 600, KVT_NOT_SUPP
 /* Steps and fences: nothing to do; something was done; the caller must add a chunk; the device has failed. */
 enum { KVT_IDLE, KVT_DONE, KVT_NEEDS_CHUNK, KVT_FAILED };
 /* How long a thread sleeps between two looks at chunks in flight: doubled while nothing ends. */
-enum { KVT_MIN_PAUSE_NS = 20000, KVT_MAX_PAUSE_NS = 320000 };
+enum { KVT_MIN_PAUSE_NS = 80000, KVT_MAX_PAUSE_NS = 160000 };
 
 /* CUmemcpyAttributes: in the order of the stream, places unknown, beside other work. */
 typedef struct {

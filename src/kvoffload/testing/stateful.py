@@ -42,7 +42,7 @@ OBSERVER = ReqContext("observer")
 """The request that looks up every key after every rule."""
 
 SETTINGS = settings(
-    max_examples=scaled(100),
+    max_examples=scaled(50),
     stateful_step_count=100 if SCALE > 1 else 40,
     derandomize=bool(os.environ.get("CI")),
     deadline=None,
@@ -56,7 +56,7 @@ CONTEXTS = [
     ReqContext("r5", hints=Hints(session=5)),
 ]
 
-WALK_SEEDS = range(scaled(20))
+WALK_SEEDS = range(scaled(10))
 """Seeds for ``walk``, one per test."""
 
 numbers = st.integers(0, MAX_BLOCKS + 3)

@@ -23,7 +23,7 @@ class Limits:
     in_flight: int = 4
     """How many chunks of one direction are issued before the first of them has ended. Rows that a fence needs at once
     come on top of it."""
-    stage_bytes: int = 4 << 20
+    stage_bytes: int = 8 << 20
     """Device memory in which the rows of one chunk are gathered, or from which they are scattered, with native code.
     Each chunk in flight has its own. Without native code a direction has two halves of ``chunk_bytes``."""
     fence_bytes: int = 2 << 20
