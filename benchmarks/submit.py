@@ -39,7 +39,7 @@ from kvoffload.transfer.cuda.pages import PageTable, Run
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 
 SOURCE = Path(__file__).with_name("timed_driver.c")
-DEVICE = 1 << 40
+DEVICE = 1 << 50
 """Addresses from here on are on the device. Nothing is behind them: no byte is copied."""
 LAYERS = 32
 NUM_BLOCKS = 1 << 15

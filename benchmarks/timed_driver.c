@@ -9,7 +9,7 @@
 
 #define BUS 55.0      /* bytes per ns */
 #define MEMORY 2000.0
-#define DEVICE ((uint64_t)1 << 40) /* addresses from here on are on the device */
+#define DEVICE ((uint64_t)1 << 50) /* addresses from here on are on the device */
 enum { MAX_HANDLES = 4096, CALL_NS = 1000, LAUNCH_NS = 2000, BATCH_NS = 2000, COPY_NS = 100, NOT_READY = 600 };
 
 static double handles[MAX_HANDLES]; /* when the work of a stream ends, or an event is reached, in ns; from 1 on */

@@ -31,8 +31,8 @@ from demo.engine import connector, sampling, start_llm
 
 BLOCK_SIZE = 32
 DEVICE_BLOCKS = 24
-MAX_TOKENS = 36
-"""More than a block, so that each answer fills one."""
+MAX_TOKENS = 33
+"""A block and the last token, which has no KV: each answer fills one block."""
 PROMPTS = 10
 MAX_STEPS = 20_000
 SETTLE_DEADLINE_S = 60.0
@@ -183,7 +183,8 @@ class Engine:
         self._tiers = TierJobs()
         from vllm.config import KVEventsConfig
 
-        if config.get("force_async"):
+        force_async = config.get("force_async", False)
+        if force_async:
             _allow_async_scheduling()
         if kind == "lfm2":
             _rotate_by_token()
@@ -195,6 +196,8 @@ class Engine:
             "max_model_len": 512,
             "max_num_batched_tokens": 1024,
             "disable_log_stats": False,
+            # By default it is on with CUDA, and off on a CPU.
+            **({} if force_async else {"async_scheduling": False}),
             **config.get("engine", {}),
         }
         transfer = None
