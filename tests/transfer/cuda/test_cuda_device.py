@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -191,3 +194,66 @@ def test_the_engine_s_thread_keeps_its_context(rig: Rig, other: bool) -> None:
 def test_a_driver_says_whether_registered_memory_is_copied(emulator_library: Path, name: str, copies: bool) -> None:
     driver = Driver(0, Emulator(emulator_library, PROFILES[name]).path)
     assert driver.copies_registered_memory is copies
+
+
+SERVICE = """
+import logging, sys, time
+from types import ModuleType, SimpleNamespace
+import numpy as np
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+import kvoffload
+# The adapter's module without its package, which imports vLLM; a torch whose engine works on the default stream.
+package = ModuleType("kvoffload.vllm")
+package.__path__ = [kvoffload.__path__[0] + "/vllm"]
+stream = SimpleNamespace(cuda_stream=0)
+sys.modules["kvoffload.vllm"] = package
+sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda device: stream))
+from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.host.pool import HostPool
+from kvoffload.transfer.cuda.driver import LIBRARY, Driver
+from kvoffload.vllm.cuda import make_cuda_transfer
+from tests.transfer.cuda.emulator import PROFILES, Emulator, bytes_at
+
+emulator, driver = Emulator(LIBRARY, PROFILES[sys.argv[1]]), Driver(0)
+driver.enter_thread()
+base = driver.allocate(2 * 4 * 64)
+cache = bytes_at(base, 2 * 4 * 64).reshape(2, 4, 64)
+cache[:] = np.random.default_rng(0).integers(0, 256, cache.shape, np.uint8)
+
+class Pages:
+    shape, device = (4, 64), SimpleNamespace(type="cuda", index=None)
+    def __init__(self, layer): self.layer = layer
+    def __len__(self): return 4
+    def data_ptr(self): return base + self.layer * 4 * 64
+    def stride(self, axis): return 64
+
+pool = HostPool(8, 128)
+transfer = make_cuda_transfer([PageGroup([Pages(0), Pages(1)])], pool.data, pool, True)
+blocks = np.array([3, 1])
+spec = TransferSpec("r", LoadStoreSpec("CPU", np.array([5, 2])), DeviceSpec(blocks, (2,), (0,)))
+transfer.submit(1, spec, True)
+transfer.before_forward()
+deadline = time.monotonic() + 60
+while not (results := transfer.poll(True)):
+    transfer.wait_any(1)
+    assert time.monotonic() < deadline
+assert [(result.job_id, result.ok) for result in results] == [(1, True)], results
+assert np.array_equal(pool.data[[5, 2]], cache[:, [3, 1]].swapaxes(0, 1).reshape(2, 128))
+transfer.close()
+pool.close()
+print("registered", sum(call.startswith("register ") for call in emulator.calls), emulator.problems)
+"""
+
+
+@pytest.mark.parametrize(("name", "registers"), [("H100", True), ("WSL2", False)])
+def test_a_device_that_cannot_copy_registered_memory_is_served_through_a_buffer(
+    emulator_library: Path, name: str, registers: bool
+) -> None:
+    """As the vLLM adapter makes it, in a process whose libcuda.so.1 is the emulator."""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(emulator_library.parent)}
+    command = [sys.executable, "-c", SERVICE, name]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"registered {int(registers)} []\n"
+    assert "blocks are copied with CUDA 12.8" in done.stderr
+    assert ("cannot copy registered host memory" in done.stderr) is not registers
