@@ -156,6 +156,18 @@ def bandwidth(copies: Callable[[], int], rounds: int = 5) -> float:
     return statistics.median(figures[1:])
 
 
+def memory_rate(nbytes: int) -> float:
+    """Returns GB/s of the device's memory, reads and writes together, in a copy on the device."""
+    source, target = empty(nbytes), empty(nbytes)
+
+    def once() -> int:
+        for _ in range(8):
+            launch(lambda: target.copy_(source))
+        return 16 * nbytes
+
+    return bandwidth(once)
+
+
 def memcpy_peaks(nbytes: int = PEAK_BYTES) -> dict[str, float]:
     """Returns GB/s of large copies of page-locked memory: to the device, from it, and both at once (their sum)."""
     host, back = pinned(nbytes), pinned(nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,13 +14,30 @@ from benchmarks.gpu.parts import Options
 
 WIDTH, BATCH, LAYERS = 8192, 64, 48
 """About 6 GiB of weights: 2 ms per step on an H200."""
+MEMORY_SHARE = 0.25
+"""How much of the free device memory the weights may take."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """Milliseconds of each step: on the device, and of the engine's thread in the calls before the step."""
+
+    device: list[float]
+    thread: list[float]
+
+    def __iadd__(self, other: Steps) -> Steps:
+        self.device += other.device
+        self.thread += other.thread
+        return self
 
 
 class Decoder:
-    """A captured step. ``run`` returns the milliseconds that each step took, by the clock of the engine's thread."""
+    """A captured step."""
 
     def __init__(self, options: Options) -> None:
-        width, layers = (64, 2) if options.dry_run else (WIDTH, LAYERS)
+        width = 64 if options.dry_run else WIDTH
+        fits = int(cuda.free_memory() * MEMORY_SHARE) // (2 * width * width)
+        layers = 2 if options.dry_run else max(1, min(LAYERS, fits))
         weights = [cuda.empty((width, width), torch.bfloat16).normal_(0, width**-0.5) for _ in range(layers)]
         self._weights = weights
         self._state = cuda.empty((BATCH, width), torch.bfloat16).normal_()
@@ -31,15 +49,18 @@ class Decoder:
             state = torch.tanh(state @ weight)
         self._state.copy_(state)
 
-    def run(self, steps: int, before: Callable[[], None] = lambda: None) -> list[float]:
-        """``before`` is called before each step, on the engine's thread, within the time of the step."""
-        times = []
+    def run(self, steps: int, before: Callable[[], None] = lambda: None) -> Steps:
+        """``before`` is called before each step, on the engine's thread."""
+        times = Steps([], [])
         for _ in range(steps):
             begin = time.perf_counter()
             before()
+            times.thread.append((time.perf_counter() - begin) * 1e3)
+            start = cuda.record()
             self._graph.replay()
-            cuda.record().synchronize()
-            times.append((time.perf_counter() - begin) * 1e3)
+            end = cuda.record()
+            end.synchronize()
+            times.device.append(cuda.seconds_between(start, end) * 1e3)
         return times
 
 

@@ -6,17 +6,24 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from benchmarks.gpu import cuda
 from benchmarks.gpu.parts import Options
 from benchmarks.gpu.report import Report
+from benchmarks.gpu.rig import Layout, make_views
+from kvoffload.abc import PageGroup
 from kvoffload.host.limits import available_memory
 from kvoffload.transfer.cuda import driver
 from kvoffload.units import format_bytes
 
+PAGE = 4096
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-QUERY = "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,pcie.link.gen.current,persistence_mode"
+QUERY = (
+    "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,pcie.link.gen.current,pcie.link.width.current,"
+    "persistence_mode,ecc.mode.current,mig.mode.current,compute_mode"
+)
 
 
 def run(report: Report, options: Options) -> None:
@@ -27,13 +34,15 @@ def run(report: Report, options: Options) -> None:
     report.add("device memory free", format_bytes(cuda.free_memory()))
     report.add("kernel", platform.release())
     report.add("python", platform.python_version())
-    for name in ("torch", "triton", "numpy", "vllm"):
+    for name in ("torch", "numpy", "vllm"):
         try:
             report.add(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             report.add(name, "not installed")
-    ask_nvidia_smi(report)
     calls = driver.Driver(0)
+    report.add("CUDA of the driver", calls.version)
+    for attribute in driver.Attribute:
+        report.add(f"attribute {attribute.value}, {attribute.name.lower()}", calls.attribute(attribute))
     node = calls.numa_node()
     report.add("NUMA node of the device", "unknown" if node is None else str(node))
     report.add("NUMA nodes", str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1))
@@ -43,6 +52,15 @@ def run(report: Report, options: Options) -> None:
     report.add("host memory available", format_bytes(available_memory()))
     for direction, speed in cuda.memcpy_peaks(options.size(cuda.PEAK_BYTES)).items():
         report.add(f"memcpy of page-locked memory, {direction}", speed, "GB/s")
+    # An idle link saves power, so it is asked now.
+    ask_nvidia_smi(report)
+    group = PageGroup(make_views(Layout.MERGED, 32, 64, options.size(PAGE) or 64))
+    begin = time.perf_counter()
+    device = cuda.make_device([group])
+    report.add("device made, with the check of batches and kernels", (time.perf_counter() - begin) * 1e3, "ms")
+    report.must("batches work", device.batches or not calls.copies_in_batches)
+    report.must("the kernel works", device.can_gather(0))
+    device.close()
 
 
 def ask_nvidia_smi(report: Report) -> None:

@@ -86,10 +86,10 @@ def _register(report: Report, options: Options, decoder: Decoder, what: str, nby
     registration = Registration(data, calls, lambda size: True)
     times: list[float] = []
     while registration.num_ready_slots < len(data) and time.perf_counter() - begin < options.seconds:
-        times += decoder.run(1)
+        times += decoder.run(1).device
     registration.wait_until_ended()
     elapsed = time.perf_counter() - begin
-    after = decoder.run(max(MIN_STEPS if not options.dry_run else 2, len(times) // 4))
+    after = decoder.run(max(MIN_STEPS if not options.dry_run else 2, len(times) // 4)).device
     ready = registration.num_ready_slots
     report.must(
         f"{what}: registered", ready == len(data), f"{elapsed:.2f} s" if ready == len(data) else f"{ready} slots"

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
         if "--planted" in arguments:
             staging = cuda.empty(group.device_block_bytes + 256)
             aligned = -(-int(staging.data_ptr()) // 256) * 256
-            r.device.gather(r.device.new_stream(), 0, np.array([1 << 32]), aligned)
+            r.device.gather(r.device.new_stream(), 0, np.array([1 << 30]), aligned)
             cuda.synchronize()
         assert r.result(r.store(slots, blocks)).ok
         r.fill(0, blocks, 0xEE)

@@ -19,14 +19,13 @@ from kvoffload.host.registration import Registration
 
 PAGE = 4096
 CHUNK, SMALLEST = 16, 4
-"""Slots of one page per chunk, as patched below."""
+"""Slots of one page per chunk."""
+SIZES = {"chunk_bytes": CHUNK * PAGE, "min_chunk_bytes": SMALLEST * PAGE}
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK * PAGE)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_DEADLINE_S", 600.0)
-    monkeypatch.setattr(module, "MIN_CHUNK_BYTES", SMALLEST * PAGE)
     monkeypatch.setattr(touch, "STEP", 3 * PAGE)
 
 
@@ -72,7 +71,7 @@ registrations: list[Registration] = []
 
 def register(pool: HostPool, driver: Driver, kind: type[Registration] = Registration) -> Registration:
     """Returns the registration of ``pool``, as an engine's worker makes it."""
-    registration = kind(pool.data, driver, pool.wait_until_touched)
+    registration = kind(pool.data, driver, pool.wait_until_touched, **SIZES)
     pool.before_close(registration.close)
     registrations.append(registration)
     return registration
@@ -201,7 +200,7 @@ def test_nothing_is_registered_while_its_pages_may_move(make_pool: Callable[...,
         return pool.wait_until_touched(nbytes)
 
     driver.during = lambda address, nbytes: log.append(("registers", (address + nbytes - start) // PAGE))
-    registration = Registration(pool.data, driver, wait)
+    registration = Registration(pool.data, driver, wait, **SIZES)
     registration.wait_until_ended()
     expected = [("touched", 16), ("registers", 16), ("touched", 32), ("registers", 32), ("touched", 40)]
     assert log == [*expected, ("registers", 40)]
@@ -332,7 +331,7 @@ def test_a_driver_that_hangs_holds_up_neither_the_start_nor_close(
 def test_memory_that_is_still_registered_stays_mapped_and_no_other(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_DEADLINE_S", 600.0 if ends else 0.05)
     pool, driver = HostPool(40, PAGE), Driver()
-    registration = Registration(pool.data, driver, pool.wait_until_touched)
+    registration = Registration(pool.data, driver, pool.wait_until_touched, **SIZES)
     pool.before_close(registration.close)
     registration.wait_until_ended()
     memory = weakref.ref(pool.data)

@@ -183,7 +183,8 @@ class Engine:
         self._tiers = TierJobs()
         from vllm.config import KVEventsConfig
 
-        if config.get("force_async"):
+        force_async = config.get("force_async", False)
+        if force_async:
             _allow_async_scheduling()
         if kind == "lfm2":
             _rotate_by_token()
@@ -195,6 +196,8 @@ class Engine:
             "max_model_len": 512,
             "max_num_batched_tokens": 1024,
             "disable_log_stats": False,
+            # By default it is on with CUDA, and off on a CPU.
+            **({} if force_async else {"async_scheduling": False}),
             **config.get("engine", {}),
         }
         transfer = None

@@ -8,9 +8,21 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm_harness import POOL, WHOLE_PROMPTS, Run, Runner, assert_at_rest, assert_computed_whole, differences
+from vllm_harness import (
+    HAS_CUDA,
+    POOL,
+    WHOLE_PROMPTS,
+    Run,
+    Runner,
+    assert_at_rest,
+    assert_computed_whole,
+    differences,
+    differences_beyond_ties,
+)
 
 pytestmark = pytest.mark.vllm
+
+BFLOAT16_TOLERANCE = 0.1
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "lru, factor 4": {"connector": POOL | {"block_size_factor": 4}},
@@ -82,3 +94,21 @@ def test_records_distinguish_evicted_from_new_prefixes(run: Runner, expected: li
     for record in evicted:
         assert record["age_s"] > 0
         assert record["missed_key"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_with_cuda_graphs_outputs_are_identical(run: Runner, layout: str) -> None:
+    """In bfloat16, as served: blocks are gathered in one layout and copied directly in the other."""
+    config: dict[str, Any] = {
+        "engine": {"dtype": "bfloat16", "enforce_eager": False},
+        "environment": {"VLLM_KV_CACHE_LAYOUT": layout},
+        "force_async": True,
+    }
+    right = run("rounds", rounds=1, **config)["outputs"][0]
+    result = run("rounds", connector=POOL, **config)
+    for answers in result["outputs"]:
+        assert differences_beyond_ties(answers, right, BFLOAT16_TOLERANCE) == []
+    assert result["metrics"]["load_bytes"] > 0
+    assert_at_rest(result.result)

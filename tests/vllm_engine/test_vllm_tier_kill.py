@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def lines_of(said: Path) -> list[Any]:
 
 
 @contextlib.contextmanager
-def killed(child: Child) -> Iterator[None]:
+def killed(child: Child | subprocess.Popen[bytes]) -> Iterator[None]:
     """Kills a server in the end, and removes the memory that its vLLM leaves behind."""
     try:
         yield
@@ -63,7 +64,9 @@ def killed(child: Child) -> Iterator[None]:
         kill_session(child)
 
 
-def wait_and_watch(child: Child, log: Path, folder: Path, budget: int, is_time: Any, later_s: float) -> None:
+def wait_and_watch(
+    child: Child | subprocess.Popen[bytes], log: Path, folder: Path, budget: int, is_time: Any, later_s: float
+) -> None:
     """Returns ``later_s`` after ``is_time()`` holds. Meanwhile the server lives, and the disk's budget holds."""
     deadline, until = time.monotonic() + DEADLINE_S, None
     while until is None or time.monotonic() < until:

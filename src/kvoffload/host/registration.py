@@ -56,16 +56,25 @@ class Registration:
     the slots so far remain registered.
     """
 
-    def __init__(self, slots: ByteArray, registrar: Registrar, wait_until_touched: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        slots: ByteArray,
+        registrar: Registrar,
+        wait_until_touched: Callable[[int], bool],
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        min_chunk_bytes: int = MIN_CHUNK_BYTES,
+    ) -> None:
         self._slots: ByteArray | None = slots
         """None when nothing is registered any more."""
         self._num_slots, self._slot_bytes = slots.shape
         self._address = slots.ctypes.data
         self._registrar = registrar
         self._wait_until_touched = wait_until_touched
-        self.boundary_slots = _power_of_two(MIN_CHUNK_BYTES // self._slot_bytes)
+        self.boundary_slots = _power_of_two(min_chunk_bytes // self._slot_bytes)
         """A chunk ends at a multiple of this or at the end of the pool. One copy must not cross such a multiple, since
         drivers refuse copies of memory from two registrations."""
+        self._chunk_slots = _power_of_two(chunk_bytes // self._slot_bytes)
         self._num_ready = 0
         self._registered: list[int] = []
         self._closing = threading.Event()
@@ -103,7 +112,7 @@ class Registration:
 
     def _run(self) -> None:
         logged = time.monotonic()
-        size = _power_of_two(CHUNK_BYTES // self._slot_bytes)
+        size = self._chunk_slots
         try:
             self._registrar.enter_thread()
         except Exception as error:

@@ -10,7 +10,6 @@ import pytest
 from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
-from kvoffload.host import registration as module
 from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.cuda.driver import Driver
@@ -27,14 +26,11 @@ def pool() -> HostPool:
     return HostPool(12, MIB)
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 8 * MIB)
-    monkeypatch.setattr(module, "MIN_CHUNK_BYTES", 2 * MIB)
-
-
 def register(pool: HostPool, emulator: Emulator) -> Registration:
-    registration = Registration(pool.data, Driver(0, emulator.path), pool.wait_until_touched)
+    driver = Driver(0, emulator.path)
+    registration = Registration(
+        pool.data, driver, pool.wait_until_touched, chunk_bytes=8 * MIB, min_chunk_bytes=2 * MIB
+    )
     pool.before_close(registration.close)
     registration.wait_until_ended()
     return registration

@@ -97,11 +97,13 @@ class Pipeline:
         self._block_bytes = [table.device_block_bytes for table in tables]
         largest = max(self._block_bytes, default=0)
         padding = ROW_ALIGNMENT * (len(tables) - 1)
+        self._is_staged = [len(table.runs) > 1 and device.can_gather(g) for g, table in enumerate(tables)]
+        """By group. The runs of other groups are copied one by one."""
         is_direct = all(len(table.runs) <= 1 for table in tables)
         half_bytes = max(limits.direct_bytes if is_direct else limits.chunk_bytes, largest + padding)
         self._max_bytes = half_bytes - padding
         self._halves: deque[Half] = deque()
-        if not is_direct:
+        if any(self._is_staged):
             self._halves += (Half(device.allocate(half_bytes)) for _ in range(2))
         self.staging_bytes = half_bytes * len(self._halves)
         """Device memory that was allocated."""
@@ -209,7 +211,7 @@ class Pipeline:
         at = self._halves[0].address if self._halves else 0
         for g, start, end in zip(groups, starts, [*starts[1:], n], strict=True):
             table, blocks = self._tables[g], rows[BLOCK, start:end]
-            if table.is_direct:
+            if not self._is_staged[g]:
                 chunk.is_direct = True
                 chunk.device_side[start:end] = table.runs[0].base + blocks * table.runs[0].stride
             else:
@@ -233,7 +235,8 @@ class Pipeline:
         if chunk.is_direct:
             self._copies.wait_for(point)
         device.record(chunk.begin, self._copies.stream)
-        device.copy(self._copies.stream, *self._pieces(self._host_side(chunk), chunk.device_side, chunk))
+        device_side, host_side, sizes = self._pieces(chunk)
+        device.copy(self._copies.stream, host_side, device_side, sizes)
         device.record(chunk.copied, self._copies.stream)
 
     def _issue_load(self, chunk: Chunk, point: Point) -> None:
@@ -245,7 +248,7 @@ class Pipeline:
         if chunk.is_direct:
             self._copies.wait_for(point)
         device.record(chunk.begin, self._copies.stream)
-        device.copy(self._copies.stream, *self._pieces(chunk.device_side, self._host_side(chunk), chunk))
+        device.copy(self._copies.stream, *self._pieces(chunk))
         device.record(chunk.copied, self._copies.stream)
         if chunk.launches:
             device.wait(self._kernels.stream, chunk.copied)
@@ -260,8 +263,29 @@ class Pipeline:
         addresses: Addresses = chunk.bounce.address + np.cumsum(chunk.rows[NBYTES]) - chunk.rows[NBYTES]
         return addresses
 
-    def _pieces(self, targets: Addresses, sources: Addresses, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
-        return merge(targets, sources, chunk.rows[NBYTES], self._slots.sections(chunk.rows))
+    def _pieces(self, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
+        """Returns the addresses on the device and on the host, and the sizes, of what is copied."""
+        columns = np.stack(
+            [chunk.device_side, self._host_side(chunk), chunk.rows[NBYTES], self._slots.sections(chunk.rows)]
+        )
+        groups = np.unique(chunk.rows[GROUP]).tolist()
+        if any(len(self._tables[g].runs) > 1 and not self._is_staged[g] for g in groups):
+            columns = np.concatenate(
+                [each for g in groups for each in self._runs(g, columns[:, chunk.rows[GROUP] == g])], axis=1
+            )
+        return merge(*columns)
+
+    def _runs(self, group: int, columns: Addresses) -> list[Addresses]:
+        """Returns copies of the rows of a group as copies of its runs, if they are not staged."""
+        if self._is_staged[group]:
+            return [columns]
+        first, *_ = runs = self._tables[group].runs
+        parts = []
+        for run in runs:
+            blocks = (columns[0] - first.base) // first.stride
+            sizes = np.full_like(blocks, run.nbytes)
+            parts.append(np.stack([run.base + blocks * run.stride, columns[1] + run.offset, sizes, columns[3]]))
+        return parts
 
     def _take_half(self, stream: Stream, free: Event) -> None:
         """Makes ``stream`` wait until the first half is free, and moves it to the end. The chunk that takes it needs

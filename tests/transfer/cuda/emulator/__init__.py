@@ -120,6 +120,11 @@ class Emulator:
     def problems(self) -> list[str]:
         return str(self._library.emu_problems().decode()).splitlines()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether an error has ended the context: every call fails from then on."""
+        return ctypes.c_int.in_dll(self._library, "sticky").value != 0
+
     def count(self, which: Count) -> int:
         """Returns how many of these were issued."""
         return int(self._library.emu_count(which))
