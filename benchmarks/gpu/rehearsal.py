@@ -186,6 +186,10 @@ class Driver:
 
     use_context = enter_thread
 
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        yield
+
     def synchronize(self) -> None:
         synchronize()
 

@@ -289,6 +289,7 @@ class SharingServer(LivingServer):
         given: set[OffloadKey],
     ) -> None:
         super().__init__(life, clock, new_versions)
+        self.medium = medium
         self.number = number
         self.executor, self.disk_executor = (self._make_executor(name) for name in ("shared", "disk"))
         self.connection = medium.connect(self)
@@ -395,6 +396,10 @@ class SharingServer(LivingServer):
                 raise Leak("transfers of the tier do not end")
             # At first in small steps: a small tier may be given many blocks one after the other.
             self.clock.now += 0.005 if i < MAX_QUICK_STEPS else 0.5
+            if i >= MAX_QUICK_STEPS:
+                # What waits for the end of an outage would wait for ever.
+                self.medium.now = max(self.medium.now, self.clock.now)
+                self.medium.tick()
         self.is_serving = was_serving
 
     def close(self) -> None:

@@ -68,8 +68,8 @@ class StreamPlan:
     """The chance that the engine waits for the results of a step before the next one begins."""
     limits: Limits
     """Small chunks and buffers."""
-    with_kernels: bool = True
-    """Whether the driver has loaded the kernels. The plain loop always has them."""
+    num_without_kernels: int = 0
+    """How many of the first groups have no kernel. With the plain loop all have one."""
     refuses_batches: bool = False
     """Whether the driver copies only one by one. The plain loop always has batches."""
     finds_races: bool = True
@@ -95,7 +95,7 @@ class StreamPlan:
                 stage_bytes=rng.choice((256, 1024)),
                 fence_bytes=rng.choice((64, 256, 1024)),
             ),
-            with_kernels=rng.random() < 0.9,
+            num_without_kernels=rng.choice((0, 0, 0, 1, 2, 100)),
             refuses_batches=rng.random() < 0.1,
         )
 
@@ -434,7 +434,7 @@ def make_native_transfer(
     while isinstance(inner, WrappedDevice):
         inner = inner.inner
     assert isinstance(inner, SimulatedDevice)
-    native = CallbackDevice(device, tables, inner.note_error, plan.with_kernels)
+    native = CallbackDevice(device, tables, inner.note_error, plan.num_without_kernels)
     native.refuses_batches = plan.refuses_batches
     transfer = CudaTransfer(tables, host, native, registration, limits=plan.limits, with_threads=False)
     return transfer, transfer.advance

@@ -340,7 +340,7 @@ BUGS: dict[Bug, dict[str, int]] = {
     NoFence: {"plain": 3, "native": 6},
     StalePoint: {"plain": 3, "native": 0},
     SharedStagingOfStores: {"plain": 3, "native": 4},
-    SharedStagingOfLoads: {"plain": 9, "native": 66},
+    SharedStagingOfLoads: {"plain": 9, "native": 278},
     CopyBeforeGather: {"plain": 1, "native": 1},
     ScatterBeforeCopy: {"plain": 1, "native": 4},
     EndOfStoresTooEarly: {"plain": 0, "native": 0},

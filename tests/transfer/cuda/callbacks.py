@@ -33,7 +33,7 @@ class CallbackDevice(WrappedDevice):
     """Gives streams and events of ``inner`` handles, and DriverCalls that do what ``inner`` does.
 
     A call in which ``inner`` raises returns the code of a failed launch, or the error's ``code``; ``on_error`` gets the
-    error. ``with_kernels`` False: the device has no kernels. ``refuses_batches``: batches return INVALID_VALUE.
+    error. The first groups, ``num_without_kernels``, have none. ``refuses_batches``: batches return INVALID_VALUE.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class CallbackDevice(WrappedDevice):
         inner: Device,
         tables: Sequence[PageTable],
         on_error: Callable[[Exception], None] = lambda error: None,
-        with_kernels: bool = True,
+        num_without_kernels: int = 0,
     ) -> None:
         super().__init__(inner)
         self.refuses_batches = False
         self.num_batches = 0
         self._tables = tables
         self._on_error = on_error
-        self._with_kernels = with_kernels
+        self._num_without_kernels = num_without_kernels
         self._objects: dict[int, Any] = {}
         self._engine = self._handle(inner.engine_stream())
         self._functions = {
@@ -72,7 +72,7 @@ class CallbackDevice(WrappedDevice):
 
     def native_calls(self) -> DriverCalls:
         addresses = {name: ctypes.cast(each, c_void_p).value or 0 for name, each in self._functions.items()}
-        kernels = [self._kernel(group) if self._with_kernels else None for group in range(len(self._tables))]
+        kernels = [self._kernel(g) if g >= self._num_without_kernels else None for g in range(len(self._tables))]
         return DriverCalls(**addresses, kernels=kernels)
 
     def _handle(self, of: Any) -> int:

@@ -77,7 +77,7 @@ class Rig:
         registration: Any = None,
         limits: Limits = DEFAULT_LIMITS,
         with_threads: bool = False,
-        with_kernels: bool = True,
+        num_without_kernels: int = 0,
         num_slots: int = SLOTS,
     ) -> None:
         self.groups = groups
@@ -86,7 +86,11 @@ class Rig:
         self.registration = registration or Ready(num_slots)
         tables = [page_table(group) for group in groups]
         self.device = PlainDevice(tables)
-        self.native = CallbackDevice(self.device, tables, with_kernels=with_kernels) if self.loop == "native" else None
+        self.native = (
+            CallbackDevice(self.device, tables, num_without_kernels=num_without_kernels)
+            if self.loop == "native"
+            else None
+        )
         self.transfer = CudaTransfer(
             tables, self.pool, self.native or self.device, self.registration, limits=limits, with_threads=with_threads
         )
@@ -713,7 +717,7 @@ def test_an_error_of_one_copy_is_no_refusal(rig: Rig) -> None:
 
 @only_native
 def test_without_kernels_the_runs_of_blocks_are_copied(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(PageGroup(apart()), with_kernels=False)
+    rig = Rig(PageGroup(apart()), num_without_kernels=1)
     before = rig.block(3)
     rig.store(1, [7], [3])
     rig.transfer.before_forward()

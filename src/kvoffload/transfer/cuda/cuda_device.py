@@ -15,7 +15,7 @@ from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 from kvoffload.transfer.cuda.driver import LIBRARY, Driver, DriverError
 from kvoffload.transfer.cuda.kernels import cut, kernel_code, make_kernel
 from kvoffload.transfer.cuda.pages import PageTable
-from kvoffload.transfer.cuda.start_check import StartCheck
+from kvoffload.transfer.cuda.start_check import CHECK_DEADLINE_S, CopiesHang, StartCheck
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,11 @@ class CudaDevice(Device):
 
     Made on the engine's thread before the cache is in use, because kernels and copies are tried on its pages, whose
     bytes are put back. ``engine_stream`` returns the handle of the stream on which the engine issues its work, such as
-    ``torch.cuda.current_stream().cuda_stream``. With ``batched_copies`` False copies are issued one by one.
+    ``torch.cuda.current_stream().cuda_stream``. With ``batched_copies`` False copies are issued one by one. Copies that
+    do not end within ``check_deadline_s`` at the start are an error.
+
+    To make, enlarge and close it leaves a thread's current context as it was, but gives the device's to an engine's
+    thread that has none: fences are issued there.
 
     Memory and streams are the driver's. Torch's memory may belong to a pool of the engine, which loses its contents
     when the engine sleeps, and work on other streams may still use it; torch's streams are the same 32 again and again,
@@ -51,6 +55,7 @@ class CudaDevice(Device):
         *,
         library: str = LIBRARY,
         batched_copies: bool = True,
+        check_deadline_s: float = CHECK_DEADLINE_S,
     ) -> None:
         self._driver = Driver(number, library)
         self._driver.use_context()
@@ -60,12 +65,17 @@ class CudaDevice(Device):
         self._streams: list[int] = []
         self._events: list[int] = []
         self._module: int | None = None
+        self._is_closed = False
         self._kernels: list[Kernel | None] = [None for _ in tables]
         if not batched_copies:
             self._driver.stop_batches()
         try:
-            self._load_kernels(tables)
-            self._check(tables)
+            with self._driver.context():
+                self._load_kernels(tables)
+                self._check(tables, check_deadline_s)
+        except CopiesHang:
+            # Copies still use the memory, and to free it would wait for them.
+            raise
         except Exception:
             self.close()
             raise
@@ -74,14 +84,16 @@ class CudaDevice(Device):
         self._driver.enter_thread()
 
     def new_stream(self) -> Stream:
-        self._streams.append(self._driver.new_stream())
+        with self._driver.context():
+            self._streams.append(self._driver.new_stream())
         return self._streams[-1]
 
     def engine_stream(self) -> Stream:
         return self._engine_stream()
 
     def new_event(self) -> Event:
-        self._events.append(self._driver.new_event())
+        with self._driver.context():
+            self._events.append(self._driver.new_event())
         return self._events[-1]
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -97,11 +109,13 @@ class CudaDevice(Device):
         return self._driver.seconds_between(start, end)
 
     def allocate(self, nbytes: int) -> int:
-        self._memory.append(self._driver.allocate(nbytes))
+        with self._driver.context():
+            self._memory.append(self._driver.allocate(nbytes))
         return self._memory[-1]
 
     def allocate_host(self, nbytes: int) -> ByteArray:
-        self._host.append(self._driver.allocate_host(nbytes))
+        with self._driver.context():
+            self._host.append(self._driver.allocate_host(nbytes))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self._host[-1]))
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
@@ -130,19 +144,22 @@ class CudaDevice(Device):
         return DriverCalls(**addresses, kernels=tuple(self._kernels))
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         driver = self._driver
         try:
-            for handles, free in (
-                (self._memory, driver.free),
-                (self._host, driver.free_host),
-                (self._events, driver.destroy_event),
-                (self._streams, driver.destroy_stream),
-            ):
-                while handles:
-                    free(handles.pop())
-            if self._module is not None:
-                driver.unload_module(self._module)
-                self._module = None
+            with driver.context():
+                for handles, free in (
+                    (self._memory, driver.free),
+                    (self._host, driver.free_host),
+                    (self._events, driver.destroy_event),
+                    (self._streams, driver.destroy_stream),
+                ):
+                    while handles:
+                        free(handles.pop())
+                if self._module is not None:
+                    driver.unload_module(self._module)
             driver.close()
         except DriverError:
             # A device that has failed frees nothing any more.
@@ -187,12 +204,12 @@ class CudaDevice(Device):
             self._kernels = [None for _ in tables]
             self._warn("the driver cannot load kvoffload's kernel", error)
 
-    def _check(self, tables: Sequence[PageTable]) -> None:
+    def _check(self, tables: Sequence[PageTable], deadline_s: float) -> None:
         """Tries batches and kernels on pages of each group, and does without what copies wrong bytes or fails.
 
-        Raises RuntimeError if single copies are wrong, too.
+        Raises RuntimeError if single copies are wrong, too, and CopiesHang.
         """
-        check = StartCheck(self, self._driver, self._streams or [self.new_stream()])
+        check = StartCheck(self, self._driver, self.new_stream(), deadline_s)
         for g, table in enumerate(tables):
             if not table.runs:
                 continue

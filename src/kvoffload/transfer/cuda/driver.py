@@ -7,10 +7,11 @@ they do not show up again at the engine's next call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,21 @@ class Driver:
         self._call("cuCtxGetCurrent", ctypes.byref(current))
         if current.value is None:
             self._call("cuCtxSetCurrent", self._context)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Makes the device's context current in the calling thread in the ``with`` statement, whichever it had."""
+        self._retain()
+        before = _POINTER()
+        self._call("cuCtxGetCurrent", ctypes.byref(before))
+        if before.value == self._context:
+            yield
+            return
+        self._call("cuCtxSetCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxSetCurrent", before)
 
     def synchronize(self) -> None:
         """Waits until the device is idle."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,20 +14,26 @@ from kvoffload.transfer.cuda.device import Device, Stream
 from kvoffload.transfer.cuda.driver import Driver, DriverError
 from kvoffload.transfer.cuda.pages import PageTable
 
-DEADLINE_S = 5.0
+CHECK_DEADLINE_S = 5.0
+
+
+class CopiesHang(RuntimeError):
+    """Copies do not end. They still use their memory."""
 
 
 class StartCheck:
     """Moves the first, middle and last device block of a group to page-locked memory and back, and compares bytes with
     what the driver's plain copies see. The bytes of the blocks are put back.
 
-    Each method returns what is wrong, or None.
+    Each method returns what is wrong, or None. It raises CopiesHang if copies do not end within ``deadline_s``, and
+    RuntimeError if the device works no more.
     """
 
-    def __init__(self, device: Device, driver: Driver, streams: Sequence[Stream]) -> None:
+    def __init__(self, device: Device, driver: Driver, stream: Stream, deadline_s: float) -> None:
         self._device = device
         self._driver = driver
-        self._stream = streams[0]
+        self._stream = stream
+        self._deadline_s = deadline_s
         self._random = np.random.default_rng(0)
         self._end = device.new_event()
 
@@ -47,10 +53,9 @@ class StartCheck:
         def load() -> None:
             self._device.copy(self._stream, pages, places, sizes)
 
-        try:
-            return self._round_trip(table, blocks, rows, store, load)
-        finally:
-            self._driver.free_host(rows)
+        problem = self._round_trip(table, blocks, rows, store, load)
+        self._driver.free_host(rows)
+        return problem
 
     def kernel(self, group: int, table: PageTable) -> str | None:
         """Tries the kernels of a group, with copies of staged rows."""
@@ -69,11 +74,10 @@ class StartCheck:
             copy(staging, rows)
             self._device.scatter(self._stream, group, blocks, staging)
 
-        try:
-            return self._round_trip(table, blocks, rows, store, load)
-        finally:
-            self._driver.free(staging)
-            self._driver.free_host(rows)
+        problem = self._round_trip(table, blocks, rows, store, load)
+        self._driver.free(staging)
+        self._driver.free_host(rows)
+        return problem
 
     def _round_trip(
         self, table: PageTable, blocks: Numbers, address: int, store: Callable[[], None], load: Callable[[], None]
@@ -85,31 +89,37 @@ class StartCheck:
         # The engine may still be clearing its cache.
         self._driver.synchronize()
         before = self._read(table, blocks)
+        problem: str | None = None
         try:
             self._write(table, blocks, stored)
             rows[:] = 0
             store()
             self._wait()
             if not np.array_equal(rows, stored):
-                return "wrong bytes came from the device"
+                problem = "wrong bytes came from the device"
             rows[:] = loaded
             load()
             self._wait()
             if not np.array_equal(self._read(table, blocks), loaded):
-                return "wrong bytes came to the device"
-            return None
+                problem = problem or "wrong bytes came to the device"
         except DriverError as error:
-            return str(error)
-        finally:
+            problem = str(error)
+        try:
             self._write(table, blocks, before)
+        except DriverError as error:
+            raise RuntimeError(
+                f"the device failed while copies were tried ({problem or error}): a newer driver than CUDA "
+                f"{self._driver.version}, or batched_copies=false, may help"
+            ) from error
+        return problem
 
     def _wait(self) -> None:
         self._device.record(self._end, self._stream)
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self._deadline_s
         while not self._device.is_done(self._end):
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"copies of a few blocks did not end within {DEADLINE_S:g} s: a newer driver than CUDA "
+                raise CopiesHang(
+                    f"copies of a few blocks did not end within {self._deadline_s:g} s: a newer driver than CUDA "
                     f"{self._driver.version}, or batched_copies=false, may help"
                 )
             time.sleep(100e-6)

@@ -10,6 +10,7 @@
 #include <string.h>
 
 enum { DEVICE = 100 };            /* a handle, which is not the ordinal */
+enum { OF_ANOTHER_DEVICE = 1 };   /* a context's number is so much above the device's own */
 enum { THREAD_STREAM = 2 };       /* the last of the handles of the default stream */
 enum { FIRST_HANDLE = 0x5500, HANDLE_STEP = 16 };
 
@@ -216,14 +217,14 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
 
 int cuCtxGetCurrent(void **out) {
     int code = enter("cuCtxGetCurrent", ANY_TIME);
-    *out = (void *)(uintptr_t)(current_context == context ? context : 0);
+    *out = (void *)(uintptr_t)(current_context - context <= OF_ANOTHER_DEVICE ? current_context : 0);
     return leave(code);
 }
 
 int cuCtxSetCurrent(void *wanted) {
     int code = enter("cuCtxSetCurrent", ANY_TIME);
     note("current");
-    if (!code && wanted && (uintptr_t)wanted != context)
+    if (!code && wanted && (uintptr_t)wanted - context > OF_ANOTHER_DEVICE)
         code = INVALID_CONTEXT;
     if (!code)
         current_context = (uintptr_t)wanted;

@@ -1,0 +1,259 @@
+"""CudaDevice over the emulator: what it tries at start, what it does without, and whose context it uses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.cuda_device import CALLS, CudaDevice
+from kvoffload.transfer.cuda.device import Addresses, Stream
+from kvoffload.transfer.cuda.driver import Driver
+from kvoffload.transfer.cuda.pages import PageTable, Run
+from kvoffload.transfer.cuda.start_check import CopiesHang
+from tests.transfer.cuda.emulator import PROFILES, Count, Emulator, Memory, bytes_at
+
+NUM_BLOCKS, PAGE = 5, 96
+INVALID_VALUE, ILLEGAL_ADDRESS, NOT_READY, NOT_SUPPORTED = 1, 700, 600, 801
+DEFAULT_STREAM = 0
+
+
+class Rig:
+    """A cache of two layers on the device, and the bytes that it held before a CudaDevice was made for it."""
+
+    def __init__(self, emulator: Emulator) -> None:
+        self.emulator = emulator
+        self.driver = Driver(0, emulator.path)
+        with self.driver.context():
+            base = self.driver.allocate(2 * NUM_BLOCKS * PAGE)
+        self.cache = bytes_at(base, 2 * NUM_BLOCKS * PAGE)
+        self.cache[:] = np.random.default_rng(0).integers(0, 256, len(self.cache), np.uint8)
+        self.before = self.cache.copy()
+        runs = [Run(base + layer * NUM_BLOCKS * PAGE, PAGE, PAGE, layer * PAGE) for layer in range(2)]
+        self.table = PageTable(tuple(runs), NUM_BLOCKS)
+
+    def make(self, kind: type[CudaDevice] = CudaDevice, **options: Any) -> CudaDevice:
+        return kind([self.table], 0, lambda: DEFAULT_STREAM, library=self.emulator.path, **options)
+
+    def current_context(self) -> int | None:
+        found = ctypes.c_void_p()
+        assert ctypes.CDLL(self.emulator.path).cuCtxGetCurrent(ctypes.byref(found)) == 0
+        return found.value
+
+    def set_context(self, context: int | None) -> None:
+        assert ctypes.CDLL(self.emulator.path).cuCtxSetCurrent(ctypes.c_void_p(context)) == 0
+
+
+@pytest.fixture
+def rig(emulator: Emulator) -> Rig:
+    return Rig(emulator)
+
+
+def test_batches_and_kernels_are_tried_and_the_cache_keeps_its_bytes(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = rig.make()
+    assert device.batches
+    assert device.can_gather(0)
+    assert rig.emulator.count(Count.BATCHES) == 4, "of pages and of rows, in both directions"
+    assert rig.emulator.count(Count.LAUNCHES) == 2
+    assert np.array_equal(rig.cache, rig.before)
+    assert caplog.messages == rig.emulator.problems == []
+    calls = device.native_calls()
+    assert calls is not None
+    assert all(getattr(calls, field) for field in CALLS)
+    device.close()
+    device.close()
+    assert rig.emulator.num_bytes(Memory.PINNED) == 0
+    assert rig.emulator.num_bytes(Memory.DEVICE) == len(rig.cache), "all but the cache is freed"
+
+
+def test_without_batched_copies_no_batch_is_tried(rig: Rig) -> None:
+    device = rig.make(batched_copies=False)
+    calls = device.native_calls()
+    assert calls is not None
+    assert calls.copy_batch == 0
+    assert rig.emulator.count(Count.BATCHES) == 0
+    assert device.can_gather(0)
+
+
+class WrongBatch(CudaDevice):
+    """Copies of batches miss a byte."""
+
+    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        super().copy(stream, targets, sources, sizes - 1 if self.batches else sizes)
+
+
+class WrongKernel(CudaDevice):
+    """Device blocks are gathered in the wrong order."""
+
+    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        super().gather(stream, group, blocks[::-1], staging)
+
+
+class WrongKernelOfLoads(CudaDevice):
+    """Rows are scattered in the wrong order."""
+
+    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
+        super().scatter(stream, group, blocks[::-1], staging)
+
+
+@pytest.mark.parametrize(
+    ("kind", "batches", "gathers", "warning"),
+    [
+        (WrongBatch, False, True, "batched copies do not work with CUDA 12.8.*wrong bytes.*batched_copies=false"),
+        (WrongKernel, True, False, "kernel does not work with CUDA 12.8.*wrong bytes came from"),
+        (WrongKernelOfLoads, True, False, "kernel does not work with CUDA 12.8.*wrong bytes came to"),
+    ],
+)
+def test_what_copies_wrong_bytes_is_not_used(
+    rig: Rig, kind: type[CudaDevice], batches: bool, gathers: bool, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = rig.make(kind)
+    assert (device.batches, device.can_gather(0)) == (batches, gathers)
+    (message,) = caplog.messages
+    assert re.search(warning, message)
+    assert np.array_equal(rig.cache, rig.before)
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "batches", "gathers"),
+    [
+        ("cuMemcpyBatchAsync", INVALID_VALUE, False, True),
+        ("cuMemcpyBatchAsync", NOT_SUPPORTED, False, True),
+        ("cuMemcpyBatchAsync", 999, False, True),
+        ("cuModuleLoadData", 218, True, False),
+        ("cuModuleGetFunction", 500, True, False),
+        ("cuLaunchKernel", INVALID_VALUE, True, False),
+    ],
+)
+def test_what_the_driver_refuses_is_not_used(
+    rig: Rig, function: str, code: int, batches: bool, gathers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.emulator.fail(function, code)
+    device = rig.make()
+    assert (device.batches, device.can_gather(0)) == (batches, gathers)
+    (message,) = caplog.messages
+    assert "CUDA 12.8" in message
+    assert np.array_equal(rig.cache, rig.before)
+
+
+def test_a_batch_that_ends_the_context_is_an_error_with_a_remedy(rig: Rig) -> None:
+    rig.emulator.fail("cuMemcpyBatchAsync", ILLEGAL_ADDRESS, is_sticky=True)
+    with pytest.raises(RuntimeError, match=r"cuMemcpyBatchAsync.*CUDA 12\.8, or batched_copies=false, may help"):
+        rig.make()
+
+
+def test_copies_that_hang_are_an_error_and_their_memory_is_not_freed(rig: Rig) -> None:
+    """To free it would wait for them."""
+    rig.emulator.fail("cuEventQuery", NOT_READY)
+    with pytest.raises(CopiesHang, match=r"did not end within 0\.01 s.*batched_copies=false"):
+        rig.make(check_deadline_s=0.01)
+    assert rig.emulator.num_bytes(Memory.PINNED) > 0
+    assert rig.emulator.num_bytes(Memory.DEVICE) > len(rig.cache)
+    assert not any("destroy" in call for call in rig.emulator.calls)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_the_engine_s_thread_keeps_its_context(rig: Rig, other: bool) -> None:
+    with rig.driver.context():
+        own = rig.current_context()
+    assert own is not None
+    found: list[int | None] = []
+
+    def work() -> None:
+        rig.set_context(own + 1 if other else None)
+        device = rig.make()
+        device.allocate(8)
+        device.allocate_host(8)
+        event, stream = device.new_event(), device.new_stream()
+        if not other:
+            device.record(event, stream)
+        found.append(rig.current_context())
+        rig.set_context(None)
+        device.close()
+        found.append(rig.current_context())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [own + 1 if other else own, None], "a thread without a context gets the device's"
+    assert rig.emulator.num_bytes(Memory.PINNED) == 0, "freed by a thread without a context"
+
+
+@pytest.mark.parametrize(("name", "copies"), [("H100", True), ("T4", True), ("WSL2", False)])
+def test_a_driver_says_whether_registered_memory_is_copied(emulator_library: Path, name: str, copies: bool) -> None:
+    driver = Driver(0, Emulator(emulator_library, PROFILES[name]).path)
+    assert driver.copies_registered_memory is copies
+
+
+SERVICE = """
+import logging, sys, time
+from types import ModuleType, SimpleNamespace
+import numpy as np
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+import kvoffload
+# The adapter's module without its package, which imports vLLM; a torch whose engine works on the default stream.
+package = ModuleType("kvoffload.vllm")
+package.__path__ = [kvoffload.__path__[0] + "/vllm"]
+stream = SimpleNamespace(cuda_stream=0)
+sys.modules["kvoffload.vllm"] = package
+sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda device: stream))
+from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.host.pool import HostPool
+from kvoffload.transfer.cuda.driver import LIBRARY, Driver
+from kvoffload.vllm.cuda import make_cuda_transfer
+from tests.transfer.cuda.emulator import PROFILES, Emulator, bytes_at
+
+emulator, driver = Emulator(LIBRARY, PROFILES[sys.argv[1]]), Driver(0)
+driver.enter_thread()
+base = driver.allocate(2 * 4 * 64)
+cache = bytes_at(base, 2 * 4 * 64).reshape(2, 4, 64)
+cache[:] = np.random.default_rng(0).integers(0, 256, cache.shape, np.uint8)
+
+class Pages:
+    shape, device = (4, 64), SimpleNamespace(type="cuda", index=None)
+    def __init__(self, layer): self.layer = layer
+    def __len__(self): return 4
+    def data_ptr(self): return base + self.layer * 4 * 64
+    def stride(self, axis): return 64
+
+pool = HostPool(8, 128)
+transfer = make_cuda_transfer([PageGroup([Pages(0), Pages(1)])], pool.data, pool, True)
+blocks = np.array([3, 1])
+spec = TransferSpec("r", LoadStoreSpec("CPU", np.array([5, 2])), DeviceSpec(blocks, (2,), (0,)))
+transfer.submit(1, spec, True)
+transfer.before_forward()
+deadline = time.monotonic() + 60
+while not (results := transfer.poll(True)):
+    transfer.wait_any(1)
+    assert time.monotonic() < deadline
+assert [(result.job_id, result.ok) for result in results] == [(1, True)], results
+assert np.array_equal(pool.data[[5, 2]], cache[:, [3, 1]].swapaxes(0, 1).reshape(2, 128))
+transfer.close()
+pool.close()
+print("registered", sum(call.startswith("register ") for call in emulator.calls), emulator.problems)
+"""
+
+
+@pytest.mark.parametrize(("name", "registers"), [("H100", True), ("WSL2", False)])
+def test_a_device_that_cannot_copy_registered_memory_is_served_through_a_buffer(
+    emulator_library: Path, name: str, registers: bool
+) -> None:
+    """As the vLLM adapter makes it, in a process whose libcuda.so.1 is the emulator."""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(emulator_library.parent)}
+    command = [sys.executable, "-c", SERVICE, name]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"registered {int(registers)} []\n"
+    assert "blocks are copied with CUDA 12.8" in done.stderr
+    assert ("cannot copy registered host memory" in done.stderr) is not registers
