@@ -25,8 +25,8 @@ from tests.transfer.cuda.emulator import PROFILES, Emulator, Timing, bytes_at
 from tests.transfer.cuda.emulator.trials import Broken, Fault, Plan, Trial, make_device, run_trial
 
 NUM_TRIALS = 40
-MOST_SEEDS = 40
-"""How many trials a planted fault may survive. Each is seen by some of the first ten."""
+MOST_SEEDS = 150
+"""How many trials a planted fault may survive. Each is found by one of the first 60."""
 
 
 def test_trials(emulator_library: Path) -> None:
@@ -42,9 +42,14 @@ def test_trials(emulator_library: Path) -> None:
 
 
 def plain_plan(seed: int) -> Plan:
-    """Returns a plan without other faults than the planted one, where the kernel is used."""
+    """Returns a plan without other faults than the planted one, where the kernel is used, without threads that copy."""
     return dataclasses.replace(
-        Plan.random(Random(seed)), profile=PROFILES["H100"], fault=Fault.NONE, registered=None, num_steps=8
+        Plan.random(Random(seed)),
+        profile=PROFILES["H100"],
+        fault=Fault.NONE,
+        with_threads=False,
+        registered=None,
+        num_steps=8,
     )
 
 
@@ -63,11 +68,16 @@ class UncheckedDevice:
         return device
 
 
-def trials_until_caught(library: Path, make: UncheckedDevice, change: Callable[[Emulator], None]) -> int:
+def trials_until_caught(
+    library: Path, make: UncheckedDevice, change: Callable[[Emulator], None], *, is_native: bool | None = None
+) -> int:
     """Returns how many trials pass before one finds the fault."""
     for seed in range(MOST_SEEDS):
+        plan = plain_plan(seed)
+        if is_native is not None:
+            plan = dataclasses.replace(plan, is_native=is_native)
         try:
-            Trial(library, seed, plain_plan(seed), make, change).run()
+            Trial(library, seed, plan, make, change).run()
         except Broken as broken:
             print(f"seed {seed}: {broken}")
             return seed
@@ -144,8 +154,26 @@ def test_wrong_arguments_of_kernels_are_found(emulator_library: Path, change: Ca
     trials_until_caught(emulator_library, UncheckedDevice(change), lambda emulator: None)
 
 
-def test_streams_that_do_not_wait_are_found(emulator_library: Path) -> None:
-    trials_until_caught(emulator_library, UncheckedDevice(), Emulator.ignore_waits)
+@pytest.mark.parametrize(
+    ("is_native", "stream"),
+    [*((True, number) for number in range(1, 10)), *((False, number) for number in range(1, 6))],
+)
+def test_streams_that_do_not_wait_are_found(emulator_library: Path, is_native: bool, stream: int) -> None:
+    """The first stream is the engine's, the others are those of the loop."""
+    trials_until_caught(
+        emulator_library, UncheckedDevice(), lambda emulator: emulator.ignore_waits(stream), is_native=is_native
+    )
+
+
+def test_copies_by_addresses_of_the_host_are_found_where_the_device_has_others(
+    emulator_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under WSL2, if the product did not ask for the attribute."""
+    monkeypatch.setattr(Driver, "copies_registered_memory", True)
+    profile = dataclasses.replace(PROFILES["WSL2"], registers=True)
+    plan = dataclasses.replace(plain_plan(0), profile=profile)
+    with pytest.raises(Broken, match="attribute 91"):
+        Trial(emulator_library, 0, plan).run()
 
 
 @pytest.fixture

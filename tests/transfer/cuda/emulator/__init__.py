@@ -149,9 +149,9 @@ class Emulator:
         """Lets batches fail at this copy. -1: no more."""
         self._library.emu_fail_copy(number)
 
-    def ignore_waits(self) -> None:
-        """A planted fault: streams wait for no events from now on."""
-        self._library.emu_ignore_waits(True)
+    def ignore_waits(self, stream: int) -> None:
+        """A planted fault: from now on the stream that was created as the ``stream``-th waits for no event."""
+        self._library.emu_ignore_waits(stream)
 
     def capture(self, captures: bool) -> None:
         """A thread of the engine begins or ends to capture a graph."""
