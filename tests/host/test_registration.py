@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.host import registration as module
@@ -363,4 +364,19 @@ def test_closing_a_pool_that_is_not_touched_yet_ends_the_thread(monkeypatch: pyt
     pool.close()
     registration.wait_until_ended()
     assert not driver.calls
+    assert registration.close()
+
+
+@pytest.mark.parametrize("slot_mib", [1, 3, 20])
+def test_a_call_registers_so_little_that_no_launch_waits_for_long(slot_mib: int) -> None:
+    """The driver takes about 0.1 s per GiB: between 3 and 7 ms per call, so that calls are not too many either."""
+    driver = Driver()
+    # Never touched, so this takes no memory.
+    slots = np.zeros((300 // slot_mib, slot_mib << 20), np.uint8)
+    registration = Registration(slots, driver, lambda nbytes: True)
+    registration.wait_until_ended()
+    seconds = [0.1 * nbytes / (1 << 30) for _, nbytes in driver.calls]
+    assert all(0.003 < each < 0.007 for each in seconds[:-1])
+    assert sum(nbytes for _, nbytes in driver.calls) == slots.nbytes
+    registration.release()
     assert registration.close()
