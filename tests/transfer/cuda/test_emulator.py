@@ -41,6 +41,14 @@ def test_trials(emulator_library: Path) -> None:
         assert seen[what], f"no {what} in {seen}"
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("fault", list(Fault))
+def test_each_fault_with_each_loop(emulator_library: Path, fault: Fault, is_native: bool) -> None:
+    for seed in range(5):
+        plan = dataclasses.replace(Plan.random(Random(seed)), fault=fault, is_native=is_native)
+        Trial(emulator_library, seed, plan).run()
+
+
 def plain_plan(seed: int) -> Plan:
     """Returns a plan without other faults than the planted one, where the kernel is used, without threads that copy."""
     return dataclasses.replace(
