@@ -75,7 +75,7 @@ def main() -> int:
         else:
             run_all(options.parts or list(PARTS), options.out, options.seconds, options.resume)
     code = print_table(options.out)
-    if options.out.is_dir():
+    if options.out.is_dir() and not options.dry_run:
         print(
             f"Please send {bundle.write(options.out, PARTS)}: attach it to an issue of the project, also if all gates "
             "passed. It holds no names of the user or machine, keys or identifiers of the GPU."
