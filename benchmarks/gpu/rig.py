@@ -203,11 +203,13 @@ def slot_bytes(groups: Sequence[PageGroup]) -> int:
 
 
 @contextmanager
-def registered_pool(num_slots: int, nbytes: int, wait: bool = True) -> Iterator[tuple[HostPool, Registration]]:
-    """Yields a pool and its registration, which has ended if ``wait`` is set."""
+def registered_pool(
+    num_slots: int, nbytes: int, wait: bool = True, **sizes: int
+) -> Iterator[tuple[HostPool, Registration]]:
+    """Yields a pool and its registration, which has ended if ``wait`` is set. ``sizes``: those of its chunks."""
     registrar = driver.Driver(0)
     pool = HostPool(num_slots, nbytes, registrar.numa_node())
-    registration = Registration(pool.data, registrar, pool.wait_until_touched)
+    registration = Registration(pool.data, registrar, pool.wait_until_touched, **sizes)
     pool.before_close(registration.close)
     try:
         if wait:

@@ -175,14 +175,11 @@ def test_slots_become_ready_one_by_one() -> None:
             round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
 
 
-def test_copies_across_two_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_across_two_registrations() -> None:
     """Neighbouring slots in two registrations are not copied in one piece, which drivers refuse."""
-    from kvoffload.host import registration as module
-
-    monkeypatch.setattr(module, "CHUNK_BYTES", 64 << 10)
-    monkeypatch.setattr(module, "MIN_CHUNK_BYTES", 64 << 10)
     group = PageGroup(make_views(Layout.PACKED, 4, BLOCKS, 4096))
-    with registered_pool(24, slot_bytes([group])) as (pool, registration):
+    sizes = {"chunk_bytes": 64 << 10, "min_chunk_bytes": 64 << 10}
+    with registered_pool(24, slot_bytes([group]), **sizes) as (pool, registration):
         assert registration.num_ready_slots == 24
         assert registration.boundary_slots == 4
         r = Rig([group], pool.data, registration)
