@@ -204,11 +204,13 @@ def slot_bytes(groups: Sequence[PageGroup]) -> int:
 
 @contextmanager
 def registered_pool(
-    num_slots: int, nbytes: int, wait: bool = True, **sizes: int
+    num_slots: int, nbytes: int, wait: bool = True, chunk_bytes: int | None = None
 ) -> Iterator[tuple[HostPool, Registration]]:
-    """Yields a pool and its registration, which has ended if ``wait`` is set. ``sizes``: those of its chunks."""
+    """Yields a pool and its registration, which has ended if ``wait`` is set. ``chunk_bytes``: what one call registers,
+    if not what the product does."""
     registrar = driver.Driver(0)
     pool = HostPool(num_slots, nbytes, registrar.numa_node())
+    sizes = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes, "min_chunk_bytes": chunk_bytes}
     registration = Registration(pool.data, registrar, pool.wait_until_touched, **sizes)
     pool.before_close(registration.close)
     try:

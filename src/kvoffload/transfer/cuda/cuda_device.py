@@ -60,6 +60,7 @@ class CudaDevice(Device):
         self._driver = Driver(number, library)
         self._driver.use_context()
         self._engine_stream = engine_stream
+        self._check_deadline_s = check_deadline_s
         self._memory: list[int] = []
         self._host: list[int] = []
         self._streams: list[int] = []
@@ -72,7 +73,7 @@ class CudaDevice(Device):
         try:
             with self._driver.context():
                 self._load_kernels(tables)
-                self._check(tables, check_deadline_s)
+                self._check(tables)
         except CopiesHang:
             # Copies still use the memory, and to free it would wait for them.
             raise
@@ -204,12 +205,12 @@ class CudaDevice(Device):
             self._kernels = [None for _ in tables]
             self._warn("the driver cannot load kvoffload's kernel", error)
 
-    def _check(self, tables: Sequence[PageTable], deadline_s: float) -> None:
+    def _check(self, tables: Sequence[PageTable]) -> None:
         """Tries batches and kernels on pages of each group, and does without what copies wrong bytes or fails.
 
         Raises RuntimeError if single copies are wrong, too, and CopiesHang.
         """
-        check = StartCheck(self, self._driver, self.new_stream(), deadline_s)
+        check = StartCheck(self, self._driver, self.new_stream(), self._check_deadline_s)
         for g, table in enumerate(tables):
             if not table.runs:
                 continue

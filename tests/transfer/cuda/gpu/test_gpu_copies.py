@@ -178,8 +178,7 @@ def test_slots_become_ready_one_by_one() -> None:
 def test_copies_across_two_registrations() -> None:
     """Neighbouring slots in two registrations are not copied in one piece, which drivers refuse."""
     group = PageGroup(make_views(Layout.PACKED, 4, BLOCKS, 4096))
-    sizes = {"chunk_bytes": 64 << 10, "min_chunk_bytes": 64 << 10}
-    with registered_pool(24, slot_bytes([group]), **sizes) as (pool, registration):
+    with registered_pool(24, slot_bytes([group]), chunk_bytes=64 << 10) as (pool, registration):
         assert registration.num_ready_slots == 24
         assert registration.boundary_slots == 4
         r = Rig([group], pool.data, registration)
