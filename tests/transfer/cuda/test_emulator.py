@@ -70,7 +70,7 @@ class UncheckedDevice:
     def __call__(
         self, kind: type[CudaDevice], tables: Sequence[PageTable], stream: Callable[[], int], library: str
     ) -> CudaDevice:
-        unchecked = type("Unchecked", (kind,), {"_check": lambda device, tables: None})
+        unchecked = type("Unchecked", (kind,), {"_check": lambda *arguments: None})
         device = make_device(unchecked, tables, stream, library)
         device._kernels[:] = [kernel and self.change(kernel) for kernel in device._kernels]
         return device
