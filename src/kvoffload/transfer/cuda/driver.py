@@ -337,6 +337,8 @@ class Driver:
     def write(self, address: int, source: int, nbytes: int) -> None:
         """Copies host memory of any kind to device memory, and waits for that."""
         self._call("cuMemcpyHtoD_v2", address, source, nbytes)
+        # The call returns when the driver has read memory that is not page-locked, maybe before its bytes have arrived.
+        self.synchronize()
 
     # Kernels.
 

@@ -179,23 +179,33 @@ int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void *handle)
     return leave_later(code);
 }
 
-static int copy_now(const char *function, uint64_t target, uint64_t source, uint64_t device_side, size_t nbytes) {
-    int code = enter(function, ON_HOST);
-    if (!code && !find_memory(device_side, nbytes))
+int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t nbytes) {
+    int code = enter("cuMemcpyDtoH_v2", ON_HOST);
+    if (!code && !find_memory(source, nbytes))
         code = INVALID_VALUE;
     if (!code) {
         run_stream(find_object(NULL, STREAM));
-        memmove((void *)target, (void *)source, nbytes);
+        memmove(target, (void *)source, nbytes);
     }
     return leave(code ? code : sticky);
 }
 
-int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t nbytes) {
-    return copy_now("cuMemcpyDtoH_v2", (uintptr_t)target, source, source, nbytes);
-}
-
+/* Returns when the source has been read. If that is no memory of the driver's, its bytes arrive on the default stream. */
 int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t nbytes) {
-    return copy_now("cuMemcpyHtoD_v2", target, (uintptr_t)source, target, nbytes);
+    int code = enter("cuMemcpyHtoD_v2", ON_HOST);
+    stream *s = find_object(NULL, STREAM);
+    uint64_t staged;
+    if (!code && !find_memory(target, nbytes))
+        code = INVALID_VALUE;
+    if (!code)
+        run_stream(s);
+    if (!code && find_memory((uintptr_t)source, nbytes))
+        memmove((void *)target, source, nbytes);
+    else if (!code && !(code = allocate_memory(&staged, nbytes, STAGED_MEMORY))) {
+        memcpy((void *)staged, source, nbytes);
+        issue_copies(s, &(copy_piece){target, staged, nbytes}, 1);
+    }
+    return leave_later(code ? code : sticky);
 }
 
 int cuMemsetD8Async(uint64_t target, unsigned char value, size_t nbytes, void *handle) {

@@ -51,7 +51,7 @@ enum { EARLIEST, LATEST, RANDOM };
 enum { MAX_PARAMETER_BYTES = 4096, MAX_THREADS = 1024 };
 
 /* memory.c: what the device can reach. */
-enum { DEVICE_MEMORY, PINNED_MEMORY, REGISTERED_MEMORY };
+enum { DEVICE_MEMORY, PINNED_MEMORY, REGISTERED_MEMORY, STAGED_MEMORY };
 
 typedef struct {
     uintptr_t from, to;
