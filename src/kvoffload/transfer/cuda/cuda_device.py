@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
@@ -34,10 +35,9 @@ CALLS = {
 class CudaDevice(Device):
     """The CUDA device with ``number`` among those that this process sees, which holds the pages of ``tables``.
 
-    Made on the engine's thread before the cache is in use, because kernels and copies are tried on its pages, whose
-    bytes are put back. ``engine_stream`` returns the handle of the stream on which the engine issues its work, such as
-    ``torch.cuda.current_stream().cuda_stream``. With ``batched_copies`` False copies are issued one by one. Copies that
-    do not end within ``check_deadline_s`` at the start are an error.
+    Made on the engine's thread. ``engine_stream`` returns the handle of the stream on which the engine issues its work,
+    such as ``torch.cuda.current_stream().cuda_stream``. With ``batched_copies`` False copies are issued one by one.
+    Copies that do not end within ``check_deadline_s`` at the start are an error.
 
     To make, enlarge and close it leaves a thread's current context as it was, but gives the device's to an engine's
     thread that has none: fences are issued there.
@@ -197,16 +197,14 @@ class CudaDevice(Device):
         try:
             self._module = self._driver.load_module(kernel_code())
             for g in wanted:
-                pieces = cut(tables[g])
-                address = self.allocate(pieces.nbytes)
-                self._driver.write(address, int(pieces.ctypes.data), pieces.nbytes)
-                self._kernels[g] = make_kernel(self._driver, self._module, tables[g], address)
+                self._kernels[g] = make_kernel(self._driver, self._module, tables[g], self._send_pieces(tables[g]))
         except (DriverError, RuntimeError) as error:
             self._kernels = [None for _ in tables]
             self._warn("the driver cannot load kvoffload's kernel", error)
 
     def _check(self, tables: Sequence[PageTable]) -> None:
-        """Tries batches and kernels on pages of each group, and does without what copies wrong bytes or fails.
+        """Tries batches and kernels on blocks like those of each group, and does without what copies wrong bytes or
+        fails.
 
         Raises RuntimeError if single copies are wrong, too, and CopiesHang.
         """
@@ -214,23 +212,42 @@ class CudaDevice(Device):
         for g, table in enumerate(tables):
             if not table.runs:
                 continue
+            with check.blocks_like(table) as blocks:
+                self._check_copies(check, blocks)
+                self._check_kernel(check, g, blocks)
+
+    def _check_copies(self, check: StartCheck, table: PageTable) -> None:
+        problem = check.copies(table)
+        if problem is not None and self._driver.copies_in_batches:
+            self._driver.stop_batches()
+            logger.warning(
+                "kvoffload: batched copies do not work with CUDA %s (%s), so copies are issued one by one, which is "
+                "slower. A newer driver may help; batched_copies=false avoids the attempt",
+                self._driver.version,
+                problem,
+            )
             problem = check.copies(table)
-            if problem is not None and self._driver.copies_in_batches:
-                self._driver.stop_batches()
-                logger.warning(
-                    "kvoffload: batched copies do not work with CUDA %s (%s), so copies are issued one by one, which "
-                    "is slower. A newer driver may help; batched_copies=false avoids the attempt",
-                    self._driver.version,
-                    problem,
-                )
-                problem = check.copies(table)
-            if problem is not None:
-                raise RuntimeError(f"copies between the device and page-locked memory do not work: {problem}")
-            if self._kernels[g] is not None:
-                problem = check.kernel(g, table)
-                if problem is not None:
-                    self._kernels[g] = None
-                    self._warn("kvoffload's kernel does not work", problem)
+        if problem is not None:
+            raise RuntimeError(f"copies between the device and page-locked memory do not work: {problem}")
+
+    def _check_kernel(self, check: StartCheck, group: int, table: PageTable) -> None:
+        kernel = self._kernels[group]
+        if kernel is None:
+            return
+        pieces = self._send_pieces(table)
+        self._kernels[group] = dataclasses.replace(kernel, pieces=pieces)
+        problem = check.kernel(group, table)
+        self._kernels[group] = kernel
+        if problem is not None:
+            self._kernels[group] = None
+            self._warn("kvoffload's kernel does not work", problem)
+
+    def _send_pieces(self, table: PageTable) -> int:
+        """Returns the address, on the device, of what the kernels of ``table`` copy."""
+        pieces = cut(table)
+        address = self.allocate(pieces.nbytes)
+        self._driver.write(address, int(pieces.ctypes.data), pieces.nbytes)
+        return address
 
     def _warn(self, what: str, problem: object) -> None:
         logger.warning(

@@ -1,20 +1,23 @@
-"""What a device must get right before the engine uses it: copies and kernels are tried on its own pages."""
+"""What a device must get right before the engine uses it: copies, and kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import numpy as np
 
 from kvoffload.abc import ByteArray
-from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Device, Stream
 from kvoffload.transfer.cuda.driver import Driver, DriverError
-from kvoffload.transfer.cuda.pages import PageTable
+from kvoffload.transfer.cuda.pages import PageTable, Run
 
 CHECK_DEADLINE_S = 5.0
+NUM_BLOCKS = 3
+ALIGNMENT = 16
 
 
 class CopiesHang(RuntimeError):
@@ -22,11 +25,11 @@ class CopiesHang(RuntimeError):
 
 
 class StartCheck:
-    """Moves the first, middle and last device block of a group to page-locked memory and back, and compares bytes with
-    what the driver's plain copies see. The bytes of the blocks are put back.
+    """Moves device blocks in memory of its own to page-locked memory and back, and compares bytes with what the
+    driver's plain copies see. The engine's memory is not touched: copies that hang may end later.
 
-    Each method returns what is wrong, or None. It raises CopiesHang if copies do not end within ``deadline_s``, and
-    RuntimeError if the device works no more.
+    ``copies`` and ``kernel`` return what is wrong, or None. They raise CopiesHang if copies do not end within
+    ``deadline_s``, and RuntimeError if the device works no more.
     """
 
     def __init__(self, device: Device, driver: Driver, stream: Stream, deadline_s: float) -> None:
@@ -37,15 +40,26 @@ class StartCheck:
         self._random = np.random.default_rng(0)
         self._end = device.new_event()
 
+    @contextlib.contextmanager
+    def blocks_like(self, table: PageTable) -> Iterator[PageTable]:
+        """Yields NUM_BLOCKS device blocks in runs as long as those of ``table``. After an error they are not freed."""
+        strides = [-(-run.nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT for run in table.runs]
+        ends = [NUM_BLOCKS * end for end in accumulate(strides)]
+        address = self._driver.allocate(ends[-1])
+        runs = [
+            Run(address + end - NUM_BLOCKS * stride, stride, run.nbytes, run.offset)
+            for run, stride, end in zip(table.runs, strides, ends, strict=True)
+        ]
+        yield PageTable(tuple(runs), NUM_BLOCKS, table.factor)
+        self._driver.free(address)
+
     def copies(self, table: PageTable) -> str | None:
         """Tries copies of pages in both directions."""
-        blocks = _some_blocks(table)
-        rows = self._driver.allocate_host(len(blocks) * table.device_block_bytes)
+        rows = self._driver.allocate_host(NUM_BLOCKS * table.device_block_bytes)
+        blocks = np.arange(NUM_BLOCKS)
         pages = np.concatenate([run.base + blocks * run.stride for run in table.runs])
-        places = np.concatenate(
-            [rows + run.offset + np.arange(len(blocks)) * table.device_block_bytes for run in table.runs]
-        )
-        sizes = np.repeat([run.nbytes for run in table.runs], len(blocks))
+        places = np.concatenate([rows + run.offset + blocks * table.device_block_bytes for run in table.runs])
+        sizes = np.repeat([run.nbytes for run in table.runs], NUM_BLOCKS)
 
         def store() -> None:
             self._device.copy(self._stream, places, pages, sizes)
@@ -53,15 +67,15 @@ class StartCheck:
         def load() -> None:
             self._device.copy(self._stream, pages, places, sizes)
 
-        problem = self._round_trip(table, blocks, rows, store, load)
+        problem = self._round_trip(table, rows, store, load)
         self._driver.free_host(rows)
         return problem
 
     def kernel(self, group: int, table: PageTable) -> str | None:
-        """Tries the kernels of a group, with copies of staged rows."""
-        blocks = _some_blocks(table)
-        nbytes = len(blocks) * table.device_block_bytes
+        """Tries the kernels of a group, which are those for ``table`` now, with copies of staged rows."""
+        nbytes = NUM_BLOCKS * table.device_block_bytes
         staging, rows = self._driver.allocate(nbytes), self._driver.allocate_host(nbytes)
+        blocks = np.arange(NUM_BLOCKS)
 
         def copy(target: int, source: int) -> None:
             self._device.copy(self._stream, *(np.array([each]) for each in (target, source, nbytes)))
@@ -74,24 +88,21 @@ class StartCheck:
             copy(staging, rows)
             self._device.scatter(self._stream, group, blocks, staging)
 
-        problem = self._round_trip(table, blocks, rows, store, load)
+        problem = self._round_trip(table, rows, store, load)
         self._driver.free(staging)
         self._driver.free_host(rows)
         return problem
 
     def _round_trip(
-        self, table: PageTable, blocks: Numbers, address: int, store: Callable[[], None], load: Callable[[], None]
+        self, table: PageTable, address: int, store: Callable[[], None], load: Callable[[], None]
     ) -> str | None:
-        shape = (len(blocks), table.device_block_bytes)
+        shape = (NUM_BLOCKS, table.device_block_bytes)
         memory = (ctypes.c_uint8 * (shape[0] * shape[1])).from_address(address)
         rows: ByteArray = np.ctypeslib.as_array(memory).reshape(shape)
         stored, loaded = self._random.integers(0, 256, (2, *shape), np.uint8)
-        # The engine may still be clearing its cache.
-        self._driver.synchronize()
-        before = self._read(table, blocks)
         problem: str | None = None
         try:
-            self._write(table, blocks, stored)
+            self._write(table, stored)
             rows[:] = 0
             store()
             self._wait()
@@ -100,12 +111,12 @@ class StartCheck:
             rows[:] = loaded
             load()
             self._wait()
-            if not np.array_equal(self._read(table, blocks), loaded):
+            if not np.array_equal(self._read(table), loaded):
                 problem = problem or "wrong bytes came to the device"
         except DriverError as error:
             problem = str(error)
         try:
-            self._write(table, blocks, before)
+            self._driver.synchronize()
         except DriverError as error:
             raise RuntimeError(
                 f"the device failed while copies were tried ({problem or error}): a newer driver than CUDA "
@@ -124,18 +135,14 @@ class StartCheck:
                 )
             time.sleep(100e-6)
 
-    def _read(self, table: PageTable, blocks: Numbers) -> ByteArray:
-        rows = np.empty((len(blocks), table.device_block_bytes), np.uint8)
-        for row, block in zip(rows, blocks.tolist(), strict=True):
+    def _read(self, table: PageTable) -> ByteArray:
+        rows = np.empty((NUM_BLOCKS, table.device_block_bytes), np.uint8)
+        for block, row in enumerate(rows):
             for run in table.runs:
                 self._driver.read(run.base + block * run.stride, int(row.ctypes.data) + run.offset, run.nbytes)
         return rows
 
-    def _write(self, table: PageTable, blocks: Numbers, rows: ByteArray) -> None:
-        for row, block in zip(rows, blocks.tolist(), strict=True):
+    def _write(self, table: PageTable, rows: ByteArray) -> None:
+        for block, row in enumerate(rows):
             for run in table.runs:
                 self._driver.write(run.base + block * run.stride, int(row.ctypes.data) + run.offset, run.nbytes)
-
-
-def _some_blocks(table: PageTable) -> Numbers:
-    return np.unique(np.array([0, table.num_blocks // 2, table.num_blocks - 1]))
