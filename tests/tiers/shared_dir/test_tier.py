@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,21 @@ def test_two_servers_find_and_read_each_others_blocks(serve: Serve) -> None:
     assert one.finds(1, 2, 3, 4) == two.finds(1, 2, 3, 4) == [1, 2, 3, 4]
     assert two.read(1, 2, 3, 4) == {1: None, 2: None, 3: None, 4: None}
     assert one.read(4, 9) == {4: None}
+
+
+class _SlowToList(DirectoryStorage):
+    """A directory whose folders are listed as slowly as on a busy file server."""
+
+    def folders(self) -> list[str]:
+        time.sleep(0.2)
+        return super().folders()
+
+
+def test_the_first_request_finds_what_others_have_written(serve: Serve, tmp_path: Path) -> None:
+    serve().write(1, 2)
+    opened = serve(background=True, storage=lambda root: _SlowToList(tmp_path / "shared"))
+    with closing(opened.tier):
+        assert opened.finds(1, 2) == [1, 2]
 
 
 def test_blocks_that_another_server_holds_are_not_written_again(serve: Serve) -> None:

@@ -23,9 +23,14 @@ class Repeating:
         self._interval_s = interval_s
         self._finish = finish
         self._stopped = threading.Event()
+        self._has_begun = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def wait_for_first(self, timeout_s: float) -> None:
+        """Waits until ``do`` was called once, at most ``timeout_s``."""
+        self._has_begun.wait(timeout_s)
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread, and waits at most ``timeout_s`` for it."""
@@ -35,6 +40,7 @@ class Repeating:
     def _run(self) -> None:
         while not self._stopped.is_set():
             self._try(self._do)
+            self._has_begun.set()
             self._stopped.wait(self._interval_s)
         self._try(self._finish)
 

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_S = 0.5
 """Time between two writes of the journal."""
+FIRST_FOLLOW_S = 10.0
+"""Time for which opening waits for the first pass over the other seats, so that the first request finds them."""
 STOP_S = 2.0
 """Time for each of the two threads to end."""
 GONE_S = 5.0
@@ -122,6 +124,7 @@ class SharedDirTier(Tier):
                 Repeating("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping),
                 Repeating("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close),
             ]
+            self._threads[-1].wait_for_first(FIRST_FOLLOW_S)
 
     def _open_writer(self, root: Storage) -> Writer:
         """Takes a seat. Raises ConfigError and OSError."""
