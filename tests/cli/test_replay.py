@@ -184,6 +184,11 @@ def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
         (["--policy", f"{__name__}:Failing"], f"--policy='{__name__}:Failing': failed at request"),
         (["--policy", f"{__name__}:Greedy"], f"--policy='{__name__}:Greedy': failed at request"),
         (["--device", "2"], "--device=2: the longest request needs 5"),
+        (
+            ["--host-contents", "exclusive"],
+            "--host-contents=exclusive with --device=0, --disk=0: it is replayed behind",
+        ),
+        (["--host-contents", "exclusive", "--device", "9", "--disk", "9"], "--host-contents=exclusive with --device=9"),
         (["--disk", "0"], "--disk='0': must be 1 to"),
         (["--store-threshold", "1"], "--store-threshold=1: must be 2 or more"),
         (["--model", "/no/such"], "--model='/no/such'"),
@@ -276,3 +281,16 @@ def test_invalid_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path)
         done = testing.CliRunner().invoke(cli.group(), ["replay", *map(str, arguments)])
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr.count("\n") == 1
+
+
+def test_host_memory_that_does_not_repeat_the_device(trace: Path) -> None:
+    arguments = (trace, "--policy", "lru", "--capacity", 4, "--device", 6)
+    done = run(*arguments, "--host-contents", "exclusive")
+    assert done.exit_code == 0
+    assert "Host memory: only blocks that have left the device cache" in done.stdout
+    hits = {}
+    for contents in ("inclusive", "exclusive"):
+        (entry,) = json.loads(run(*arguments, "--host-contents", contents, "--json").stdout)
+        assert entry["host_contents"] == contents
+        hits[contents] = entry["prefix_hit_tokens"]
+    assert hits["inclusive"] < hits["exclusive"]

@@ -14,7 +14,7 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.policies import KNOWN
 from kvoffload.lab.readers import read_trace
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
+from kvoffload.lab.replay import CLAIRVOYANT, HostContents, ReplayConfig, ReplayResult, replay, replay_many
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import TRACES, make_trace, needs_traces
 
@@ -193,6 +193,54 @@ def test_blocks_on_the_device_that_the_host_has_evicted_are_stored_again() -> No
     result = replay(trace, ReplayConfig("lru", 2, device_blocks=8))
     assert result.device_tokens.tolist() == [0, 0, SIZE]
     assert result.stored_blocks == 5
+
+
+def exclusive(policy: str, capacity: int, device: int, threshold: int | None = None) -> ReplayConfig:
+    return ReplayConfig(policy, capacity, device, 0, threshold, HostContents.EXCLUSIVE)
+
+
+def test_exclusive_contents_are_what_has_left_the_device() -> None:
+    # [7, 8] evicts the tail of [1, 2, 3] from the device, [1, 2, 3, 4] then [8] and [7].
+    trace = make([[1, 2, 3], [7, 8], [1, 2, 3, 4], [7, 9]])
+    result = replay(trace, exclusive("lru", 3, 4))
+    assert result.device_tokens.tolist() == [0, 0, 2 * SIZE, 0]
+    assert result.host_tokens.tolist() == [0, 0, SIZE, SIZE]
+    # 3; 8 and 7; 4 and 3, and of these 3 is in host memory already.
+    assert (result.stored_blocks, result.evicted_blocks) == (4, 1)
+    # The control: inclusive contents repeat the device, and neither 3 nor 7 is left when it returns.
+    result = replay(trace, ReplayConfig("lru", 3, device_blocks=4))
+    assert result.host_tokens.tolist() == [0, 0, 0, 0]
+
+
+def test_if_there_is_no_room_for_all_that_leaves_the_device_the_heads_are_stored() -> None:
+    # While 3 is loaded, one block is free in host memory, for 7 and 8.
+    trace = make([[1, 2, 3], [7, 8], [1, 2, 3, 4], [7, 8, 9]])
+    result = replay(trace, exclusive("lru", 2, 4))
+    assert result.host_tokens.tolist() == [0, 0, SIZE, SIZE]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exclusive_contents_add_up_with_those_of_the_device(seed: int) -> None:
+    """Two caches of which neither repeats the other find nearly what one of both sizes finds; inclusive ones do not."""
+    trace = random_trace(seed)
+    device = host = max(16, trace.num_distinct // 12)
+    one = replay(trace, ReplayConfig("lru", device + host)).prefix_hit_tokens
+    apart = replay(trace, exclusive("lru", host, device)).prefix_hit_tokens
+    repeating = replay(trace, ReplayConfig("lru", host, device_blocks=device)).prefix_hit_tokens
+    assert repeating < 0.93 * one < apart
+
+
+def test_exclusive_contents_need_a_device_and_are_replayed_without_a_disk() -> None:
+    for device, disk in ((0, 0), (8, 8)):
+        with pytest.raises(ConfigError, match="give a device, and leave the disk out"):
+            ReplayConfig("lru", 8, device, disk, None, HostContents.EXCLUSIVE)
+
+
+def test_the_reuse_filter_judges_what_leaves_the_device() -> None:
+    trace = make([[1, 2], [5, 6, 7], [1, 2], [5, 6, 7], [1, 2], [5, 6, 7]])
+    assert replay(trace, exclusive("lru", 8, 3)).stored_blocks == 4
+    # 1 and 2 leave the device when they were asked for three times, 6 and 7 only before.
+    assert replay(trace, exclusive("lru", 8, 3, 3)).stored_blocks == 2
 
 
 def test_blocks_evicted_from_the_host_are_found_on_disk() -> None:

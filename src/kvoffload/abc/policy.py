@@ -78,6 +78,9 @@ class CachePolicy(ABC):
         """How many blocks the policy holds when room is short. The caller sets it, at any time: to fewer than
         ``capacity`` where tenants share the slots. A policy that divides its blocks into parts should divide so many;
         it may hold more for a while."""
+        self.beside = 0
+        """How many blocks an engine's device cache holds that do not take slots here. The caller sets it. A policy that
+        judges rules by what they would find should judge them for ``full`` and ``beside`` together."""
 
     @abstractmethod
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:

@@ -68,7 +68,9 @@ class PolicyOffloadingManager(HostOffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
     With ``must_store`` the policy may not refuse new blocks. ``admission``, if given, decides which of them are stored
-    at all. ``misses`` remembers why blocks left, by default in a table of fixed size.
+    at all. ``misses`` remembers why blocks left, by default in a table of fixed size. ``device_blocks``: the capacity
+    of the engine's device cache, if the caller stores a block only when it leaves that, and says with ``note_device``
+    what the device holds; 0 if blocks are stored as they are computed.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         admission: Admission | None = None,
         misses: MissMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
+        device_blocks: int = 0,
     ) -> None:
         if policy.capacity != backend.num_blocks:
             raise ConfigError(
@@ -90,6 +93,9 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.backend = backend
         self.policy = policy
         self._must_store = must_store
+        self._is_behind_device = device_blocks > 0
+        if device_blocks:
+            policy.beside = device_blocks
         self.admission = StoreAll() if admission is None else admission
         """Decides which new blocks are stored. May be set."""
         self.table = BlockTable(backend.num_blocks)
@@ -289,8 +295,18 @@ class PolicyOffloadingManager(HostOffloadingManager):
         if found is None:
             found = self.table.find(keys)
         slots, new = self.table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
+        if self._is_behind_device and (absent := list(compress(keys, (found < 0).tolist()))):
+            # The device has served this use. When they leave it they are new here, whatever the policy knows of them.
+            self.policy.refuse(absent[::-1])
         self.policy.reorder(slots, new)
         self._hints.ended(slots, new, None if req_context is None else req_context.hints)
+
+    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+        """Tells what the engine's device cache holds: the chain ``held``, head first, which was used just now, and none
+        of ``left``. Of the blocks that it holds, those in this medium leave before all others."""
+        self.room.duplicates.discard(left)
+        slots = self.table.find(held)
+        self.room.duplicates.add(slots[slots >= 0][::-1])
 
     # Removal.
 
@@ -304,6 +320,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
     def reset(self, keep_shared: bool = False) -> bool:
         self.history.dropped(self.table.slots())
         self.policy.clear()
+        self.room.duplicates.clear()
         self.backend.free(self.table.drop_all())
         return False
 

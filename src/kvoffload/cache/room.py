@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Backend, CachePolicy, Eviction, IntegrityError, MissReason, OffloadKey, Slots, TenantUse
+from kvoffload.cache.duplicates import Duplicates
 from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.table import BlockTable
@@ -25,10 +26,13 @@ class Plan(NamedTuple):
 
 
 class Room:
-    """Room in slots that all blocks share. Hinted blocks leave before the policy is asked."""
+    """Room in slots that all blocks share. Hinted blocks and duplicates leave before the policy is asked."""
 
-    def __init__(self, backend: Backend, policy: CachePolicy, table: BlockTable, hints: HintedBlocks) -> None:
+    def __init__(
+        self, backend: Backend, policy: CachePolicy, table: BlockTable, hints: HintedBlocks, duplicates: Duplicates
+    ) -> None:
         self.backend = backend
+        self.duplicates = duplicates
         self._policy = policy
         self._table = table
         self._hints = hints
@@ -60,7 +64,8 @@ class Room:
         if len(protected):
             self._table.mark_busy(protected, True)
             self.mark_busy(protected)
-        victims = self._evict_early(n, entering) if self._hints.has_begun else NO_SLOTS
+        has_early = self._hints.has_begun or len(self.duplicates) > 0
+        victims = self._evict_early(n, entering) if has_early else NO_SLOTS
         if len(victims) < n:
             eviction = Eviction(n - len(victims), self._busy, self._key_of, entering)
             chosen = np.asarray(self._policy.evict(eviction))
@@ -77,12 +82,16 @@ class Room:
     def _evict_early(self, n: int, entering: Sequence[OffloadKey]) -> Slots:
         """Removes up to ``n`` blocks that are to leave early from the policy, and returns their slots. Of each tenant
         no more leave than it must lose."""
-        leaving = self._leaving(n, entering).items()
-        early = np.concatenate([self._hints.take(most, self._busy, tenant) for tenant, most in leaving])
+        chosen = []
+        for tenant, most in self._leaving(n, entering).items():
+            hinted = self._hints.take(most, self._busy, tenant) if self._hints.has_begun else NO_SLOTS
+            self._num_early += len(hinted)
+            duplicates = self.duplicates.take(most - len(hinted), self._busy, tenant)
+            chosen += [hinted, duplicates[~np.isin(duplicates, hinted)] if len(hinted) else duplicates]
+        early = np.concatenate(chosen)
         if len(early):
-            self._num_early += len(early)
             self._remove_early(early)
-            # So that the policy learns from their return, if the hint was wrong.
+            # So that the policy learns from their return.
             self._policy.refuse(self._key_of[early].tolist())
         return early
 
@@ -116,8 +125,10 @@ class Room:
 class SharedRoom(Room):
     """Room in slots that tenants share: each loses its own blocks above its quota, even if slots are free."""
 
-    def __init__(self, backend: Backend, policy: TenantPolicy, table: BlockTable, hints: HintedBlocks) -> None:
-        super().__init__(backend, policy, table, hints)
+    def __init__(
+        self, backend: Backend, policy: TenantPolicy, table: BlockTable, hints: HintedBlocks, duplicates: Duplicates
+    ) -> None:
+        super().__init__(backend, policy, table, hints, duplicates)
         self._tenants = policy
 
     def admitted(self, keys: Sequence[OffloadKey]) -> Flags | None:
@@ -156,9 +167,10 @@ def room_of(
     """Returns the room of a policy's blocks, and which of them leave early."""
     if isinstance(policy, TenantPolicy):
         hints = HintedBlocks(table, clock, policy.tenant_of)
-        return SharedRoom(backend, policy, table, hints), hints
-    hints = HintedBlocks(table, clock, np.broadcast_to(np.int8(0), table.num_blocks))
-    return Room(backend, policy, table, hints), hints
+        return SharedRoom(backend, policy, table, hints, Duplicates(table, policy.tenant_of)), hints
+    nobody = np.broadcast_to(np.int8(0), table.num_blocks)
+    hints = HintedBlocks(table, clock, nobody)
+    return Room(backend, policy, table, hints, Duplicates(table, nobody)), hints
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -37,6 +37,7 @@ OPTIONS = {
     "disk": "--disk",
     "disk_blocks": "--disk",
     "format": "--format",
+    "host_contents": "--host-contents",
     "jobs": "--jobs",
     "model": "--model",
     "policy": "--policy",

@@ -33,6 +33,7 @@ from kvoffload.lab.policies import policy_class
 from kvoffload.lab.replay import (
     CLAIRVOYANT,
     ENGINE_POLICY,
+    HostContents,
     ReplayConfig,
     ReplayResult,
     TierUse,
@@ -58,6 +59,7 @@ class Grid:
     device: str | None
     disk: str | None
     store_threshold: int | None
+    host_contents: str
 
 
 @click.command(short_help="Compare policies and capacities on a trace.")
@@ -83,6 +85,13 @@ class Grid:
     click.option("--disk", metavar="CAPACITY", help="Capacity of a disk tier.  [default: none]"),
     click.option(
         "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
+    ),
+    click.option(
+        "--host-contents",
+        type=click.Choice([each.value for each in HostContents]),
+        default=HostContents.INCLUSIVE.value,
+        show_default=True,
+        help="Whether host memory gets all blocks that are computed, or, with --device, those that leave the device.",
     ),
 )
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
@@ -171,6 +180,7 @@ class _Sizes:
         self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", grid.capacities)))
         self.device = 0 if grid.device is None else blocks("--device", grid.device)
         self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
+        self.host_contents = HostContents(grid.host_contents)
 
     def configs(self, policies: Sequence[str], store_threshold: int | None) -> list[ReplayConfig]:
         """Returns every policy with every capacity. Raises ConfigError if there are too many."""
@@ -180,7 +190,7 @@ class _Sizes:
                 f"{MAX_CONFIGS:,} are allowed; give fewer"
             )
         return [
-            ReplayConfig(policy, capacity, self.device, self.disk, store_threshold)
+            ReplayConfig(policy, capacity, self.device, self.disk, store_threshold, self.host_contents)
             for policy in policies
             for capacity in self.host
         ]
@@ -201,6 +211,8 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
     for name, blocks in (("Device cache", sizes.device), ("Disk", sizes.disk)):
         if blocks:
             console.print(f"{name}: {counted(blocks, 'block')}, {sizes.percentage(blocks)} of the distinct blocks")
+    if sizes.host_contents is HostContents.EXCLUSIVE:
+        console.print("Host memory: only blocks that have left the device cache")
     capacities = sorted({result.capacity_blocks for result in results})
     if len(capacities) == 1:
         console.print()

@@ -37,14 +37,16 @@ class DeviceCache:
             hits += 1
         return hits
 
-    def serve(self, chain: Sequence[int], hits: int, num_held: int) -> None:
+    def serve(self, chain: Sequence[int], hits: int, num_held: int) -> list[int]:
         """Runs a request that reuses its first ``hits`` blocks, holds ``num_held`` blocks (at most ``num_blocks``) and
-        computes or loads the rest of ``chain``, its whole blocks."""
+        computes or loads the rest of ``chain``, its whole blocks. Returns the contents that have left the cache for
+        them, in this order; the request may have computed some again."""
         queue, held, place = self._queue, self._held, self._place
         mine: list[int] = place[chain[:hits]].tolist()
         for block in mine:
             queue.pop(block, None)
         fresh = [queue.popitem(last=False)[0] for _ in range(num_held - hits)]
+        left = [held[block] for block in fresh if held[block] != _NONE]
         for block in fresh:
             if held[block] != _NONE:
                 self._evict(block)
@@ -54,6 +56,7 @@ class DeviceCache:
             held[block] = content
             place[content] = block
         queue.update(dict.fromkeys(reversed(mine + fresh)))
+        return left
 
     def _evict(self, block: int) -> None:
         self._place[self._held[block]] = _NONE

@@ -3,12 +3,14 @@
 Requests run one after the other. As when serving: the device's own prefix cache has some leading blocks, the host has
 the blocks that follow, and blocks on disk are promoted to the host. The rest is computed, stored in the host unless it
 came from there, and written through to the disk. Outputs are stored after their prompt if the trace has their blocks.
+With exclusive contents a block is stored only when it leaves the device.
 
 The disk is always fast enough, and a request waits for all blocks that it can promote, so disk hits are an upper bound.
 """
 
 from __future__ import annotations
 
+import enum
 import importlib
 import multiprocessing
 import os
@@ -21,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +69,15 @@ MAX_POLLS = 1 << 16
 """Polls per request until all its promotions must have ended."""
 
 
+class HostContents(enum.StrEnum):
+    """Which blocks host memory is given."""
+
+    INCLUSIVE = "inclusive"
+    """Those that are computed, so the most recent ones are on the device too."""
+    EXCLUSIVE = "exclusive"
+    """Those that leave the device. The blocks that the device holds too leave host memory first."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
     """The settings of a replay. Raises ConfigError if one is invalid."""
@@ -82,6 +93,8 @@ class ReplayConfig:
     """Capacity of the disk; 0: none."""
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it."""
+    host_contents: HostContents = HostContents.INCLUSIVE
+    """Exclusive contents need a device, and are replayed without a disk."""
 
     def __post_init__(self) -> None:
         for name, least in (("capacity_blocks", 1), ("device_blocks", 0), ("disk_blocks", 0)):
@@ -95,6 +108,11 @@ class ReplayConfig:
             raise ConfigError(
                 f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
                 "policy is replayed with host memory alone; leave device and disk out"
+            )
+        if self.host_contents is HostContents.EXCLUSIVE and (not self.device_blocks or self.disk_blocks):
+            raise ConfigError(
+                f"host_contents=exclusive with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: it "
+                "is replayed behind a device and without a disk; give a device, and leave the disk out"
             )
 
 
@@ -131,6 +149,7 @@ class ReplayResult:
     device_blocks: int
     disk_blocks: int
     store_threshold: int | None
+    host_contents: HostContents
     requests: int
     accesses: int
     prompt_tokens: int
@@ -217,7 +236,9 @@ def replay(
     if the device is too small or too large.
     """
     started = time.perf_counter()
-    run = run_class(config.policy)(trace, config, hints)
+    run = (ExclusiveRun if config.host_contents is HostContents.EXCLUSIVE else run_class(config.policy))(
+        trace, config, hints
+    )
     done = 0
     try:
         for done in run.serve_all():
@@ -360,6 +381,15 @@ _REASONS = tuple(sorted(MissReason, key=lambda reason: reason is not MissReason.
 _MISSES = tuple(map(Miss, _REASONS))
 
 
+class DeviceUse(NamedTuple):
+    """What a request needs of the device: see ``DeviceCache.serve``."""
+
+    chain: list[int]
+    """Its whole blocks on the device, by their ids in the trace."""
+    hits: int
+    num_held: int
+
+
 class Run:
     """A replay in progress: managers, and what the requests served so far have found. Arguments as for ``replay``."""
 
@@ -391,13 +421,16 @@ class Run:
             else make_policy(config.policy, self.capacity)
         )
         backend = HostBackend(trace.block_tokens, self.capacity)
+        is_exclusive = config.host_contents is HostContents.EXCLUSIVE
         self.host = PolicyOffloadingManager(
             backend,
             policy,
-            # As in service: with a disk below, a refused block would end the chain there too.
-            must_store=bool(config.disk_blocks),
+            # As in service: with a disk below, a refused block would end the chain there too; and the tail of a chain
+            # leaves the device before its head.
+            must_store=bool(config.disk_blocks) or is_exclusive,
             misses=ExactMisses(trace),
             clock=self.clock,
+            device_blocks=config.device_blocks if is_exclusive else 0,
         )
         self.manager: OffloadingManager = self.host
         self.store_step = max(1, trace.num_accesses)
@@ -446,7 +479,11 @@ class Run:
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
         manager, context = self.manager, self.context(request) if self.has_contexts else None
-        on_device = self.serve_device(request) if self.device is not None else 0
+        on_device = 0
+        if self.device is not None:
+            use = self.device_use(request, self.device)
+            on_device = use.hits
+            self.device.serve(*use)
         if self.tier is None:
             slots = self.host.table.find(prompt)
             self.host.touch(prompt, context, found=slots)
@@ -500,19 +537,16 @@ class Run:
                 manager.poll()
         return stored, bool(output.refused_keys)
 
-    def serve_device(self, request: int) -> int:
-        """Runs a request on the device cache. Returns how many of its blocks were there."""
-        trace, device = self.trace, self.device
-        assert device is not None
+    def device_use(self, request: int, device: DeviceCache) -> DeviceUse:
+        """Looks a request up on the device."""
+        trace = self.trace
         chain: list[int] = trace.chain(request).tolist()
         size, asked = trace.block_tokens, int(trace.input_tokens[request])
         total = asked + int(trace.output_tokens[request])
         has_output = trace.prompt_blocks[request] < len(chain)
         whole = chain[: (total if has_output else asked) // size]
         # An engine computes at least one token.
-        hits = device.lookup(whole[: max(0, asked - 1) // size])
-        device.serve(whole, hits, -(-total // size))
-        return hits
+        return DeviceUse(whole, device.lookup(whole[: max(0, asked - 1) // size]), -(-total // size))
 
     def promote(
         self, tier: CatalogTier, prompt: list[OffloadKey], context: ReqContext
@@ -594,6 +628,40 @@ class Run:
             )
             start = end
         return tuple(use for use in uses if use.capacity_blocks)
+
+
+class ExclusiveRun(Run):
+    """A replay in which host memory does not repeat what the device holds."""
+
+    def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
+        host, device = self.host, self.device
+        assert device is not None
+        context = self.context(request) if self.has_contexts else None
+        use = self.device_use(request, device)
+        slots = host.table.find(prompt)
+        host.touch(prompt, context, found=slots)
+        ready = slots[use.hits :] >= 0
+        found = _leading(ready)
+        self.hits.extend((use.hits, found, 0))
+        self.block_hits += use.hits + int(np.count_nonzero(ready))
+        loaded_to = use.hits + found
+        if loaded_to < len(prompt):
+            self.misses[host.explain_miss(prompt[loaded_to]).reason] += 1
+        # As in an engine: the blocks that are loaded are pinned while others leave the device for them.
+        lease = host.prepare_load(prompt[use.hits : loaded_to], context)
+        left = device.serve(*use)
+        host.note_device(left=self._keys(left))
+        computed = set(use.chain)
+        # They leave from the tail of their chain. If there is not room for all, the heads are stored.
+        lost = self._keys([block for block in reversed(left) if block not in computed])
+        absent = [key for key in lost if key not in host.table]
+        self.store(absent[: host.num_available_blocks], None)
+        host.complete_load(lease)
+        host.end_chain(chain, (), context)
+        host.note_device(held=self._keys(use.chain))
+
+    def _keys(self, blocks: list[int]) -> list[OffloadKey]:
+        return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
 
 
 def _device(trace: Trace, num_blocks: int) -> DeviceCache:

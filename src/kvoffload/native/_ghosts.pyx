@@ -1384,7 +1384,7 @@ cdef class AutoSteps:
     cdef uint64_t* _hashes
     """In ``_hash_of``."""
     cdef Py_ssize_t _capacity
-    cdef public int64_t full
+    cdef public int64_t full, beside
     cdef object _rule
     cdef int64_t _rule_full
     cdef RuleNumbers _numbers
@@ -1430,7 +1430,7 @@ cdef class AutoSteps:
         if k == 0:
             for i in range(n):
                 hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full)
+            self._tournament.observe(chain, self.full + self.beside)
         else:
             for i in range(n):
                 if at[i] < 0:
@@ -1445,7 +1445,7 @@ cdef class AutoSteps:
                     hashes[i] = absent.hashes[k]
                 else:
                     hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full)
+            self._tournament.observe(chain, self.full + self.beside)
             self._mark_returning(absent)
         self._lists.use(access.slots, access.ready)
 

@@ -215,7 +215,7 @@ class Tournament:
     def observe(self, hashes: Hashes, num_blocks: int) -> None:
         """Records a request for a chain, given as the ``key_hashes`` of its keys, head first. The scores begin again
         if the cache's number of blocks has halved or doubled."""
-        if not self._num_blocks / 2 <= max(1, num_blocks) <= 2 * self._num_blocks:
+        if not self._num_blocks / 2 <= max(1, num_blocks) < 2 * self._num_blocks:
             self._begin(num_blocks)
         num_names, found = self.shadows.access(hashes, self._limit)
         if not num_names:

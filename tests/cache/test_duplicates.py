@@ -1,0 +1,167 @@
+"""Blocks that the device holds too: they leave host memory first, and no others because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import Hints, OffloadKey, ReqContext
+from kvoffload.cache.duplicates import MAX_PASSED, Duplicates
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.table import BlockTable
+from kvoffload.lab.policies import KNOWN, make_policy
+from kvoffload.testing.conformance import keys, letters
+
+
+def make(num_blocks: int, policy: str = "lru", device_blocks: int = 8) -> PolicyOffloadingManager:
+    return PolicyOffloadingManager(
+        HostBackend(1, num_blocks), make_policy(policy, num_blocks), must_store=True, device_blocks=device_blocks
+    )
+
+
+def store(manager: PolicyOffloadingManager, names: str) -> str:
+    """Stores blocks that have left the device. Returns what was evicted for them."""
+    output = manager.prepare_store(keys(names))
+    assert output is not None
+    manager.complete_store(output.store_spec)
+    manager.check_integrity()
+    return letters(output.evicted_keys)
+
+
+def test_what_the_device_holds_leaves_first_the_most_recent_head_first() -> None:
+    manager = make(6)
+    store(manager, "abcdef")
+    manager.note_device(held=keys("de"))
+    manager.note_device(held=keys("bc"))
+    assert store(manager, "x") == "b"
+    assert store(manager, "yz") == "cd"
+    assert store(manager, "uv") == "ef"
+
+
+def test_without_a_note_the_policy_decides() -> None:
+    """The control of the test above."""
+    manager = make(6)
+    store(manager, "abcdef")
+    assert store(manager, "x") == "f"
+
+
+def test_what_has_left_the_device_is_no_duplicate() -> None:
+    manager = make(4)
+    store(manager, "abcd")
+    manager.note_device(held=keys("ab"))
+    manager.note_device(left=keys("a"))
+    assert store(manager, "x") == "b"
+    assert store(manager, "y") == "d"
+
+
+def test_a_block_that_is_read_stays() -> None:
+    manager = make(4)
+    store(manager, "abcd")
+    manager.note_device(held=keys("ab"))
+    lease = manager.prepare_load(keys("a"))
+    assert store(manager, "xy") == "bd"
+    manager.complete_load(lease)
+    assert store(manager, "z") == "a"
+
+
+def test_a_block_that_was_dropped_takes_nothing_with_it() -> None:
+    manager = make(4)
+    store(manager, "abcd")
+    manager.note_device(held=keys("ab"))
+    manager.drop(keys("a"))
+    assert store(manager, "xy") == "b"
+
+
+def test_a_reset_forgets_what_the_device_holds() -> None:
+    manager = make(3)
+    store(manager, "abc")
+    manager.note_device(held=keys("a"))
+    manager.reset()
+    store(manager, "abc")
+    assert store(manager, "x") == "c"
+
+
+def test_a_block_that_hints_name_too_leaves_once() -> None:
+    manager = make(4)
+    context = ReqContext("r", hints=Hints(2, drop=True))
+    manager.touch(keys("abcd"), context)
+    store(manager, "abcd")
+    manager.end_chain(keys("abcd"), keys("abcd"), context)
+    manager.note_device(held=keys("abcd"))
+    assert sorted(store(manager, "xy")) in (list("cd"), list("ab"))
+    assert len(store(manager, "zu")) == 2
+
+
+@pytest.mark.parametrize(("device_blocks", "num_again"), [(8, 0), (0, 2)])
+def test_a_block_that_leaves_the_device_is_new_here(device_blocks: int, num_again: int) -> None:
+    """Without a device in front, a block that returns soon counts as used again."""
+    manager = make(8, "auto", device_blocks)
+    manager.touch(keys("ab"))
+    store(manager, "ab")
+    store(manager, "cdefgh")
+    assert store(manager, "xy") == "ba"
+    manager.touch(keys("ab"))
+    manager.end_chain(keys("ab"), ())
+    store(manager, "ab")
+    assert manager.policy._lists.num_again == num_again  # type: ignore[attr-defined]
+
+
+def test_no_tenant_loses_a_block_because_another_ones_is_on_the_device() -> None:
+    table = BlockTable(4)
+    table.insert(keys("abcd"), np.arange(4))
+    table.set_ready(np.arange(4))
+    duplicates = Duplicates(table, np.array([0, 0, 1, 1], dtype=np.int8))
+    duplicates.add(np.array([0, 2]))
+    assert duplicates.take(2, table.busy, 0).tolist() == [0]
+    assert duplicates.take(2, table.busy, 0).tolist() == []
+    assert duplicates.take(2, table.busy, 1).tolist() == [2]
+
+
+def test_a_search_passes_over_a_bounded_number_of_busy_blocks() -> None:
+    n = MAX_PASSED + 10
+    table = BlockTable(n)
+    names: Sequence[OffloadKey] = [i.to_bytes(4, "big") for i in range(n)]
+    table.insert(names, np.arange(n))
+    table.set_ready(np.arange(n))
+    duplicates = Duplicates(table, np.zeros(n, dtype=np.int8))
+    duplicates.add(np.arange(n))
+    table.pin(np.arange(1, n))
+    assert duplicates.take(1, table.busy).tolist() == []
+    table.unpin(np.arange(MAX_PASSED, n))
+    assert duplicates.take(20, table.busy).tolist() == [*range(n - 1, MAX_PASSED - 1, -1), 0]
+
+
+@pytest.mark.parametrize("policy", sorted(KNOWN))
+@pytest.mark.parametrize("seed", range(3))
+def test_random_notes_keep_every_promise(policy: str, seed: int) -> None:
+    """Loads, stores, drops and notes in any order: pinned blocks stay, and slots, table and policy agree."""
+    rng = Random(seed)
+    manager = make(12, policy)
+    leases: list[tuple[str, object]] = []
+    for _ in range(400):
+        names = "".join(rng.sample("abcdefghijklmnopqrstuvwxyz", rng.randint(1, 6)))
+        held, left = keys(names[:3]), keys(names[3:])
+        action = rng.randrange(6)
+        if action == 0:
+            manager.note_device(held, left)
+        elif action == 1:
+            manager.touch(keys(names))
+            manager.end_chain(keys(names), ())
+        elif action == 2:
+            manager.drop(held)
+        elif action == 3:
+            ready = [key for key in keys(names) if manager.lookup([key])]
+            leases.append((letters(ready), manager.prepare_load(ready)))
+        elif action == 4 and leases:
+            manager.complete_load(leases.pop(rng.randrange(len(leases)))[1])  # type: ignore[arg-type]
+        else:
+            output = manager.prepare_store(keys(names))
+            if output is not None:
+                pinned = {name for loaded, _ in leases for name in loaded}
+                assert not pinned & set(letters(output.evicted_keys))
+                manager.complete_store(output.store_spec)
+        manager.check_integrity()
