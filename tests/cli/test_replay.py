@@ -283,14 +283,17 @@ def test_invalid_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path)
         assert done.stderr.count("\n") == 1
 
 
-def test_host_memory_that_does_not_repeat_the_device(trace: Path) -> None:
-    arguments = (trace, "--policy", "lru", "--capacity", 4, "--device", 6)
-    done = run(*arguments, "--host-contents", "exclusive")
-    assert done.exit_code == 0
-    assert "Host memory: only blocks that have left the device cache" in done.stdout
-    hits = {}
+def test_host_memory_that_does_not_repeat_the_device(trace: Path, tmp_path: Path) -> None:
+    hits, page = {}, tmp_path / "page.html"
     for contents in ("inclusive", "exclusive"):
-        (entry,) = json.loads(run(*arguments, "--host-contents", contents, "--json").stdout)
+        arguments = (trace, "--policy", "lru", "--capacity", 4, "--device", 6, "--host-contents", contents)
+        shown = run(*arguments, "--html", page)
+        assert shown.exit_code == 0
+        is_exclusive = contents == "exclusive"
+        assert ("Host memory: only blocks that have left the device cache" in shown.stdout) is is_exclusive
+        assert ("only blocks that leave the device cache" in page.read_text()) is is_exclusive
+        (entry,) = json.loads(run(*arguments, "--json").stdout)
         assert entry["host_contents"] == contents
         hits[contents] = entry["prefix_hit_tokens"]
+        page.unlink()
     assert hits["inclusive"] < hits["exclusive"]
