@@ -40,6 +40,10 @@ def _free_disk(directory: str) -> int:
     return shutil.disk_usage(path).free
 
 
+INCLUSIVE, EXCLUSIVE = "inclusive", "exclusive"
+"""Values of ``host_contents``."""
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
     """What a user can set. In vLLM these are the keys of ``kv_connector_extra_config``.
@@ -53,6 +57,10 @@ class OffloadConfig:
     policy: str = "auto"
     """The eviction policy: "auto", which tunes itself, "lru", "arc", or a
     CachePolicy as "package.module:Class"."""
+    host_contents: str | None = None
+    """"exclusive": a block is stored when it leaves the device, so host memory adds its whole size to the device's.
+    "inclusive": a block is stored when it is computed. By default exclusive, where the engine and the model allow it
+    and it brings something."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None
@@ -109,6 +117,10 @@ class OffloadConfig:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
         _check_policy(self.policy)
+        if self.host_contents not in (None, INCLUSIVE, EXCLUSIVE):
+            raise ConfigError(
+                f"host_contents={self.host_contents!r}: must be {INCLUSIVE!r} or {EXCLUSIVE!r}; or leave it out"
+            )
         total = total_memory()
         if self.host_bytes > total:
             raise ConfigError(

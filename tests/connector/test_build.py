@@ -223,6 +223,8 @@ WRONG_SPECS: dict[str, list[Any]] = {
     "share_loads": [None, "no", 5, []],
     "enable_events": [None, "no", 5],
     "device_blocks": [0, -1, 2.5, False],
+    "keeps_blocks": [None, "no", 5],
+    "next_free": [5, "x"],
     "engine": [None, 1, -1, 0.5, True, False],
     "engines": [None, 0, "1", True],
     "parent_request": [None, 5, "x"],
@@ -246,7 +248,7 @@ def test_a_wrong_field_of_the_engine_is_refused_by_its_name(name: str) -> None:
 def test_every_field_of_the_engine_is_checked() -> None:
     assert set(WRONG_SPECS) == {each.name for each in dataclasses.fields(EngineSpec) if each.init}
     fields: dict[str, Any] = {"parts": Parts((2,)), "identity": {"dtype": "bfloat16"}, "parent_request": str}
-    fields |= dict.fromkeys(("following", "engine_options", "adapter_of", "trace_headers"), nothing)
+    fields |= dict.fromkeys(("following", "next_free", "engine_options", "adapter_of", "trace_headers"), nothing)
     EngineSpec(tuple(GROUPS), **fields)
 
 

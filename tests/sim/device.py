@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -39,6 +40,9 @@ class BlockPool:
             if name is not None:
                 del self.block_of[name]
         return blocks
+
+    def next_free(self, n: int) -> list[int]:
+        return list(itertools.islice(self.free, n))
 
     def release(self, blocks: Sequence[int], at_once: bool = False) -> None:
         """Drops one reference each. ``at_once``: the blocks that are free now are handed out again next."""

@@ -141,8 +141,24 @@ class ModelEngine:
             leader = None if s.leader_of(number) == number else self.ranks[s.leader_of(number)]
             self.ranks.append(make_rank(s, self.groups, number, speed, leader))
         self.backend = HostBackend(max(group.block_tokens for group in self.groups), s.num_host_blocks)
+        spec = EngineSpec(
+            self.groups,
+            hash_block_size=s.hash_block_size,
+            parts=s.parts,
+            following=following,
+            num_workers=s.num_ranks,
+            share_loads=s.prefix_caching,
+            device_blocks=s.num_device_blocks,
+            keeps_blocks=s.prefix_caching,
+            next_free=self.cache.pool.next_free if s.looks_ahead else None,
+        )
+        is_exclusive = s.is_exclusive and lower is None and spec.why_inclusive is None
         self.policy_manager = PolicyOffloadingManager(
-            self.backend, make_policy(s.policy, s.num_host_blocks), must_store=lower is not None, clock=self.clock
+            self.backend,
+            make_policy(s.policy, s.num_host_blocks),
+            must_store=lower is not None or is_exclusive,
+            clock=self.clock,
+            device_blocks=s.num_device_blocks if is_exclusive else 0,
         )
         manager: OffloadingManager = self.policy_manager
         self.lower = lower or LowerTiers()
@@ -153,14 +169,8 @@ class ModelEngine:
             manager = FilterReusedOffloadingManager(manager, s.store_threshold)
         self.scheduler = OffloadingConnectorScheduler(
             manager,
-            EngineSpec(
-                self.groups,
-                hash_block_size=s.hash_block_size,
-                parts=s.parts,
-                following=following,
-                num_workers=s.num_ranks,
-                share_loads=s.prefix_caching,
-            ),
+            spec,
+            is_exclusive=is_exclusive,
             load_deadline_ms=s.load_deadline_ms,
             spans=spans,
             clock=self.clock,

@@ -45,6 +45,10 @@ class Scenario:
     async_scheduling: bool = False
     block_size_factor: int = 1
     num_host_blocks: int = 24
+    is_exclusive: bool = False
+    """Whether blocks are stored when they leave the device, where the connector can do that."""
+    looks_ahead: bool = False
+    """Whether the engine says which device blocks it hands out next."""
     policy: str = "lru"
     store_threshold: int | None = None
     load_deadline_ms: float = 1000.0
@@ -123,7 +127,9 @@ class Scenario:
         rng = Random(f"states {seed}")
         scenario = scenario.with_states(rng) if rng.random() < STATES_SHARE else scenario
         rng = Random(f"parts {seed}")
-        return scenario.with_parts(rng) if rng.random() < PARTS_SHARE else scenario
+        scenario = scenario.with_parts(rng) if rng.random() < PARTS_SHARE else scenario
+        rng = Random(f"exclusive {seed}")
+        return dataclasses.replace(scenario, is_exclusive=rng.random() < 0.5, looks_ahead=rng.random() < 0.5)
 
     def with_groups(self, groups: tuple[KVGroup, ...], rng: Random) -> Scenario:
         """Returns the same workload on ``groups``, on random ranks and with device blocks for at least one request."""

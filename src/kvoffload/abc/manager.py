@@ -204,6 +204,12 @@ class OffloadingManager(ABC):
         ``stored``: the keys that the request has stored itself. Of the states, ``keys`` have those that the request has
         kept or used; ``chain`` is the whole chain, if that is more."""
 
+    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+        """Tells what the engine's device cache holds, if blocks are stored when they leave it: the chain ``held``, head
+        first, which was used just now, and none of ``left``. Of the blocks that it holds, those in host memory should
+        leave before all others. Called after ``end_chain``, and in the step in which blocks leave. Does nothing by
+        default."""
+
     @abstractmethod
     def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
         """Releases the blocks that were promoted for a request, because it has got its device blocks or has ended.

@@ -302,8 +302,6 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self._hints.ended(slots, new, None if req_context is None else req_context.hints)
 
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
-        """Tells what the engine's device cache holds: the chain ``held``, head first, which was used just now, and none
-        of ``left``. Of the blocks that it holds, those in this medium leave before all others."""
         self.room.duplicates.discard(left)
         slots = self.table.find(held)
         self.room.duplicates.add(slots[slots >= 0][::-1])

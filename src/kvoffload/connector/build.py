@@ -18,7 +18,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
-from kvoffload.config import OffloadConfig
+from kvoffload.config import EXCLUSIVE, OffloadConfig
 from kvoffload.connector.engine import EngineSpec, TraceHeaders
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
@@ -31,6 +31,10 @@ from kvoffload.tiers.opening import named, open_tiers
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+INCLUSIVE_FROM = 8
+"""Host memory of this multiple of the device's cache, or more, repeats what the device holds: leaving that out would
+bring next to nothing (docs/policies.md)."""
 
 
 def build_scheduler(
@@ -67,16 +71,18 @@ def build_scheduler(
             below += open_tiers(entries, context, opened, shares)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
         below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
+        is_exclusive = _is_exclusive(config, host_pools, bool(below))
         scheduler = OffloadingConnectorScheduler(
-            _make_manager(config, host_pools, below, tenants),
+            _make_manager(config, host_pools, below, tenants, is_exclusive),
             replace(engine, num_workers=host_pools.num_workers),
             tenants=tenants,
+            is_exclusive=is_exclusive,
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
             spans=_make_spans(engine.trace_headers, host_pools.block_bytes),
         )
         opened.pop_all()
-    logger.info("kvoffload: host pool of %s", host_pools.describe())
+    logger.info("kvoffload: host pool of %s", host_pools.describe(is_exclusive))
     if config.tenants:
         configured = ", ".join(name for name in tenants.names if name != OTHER)
         logger.info("kvoffload: tenants: %s; all other requests are of the tenant %s", configured or "none", OTHER)
@@ -84,11 +90,24 @@ def build_scheduler(
     return scheduler
 
 
+def _is_exclusive(config: OffloadConfig, pools: _HostPools, has_tiers: bool) -> bool:
+    """Whether host memory does not repeat what the device holds. Raises ConfigError if it is asked to and cannot."""
+    reason = pools.engine.why_inclusive
+    if reason is None and has_tiers:
+        reason = "tiers below host memory get every block from there as soon as it is computed"
+    if config.host_contents == EXCLUSIVE and reason is not None:
+        raise ConfigError(f"host_contents={EXCLUSIVE!r}: {reason}; remove it")
+    if config.host_contents is None:
+        return reason is None and pools.num_blocks < INCLUSIVE_FROM * pools.device_cache_blocks
+    return config.host_contents == EXCLUSIVE
+
+
 def _make_manager(
     config: OffloadConfig,
     pools: _HostPools,
     tiers: Sequence[tuple[Tier, TierConfig | None]],
     tenants: Tenants,
+    is_exclusive: bool,
 ) -> OffloadingManager:
     """Returns the manager of the host pools, in front of ``tiers`` if there are any. Each is beside its entry."""
     engine, groups, shares = pools.engine, pools.layout.groups, None
@@ -109,8 +128,9 @@ def _make_manager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
         make_policy(config.policy, pools.num_blocks, shares),
         engine.enable_events,
-        must_store=bool(tiers),
+        must_store=bool(tiers) or is_exclusive,
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
+        device_blocks=pools.device_cache_blocks if is_exclusive else 0,
     )
     if not tiers:
         return host
@@ -223,6 +243,11 @@ class _HostPools:
         return device_blocks * self.layout.device_align // self._device_blocks_per_align
 
     @property
+    def device_cache_blocks(self) -> int:
+        """Offloaded blocks that fit into the device's cache. One device block, the null block, is never used."""
+        return ((self.engine.device_blocks or 1) - 1) // max(self.layout.factors)
+
+    @property
     def _device_blocks_per_align(self) -> int:
         """Blocks of the device that hold the KV of ``device_align`` tokens. States come on top, unless there is nothing
         else."""
@@ -230,9 +255,10 @@ class _HostPools:
         sizes = [group.device_block_size for group in groups if not group.state]
         return sum(self.layout.device_align // size for size in sizes) or len(groups)
 
-    def describe(self) -> str:
-        """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache". With recurrent layers, it is
-        said how much less that becomes by each position at which states are kept."""
+    def describe(self, is_exclusive: bool) -> str:
+        """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache", or "8 GiB = 65,536 tokens
+        beyond the device's 16,000". With recurrent layers, it is said how much less that becomes by each position at
+        which states are kept."""
         tokens = self.layout.chains.tokens(self.num_blocks)
         text = format_bytes(self.num_blocks * self.block_bytes)
         if self.num_workers > len(self._pools):
@@ -242,7 +268,9 @@ class _HostPools:
         if self.engine.engines > 1:
             text += f", one of {self.engine.engines} engines' shares,"
         text += f" = {tokens:,} tokens"
-        if self.engine.device_blocks:
+        if self.engine.device_blocks and is_exclusive:
+            text += f" beyond the device's {self.device_tokens(self.engine.device_blocks - 1):,}"
+        elif self.engine.device_blocks:
             per_token = self._device_blocks_per_align / self.layout.device_align
             text += f", {tokens * per_token / self.engine.device_blocks:.1f}x the device cache"
         if self.layout.states:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeAlias
 
@@ -47,6 +47,13 @@ class EngineSpec:
     """The index of this engine among the ``engines`` of its node."""
     engines: int = 1
     """Engines that share the budgets of this node."""
+    keeps_blocks: bool = False
+    """Whether the engine itself finds a whole block of known tokens until its device block is handed out again, and
+    until then changes it only if it takes tokens back or the caches are reset. Then host memory need not repeat what
+    the device holds."""
+    next_free: Callable[[int], Iterable[int]] | None = None
+    """Returns up to n device blocks, those that will be handed out next first. What they hold is stored early, so that
+    no step waits for it."""
     parent_request: Callable[[str], str] = str
     """Maps the id of a request to the id under which the reuse filter counts it."""
     engine_options: EngineOptions | None = None
@@ -69,10 +76,10 @@ class EngineSpec:
         index, engines = self.engine, self.engines
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < engines:
             raise ConfigError(f"engine={index!r}: must be a whole number from 0 to {engines - 1}, of {engines} engines")
-        for name in ("share_loads", "enable_events"):
+        for name in ("share_loads", "enable_events", "keeps_blocks"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name}={value!r}: must be True or False")
-        for name in ("following", "parent_request", "engine_options", "adapter_of", "trace_headers"):
+        for name in ("following", "next_free", "parent_request", "engine_options", "adapter_of", "trace_headers"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "parent_request"):
                 raise ConfigError(f"{name}={value!r}: must be a function; or leave it out")
@@ -81,6 +88,18 @@ class EngineSpec:
             raise ConfigError(f'identity={words!r}: must be a mapping of strings, such as {{"dtype": "bfloat16"}}')
         layout = Layout(self.groups, self.hash_block_size, self.following, self.parts)
         object.__setattr__(self, "layout", layout)
+
+    @property
+    def why_inclusive(self) -> str | None:
+        """Why host memory must repeat what the device holds; None if it need not."""
+        if not self.keeps_blocks or self.device_blocks is None:
+            return "this engine does not say that its device cache keeps blocks (keeps_blocks, device_blocks)"
+        if self.adapter_of is not None:
+            return "the engine serves adapters"
+        layout = self.layout
+        if layout.windows or layout.states or layout.ahead or layout.parts.is_divided:
+            return "the model has layers other than full attention, or ranks with other KV"
+        return None
 
     def _check_groups(self) -> None:
         groups, parts = self.groups, self.parts

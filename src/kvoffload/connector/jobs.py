@@ -23,7 +23,8 @@ class Job:
 
     is_store: bool
     states: Sequence[RequestState]
-    """The requests whose device blocks it reads or fills; a load has one."""
+    """The requests for which it reads or fills device blocks: a load has one, a store of blocks that leave the device
+    none."""
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as the manager handed them out."""
     keys: Sequence[OffloadKey] = ()

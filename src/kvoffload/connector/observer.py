@@ -298,9 +298,9 @@ class RequestObserver:
         if self._spans is None:
             return
         for job in jobs:
-            # Requests share a job only if each has one block in it.
-            blocks = len(job.lease.slots) // len(job.states)
             for state in job.states:
+                # Requests share a job only if each has one block in it.
+                blocks = len(job.lease.slots) // len(job.states)
                 self._spans.copied(state.context.req_id, job.is_store, blocks, job.failed, job.began)
         for state in (state for job in jobs for state in job.states):
             if state.num_jobs == 0:

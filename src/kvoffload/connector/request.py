@@ -167,10 +167,12 @@ class RequestState:
         self.may_load, self.digests, self.match = False, None, None
         self.has_given_up = True
 
-    def extend_keys(self) -> None:
-        """Makes the keys of blocks that became whole."""
-        if not self.blocks.extend_keys() and self.storing is Storing.REFUSED:
+    def extend_keys(self) -> bool:
+        """Makes the keys of blocks that became whole. Returns False if those made before were of other tokens."""
+        is_same = self.blocks.extend_keys()
+        if not is_same and self.storing is Storing.REFUSED:
             self.storing = Storing.ALLOWED
+        return is_same
 
     def take_match(self) -> Match | None:
         """Called when device blocks were allocated. Returns the lookup that the engine has acted on; None if there was
@@ -340,9 +342,10 @@ class RequestBlocks:
         pairs = list(zip(tables, ends, strict=True))
         return [table[:end] for table, end in pairs], tuple(table[end:] for table, end in pairs)
 
-    def due(self, num_computed: int, num_before: int) -> tuple[list[Block], tuple[int, ...]]:
+    def due(self, num_computed: int, num_before: int, with_loaded: bool = False) -> tuple[list[Block], tuple[int, ...]]:
         """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV still exists, by
-        their end; and, per group, the ``next_store`` that holds once they are stored. Call ``extend_keys`` first.
+        their end, and those that came from the host only ``with_loaded``; and, per group, the ``next_store`` that holds
+        once they are stored. Call ``extend_keys`` first.
 
         ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: KV that the
         token after those does not attend to may be gone. States are left out: no block table says where they are.
@@ -367,7 +370,7 @@ class RequestBlocks:
             if g in layout.windows:
                 due += self._due_in_window(g, range(first, end), num_before)
                 continue
-            loaded = self.loaded[g] if self.loaded is not None else ()
+            loaded = self.loaded[g] if self.loaded is not None and not with_loaded else ()
             for i in range(first, end):
                 device_blocks = table[i * factor : (i + 1) * factor]
                 if NULL_BLOCK not in device_blocks and i not in loaded:

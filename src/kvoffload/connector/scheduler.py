@@ -2,9 +2,10 @@
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` begin and end the copies, ``due``
-finds requests that may complete a block, ``states`` says which states are kept, ``jobs`` has the copies in progress,
-``upcoming`` the work for the next step, ``shelf`` keeps contents over a pause, ``adapter_book`` knows the bytes of
-adapters, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes them on.
+finds requests that may complete a block, ``device_blocks`` knows what the device holds, ``states`` says which states
+are kept, ``jobs`` has the copies in progress, ``upcoming`` the work for the next step, ``shelf`` keeps contents over a
+pause, ``adapter_book`` knows the bytes of adapters, ``observer`` makes records and metrics. The scheduler half takes
+the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapter_book import AdapterBook
+from kvoffload.connector.device_blocks import DeviceBlocks
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.guarded import guarded
 from kvoffload.connector.jobs import HeldRequests, JobTable
@@ -66,8 +68,9 @@ def _has_tokens(step: ScheduledStep) -> bool:
 class OffloadingConnectorScheduler:
     """Decides, per request and step, what is loaded and stored; talks to ``manager`` in batches.
 
-    ``tenants`` says what precedes every block hash. ``recorder`` gets every request that was given device blocks, when
-    it ends; ``spans`` gets every request.
+    ``tenants`` says what precedes every block hash. ``is_exclusive``: blocks are stored when they leave the device, for
+    a ``manager`` made for that. ``recorder`` gets every request that was given device blocks, when it ends; ``spans``
+    gets every request.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -80,6 +83,7 @@ class OffloadingConnectorScheduler:
         engine: EngineSpec,
         *,
         tenants: Tenants | None = None,
+        is_exclusive: bool = False,
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
         spans: RequestSpans | None = None,
@@ -98,7 +102,8 @@ class OffloadingConnectorScheduler:
         self.observer = RequestObserver(
             manager, self.layout, Metrics(self._read_metrics), recorder, spans, engine.enable_events, clock
         )
-        self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer)
+        device = DeviceBlocks(keeps_states=engine.enable_events) if is_exclusive else None
+        self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, device, engine.next_free)
         self.shelf = Shelf(manager, self.jobs)
         deadline_s = load_deadline_ms / 1000
         self.adapters = AdapterBook(engine.adapter_of, self.jobs, deadline_s, clock)
@@ -177,7 +182,7 @@ class OffloadingConnectorScheduler:
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
         for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
-        handed_out = upcoming.handed_out
+        leaving = upcoming.handed_out
         requests, replaced, is_tracking = self.requests, step.replaced, self.sound.is_tracking
         for req_id, new in step.block_ids.items():
             state = requests.get(req_id)
@@ -190,15 +195,19 @@ class OffloadingConnectorScheduler:
             elif state is not None:
                 state.blocks.add_to_tables(new)
                 self.stores.watch(req_id, has_new_table=False)
-            handed_out.update(*new)
+            for of_group in new:
+                leaving += of_group
             if is_tracking:
                 self.sound.trace(state, set().union(*new), set().union(*found))
-        handed_out.update(step.written)
+        leaving += step.written
+        handed_out = set(leaving)
         handed_out.discard(NULL_BLOCK)
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
+        if (device := self.stores.device) is not None and (leaving or step.overwritten):
+            meta.stores |= self.stores.store_leaving(device, leaving, step.overwritten)
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)
@@ -218,7 +227,7 @@ class OffloadingConnectorScheduler:
         state = self.requests.get(req_id)
         if state is None:
             return
-        self.stores.forget(req_id)
+        self.stores.lose_blocks(state)
         # It may have new blocks already, in the step that says that it lost the old ones.
         has_new_ones = req_id in self._next.allocated
         state.lose_blocks(has_new_ones)

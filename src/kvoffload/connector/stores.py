@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,10 @@ from kvoffload.abc import (
     IntegrityError,
     LoadStoreSpec,
     OffloadingManager,
-    OffloadKey,
     PrepareStoreOutput,
     TransferSpec,
 )
+from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
 from kvoffload.connector.due import DueList
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
@@ -28,6 +28,10 @@ MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
+MAX_LEAVING = 1024
+"""Blocks that are stored in the step in which they leave the device, before its forward pass. The others are lost."""
+AHEAD = 2
+"""Device blocks are stored before they are handed out for as many as this multiple of those of a step."""
 STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
@@ -48,13 +52,27 @@ class StorePlanner:
 
     Blocks are due when their tokens are known and computed. If the manager has no room for them, they are offered again
     in the next step. If it has refused a block of a request, those after it are not stored either.
+
+    With ``device``, host memory does not repeat the device: a block that is due is only noted there, and is stored when
+    it leaves the device. ``next_free`` returns device blocks that are handed out next, see EngineSpec.
     """
 
-    def __init__(self, manager: OffloadingManager, layout: Layout, jobs: JobTable, observer: RequestObserver) -> None:
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        layout: Layout,
+        jobs: JobTable,
+        observer: RequestObserver,
+        device: DeviceBlocks | None = None,
+        next_free: Callable[[int], Iterable[int]] | None = None,
+    ) -> None:
         self._manager = manager
         self._layout = layout
         self._jobs = jobs
         self._observer = observer
+        self.device = device
+        self._next_free = next_free
+        self._num_ahead = 0
         self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
 
@@ -63,13 +81,15 @@ class StorePlanner:
         if has_new_table or req_id not in self._due:
             self._due.add(req_id, 1)
 
-    def forget(self, req_id: str) -> None:
-        """Stops looking at a request that has no device blocks any more."""
-        self._due.remove(req_id)
+    def lose_blocks(self, state: RequestState) -> None:
+        """Stops looking at a request that loses its device blocks."""
+        self._due.remove(state.context.req_id)
+        if self.device is not None:
+            self._extend_keys(state)
 
     def end(self, state: RequestState) -> None:
         """Forgets a request that has ended."""
-        self.forget(state.context.req_id)
+        self.lose_blocks(state)
         if self._keeper is not None:
             state.state_ends = self._keeper.end(state.context.req_id)
 
@@ -84,12 +104,16 @@ class StorePlanner:
             self._observer.warn(STORE_FAILED)
 
     def reset(self) -> None:
-        """Forgets which states are kept."""
+        """Forgets which states are kept, and what the device holds."""
         if self._keeper is not None:
             self._keeper.clear()
+        if self.device is not None:
+            self._note_left(self.device.clear())
 
     def clear(self) -> None:
         self._due.clear()
+        if self.device is not None:
+            self.device.clear()
 
     def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> dict[int, TransferSpec]:
         """Returns the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
@@ -101,7 +125,42 @@ class StorePlanner:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
                 used = blocks.used_keys(state.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
+                if self.device is not None:
+                    self._manager.note_device(held=self.device.having(chain))
         return specs
+
+    def store_leaving(
+        self, device: DeviceBlocks, handed_out: Sequence[int], overwritten: Collection[int]
+    ) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that leave the device because their device blocks are ``handed_out``, and for
+        those that leave next. The first must be fenced. What may be ``overwritten`` before that is lost."""
+        self._note_left(device.leave(overwritten))
+        left = device.leave(handed_out)
+        self._note_left(left)
+        specs: dict[int, TransferSpec] = {}
+        # Engines free a chain from its tail. If there is not room for all, its head is stored.
+        self._store_held(left[: -MAX_LEAVING - 1 : -1], specs)
+        if self._next_free is not None:
+            self._num_ahead = max(AHEAD * len(handed_out), self._num_ahead // 2)
+            self._store_held(device.soon(self._next_free(self._num_ahead))[::-1], specs)
+        return specs
+
+    def _store_held(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec]) -> None:
+        """Makes a job per tenant of those ``blocks``, the most valuable first, that host memory lacks."""
+        by_namespace: dict[bytes, list[HeldBlock]] = {}
+        for held in blocks:
+            by_namespace.setdefault(held.namespace, []).append(held)
+        for of_tenant in by_namespace.values():
+            output = self._manager.prepare_store([held.block.key for held in of_tenant])
+            if output is None:
+                self._refused()
+            while output is None and (of_tenant := of_tenant[: len(of_tenant) // 2]):
+                output = self._manager.prepare_store([held.block.key for held in of_tenant])
+            if output is not None:
+                self._count_evicted(output)
+                wanted = frozenset(output.keys_to_store)
+                new = [(held.state, held.block) for held in of_tenant if held.block.key in wanted]
+                self._add_job(new, [], output, specs)
 
     def store_running(
         self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]
@@ -193,9 +252,19 @@ class StorePlanner:
             return None
         if state.phase is Phase.LOADING or not state.may_store:
             return None
-        state.extend_keys()
-        found, next_store = blocks.due(num_computed, num_before)
+        self._extend_keys(state)
+        found, next_store = blocks.due(num_computed, num_before, with_loaded=self.device is not None)
         return Due(state, num_computed, found, next_store)
+
+    def _extend_keys(self, state: RequestState) -> None:
+        if not state.extend_keys() and self.device is not None:
+            # The engine has taken tokens back, and may have computed others in the same device blocks.
+            for table in state.blocks.tables:
+                self._note_left(self.device.leave(table))
+
+    def _note_left(self, blocks: Sequence[HeldBlock]) -> None:
+        if blocks:
+            self._manager.note_device(left=[held.block.key for held in blocks])
 
     def _store(self, dues: list[Due]) -> dict[int, TransferSpec]:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
@@ -205,6 +274,11 @@ class StorePlanner:
         chains: list[Due] = []
         factors = self._layout.factors
         for due in dues:
+            if self.device is not None and due.blocks:
+                self._note_left(self.device.hold(due.state, due.blocks))
+                if not due.state.options.remote_decode:
+                    due.state.blocks.stored_up_to(due.next_store)
+                    continue
             if due.blocks and due.state.storing is not Storing.REFUSED:
                 # Only single blocks with all of their device blocks can share a job.
                 block = due.blocks[0]
@@ -234,13 +308,12 @@ class StorePlanner:
 
     def _start(self, dues: list[Due], output: PrepareStoreOutput, specs: dict[int, TransferSpec]) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
-        if output.evicted_keys:
-            self._observer.metrics.add("evicted_blocks", len(output.evicted_keys))
+        self._count_evicted(output)
         refused = frozenset(output.refused_keys)
-        new: list[tuple[RequestState, Block]] = []
+        new: list[tuple[RequestState | None, Block]] = []
+        states: dict[int, RequestState] = {}
         # If two requests have the same block, the first one stores it.
         wanted = dict.fromkeys(output.keys_to_store)
-        stored: list[OffloadKey] = []
         for due in dues:
             state = due.state
             state.blocks.stored_up_to(due.next_store)
@@ -249,18 +322,34 @@ class StorePlanner:
                 if key in wanted:
                     del wanted[key]
                     new.append((state, block))
-                    stored.append(key)
+                    states[id(state)] = state
                     state.blocks.stored.append(key)
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
+        self._add_job(new, list(states.values()), output, specs)
+
+    def _count_evicted(self, output: PrepareStoreOutput) -> None:
+        if output.evicted_keys:
+            self._observer.metrics.add("evicted_blocks", len(output.evicted_keys))
+
+    def _add_job(
+        self,
+        new: list[tuple[RequestState | None, Block]],
+        states: Sequence[RequestState],
+        output: PrepareStoreOutput,
+        specs: dict[int, TransferSpec],
+    ) -> None:
+        """Adds the job that stores ``new`` blocks, each with a request that can describe it, for ``states``."""
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
-        if stored != output.keys_to_store:
+        if [block.key for _, block in new] != output.keys_to_store:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if new:
-            job_id, spec = self._new_job(new, output.store_spec)
+            job_id, spec = self._new_job(new, states, output.store_spec)
             specs[job_id] = spec
 
-    def _new_job(self, new: list[tuple[RequestState, Block]], lease: LoadStoreSpec) -> tuple[int, TransferSpec]:
+    def _new_job(
+        self, new: list[tuple[RequestState | None, Block]], states: Sequence[RequestState], lease: LoadStoreSpec
+    ) -> tuple[int, TransferSpec]:
         num_groups, host = len(self._layout.groups), lease
         if num_groups > 1:
             order = sorted(range(len(new)), key=lambda i: new[i][1].group)
@@ -277,11 +366,11 @@ class StorePlanner:
                     firsts[block.group] = block.first_device_block
                 sizes[block.group] += len(block.device_blocks)
                 ids += block.device_blocks
-        states = list({id(state): state for state, _ in new}.values())
-        described = new if self._observer.describes_blocks else ()
+        described = [(state, block) for state, block in new if state is not None]
+        described = described if self._observer.describes_blocks else []
         job = Job(True, states, lease, blocks=described, device_blocks=frozenset(ids))
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
-        return self._jobs.add(job), TransferSpec(states[0].context.req_id, host, device)
+        return self._jobs.add(job), TransferSpec(states[0].context.req_id if states else "", host, device)
 
 
 def _together(layout: Layout) -> int:

@@ -18,7 +18,7 @@ class UpcomingStep:
     meta: StepMeta = field(default_factory=StepMeta)
     allocated: set[str] = field(default_factory=set)
     """Requests that were given device blocks."""
-    handed_out: set[int] = field(default_factory=set)
+    handed_out: list[int] = field(default_factory=list)
     """Device blocks given to loads."""
     finished: list[tuple[RequestState, int]] = field(default_factory=list)
     """Requests that finished, with their computed tokens."""
@@ -29,7 +29,7 @@ class UpcomingStep:
         if state.adapter is not None and state.digests is not None:
             self.meta.needs[job_id] = Need(state.adapter.number, state.digests, state.adapter.is_reread)
         device_blocks: list[int] = spec.device.block_ids.tolist()
-        self.handed_out.update(device_blocks)
+        self.handed_out += device_blocks
         return device_blocks
 
     def break_loads(self, jobs: JobTable) -> list[Job]:

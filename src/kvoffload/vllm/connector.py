@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -113,6 +114,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._records: RecordServer | None = None
         self._has_adapters = vllm_config.lora_config is not None
         self._events = EventTranslator(self.layout, self._has_adapters)
+        self._block_pool: BlockPool | None = None
         self._fences_first = versions.fences_first(vllm_config)
         self._expected_root: bytes | None = None
         """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
@@ -150,6 +152,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
             enable_events=events is not None and events.enable_kv_cache_events,
             device_blocks=layout.num_device_blocks,
+            keeps_blocks=versions.keeps_blocks(self._vllm_config),
+            next_free=self._next_free,
             engine=layout.engine,
             engines=layout.engines,
             parent_request=versions.parent_request,
@@ -281,6 +285,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.step
 
     # Scheduler side.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._block_pool = gpu_block_pool
+
+    def _next_free(self, n: int) -> Iterable[int]:
+        return () if self._block_pool is None else versions.next_free(self._block_pool, n)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._expected_root is not None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from kvoffload.supported import FIRST_WITH_SECONDARY_TIERS, TESTED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,21 @@ def keeps_over_pauses(vllm_config: VllmConfig) -> bool:
     comparison of the weights, and copies must have ended before the device blocks lose their memory."""
     sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
     return DRAINS_HOLDERS_FIRST and (not sleeps or hasattr(base.KVConnectorBase_V1, "restore_kv_caches"))
+
+
+def keeps_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's device cache keeps whole blocks until it hands them out again. A sleep loses what only the device
+    holds."""
+    sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
+    return bool(vllm_config.cache_config.enable_prefix_caching) and not sleeps
+
+
+def next_free(pool: BlockPool, n: int) -> Iterator[int]:
+    """Returns up to ``n`` device blocks that vLLM hands out next."""
+    block = pool.free_block_queue.fake_free_list_head.next_free_block
+    while n and block is not None and block.next_free_block is not None:
+        yield block.block_id
+        block, n = block.next_free_block, n - 1
 
 
 def is_pausing() -> bool:
