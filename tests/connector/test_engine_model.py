@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -334,6 +335,142 @@ def test_any_scenario(
         rng = Random(groups)
         scenario = scenario.with_groups(random_groups(rng), rng)
     ModelEngine(scenario).run()
+
+
+class Lost(AssertionError):
+    """A block has left the device, and host memory neither has it nor lacked the room."""
+
+
+class Kept(AssertionError):
+    """Host memory lets a block leave first that the device does not hold."""
+
+
+def exclusive(seed: int) -> Scenario:
+    """Host memory does not repeat the device."""
+    scenario = Scenario.random(seed)
+    longest = scenario.document_tokens + scenario.max_question_tokens + scenario.max_new_tokens
+    one_group = dataclasses.replace(
+        scenario,
+        groups=(),
+        counts=(),
+        block_size_factor=1,
+        num_ranks=1,
+        num_scratch_blocks=0,
+        num_device_blocks=2 + longest // scenario.block_size + seed % 9,
+        prefix_caching=True,
+        is_exclusive=True,
+    )
+    return one_group.with_ranks(Random(seed))
+
+
+def watch_the_device(engine: ModelEngine) -> None:
+    """Raises Lost or Kept in the step in which it happens."""
+    scheduler, build, manager = engine.scheduler, engine.scheduler.build_connector_meta, engine.policy_manager
+    device = scheduler.stores.device
+    assert device is not None
+
+    def watched(step: ScheduledStep) -> StepMeta:
+        handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
+        handed_out |= set(scheduler._next.handed_out)
+        before = {key for key in known if key in device and key not in manager.table}
+        room = manager.num_available_blocks
+        meta = build(step)
+        known.update(key for state in scheduler.requests.values() for key in state.blocks.keys[0])
+        left = {key for key in before if key not in device and key not in manager.table}
+        if scheduler.changes.resets == resets[0] and len(left) and room >= len(handed_out) and not scheduler.off:
+            raise Lost(f"step {engine.steps}: {len(left)} blocks")
+        resets[0] = scheduler.changes.resets
+        for of_tenant in manager.room.duplicates._keys.values():
+            if any(key not in device and key in manager.table for key in of_tenant):
+                raise Kept(f"step {engine.steps}")
+        return meta
+
+    known: set[OffloadKey] = set()
+    resets = [0]
+    if engine.scenario.store_threshold is None:
+        scheduler.build_connector_meta = watched  # type: ignore[method-assign]
+
+
+def test_host_memory_that_does_not_repeat_the_device() -> None:
+    hits: Counter[bool] = Counter()
+    for seed in range(scaled(60)):
+        for is_exclusive in (True, False):
+            scenario = dataclasses.replace(exclusive(seed), is_exclusive=is_exclusive)
+            engine = ModelEngine(scenario, watch_the_device if is_exclusive else None)
+            engine.run()
+            hits[is_exclusive] += engine.hits
+    assert hits[True] > hits[False] > 0
+
+
+def left_blocks_read_too_late(engine: ModelEngine) -> None:
+    """What leaves the device is stored behind the step's forward pass, as everything else is."""
+    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
+    late = scheduler.stores.store_leaving
+    unfenced: list[int] = []
+
+    def store(*args: Any) -> dict[int, TransferSpec]:
+        specs = late(*args)
+        unfenced[:] = specs
+        return specs
+
+    def without_their_fences(step: ScheduledStep) -> StepMeta:
+        unfenced.clear()
+        meta = build(step)
+        return dataclasses.replace(meta, fences=[job for job in meta.fences if job not in unfenced])
+
+    scheduler.stores.store_leaving = store  # type: ignore[method-assign]
+    scheduler.build_connector_meta = without_their_fences  # type: ignore[method-assign]
+
+
+def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
+    """What a load overwrites still counts as held by the device."""
+    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
+
+    def forgetful(step: ScheduledStep) -> StepMeta:
+        loading = frozenset(scheduler._next.handed_out)
+        device = scheduler.stores.device
+        assert device is not None
+        held = {block: device._held[block] for block in loading if block in device._held}
+        meta = build(step)
+        for block, each in held.items():
+            device._held[block] = device._latest[each.block.key] = each
+        return meta
+
+    scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
+
+
+def resets_leave_the_device_alone(engine: ModelEngine) -> None:
+    engine.scheduler.stores.reset = lambda: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [left_blocks_read_too_late, loads_do_not_take_device_blocks, resets_leave_the_device_alone],
+    ids=lambda bug: bug.__name__,
+)
+def test_planted_bug_of_leaving_blocks_is_caught(bug: Bug) -> None:
+    assert caught(bug, exclusive), f"{bug.__name__} went unnoticed"
+
+
+def forgets_what_leaves_in_a_burst(engine: ModelEngine) -> None:
+    watch_the_device(engine)
+    stores, held = engine.scheduler.stores, engine.scheduler.stores._store_held
+    stores._store_held = lambda blocks, specs: held(blocks[:3], specs)  # type: ignore[method-assign]
+
+
+def believes_that_the_device_keeps_blocks(engine: ModelEngine) -> None:
+    watch_the_device(engine)
+    note = engine.policy_manager.note_device
+    engine.policy_manager.note_device = lambda held=(), left=(): note(held)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("bug", "by"),
+    [(forgets_what_leaves_in_a_burst, Lost), (believes_that_the_device_keeps_blocks, Kept)],
+    ids=("forgets_what_leaves_in_a_burst", "believes_that_the_device_keeps_blocks"),
+)
+def test_planted_loss_of_leaving_blocks_is_caught(bug: Bug, by: type[AssertionError]) -> None:
+    assert caught(bug, exclusive, by), f"{bug.__name__} went unnoticed"
 
 
 # Bugs of any engine.

@@ -244,8 +244,8 @@ class _HostPools:
 
     @property
     def device_cache_blocks(self) -> int:
-        """Offloaded blocks that fit into the device's cache. One device block, the null block, is never used."""
-        return ((self.engine.device_blocks or 1) - 1) // max(self.layout.factors)
+        """Device blocks that hold something: one, the null block, is never used."""
+        return (self.engine.device_blocks or 1) - 1
 
     @property
     def _device_blocks_per_align(self) -> int:

@@ -23,14 +23,14 @@ class HeldBlock(NamedTuple):
 class DeviceBlocks:
     """Knows which block each device block holds until that is handed out again.
 
-    An entry may be missing: its block is then not stored when it leaves the device. None may be wrong, or wrong bytes
-    would be stored. ``keeps_states``: whether entries have their requests.
+    Each block has one device block. An entry may be missing: its block is then not stored when it leaves the device.
+    None may be wrong, or wrong bytes would be stored. ``keeps_states``: whether entries have their requests.
     """
 
     def __init__(self, keeps_states: bool = False) -> None:
         self._keeps_states = keeps_states
         self._held: dict[int, HeldBlock] = {}
-        """By device block. A block in several device blocks has as many entries."""
+        """By device block."""
         self._latest: dict[OffloadKey, HeldBlock] = {}
         """Of the copies of a block on the device, the one that was computed or found last."""
         self._early: set[OffloadKey] = set()
@@ -48,21 +48,17 @@ class DeviceBlocks:
         left = []
         for block in blocks:
             left += [held for held in self.leave(block.device_blocks) if held.block.key != block.key]
-            held = HeldBlock(block, namespace, kept)
-            for device_block in block.device_blocks:
-                self._held[device_block] = held
-            self._latest[block.key] = held
+            (device_block,) = block.device_blocks
+            self._held[device_block] = self._latest[block.key] = HeldBlock(block, namespace, kept)
         return left
 
     def leave(self, device_blocks: Iterable[int]) -> list[HeldBlock]:
         """Removes what these device blocks hold. Returns the blocks of which no other copy is known, in this order."""
         left = []
         for device_block in device_blocks:
-            held = self._held.get(device_block)
+            held = self._held.pop(device_block, None)
             if held is None:
                 continue
-            for each in held.block.device_blocks:
-                del self._held[each]
             key = held.block.key
             if self._latest.get(key) is held:
                 del self._latest[key]

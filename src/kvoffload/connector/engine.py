@@ -97,6 +97,8 @@ class EngineSpec:
         if self.adapter_of is not None:
             return "the engine serves adapters"
         layout = self.layout
+        if max(layout.factors) > 1:
+            return "its blocks have several device blocks (block_size, block_size_factor)"
         if layout.windows or layout.states or layout.ahead or layout.parts.is_divided:
             return "the model has layers other than full attention, or ranks with other KV"
         return None
