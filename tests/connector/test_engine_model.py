@@ -418,7 +418,7 @@ def left_blocks_read_too_late(engine: ModelEngine) -> None:
         meta = build(step)
         return dataclasses.replace(meta, fences=[job for job in meta.fences if job not in unfenced])
 
-    scheduler.stores.store_leaving = store  # type: ignore[method-assign]
+    scheduler.stores.store_leaving = store  # type: ignore[assignment, method-assign]
     scheduler.build_connector_meta = without_their_fences  # type: ignore[method-assign]
 
 
