@@ -431,3 +431,11 @@ class PolicyThatFails(LRUPolicy):
 def test_a_policy_that_cannot_be_made_is_named() -> None:
     with pytest.raises(ConfigError, match=r"PolicyThatFails\(capacity=8\) failed \(RuntimeError: boom\)"):
         make_policy(f"{__name__}:PolicyThatFails", 8)
+
+
+def test_host_contents() -> None:
+    assert make_config().host_contents is None
+    assert make_config(host_contents="exclusive").host_contents is HostContents.EXCLUSIVE
+    for wrong in ("Exclusive", "", 1, True, ["exclusive"]):
+        with pytest.raises(ConfigError, match="host_contents=.*leave it out"):
+            make_config(host_contents=wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import json
 import os
 import shutil
@@ -40,8 +41,19 @@ def _free_disk(directory: str) -> int:
     return shutil.disk_usage(path).free
 
 
-INCLUSIVE, EXCLUSIVE = "inclusive", "exclusive"
-"""Values of ``host_contents``."""
+class HostContents(enum.StrEnum):
+    """Which blocks host memory is given."""
+
+    INCLUSIVE = "inclusive"
+    """Those that are computed, so the most recent ones are on the device too."""
+    EXCLUSIVE = "exclusive"
+    """Those that leave the device. The blocks that the device holds too leave host memory first."""
+
+
+def _host_contents(value: object) -> HostContents:
+    if value in tuple(HostContents):
+        return HostContents(value)
+    raise ConfigError(f'host_contents={value!r}: must be "inclusive" or "exclusive"; or leave it out')
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +69,10 @@ class OffloadConfig:
     policy: str = "auto"
     """The eviction policy: "auto", which tunes itself, "lru", "arc", or a
     CachePolicy as "package.module:Class"."""
-    host_contents: str | None = None
+    host_contents: HostContents | None = None
     """"exclusive": a block is stored when it leaves the device, so host memory adds its whole size to the device's.
-    "inclusive": a block is stored when it is computed. By default exclusive, where the engine and the model allow it
-    and it brings something."""
+    "inclusive": a block is stored when it is computed. By default exclusive where engine and model allow it, and host
+    memory is smaller than eight times the device's cache."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None
@@ -117,10 +129,8 @@ class OffloadConfig:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
         _check_policy(self.policy)
-        if self.host_contents not in (None, INCLUSIVE, EXCLUSIVE):
-            raise ConfigError(
-                f"host_contents={self.host_contents!r}: must be {INCLUSIVE!r} or {EXCLUSIVE!r}; or leave it out"
-            )
+        if self.host_contents is not None:
+            object.__setattr__(self, "host_contents", _host_contents(self.host_contents))
         total = total_memory()
         if self.host_bytes > total:
             raise ConfigError(

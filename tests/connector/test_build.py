@@ -152,6 +152,38 @@ def test_the_log_says_what_the_pools_hold(make: Builder, caplog: pytest.LogCaptu
     assert f"kvoffload: host pool of 64 KiB in 2 pools for 4 ranks = {BLOCKS * TOKENS} tokens" in caplog.messages
 
 
+def test_host_memory_does_not_repeat_the_device_where_that_brings_something(
+    make: Builder, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    keeping: dict[str, Any] = {"device_blocks": 5, "keeps_blocks": True}
+    half = make(config(), **keeping)
+    assert half.stores.device is not None
+    assert host_of(half).policy.beside == 4
+    text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens beyond the device's {4 * TOKENS}"
+    assert text in caplog.messages
+    assert make(config(host_contents="inclusive"), **keeping).stores.device is None
+    assert make(config(), **{**keeping, "device_blocks": 2}).stores.device is None, "eight times as large"
+    assert make(config(host_contents="exclusive"), **{**keeping, "device_blocks": 2}).stores.device is not None
+    for change, why in (
+        ({"keeps_blocks": False}, "keeps_blocks"),
+        ({"device_blocks": None}, "device_blocks"),
+        ({"adapter_of": nothing}, "adapters"),
+        ({"groups": [KVGroup(TOKENS, sliding_window=64)]}, "full attention"),
+        ({"groups": [KVGroup(TOKENS), KVGroup(TOKENS, state=True)]}, "full attention"),
+        ({"parts": Parts((2,))}, "other KV"),
+    ):
+        assert make(config(), **{**keeping, **change}).stores.device is None
+        with pytest.raises(ConfigError, match=f'host_contents="exclusive": .*{why}'):
+            make(config(host_contents="exclusive"), **{**keeping, **change})
+    factor = {**keeping, "groups": [KVGroup(TOKENS, 4)]}
+    with pytest.raises(ConfigError, match="block_size_factor"):
+        make(config(host_contents="exclusive", block_size_factor=4), **factor)
+    assert make(with_disk(tmp_path / "a"), **keeping).stores.device is None
+    with pytest.raises(ConfigError, match="tiers below host memory"):
+        make(with_disk(tmp_path / "b", host_contents="exclusive"), **keeping)
+
+
 def test_a_store_counts_when_all_ranks_of_a_pool_have_reported_it(make: Builder) -> None:
     half = make(config(), pools=[pool()], num_workers=3)
     assert half.jobs.num_workers == 3

@@ -27,13 +27,13 @@ from kvoffload.cli.lab import (
     trace_options,
 )
 from kvoffload.cli.terminal import console_of, print_json, table_of
+from kvoffload.config import HostContents
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.policies import policy_class
 from kvoffload.lab.replay import (
     CLAIRVOYANT,
     ENGINE_POLICY,
-    HostContents,
     ReplayConfig,
     ReplayResult,
     TierUse,

@@ -18,7 +18,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
-from kvoffload.config import EXCLUSIVE, OffloadConfig
+from kvoffload.config import HostContents, OffloadConfig
 from kvoffload.connector.engine import EngineSpec, TraceHeaders
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
@@ -95,11 +95,11 @@ def _is_exclusive(config: OffloadConfig, pools: _HostPools, has_tiers: bool) -> 
     reason = pools.engine.why_inclusive
     if reason is None and has_tiers:
         reason = "tiers below host memory get every block from there as soon as it is computed"
-    if config.host_contents == EXCLUSIVE and reason is not None:
-        raise ConfigError(f"host_contents={EXCLUSIVE!r}: {reason}; remove it")
+    if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
+        raise ConfigError(f'host_contents="exclusive": {reason}; leave it out')
     if config.host_contents is None:
         return reason is None and pools.num_blocks < INCLUSIVE_FROM * pools.device_cache_blocks
-    return config.host_contents == EXCLUSIVE
+    return config.host_contents is HostContents.EXCLUSIVE
 
 
 def _make_manager(

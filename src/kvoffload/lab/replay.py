@@ -10,7 +10,6 @@ The disk is always fast enough, and a request waits for all blocks that it can p
 
 from __future__ import annotations
 
-import enum
 import importlib
 import multiprocessing
 import os
@@ -43,6 +42,7 @@ from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_siz
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.slots import HostBackend
+from kvoffload.config import HostContents
 from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
@@ -67,15 +67,6 @@ MAX_DEVICE_BLOCKS = 1 << 24
 """A bound for the memory of a replay; with 16 tokens per block, 268 million tokens."""
 MAX_POLLS = 1 << 16
 """Polls per request until all its promotions must have ended."""
-
-
-class HostContents(enum.StrEnum):
-    """Which blocks host memory is given."""
-
-    INCLUSIVE = "inclusive"
-    """Those that are computed, so the most recent ones are on the device too."""
-    EXCLUSIVE = "exclusive"
-    """Those that leave the device. The blocks that the device holds too leave host memory first."""
 
 
 @dataclass(frozen=True, slots=True)

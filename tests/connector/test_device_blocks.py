@@ -1,0 +1,176 @@
+"""Host memory that does not repeat the device: a block is stored when it leaves the device, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvoffload.abc import OffloadingEvent, ScheduledStep
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.stores import MAX_LEAVING
+from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
+
+
+def rig_of(
+    num_host_blocks: int = 16,
+    next_free: Callable[[int], Iterable[int]] | None = None,
+    enable_events: bool = False,
+    device_blocks: int = 16,
+) -> Rig:
+    backend = HostBackend(TOKENS, num_host_blocks)
+    manager = PolicyOffloadingManager(
+        backend, LRUPolicy(num_host_blocks), enable_events, must_store=True, device_blocks=device_blocks
+    )
+    engine = {"keeps_blocks": True, "device_blocks": device_blocks, "next_free": next_free}
+    return Rig(manager=manager, options={"is_exclusive": True, "enable_events": enable_events, **engine})
+
+
+def finish(rig: Rig, name: str, tokens: list[int], ids: list[int]) -> None:
+    """A request computes ``tokens`` in device blocks ``ids``, and ends."""
+    request = FakeRequest(name, tokens)
+    assert not rig.start(request, ids).stores, "the device holds what was computed"
+    rig.half.request_finished(request)
+    assert not rig.step().stores
+
+
+def test_a_block_is_stored_and_fenced_in_the_step_in_which_it_leaves_the_device() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    meta = rig.start(FakeRequest("b", prompt(4, start=50)), [2])
+    job, spec = only(meta.stores)
+    assert device_ids(spec) == [2]
+    assert (meta.fences, meta.fenced_blocks) == ([job], {2})
+    rig.report(job)
+    assert rig.status(prompt(8)) == [None, 0]
+    again = FakeRequest("c", [*prompt(8), 99])
+    assert rig.look_up(again, computed=4) == (4, True)
+
+
+def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    sharer = FakeRequest("b", prompt(12), num_computed_tokens=8)
+    rig.look_up(sharer, computed=8)
+    rig.allocate(sharer, [1, 2, 3])
+    assert not rig.step({sharer: 4}, new={"b": [1, 2, 3]}).stores
+    rig.half.request_finished(sharer)
+    rig.step()
+    job, spec = only(rig.start(FakeRequest("c", prompt(8, start=50)), [3, 2]).stores)
+    assert device_ids(spec) == [2, 3], "the head of the chain is stored as its head"
+    rig.report(job)
+    assert rig.status(prompt(12)) == [None, 0, 0]
+
+
+def test_blocks_of_a_load_leave_the_device_and_those_loaded_are_stored_no_second_time() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    finish_other = rig.start(FakeRequest("b", prompt(8, start=50)), [2, 1])
+    rig.report(*finish_other.stores)
+    rig.half.request_finished(rig.half.requests["b"].request)
+    rig.step()
+    request = FakeRequest("c", [*prompt(8), 99])
+    meta = rig.load(request, ids=[2, 1])
+    job, spec = only(meta.stores)
+    assert meta.fences == [job], "its source is overwritten by the load"
+    assert sorted(device_ids(spec)) == [1, 2]
+    rig.report(job, *meta.loads)
+    rig.step({request: 1}, new={"c": [2, 1, 3]})
+    rig.half.request_finished(request)
+    assert not rig.start(FakeRequest("d", prompt(8, start=80)), [1, 2]).stores, "host memory has both"
+
+
+def test_blocks_that_the_device_holds_leave_host_memory_first() -> None:
+    rig = rig_of(num_host_blocks=3)
+    finish(rig, "a", prompt(8), [1, 2])
+    rig.report(*rig.start(FakeRequest("b", prompt(8, start=50)), [2, 1]).stores)
+    rig.half.request_finished(rig.half.requests["b"].request)
+    rig.step()
+    again = FakeRequest("c", [*prompt(8), 99])
+    meta = rig.load(again, ids=[3, 4])
+    rig.report(*meta.loads, *meta.stores)
+    rig.step({again: 1}, new={"c": [3, 4, 5]})
+    rig.half.request_finished(again)
+    rig.step()
+    rig.report(*rig.start(FakeRequest("d", prompt(8, start=70)), [1, 2]).stores)
+    assert rig.status(prompt(8, start=50)) == [0, 0], "stored for the last block of the chain that the device holds"
+    assert rig.status(prompt(8)) == [None, 0], "the device keeps the head for longest"
+    # What has left the device is no duplicate any more.
+    rig.report(*rig.start(FakeRequest("e", prompt(8, start=90)), [3, 4]).stores)
+    assert rig.status(prompt(8)) == [0, 0]
+
+
+def test_what_may_be_overwritten_before_it_is_read_is_not_stored() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    meta = rig.half.build_connector_meta(ScheduledStep({}, overwritten={1}, written={2}))
+    job, spec = only(meta.stores)
+    assert device_ids(spec) == [2]
+    assert meta.fences == [job]
+
+
+def test_blocks_of_the_next_steps_are_stored_early_and_no_step_waits_for_them() -> None:
+    free = [1, 2, 3, 4]
+    rig = rig_of(next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(16), [4, 3, 2, 1])
+    free.remove(1)
+    meta = rig.start(FakeRequest("b", prompt(4, start=50)), [1])
+    assert [device_ids(spec) for spec in meta.stores.values()] == [[1], [4, 3, 2]]
+    assert meta.fences == [min(meta.stores)], "the second job reads what is still on the device"
+    rig.report(*meta.stores)
+    free.remove(2)
+    meta = rig.start(FakeRequest("c", prompt(4, start=60)), [2])
+    assert not meta.stores
+    assert not meta.fences
+
+
+def test_tokens_that_the_engine_takes_back_leave_nothing_to_store() -> None:
+    rig = rig_of()
+    request = FakeRequest("a", prompt(8))
+    rig.start(request, [1, 2])
+    request.tokens[4:] = [90, 91]
+    request.num_computed_tokens = 4
+    rig.step({request: 2})
+    rig.half.request_finished(request)
+    rig.step()
+    assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
+
+
+def test_a_reset_forgets_what_the_device_holds() -> None:
+    for is_pause in (False, True):
+        rig = rig_of()
+        finish(rig, "a", prompt(8), [1, 2])
+        rig.half.reset(is_pause)
+        assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
+
+
+def test_a_burst_is_bounded_and_keeps_heads() -> None:
+    n = MAX_LEAVING + 3
+    rig = rig_of(num_host_blocks=n, device_blocks=n)
+    finish(rig, "a", prompt(n * TOKENS), list(range(1, n + 1)))
+    _, spec = only(rig.start(FakeRequest("b", prompt(n * TOKENS, start=-n * TOKENS)), list(range(n, 0, -1))).stores)
+    assert sorted(device_ids(spec)) == list(range(1, MAX_LEAVING + 1))
+
+
+def test_without_room_for_all_the_head_of_a_chain_is_stored() -> None:
+    rig = rig_of(num_host_blocks=3)
+    finish(rig, "a", prompt(8), [1, 2])
+    other = rig.start(FakeRequest("b", prompt(8, start=50)), [2, 1])
+    assert rig.status(prompt(8)) == [-1, -1]
+    rig.half.request_finished(rig.half.requests["b"].request)
+    rig.step()
+    _, spec = only(rig.start(FakeRequest("c", prompt(8, start=70)), [1, 2]).stores)
+    assert device_ids(spec) == [2], "two of three slots are being written"
+    assert len(other.stores) == 1
+
+
+def test_events_describe_blocks_whose_requests_have_ended() -> None:
+    rig = rig_of(enable_events=True)
+    finish(rig, "a", prompt(8), [1, 2])
+    rig.report(*rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores)
+    events: list[OffloadingEvent] = list(rig.half.take_events())
+    (stored,) = (event for event in events if not event.removed)
+    assert stored.blocks is not None
+    (description,) = stored.blocks
+    assert description is not None
+    assert (description.start, description.end) == (4, 8)
