@@ -16,7 +16,7 @@ from kvoffload import config as config_module
 from kvoffload.abc import CachePolicy, ConfigError
 from kvoffload.cache.policies import BUILTIN, TEXTBOOK_EXAMPLE, make_policy, policy_class
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.config import OffloadConfig
+from kvoffload.config import HostContents, OffloadConfig
 from kvoffload.units import parse_bytes
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -127,6 +127,7 @@ def test_everything_may_be_given() -> None:
     options: dict[str, Any] = {
         "host_bytes": GIB,
         "policy": "arc",
+        "host_contents": "inclusive",
         "block_size_factor": 4,
         "store_threshold": 2,
         "disk_dir": "/var/cache/kvoffload",
@@ -434,8 +435,8 @@ def test_a_policy_that_cannot_be_made_is_named() -> None:
 
 
 def test_host_contents() -> None:
-    assert make_config().host_contents is None
-    assert make_config(host_contents="exclusive").host_contents is HostContents.EXCLUSIVE
+    assert make().host_contents is None
+    assert make(host_contents="exclusive").host_contents is HostContents.EXCLUSIVE
     for wrong in ("Exclusive", "", 1, True, ["exclusive"]):
         with pytest.raises(ConfigError, match="host_contents=.*leave it out"):
-            make_config(host_contents=wrong)
+            make(host_contents=wrong)

@@ -51,7 +51,7 @@ class HostContents(enum.StrEnum):
 
 
 def _host_contents(value: object) -> HostContents:
-    if value in tuple(HostContents):
+    if isinstance(value, str) and value in set(HostContents):
         return HostContents(value)
     raise ConfigError(f'host_contents={value!r}: must be "inclusive" or "exclusive"; or leave it out')
 

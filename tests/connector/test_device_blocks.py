@@ -40,7 +40,7 @@ def test_a_block_is_stored_and_fenced_in_the_step_in_which_it_leaves_the_device(
     meta = rig.start(FakeRequest("b", prompt(4, start=50)), [2])
     job, spec = only(meta.stores)
     assert device_ids(spec) == [2]
-    assert (meta.fences, meta.fenced_blocks) == ([job], {2})
+    assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2}))
     rig.report(job)
     assert rig.status(prompt(8)) == [None, 0]
     again = FakeRequest("c", [*prompt(8), 99])

@@ -11,10 +11,11 @@ import pytest
 
 from kvoffload.abc import ConfigError, Hints, MissReason
 from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.config import HostContents
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.policies import KNOWN
 from kvoffload.lab.readers import read_trace
-from kvoffload.lab.replay import CLAIRVOYANT, HostContents, ReplayConfig, ReplayResult, replay, replay_many
+from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import TRACES, make_trace, needs_traces
 
