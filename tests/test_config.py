@@ -438,5 +438,5 @@ def test_host_contents() -> None:
     assert make().host_contents is None
     assert make(host_contents="exclusive").host_contents is HostContents.EXCLUSIVE
     for wrong in ("Exclusive", "", 1, True, ["exclusive"]):
-        with pytest.raises(ConfigError, match="host_contents=.*leave it out"):
+        with pytest.raises(ConfigError, match=r"host_contents=.*leave it out"):
             make(host_contents=wrong)
