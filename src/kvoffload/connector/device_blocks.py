@@ -77,6 +77,10 @@ class DeviceBlocks:
                 found.append(held)
         return found
 
+    def get(self, keys: Iterable[OffloadKey]) -> list[HeldBlock]:
+        """Returns those of the blocks that the device holds."""
+        return [held for key in keys if (held := self._latest.get(key)) is not None]
+
     def having(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Returns those of ``keys`` that the device holds."""
         latest = self._latest

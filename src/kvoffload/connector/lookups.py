@@ -23,8 +23,8 @@ wait again. It waits at most this often until it is given device blocks, each ti
 @dataclass(slots=True, eq=False)
 class Lookups:
     """What lookups ask and remember. A request waits for blocks that are being loaded for another request, for a lower
-    tier, for the digest of its adapter, and, after a reset, for the comparison of the weights: each time at most
-    ``deadline_s``."""
+    tier, for the digest of its adapter, for blocks that the engine has forgotten on the device, and, after a reset, for
+    the comparison of the weights: each time at most ``deadline_s``."""
 
     manager: OffloadingManager
     layout: Layout
@@ -35,6 +35,8 @@ class Lookups:
     changes: Changes
     deadline_s: float
     clock: Callable[[], float]
+    bring_back: Callable[[RequestState, int], bool]
+    """See StorePlanner."""
 
     @property
     def contents(self) -> int:
@@ -95,6 +97,8 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     if not hit.is_known:
         # It may not wait any longer.
         hit = longest(lookups.manager, lookups.layout, state, computed, may_wait=False)
+    if lookups.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
+        return wait
     tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= lookups.layout.align else 0
     return Match(lookups.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
 

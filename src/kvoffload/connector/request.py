@@ -102,6 +102,8 @@ class RequestState:
     """Waits that have ended since it was last given device blocks."""
     waited_s: float = 0.0
     """How long these took, in seconds."""
+    was_brought_back: bool = False
+    """Whether blocks that the engine has forgotten on the device were stored for it."""
     touched: bool = False
     """Whether its use was counted, which happens once."""
     state_ends: Collection[int] = ()

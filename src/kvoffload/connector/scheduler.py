@@ -111,7 +111,15 @@ class OffloadingConnectorScheduler:
         self.loads = LoadPlanner(manager, self.layout, self.jobs, self.observer, self.sound)
         loading = self.jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
-            manager, self.layout, loading, self.shelf, self.adapters, self.changes, deadline_s, clock
+            manager,
+            self.layout,
+            loading,
+            self.shelf,
+            self.adapters,
+            self.changes,
+            deadline_s,
+            clock,
+            self.stores.bring_back,
         )
         self._clock = clock
         self._next = UpcomingStep()
@@ -206,8 +214,10 @@ class OffloadingConnectorScheduler:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
-        if (device := self.stores.device) is not None and (leaving or step.overwritten):
-            meta.stores |= self.stores.store_leaving(device, leaving, step.overwritten)
+        if (device := self.stores.device) is not None:
+            if leaving or step.overwritten:
+                meta.stores |= self.stores.store_leaving(device, leaving, step.overwritten)
+            meta.stores |= self.stores.store_forgotten(device)
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)

@@ -12,7 +12,9 @@ from kvoffload.abc import (
     DeviceSpec,
     IntegrityError,
     LoadStoreSpec,
+    MissReason,
     OffloadingManager,
+    OffloadKey,
     PrepareStoreOutput,
     TransferSpec,
 )
@@ -73,6 +75,8 @@ class StorePlanner:
         self.device = device
         self._next_free = next_free
         self._num_ahead = 0
+        self._forgotten: dict[OffloadKey, None] = {}
+        """Blocks on the device that requests need and the engine does not find there any more."""
         self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
 
@@ -96,6 +100,9 @@ class StorePlanner:
     def end_job(self, job: Job) -> None:
         """Ends a store that all workers have reported."""
         self._manager.complete_store(job.lease, success=not job.failed)
+        if not job.states:
+            # Requests may wait for it, see ``bring_back``.
+            self._jobs.changes.loads += 1
         if not job.failed:
             self._jobs.changes.contents += 1
             self._observer.stored(job)
@@ -143,6 +150,34 @@ class StorePlanner:
         if self._next_free is not None:
             self._num_ahead = max(AHEAD * len(handed_out), self._num_ahead // 2)
             self._store_held(device.soon(self._next_free(self._num_ahead))[::-1], specs)
+        return specs
+
+    def bring_back(self, state: RequestState, end: int) -> bool:
+        """Whether the device still holds the request's block behind token ``end``, which its engine does not find there
+        any more: it has emptied its cache, or named another copy. The next step stores it, with those behind it, so
+        that it can be loaded."""
+        device, size = self.device, self._layout.block_tokens[0]
+        if device is None or end + size >= state.request.num_tokens:
+            return False
+        keys = state.blocks.keys[0][end // size :]
+        if not keys or keys[0] not in device:
+            return False
+        if state.was_brought_back:
+            return self._manager.explain_miss(keys[0]).reason is MissReason.BEING_WRITTEN
+        state.was_brought_back = True
+        for g, of_group in enumerate(state.blocks.keys):
+            self._forgotten |= dict.fromkeys(of_group[end // self._layout.block_tokens[g] :])
+        return True
+
+    def store_forgotten(self, device: DeviceBlocks) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that requests wait for, see ``bring_back``."""
+        specs: dict[int, TransferSpec] = {}
+        if not self._forgotten:
+            return specs
+        self._store_held(device.get(self._forgotten), specs)
+        self._forgotten.clear()
+        if not specs:
+            self._jobs.changes.loads += 1
         return specs
 
     def _store_held(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec]) -> None:
