@@ -144,6 +144,41 @@ def test_a_reset_forgets_what_the_device_holds() -> None:
         assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
 
 
+def test_a_request_gets_what_its_engine_has_forgotten_on_the_device() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(12), [1, 2, 3])
+    request = FakeRequest("b", [*prompt(12), 99])
+    assert rig.look_up(request) == (None, False)
+    meta = rig.step()
+    job, spec = only(meta.stores)
+    assert device_ids(spec) == [1, 2, 3]
+    assert not meta.fences
+    assert rig.look_up(request) == (None, False), "it is being stored"
+    rig.report(job)
+    assert rig.look_up(request) == (12, True)
+
+
+def test_a_request_does_not_wait_for_forgotten_blocks_that_cannot_be_stored() -> None:
+    rig = rig_of(num_host_blocks=2)
+    finish(rig, "a", prompt(12), [1, 2, 3])
+    rig.start(FakeRequest("b", prompt(8, start=50)), [4, 5])
+    assert not rig.step().stores
+    busy = rig.manager.prepare_store([bytes([i]) * 36 for i in range(2)])
+    request = FakeRequest("c", [*prompt(12), 99])
+    assert rig.look_up(request) == (None, False)
+    assert not rig.step().stores
+    assert rig.look_up(request) == (0, False)
+    rig.manager.complete_store(busy.store_spec)
+
+
+def test_a_block_that_the_engine_computes_again_anyway_is_not_stored() -> None:
+    """It finds all but one token, at most."""
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    assert rig.look_up(FakeRequest("b", prompt(8)), computed=4) == (0, False)
+    assert not rig.step().stores
+
+
 def test_a_burst_is_bounded_and_keeps_heads() -> None:
     n = MAX_LEAVING + 3
     rig = rig_of(num_host_blocks=n, device_blocks=n)

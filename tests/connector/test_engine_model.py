@@ -402,6 +402,33 @@ def test_host_memory_that_does_not_repeat_the_device() -> None:
     assert hits[True] > hits[False] > 0
 
 
+def empties_its_cache(engine: ModelEngine) -> None:
+    """Now and then the engine empties its own cache, and the connector is not told."""
+    rng, step = Random(engine.scenario.seed), engine.step
+
+    def step_and_forget() -> None:
+        step()
+        if rng.random() < 0.05:
+            engine.cache.pool.forget_all()
+
+    engine.step = step_and_forget  # type: ignore[method-assign]
+
+
+def without_looking_back(engine: ModelEngine) -> None:
+    empties_its_cache(engine)
+    engine.scheduler.lookups.bring_back = lambda state, end: False
+
+
+def test_blocks_that_the_engine_has_forgotten_on_the_device() -> None:
+    hits: Counter[Bug] = Counter()
+    for seed in range(scaled(60)):
+        for patch in (empties_its_cache, without_looking_back):
+            engine = ModelEngine(exclusive(seed), patch)
+            engine.run()
+            hits[patch] += engine.hits
+    assert hits[empties_its_cache] > hits[without_looking_back] > 0
+
+
 def left_blocks_read_too_late(engine: ModelEngine) -> None:
     """What leaves the device is stored behind the step's forward pass, as everything else is."""
     scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta

@@ -36,6 +36,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "slow": 2,
         "engine": {"enable_prefix_caching": False},
     },
+    "stored when leaving the device, slow copies, chunked prefill": {
+        "connector": POOL | {"host_contents": "exclusive"},
+        "slow": 1,
+        "force_async": True,
+        "engine": {"max_num_batched_tokens": 96},
+    },
     "asynchronous scheduling, found as a plugin": {"connector": POOL, "force_async": True, "plugin": True},
 }
 """All of them preempt requests. Slow copies are the hard case for fences: a block may be read or filled many steps
