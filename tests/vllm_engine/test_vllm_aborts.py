@@ -10,8 +10,6 @@ import pytest
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Runner, assert_at_rest, differences
 
-from kvoffload.testing.scale import SCALE
-
 pytestmark = pytest.mark.vllm
 
 
@@ -28,7 +26,7 @@ def test_survivors_are_identical_and_nothing_leaks(run: Runner, expected: list[A
     assert_at_rest(result.result)
 
 
-@pytest.mark.parametrize("contents", ["exclusive", "inclusive"][: 2 if SCALE > 1 else 1])
+@pytest.mark.parametrize("contents", ["exclusive", "inclusive"])
 def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, expected: list[Any], contents: str) -> None:
     """All at once, in a small pool, with copies that take many steps and sometimes fail."""
     result = run(
