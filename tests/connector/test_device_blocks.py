@@ -110,17 +110,18 @@ def test_what_may_be_overwritten_before_it_is_read_is_not_stored() -> None:
 
 
 def test_blocks_of_the_next_steps_are_stored_early_and_no_step_waits_for_them() -> None:
-    free = [1, 2, 3, 4]
-    rig = rig_of(next_free=lambda n: free[:n])
-    finish(rig, "a", prompt(16), [4, 3, 2, 1])
+    free = list(range(1, 25))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(24 * TOKENS), free[::-1])
     free.remove(1)
-    meta = rig.start(FakeRequest("b", prompt(4, start=50)), [1])
-    assert [device_ids(spec) for spec in meta.stores.values()] == [[1], [4, 3, 2]]
+    meta = rig.start(FakeRequest("b", prompt(4, start=500)), [1])
+    # Of 24 blocks a step has handed out 24, so the next ones are stored, an eighth at most: tails first.
+    assert [device_ids(spec) for spec in meta.stores.values()] == [[1], [3, 2]]
     assert meta.fences == [min(meta.stores)], "the second job reads what is still on the device"
     rig.report(*meta.stores)
     free.remove(2)
-    meta = rig.start(FakeRequest("c", prompt(4, start=60)), [2])
-    assert not meta.stores
+    meta = rig.start(FakeRequest("c", prompt(4, start=600)), [2])
+    assert [device_ids(spec) for spec in meta.stores.values()] == [[4]], "3 is stored already"
     assert not meta.fences
 
 

@@ -32,8 +32,10 @@ TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
 MAX_LEAVING = 1024
 """Blocks that are stored in the step in which they leave the device, before its forward pass. The others are lost."""
-AHEAD = 2
-"""Device blocks are stored before they are handed out for as many as this multiple of those of a step."""
+AHEAD_DECAY = 15 / 16
+AHEAD_SHARE = 1 / 8
+"""What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
+less with every further step, and at most of this share of all that are known."""
 STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
@@ -148,8 +150,9 @@ class StorePlanner:
         # Engines free a chain from its tail. If there is not room for all, its head is stored.
         self._store_held(left[: -MAX_LEAVING - 1 : -1], specs)
         if self._next_free is not None:
-            self._num_ahead = max(AHEAD * len(handed_out), self._num_ahead // 2)
-            self._store_held(device.soon(self._next_free(self._num_ahead))[::-1], specs)
+            self._num_ahead = max(len(handed_out), int(self._num_ahead * AHEAD_DECAY))
+            most = max(1, int(len(device) * AHEAD_SHARE))
+            self._store_held(device.soon(self._next_free(min(self._num_ahead, most)))[::-1], specs)
         return specs
 
     def bring_back(self, state: RequestState, end: int) -> bool:
