@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ import numpy as np
 
 from benchmarks.report import Row, publish
 from kvoffload.abc import KVGroup, OffloadingManager, PageGroup, ScheduledStep
-from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
@@ -43,6 +44,7 @@ from kvoffload.transfer.inline import InlineTransfer
 
 DECODING = 256
 LARGE_POOL, SMALL_POOL = 32_768, 2048
+DEVICE_BLOCKS = 4096
 PAGE_BYTES = 64
 FINGERPRINT = "f" * 64
 
@@ -65,12 +67,21 @@ class BenchRequest:
 class Engine:
     """DECODING requests that get one token each in every step, over ``manager``, with or without a worker half.
 
-    ``spread``: requests complete their blocks in different steps, else all in the same one.
+    ``spread``: requests complete their blocks in different steps, else all in the same one. ``is_exclusive``: blocks
+    are stored when they leave the device, which hands out DEVICE_BLOCKS in turn.
     """
 
-    def __init__(self, manager: OffloadingManager, block_tokens: int, spread: bool, has_worker: bool = False) -> None:
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        block_tokens: int,
+        spread: bool,
+        has_worker: bool = False,
+        is_exclusive: bool = False,
+    ) -> None:
         self.block_tokens = block_tokens
-        self.scheduler = OffloadingConnectorScheduler(manager, EngineSpec([KVGroup(block_tokens)]))
+        spec = EngineSpec([KVGroup(block_tokens)], next_free=self._next_free)
+        self.scheduler = OffloadingConnectorScheduler(manager, spec, is_exclusive=is_exclusive)
         self.worker = make_worker() if has_worker else None
         rng = np.random.default_rng(0)
         self.requests = []
@@ -87,7 +98,10 @@ class Engine:
 
     def _new_block(self) -> int:
         self._next_block += 1
-        return self._next_block
+        return self._next_block % DEVICE_BLOCKS + 1
+
+    def _next_free(self, n: int) -> Iterator[int]:
+        return ((self._next_block + i) % DEVICE_BLOCKS + 1 for i in range(1, n + 1))
 
     def step(self) -> tuple[int, int]:
         """Nanoseconds of CPU time in the scheduler half and in the worker half."""
@@ -137,7 +151,7 @@ def run_worker(worker: OffloadingConnectorWorker, meta: StepMeta) -> WorkerRepor
 
 
 def median_of_periods(engine: Engine, periods: int) -> tuple[float, float]:
-    engine.run((SMALL_POOL // DECODING + 1) * engine.block_tokens)
+    engine.run(((SMALL_POOL + DEVICE_BLOCKS) // DECODING + 1) * engine.block_tokens)
     # The engine would freeze what lives long too; a collection in the middle of a period is no cost of a step.
     gc.collect()
     gc.freeze()
@@ -172,12 +186,17 @@ def measure(directory: Path, quick: bool) -> dict[str, float]:
             size: int = block_tokens,
             n: int = periods,
             worker: bool = False,
+            is_exclusive: bool = False,
         ) -> tuple[float, float]:
-            return median_of_periods(Engine(manager, size, spread, worker), n)
+            return median_of_periods(Engine(manager, size, spread, worker, is_exclusive), n)
 
         found[f"{what}, scheduler half"], _ = run(host())
         found[f"{what}, scheduler half, all completed in the same step"], _ = run(host(), spread=False)
         found[f"{what}, scheduler half, full pool"], _ = run(host(SMALL_POOL))
+        behind = PolicyOffloadingManager(
+            HostBackend(16, SMALL_POOL), LRUPolicy(SMALL_POOL), must_store=True, device_blocks=DEVICE_BLOCKS
+        )
+        found[f"{what}, scheduler half, full pool that does not repeat the device"], _ = run(behind, is_exclusive=True)
         _, found[f"{what}, worker half"] = run(host(), worker=True)
         pool = HostPool(LARGE_POOL, 4096)
         root = str(directory / f"disk{block_tokens}")
