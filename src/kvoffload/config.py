@@ -50,6 +50,11 @@ class HostContents(enum.StrEnum):
     """Those that leave the device. The blocks that the device holds too leave host memory first."""
 
 
+INCLUSIVE_FROM = 8
+"""Host memory of this multiple of the device's cache, or more, repeats what the device holds, unless it is told not to:
+leaving that out would bring next to nothing (docs/policies.md)."""
+
+
 def _host_contents(value: object) -> HostContents:
     if isinstance(value, str) and value in set(HostContents):
         return HostContents(value)

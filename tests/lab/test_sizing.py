@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError
+from kvoffload.config import HostContents
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import read_trace
@@ -53,6 +54,28 @@ def test_with_a_disk_the_result_is_close_to_a_replay(chat: Trace, policy: str, r
     assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=1.5)
     # The disk adds more than this tolerance.
     assert setting.served_pct > setting.ram_pct + 3.0
+
+
+@pytest.mark.parametrize("ram", [120, 240, 400])
+def test_ram_adds_to_the_device_as_in_a_replay(chat: Trace, ram: int) -> None:
+    """One cache of both sizes finds nearly what device and RAM do that do not repeat each other."""
+    choices = Choices(ram=[ram * GIB], device=60 * GIB)
+    sizing = size(chat, MODEL, choices, speeds=SPEEDS)
+    (setting,) = sizing.settings
+    exclusive = ReplayConfig("lru", ram, 60, host_contents=HostContents.EXCLUSIVE)
+    result = replay(chat, exclusive, model=MODEL, speeds=SPEEDS)
+    assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=2.0)
+    alone = size(chat, MODEL, Choices(ram=[ram * GIB]), speeds=SPEEDS).settings[0]
+    assert setting.served_pct > alone.served_pct + 1.0
+    assert setting.device_pct == pytest.approx(size(chat, MODEL, Choices(ram=[60 * GIB])).settings[0].served_pct)
+    assert "% from the device, " in sizing.answer
+
+
+def test_ram_repeats_the_device_where_a_server_repeats_it(chat: Trace) -> None:
+    large = size(chat, MODEL, Choices(ram=[480 * GIB], device=60 * GIB)).settings[0]
+    assert large.served_pct == size(chat, MODEL, Choices(ram=[480 * GIB])).settings[0].served_pct
+    with_disk = size(chat, MODEL, Choices(ram=[100 * GIB], disk=[400 * GIB], device=60 * GIB)).settings[0]
+    assert with_disk.served_pct == size(chat, MODEL, Choices(ram=[100 * GIB], disk=[400 * GIB])).settings[0].served_pct
 
 
 def test_ram_limits_how_much_a_request_gets_from_disk(chat: Trace) -> None:

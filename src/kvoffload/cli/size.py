@@ -45,6 +45,7 @@ class Tried:
     """The settings to try, as the user gives them."""
 
     policy: str
+    device: str | None
     ram: str | None
     disk: str | None
 
@@ -65,6 +66,9 @@ class Goal:
     "tried",
     Tried,
     click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Policy of RAM and disk."),
+    click.option(
+        "--device", metavar="SIZE", help="The engine's own cache, such as 53GiB.  [default: counted as a part of RAM]"
+    ),
     click.option("--ram", metavar="SIZES", help="RAM to try, such as 64GiB,128GiB.  [default: powers of two]"),
     click.option(
         "--disk",
@@ -116,7 +120,8 @@ def size(
         processes = number_of_jobs(jobs)
         policy_class(tried.policy)
         shape = _model(model, kv_dtype)
-        choices = Choices(tried.policy, _sizes("--ram", tried.ram), _sizes("--disk", tried.disk))
+        device = 0 if tried.device is None else parse_bytes("--device", tried.device)
+        choices = Choices(tried.policy, _sizes("--ram", tried.ram), _sizes("--disk", tried.disk), device)
         checked = speeds.checked()
         prices = Prices(_price("--ram-price", goal.ram_price), _price("--disk-price", goal.disk_price))
         ttft_p95 = goal.ttft_p95
@@ -212,16 +217,20 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
 
 def settings_table(sizing: Sizing) -> Table:
     has_bound = any(setting.bound_pct for setting in sizing.settings)
-    titles = ["RAM", "disk", "served", "from\nRAM", "from\ndisk", "TTFT\np50", "TTFT\np95", "price"]
+    has_device, has_disk = (any(getattr(s, name) for s in sizing.settings) for name in ("device_pct", "disk_bytes"))
+    above = ["from the\ndevice", "from\nRAM"] if has_device else ["from\nRAM"]
+    above = ["on device\nor in RAM"] if has_device and has_disk else above
+    titles = ["RAM", "disk", "served", *above, "from\ndisk", "TTFT\np50", "TTFT\np95", "price"]
     table = table_of("", *titles, *(["error\nat most"] if has_bound else []))
     for setting in sizing.settings:
+        parts = [setting.device_pct, setting.ram_pct] if len(above) > 1 else [setting.device_pct + setting.ram_pct]
         is_chosen = setting is sizing.chosen
         table.add_row(
             "*" if is_chosen else "",
             format_bytes(setting.ram_bytes),
             format_bytes(setting.disk_bytes) if setting.disk_bytes else "-",
             f"{setting.served_pct:.1f}%",
-            f"{setting.ram_pct:.1f}%",
+            *(f"{part:.1f}%" for part in parts),
             f"{setting.disk_pct:.1f}%" if setting.disk_bytes else "-",
             milliseconds(setting.ttft_p50_s),
             milliseconds(setting.ttft_p95_s),

@@ -18,7 +18,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
-from kvoffload.config import HostContents, OffloadConfig
+from kvoffload.config import INCLUSIVE_FROM, HostContents, OffloadConfig
 from kvoffload.connector.engine import EngineSpec, TraceHeaders
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
@@ -31,10 +31,6 @@ from kvoffload.tiers.opening import named, open_tiers
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-INCLUSIVE_FROM = 8
-"""Host memory of this multiple of the device's cache, or more, repeats what the device holds: leaving that out would
-bring next to nothing (docs/policies.md)."""
 
 
 def build_scheduler(

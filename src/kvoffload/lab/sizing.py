@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.abc import ConfigError
+from kvoffload.config import INCLUSIVE_FROM
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
@@ -50,6 +51,9 @@ class Choices:
     """In bytes. By default powers of two, up to a cache that finds nearly everything."""
     disk: Sequence[int] = ()
     """In bytes; 0: none. By default powers of two; with only ``ram``, no disk."""
+    device: int = 0
+    """The engine's own cache on the device, in bytes. RAM without a disk does not repeat it where a server would not.
+    0: counted as a part of RAM."""
 
 
 DEFAULT_CHOICES = Choices()
@@ -63,7 +67,8 @@ class Setting:
     disk_bytes: int
     """0: no disk."""
     served_pct: float
-    """Found in RAM or on disk, so not computed."""
+    """Found on the device, in RAM or on disk, so not computed."""
+    device_pct: float
     ram_pct: float
     bound_pct: float
     """The error bound of the percentages, in points; 0: exact."""
@@ -74,7 +79,7 @@ class Setting:
 
     @property
     def disk_pct(self) -> float:
-        return self.served_pct - self.ram_pct
+        return self.served_pct - self.ram_pct - self.device_pct
 
     def __str__(self) -> str:
         disk = f" + {format_bytes(self.disk_bytes)} disk" if self.disk_bytes else ""
@@ -163,13 +168,14 @@ def size(
     """Evaluates ``choices`` of RAM and disk for ``trace``.
 
     The disk gets a copy of all that is written to RAM, and both see every use, so each holds what it would hold alone:
-    a request finds the longer of the two prefixes. Blocks from disk need room in RAM: a request gets at most
+    a request finds the longer of the two prefixes. Device and RAM that do not repeat each other count as one cache.
+    Blocks from disk need room in RAM: a request gets at most
     ``PROMOTION_SHARE`` of RAM from disk. Requests are served one after the other. Raises ConfigError.
     """
     block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
-    for name, sizes in (("ram", choices.ram), ("disk", choices.disk)):
+    for name, sizes in (("ram", choices.ram), ("disk", choices.disk), ("device", [choices.device])):
         for amount in sizes:
-            if amount < block_bytes and not (name == "disk" and amount == 0):
+            if amount < block_bytes and not (name != "ram" and amount == 0):
                 raise ConfigError(
                     f"{name}={format_bytes(amount)}: too small for one block of {format_bytes(block_bytes)} "
                     f"({trace.block_tokens} tokens of {model.name}); give many times that"
@@ -177,15 +183,17 @@ def size(
     asked = max(1, int(trace.input_tokens.sum()))
     lru_pct = 100.0 * LRUCurve(trace).total_hit_tokens() / asked
     pairs = _pairs(choices, *_default_sizes(lru_pct, block_bytes))
-    amounts = {amount * factor for pair in pairs for amount in pair if amount for factor in (1, 2)}
-    capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts} | {trace.num_distinct}
+    footprint = trace.num_distinct * block_bytes
+    tried = [(ram * r, disk * d) for ram, disk in pairs for r, d in ((1, 1), (2, 1), (1, 2))]
+    amounts = {amount for pair in (*tried, (footprint, 0), (0, 0)) for amount in _caches(*pair, choices.device)}
+    amounts.add(choices.device)
+    capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts if amount}
     curve = hit_curve(trace, choices.policy, sorted(capacities), processes=processes, on_progress=on_progress)
-    evaluate = _Evaluator(trace, model, speeds, prices, block_bytes, curve)
+    evaluate = _Evaluator(trace, model, speeds, prices, block_bytes, curve, choices.device)
     settings = [evaluate(ram_bytes, disk_bytes) for ram_bytes, disk_bytes in pairs]
     nothing = evaluate(0, 0)
     chosen = _choose(settings, nothing, target_p95_s)
     best = chosen or _fastest(settings)
-    footprint = trace.num_distinct * block_bytes
     return Sizing(
         policy=choices.policy,
         block_bytes=block_bytes,
@@ -201,6 +209,12 @@ def size(
         curve=curve,
         lru_pct=lru_pct,
     )
+
+
+def _caches(ram_bytes: int, disk_bytes: int, device_bytes: int) -> tuple[int, int]:
+    """Returns the size of the cache that device and RAM are together, and that of the disk."""
+    is_exclusive = not disk_bytes and ram_bytes < INCLUSIVE_FROM * device_bytes
+    return ram_bytes + device_bytes if is_exclusive else max(ram_bytes, device_bytes), disk_bytes
 
 
 def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[int]]:
@@ -240,9 +254,11 @@ class _Evaluator:
     prices: Prices
     block_bytes: int
     curve: Curve
+    device_bytes: int
 
     def __call__(self, ram_bytes: int, disk_bytes: int) -> Setting:
-        in_ram, ram_pct, ram_bound = self._at(ram_bytes)
+        on_device, device_pct, _ = self._at(self.device_bytes)
+        in_ram, ram_pct, ram_bound = self._at(_caches(ram_bytes, disk_bytes, self.device_bytes)[0])
         served, served_pct, bound = in_ram, ram_pct, ram_bound
         if disk_bytes:
             on_disk, disk_pct, disk_bound = self._at(disk_bytes)
@@ -252,13 +268,15 @@ class _Evaluator:
             served_pct = self._percent(either) if bound == 0 else max(ram_pct, disk_pct)
             served_pct -= self._percent(either - served)
         tokens = self.trace.input_tokens
-        seconds = ttft_seconds(self.model, self.speeds, tokens, np.zeros_like(in_ram), in_ram, served - in_ram)
+        on_device = np.minimum(on_device, in_ram)
+        seconds = ttft_seconds(self.model, self.speeds, tokens, on_device, in_ram - on_device, served - in_ram)
         p50, p95 = np.percentile(seconds, (50, 95))
         return Setting(
             ram_bytes=ram_bytes,
             disk_bytes=disk_bytes,
             served_pct=served_pct,
-            ram_pct=ram_pct,
+            device_pct=device_pct,
+            ram_pct=ram_pct - device_pct,
             bound_pct=bound,
             ttft_mean_s=float(seconds.mean()),
             ttft_p50_s=float(p50),
@@ -317,6 +335,8 @@ def _verdict(sizing: Sizing) -> list[str]:
     served = f"{_percent(best.served_pct, best.bound_pct)} of prompt tokens"
     if best.disk_bytes:
         served += f" ({best.ram_pct:.1f}% from RAM, {best.disk_pct:.1f}% from disk)"
+    elif best.device_pct:
+        served += f" ({best.device_pct:.1f}% from the device, {best.ram_pct:.1f}% from RAM)"
     if target is None:
         return [f"{best} {'serve' if best.disk_bytes else 'serves'} {served}."]
     goal = f"a TTFT p95 of {milliseconds(target)}"
