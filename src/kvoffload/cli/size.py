@@ -219,7 +219,7 @@ def settings_table(sizing: Sizing) -> Table:
     has_bound = any(setting.bound_pct for setting in sizing.settings)
     has_device, has_disk = (any(getattr(s, name) for s in sizing.settings) for name in ("device_pct", "disk_bytes"))
     above = ["from the\ndevice", "from\nRAM"] if has_device else ["from\nRAM"]
-    above = ["device\n+ RAM"] if has_device and has_disk else above
+    above = ["above\ndisk"] if has_device and has_disk else above
     titles = ["RAM", "disk", "served", *above, "from\ndisk", "TTFT\np50", "TTFT\np95", "price"]
     table = table_of("", *titles, *(["error\nat most"] if has_bound else []))
     for setting in sizing.settings:
