@@ -44,6 +44,8 @@ UNTYPED = {
     "vllm.lora.request:LoRARequest": ("adapter_id", "name", "load_inplace", "lora_int_id", "lora_name", "lora_path"),
     "vllm.config.lora:LoRAConfig": ("enable_tower_connector_lora",),
     "vllm.lora.worker_manager:WorkerLoRAManager": ("_adapter_manager", "_load_adapter"),
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": ("fake_free_list_head",),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_id", "next_free_block"),
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": ("dst_block_id",),
     "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size", "page_size_bytes", "prefix_cacheable"),
     "vllm.v1.kv_cache_interface:AttentionSpec": ("max_tp_shards", "unpadded_page_size_bytes"),

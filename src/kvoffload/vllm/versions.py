@@ -132,8 +132,10 @@ def keeps_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def next_free(pool: BlockPool, n: int) -> Iterator[int]:
-    """Returns up to ``n`` device blocks that vLLM hands out next."""
-    block = pool.free_block_queue.fake_free_list_head.next_free_block
+    """Returns up to ``n`` device blocks that vLLM hands out next; none in versions that keep them elsewhere."""
+    head = getattr(pool.free_block_queue, "fake_free_list_head", None)
+    block = getattr(head, "next_free_block", None)
+    # The last one of the list is no block.
     while n and block is not None and block.next_free_block is not None:
         yield block.block_id
         block, n = block.next_free_block, n - 1
