@@ -180,6 +180,30 @@ def test_a_block_that_the_engine_computes_again_anyway_is_not_stored() -> None:
     assert not rig.step().stores
 
 
+def test_blocks_of_a_request_with_hints_are_stored_at_once() -> None:
+    """And leave early, if the request says so."""
+    rig = rig_of(num_host_blocks=2)
+    request = FakeRequest("a", prompt(8), {"kvoffload": {"session": "s", "drop": True}})
+    rig.report(*rig.start(request, [1, 2]).stores)
+    assert rig.status(prompt(8)) == [0, 0]
+    rig.half.request_finished(request)
+    rig.step()
+    finish(rig, "b", prompt(8, start=50), [3, 4])
+    rig.report(*rig.start(FakeRequest("c", prompt(8, start=70)), [4, 3]).stores)
+    assert rig.status(prompt(8)) == [None, None]
+    assert rig.status(prompt(8, start=50)) == [0, 0]
+    assert not rig.start(FakeRequest("d", prompt(8, start=90)), [1, 2]).stores, "they do not come back"
+
+
+def test_blocks_for_a_remote_decoder_are_stored_at_once() -> None:
+    rig = rig_of()
+    request = FakeRequest("a", prompt(8), {"do_remote_decode": True})
+    rig.report(*rig.start(request, [1, 2]).stores)
+    assert rig.status(prompt(8)) == [0, 0]
+    assert rig.half.request_finished(request) == (True, None)
+    assert rig.step().releases == ["a"]
+
+
 def test_a_burst_is_bounded_and_keeps_heads() -> None:
     n = MAX_LEAVING + 3
     rig = rig_of(num_host_blocks=n, device_blocks=n)

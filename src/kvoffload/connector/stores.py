@@ -58,7 +58,8 @@ class StorePlanner:
     in the next step. If it has refused a block of a request, those after it are not stored either.
 
     With ``device``, host memory does not repeat the device: a block that is due is only noted there, and is stored when
-    it leaves the device. ``next_free`` returns device blocks that are handed out next, see EngineSpec.
+    it leaves the device. Blocks of requests with hints are stored at once, because hints concern blocks in host memory.
+    ``next_free`` returns device blocks that are handed out next, see EngineSpec.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class StorePlanner:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
                 used = blocks.used_keys(state.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
-                if self.device is not None:
+                if self.device is not None and state.context.hints is None:
                     self._manager.note_device(held=self.device.having(chain))
         return specs
 
@@ -312,7 +313,7 @@ class StorePlanner:
         chains: list[Due] = []
         factors = self._layout.factors
         for due in dues:
-            if self.device is not None and due.blocks:
+            if self.device is not None and due.state.context.hints is None:
                 self._note_left(self.device.hold(due.state, due.blocks))
                 if not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
