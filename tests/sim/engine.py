@@ -152,7 +152,7 @@ class ModelEngine:
             keeps_blocks=s.prefix_caching,
             next_free=self.cache.pool.next_free if s.looks_ahead else None,
         )
-        is_exclusive = s.is_exclusive and lower is None and spec.why_inclusive is None
+        is_exclusive = s.is_exclusive and spec.why_inclusive is None
         self.policy_manager = PolicyOffloadingManager(
             self.backend,
             make_policy(s.policy, s.num_host_blocks),

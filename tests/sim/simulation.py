@@ -141,6 +141,8 @@ def small_scenario(rng: Random) -> Scenario:
         scenario = scenario.with_groups(random_groups(rng)[:2], rng)
     else:
         scenario = dataclasses.replace(scenario, num_ranks=rng.choice((1, 1, 2)), tensor_parallel=True)
+    rng = Random(f"exclusive {scenario.documents_seed}")
+    scenario = dataclasses.replace(scenario, is_exclusive=rng.random() < 0.6, looks_ahead=rng.random() < 0.5)
     rng = Random(f"states {scenario.documents_seed}")
     if rng.random() < STATES_SHARE:
         # A state is found by requests with the same tokens up to it, so questions must be rare.

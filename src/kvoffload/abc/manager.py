@@ -204,6 +204,17 @@ class OffloadingManager(ABC):
         ``stored``: the keys that the request has stored itself. Of the states, ``keys`` have those that the request has
         kept or used; ``chain`` is the whole chain, if that is more."""
 
+    @property
+    def wants_every_block(self) -> bool:
+        """Whether blocks are stored as soon as they are computed although host memory does not repeat the device,
+        because lower tiers are written from there."""
+        return False
+
+    def store_leaving(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        """Does the same as ``prepare_store`` for blocks that host memory must have, such as those that leave the
+        device, whatever lower tiers hold."""
+        return self.prepare_store(keys)
+
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
         """Tells what the engine's device cache holds, if blocks are stored when they leave it: the chain ``held``, head
         first, which was used just now, and none of ``left``. Of the blocks that it holds, those in host memory should

@@ -93,7 +93,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.backend = backend
         self.policy = policy
         self._must_store = must_store
-        self._is_behind_device = device_blocks > 0
+        self.is_behind_device = device_blocks > 0
+        """Whether blocks leave first that the device holds too."""
         if device_blocks:
             policy.beside = device_blocks
         self.admission = StoreAll() if admission is None else admission
@@ -295,7 +296,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         if found is None:
             found = self.table.find(keys)
         slots, new = self.table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
-        if self._is_behind_device and (absent := list(compress(keys, (found < 0).tolist()))):
+        if self.is_behind_device and (absent := list(compress(keys, (found < 0).tolist()))):
             # The device has served this use. When they leave it they are new here, whatever the policy knows of them.
             self.policy.refuse(absent[::-1])
         self.policy.reorder(slots, new)

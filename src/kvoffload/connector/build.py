@@ -67,7 +67,7 @@ def build_scheduler(
             below += open_tiers(entries, context, opened, shares)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
         below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
-        is_exclusive = _is_exclusive(config, host_pools, bool(below))
+        is_exclusive = _is_exclusive(config, host_pools)
         scheduler = OffloadingConnectorScheduler(
             _make_manager(config, host_pools, below, tenants, is_exclusive),
             replace(engine, num_workers=host_pools.num_workers),
@@ -86,11 +86,9 @@ def build_scheduler(
     return scheduler
 
 
-def _is_exclusive(config: OffloadConfig, pools: _HostPools, has_tiers: bool) -> bool:
+def _is_exclusive(config: OffloadConfig, pools: _HostPools) -> bool:
     """Whether host memory does not repeat what the device holds. Raises ConfigError if it is asked to and cannot."""
     reason = pools.engine.why_inclusive
-    if reason is None and has_tiers:
-        reason = "tiers below host memory get every block from there as soon as it is computed"
     if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
         raise ConfigError(f'host_contents="exclusive": {reason}; leave it out')
     if config.host_contents is None:

@@ -57,9 +57,10 @@ class StorePlanner:
     Blocks are due when their tokens are known and computed. If the manager has no room for them, they are offered again
     in the next step. If it has refused a block of a request, those after it are not stored either.
 
-    With ``device``, host memory does not repeat the device: a block that is due is only noted there, and is stored when
-    it leaves the device. Blocks of requests with hints are stored at once, because hints concern blocks in host memory.
-    ``next_free`` returns device blocks that are handed out next, see EngineSpec.
+    With ``device``, host memory does not repeat the device: a block that is due is only noted there, unless the manager
+    wants every block, and is stored when it leaves the device. Blocks of requests with hints are stored at once,
+    because hints concern blocks in host memory. ``next_free`` returns device blocks that are handed out next, see
+    EngineSpec.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StorePlanner:
         self._jobs = jobs
         self._observer = observer
         self.device = device
+        self._is_late = device is not None and not manager.wants_every_block
         self._next_free = next_free
         self._num_ahead = 0
         self._forgotten: dict[OffloadKey, None] = {}
@@ -190,11 +192,11 @@ class StorePlanner:
         for held in blocks:
             by_namespace.setdefault(held.namespace, []).append(held)
         for of_tenant in by_namespace.values():
-            output = self._manager.prepare_store([held.block.key for held in of_tenant])
+            output = self._manager.store_leaving([held.block.key for held in of_tenant])
             if output is None:
                 self._refused()
             while output is None and (of_tenant := of_tenant[: len(of_tenant) // 2]):
-                output = self._manager.prepare_store([held.block.key for held in of_tenant])
+                output = self._manager.store_leaving([held.block.key for held in of_tenant])
             if output is not None:
                 self._count_evicted(output)
                 wanted = frozenset(output.keys_to_store)
@@ -315,7 +317,7 @@ class StorePlanner:
         for due in dues:
             if self.device is not None and due.state.context.hints is None:
                 self._note_left(self.device.hold(due.state, due.blocks))
-                if not due.state.options.remote_decode:
+                if self._is_late and not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
             if due.blocks and due.state.storing is not Storing.REFUSED:
@@ -334,7 +336,12 @@ class StorePlanner:
                 self._start(single, output, specs)
                 single = []
         for due in [*chains, *single]:
-            output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
+            keys, manager, is_remote = (
+                [block.key for block in due.blocks],
+                self._manager,
+                due.state.options.remote_decode,
+            )
+            output = manager.store_leaving(keys) if is_remote else manager.prepare_store(keys, due.state.context)
             if output is None:
                 self._refused()
             else:

@@ -85,7 +85,7 @@ class ReplayConfig:
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it."""
     host_contents: HostContents = HostContents.INCLUSIVE
-    """Exclusive contents need a device, and are replayed without a disk."""
+    """Exclusive contents need a device."""
 
     def __post_init__(self) -> None:
         for name, least in (("capacity_blocks", 1), ("device_blocks", 0), ("disk_blocks", 0)):
@@ -100,10 +100,9 @@ class ReplayConfig:
                 f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
                 "policy is replayed with host memory alone; leave device and disk out"
             )
-        if self.host_contents is HostContents.EXCLUSIVE and (not self.device_blocks or self.disk_blocks):
+        if self.host_contents is HostContents.EXCLUSIVE and not self.device_blocks:
             raise ConfigError(
-                f"host_contents=exclusive with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: it "
-                "is replayed behind a device and without a disk; give a device, and leave the disk out"
+                "host_contents=exclusive with device_blocks=0: there is nothing to leave out; give a device"
             )
 
 
@@ -510,10 +509,13 @@ class Run:
     def context(self, request: int) -> ReqContext:
         return ReqContext(str(request), hints=None if self.hints is None else self.hints[request])
 
-    def store(self, keys: list[OffloadKey], context: ReqContext | None) -> tuple[Sequence[OffloadKey], bool]:
-        """Returns which of ``keys`` the host has stored, and whether it refused any."""
+    def store(
+        self, keys: list[OffloadKey], context: ReqContext | None, leaving: bool = False
+    ) -> tuple[Sequence[OffloadKey], bool]:
+        """Returns which of ``keys`` the host has stored, and whether it refused any. ``leaving``: they leave the
+        device."""
         manager = self.manager
-        output = manager.prepare_store(keys, context)
+        output = manager.store_leaving(keys) if leaving else manager.prepare_store(keys, context)
         if output is None:
             return (), False
         stored, lease = output.keys_to_store, output.store_spec
@@ -625,31 +627,37 @@ class ExclusiveRun(Run):
     """A replay in which host memory does not repeat what the device holds."""
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
-        host, device = self.host, self.device
+        host, manager, device = self.host, self.manager, self.device
         assert device is not None
         context = self.context(request) if self.has_contexts else None
         use = self.device_use(request, device)
-        slots = host.table.find(prompt)
-        host.touch(prompt, context, found=slots)
-        ready = slots[use.hits :] >= 0
-        found = _leading(ready)
-        self.hits.extend((use.hits, found, 0))
+        manager.touch(prompt, context)
+        if self.tier is None:
+            ready = host.table.find(prompt)[use.hits :] >= 0
+            found, from_disk = _leading(ready), 0
+        else:
+            assert context is not None
+            found, from_disk, ready = self.promote(self.tier, prompt[use.hits :], context)
+        self.hits.extend((use.hits, found - from_disk, from_disk))
         self.block_hits += use.hits + int(np.count_nonzero(ready))
         loaded_to = use.hits + found
         if loaded_to < len(prompt):
-            self.misses[host.explain_miss(prompt[loaded_to]).reason] += 1
+            self.misses[manager.explain_miss(prompt[loaded_to]).reason] += 1
         # As in an engine: the blocks that are loaded are pinned while others leave the device for them.
         lease = host.prepare_load(prompt[use.hits : loaded_to], context)
         left = device.serve(*use)
-        host.note_device(left=self._keys(left))
+        manager.note_device(left=self._keys(left))
         computed = set(use.chain)
         # They leave from the tail of their chain. If there is not room for all, the heads are stored.
         lost = self._keys([block for block in reversed(left) if block not in computed])
         absent = [key for key in lost if key not in host.table]
-        self.store(absent[: host.num_available_blocks], None)
+        self.store(absent[: host.num_available_blocks], None, leaving=True)
         host.complete_load(lease)
-        host.end_chain(chain, (), context)
-        host.note_device(held=self._keys(use.chain))
+        stored = self.store(chain[: self.capacity], context)[0] if manager.wants_every_block else ()
+        manager.end_chain(chain, stored, context)
+        while self.tier is not None and self.tier.is_busy:
+            manager.poll()
+        manager.note_device(held=self._keys(use.chain))
 
     def _keys(self, blocks: list[int]) -> list[OffloadKey]:
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []

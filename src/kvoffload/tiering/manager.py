@@ -9,8 +9,10 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.abc import (
     Admission,
@@ -127,7 +129,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._gate = LoadGate(self.tiers, settings.kv_groups, self._promoter, self._rates, self._reasons, clock)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         self._chains = RequestChains(self.tiers, max_writing, clock)
-        self._steps = TierSteps(self.tiers, self._promoter, self._chains, self._origins, clock)
+        self._steps = TierSteps(self.tiers, self._promoter, self._chains, self._origins, clock, self._note_written)
+        self._on_device: set[OffloadKey] = set()
+        """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
@@ -244,7 +248,36 @@ class TieredOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
+        if self.host.is_behind_device and keys:
+            # What leaves the device is stored then. Before, only the tiers need it.
+            keys = list(compress(keys, (~self._are_written(keys)).tolist()))
         return self.host.prepare_store(keys, req_context, behind_refused)
+
+    @property
+    def wants_every_block(self) -> bool:
+        return True
+
+    def store_leaving(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        return self.host.prepare_store(keys)
+
+    def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
+        """Of what the device holds, blocks leave the host first when all tiers have them."""
+        self._on_device.difference_update(left)
+        self._on_device.update(held)
+        written = list(compress(held, self._are_written(held).tolist())) if held else []
+        self.host.note_device(written, left)
+
+    def _note_written(self, keys: Sequence[OffloadKey]) -> None:
+        if not self._on_device.isdisjoint(keys):
+            self.note_device(held=[key for key in keys if key in self._on_device])
+
+    def _are_written(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
+        """Returns which of ``keys`` all tiers hold, or will not be given."""
+        written = np.ones(len(keys), dtype=np.bool_)
+        for tier in self.tiers:
+            if not tier.breaker.is_off:
+                written &= tier.writes.is_done(keys)
+        return written
 
     def complete_store(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvoffload.abc import TierResult
+from kvoffload.abc import OffloadKey, TierResult
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import waiting_for
@@ -29,7 +29,9 @@ class TierSteps:
         chains: RequestChains,
         origins: Origins,
         clock: Callable[[], float],
+        written: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
+        """``written`` takes the blocks of writes that have ended."""
         self.is_off = not tiers
         """Whether all tiers are off."""
         self.is_asking = False
@@ -39,6 +41,7 @@ class TierSteps:
         self._chains = chains
         self._origins = origins
         self._clock = clock
+        self._written = written
         self._has_changed = False
         """Whether something has changed for waiting requests that ``poll`` has not reported yet."""
 
@@ -66,6 +69,7 @@ class TierSteps:
         reads, writes = by_direction(results)
         if writes:
             tier.end_writes(writes, self._clock())
+            self._written(writes.keys)
         if reads:
             self._promoter.end_reads(tier, reads)
             if tier.index:

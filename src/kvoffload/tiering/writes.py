@@ -142,6 +142,13 @@ class WriteThrough:
             lacking &= np.array(self._admission.accepts(keys), dtype=np.bool_)
         return lacking
 
+    def is_done(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Returns which of ``keys`` the tier holds, or will not be given."""
+        done: Bools = self._tier.contains(keys) == HIT
+        if self._admission is not None and not done.all():
+            done |= ~np.array(self._admission.accepts(keys), dtype=np.bool_)
+        return done
+
     def may_write(self, keys: Sequence[OffloadKey], request: str) -> bool:
         """Returns whether some of ``keys``, of the chain of ``request``, are being written, or will be as soon as the
         tier takes them on or has written others."""
