@@ -179,9 +179,9 @@ def test_host_memory_does_not_repeat_the_device_where_that_brings_something(
     factor = {**keeping, "groups": [KVGroup(TOKENS, 4)]}
     with pytest.raises(ConfigError, match="block_size_factor"):
         make(config(host_contents="exclusive", block_size_factor=4), **factor)
-    assert make(with_disk(tmp_path / "a"), **keeping).stores.device is None
-    with pytest.raises(ConfigError, match="tiers below host memory"):
-        make(with_disk(tmp_path / "b", host_contents="exclusive"), **keeping)
+    with_tier = make(with_disk(tmp_path), **keeping)
+    assert with_tier.stores.device is not None
+    assert host_of(with_tier).is_behind_device
 
 
 def test_a_store_counts_when_all_ranks_of_a_pool_have_reported_it(make: Builder) -> None:
@@ -239,7 +239,7 @@ def test_a_wrong_argument_is_named_before_anything_is_opened(
     with pytest.raises(ConfigError, match=said):
         make(config(**disk), **arguments)
     assert not (tmp_path / "disk").exists()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def nothing(*_: object) -> None:
@@ -376,7 +376,7 @@ def test_a_directory_that_another_server_uses_is_refused(make: Builder, tmp_path
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="in use by process"):
         make(with_disk(tmp_path / "disk", **trace))
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     first.shutdown()
     assert isinstance(make(with_disk(tmp_path / "disk", **trace)).manager, TieredOffloadingManager)
 

@@ -231,10 +231,26 @@ def test_exclusive_contents_add_up_with_those_of_the_device(seed: int) -> None:
     assert repeating < 0.93 * one < apart
 
 
-def test_exclusive_contents_need_a_device_and_are_replayed_without_a_disk() -> None:
-    for device, disk in ((0, 0), (8, 8)):
-        with pytest.raises(ConfigError, match="give a device, and leave the disk out"):
-            ReplayConfig("lru", 8, device, disk, None, HostContents.EXCLUSIVE)
+def test_exclusive_contents_need_a_device() -> None:
+    with pytest.raises(ConfigError, match="give a device"):
+        ReplayConfig("lru", 8, 0, 8, None, HostContents.EXCLUSIVE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_front_of_a_disk_exclusive_contents_spare_it_reads(seed: int) -> None:
+    """The disk still gets every block, so both find the same."""
+    trace = random_trace(seed)
+    device = host = max(16, trace.num_distinct // 12)
+    disk = trace.num_distinct
+    found = {
+        contents: replay(trace, ReplayConfig("lru", host, device, disk, None, contents)) for contents in HostContents
+    }
+    inclusive, exclusive = (found[contents] for contents in HostContents)
+    assert exclusive.prefix_hit_tokens >= 0.99 * inclusive.prefix_hit_tokens
+    assert exclusive.host_tokens.sum() > 1.05 * inclusive.host_tokens.sum()
+    assert exclusive.disk_tokens.sum() < inclusive.disk_tokens.sum()
+    written = [result.tiers[-1].written_bytes for result in (inclusive, exclusive)]
+    assert written[1] == pytest.approx(written[0], rel=0.05)
 
 
 def test_the_reuse_filter_judges_what_leaves_the_device() -> None:

@@ -144,6 +144,7 @@ class Rig:
         num_tiers: int = 1,
         num_threads: int = 4,
         tier_class: type[SpyTier] = SpyTier,
+        device_blocks: int = 0,
         **options: Any,
     ) -> None:
         self.clock = Clock()
@@ -155,7 +156,9 @@ class Rig:
             tier.name = f"memory-{i}"
         self.tier = self.tiers[0]
         backend = HostBackend(16, host_blocks)
-        self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), enable_events, clock=self.clock)
+        self.host = PolicyOffloadingManager(
+            backend, make_policy(policy, host_blocks), enable_events, clock=self.clock, device_blocks=device_blocks
+        )
         self.manager = TieredOffloadingManager(
             self.host,
             self.tiers,

@@ -91,7 +91,7 @@ class Grid:
         type=click.Choice([each.value for each in HostContents]),
         default=HostContents.INCLUSIVE.value,
         show_default=True,
-        help="Whether host memory gets all blocks that are computed, or, with --device, those that leave the device.",
+        help="Whether host memory repeats what the device holds, or, with --device, does not.",
     ),
 )
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
@@ -212,7 +212,7 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
         if blocks:
             console.print(f"{name}: {counted(blocks, 'block')}, {sizes.percentage(blocks)} of the distinct blocks")
     if sizes.host_contents is HostContents.EXCLUSIVE:
-        console.print("Host memory: only blocks that have left the device cache")
+        console.print("Host memory does not repeat what the device cache holds")
     capacities = sorted({result.capacity_blocks for result in results})
     if len(capacities) == 1:
         console.print()
