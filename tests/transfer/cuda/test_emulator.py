@@ -180,8 +180,10 @@ def test_copies_by_addresses_of_the_host_are_found_where_the_device_has_others(
     monkeypatch.setattr(Driver, "copies_registered_memory", True)
     profile = dataclasses.replace(PROFILES["WSL2"], registers=True)
     plan = dataclasses.replace(plain_plan(0), profile=profile)
+    trial = Trial(emulator_library, 0, plan)
+    trial.registration.wait_until_ended()
     with pytest.raises(Broken, match="attribute 91"):
-        Trial(emulator_library, 0, plan).run()
+        trial.run()
 
 
 @pytest.fixture
