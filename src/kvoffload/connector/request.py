@@ -280,6 +280,10 @@ class RequestBlocks:
             layout.extend_keys(g, keys, request, self.namespace)
         return is_same
 
+    def has_other_tokens(self) -> bool:
+        """Whether the engine has taken tokens back, and given others, since the keys were made."""
+        return not self._are_same(range(len(self.keys)))
+
     def _are_same(self, groups: Iterable[int]) -> bool:
         """Whether all keys of ``groups`` made so far are those of the request's present tokens."""
         layout, request = self.layout, self.request

@@ -93,8 +93,8 @@ class StorePlanner:
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
         self._due.remove(state.context.req_id)
-        if self.device is not None:
-            self._extend_keys(state)
+        if self.device is not None and state.blocks.has_other_tokens():
+            self._leave_tables(state)
 
     def end(self, state: RequestState) -> None:
         """Forgets a request that has ended."""
@@ -298,8 +298,12 @@ class StorePlanner:
         return Due(state, num_computed, found, next_store)
 
     def _extend_keys(self, state: RequestState) -> None:
-        if not state.extend_keys() and self.device is not None:
-            # The engine has taken tokens back, and may have computed others in the same device blocks.
+        if not state.extend_keys():
+            self._leave_tables(state)
+
+    def _leave_tables(self, state: RequestState) -> None:
+        """The engine has taken tokens back, and may have computed others in the same device blocks."""
+        if self.device is not None:
             for table in state.blocks.tables:
                 self._note_left(self.device.leave(table))
 
