@@ -212,14 +212,21 @@ def both_shadows(capacity: int, plain: type[PlainShadows] = PlainShadows) -> tup
 
 
 def follow(pair: tuple[Any, Any], chains: list[np.ndarray], limit: int = MOST) -> None:
+    rng, now = random.Random(0), 0
     for chain in chains:
-        plain, other = (shadows.access(chain, limit) for shadows in pair)
+        now += rng.choice((0, 1, 10, 1000)) * reference.TICKS_PER_S
+        plain, other = (shadows.access(chain, limit, now) for shadows in pair)
         assert (plain[0], list(plain[1])) == (other[0], list(other[1]))
     for rule in range(len(RULES)):
         plain, other = (shadows.lists(rule) for shadows in pair)
-        assert plain[:2] == other[:2]
+        assert plain[:-1] == other[:-1]
         if RULES[rule].share is not None:
-            assert plain[2] == other[2]
+            assert plain[-1] == other[-1]
+    assert values(pair[0].rates) == values(pair[1].rates)
+
+
+def values(rates: Any) -> list[float]:
+    return [rates.value(gap, age) for gap in range(reference.GAP_CLASSES) for age in reference.AGE_BOUNDS]
 
 
 short_chains = st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=40)
@@ -260,8 +267,8 @@ class KeepsMoreGhosts(PlainShadows):
 
 
 class SeesTheTailFirst(PlainShadows):
-    def access(self, hashes: Any, limit: int) -> Any:
-        return super().access(hashes[::-1], limit)
+    def access(self, hashes: Any, limit: int, now: int) -> Any:
+        return super().access(hashes[::-1], limit, now)
 
 
 @pytest.mark.parametrize("planted", [KeepsMoreGhosts, SeesTheTailFirst])
@@ -273,12 +280,12 @@ def test_a_planted_difference_of_shadows_is_found(planted: type[PlainShadows]) -
 def test_native_shadows_refuse_what_they_cannot_take() -> None:
     _, shadows = both_shadows(10)
     with pytest.raises(TypeError):
-        shadows.access(np.array([0.5]), MOST)
+        shadows.access(np.array([0.5]), MOST, 0)
     with pytest.raises(OverflowError):
-        shadows.access(np.array([1], dtype=np.uint64), -1)
+        shadows.access(np.array([1], dtype=np.uint64), -1, 0)
     with pytest.raises(IndexError):
-        shadows.lists(4)
-    assert shadows.access(np.array([], dtype=np.uint64), MOST)[0] == 0
+        shadows.lists(len(RULES))
+    assert shadows.access(np.array([], dtype=np.uint64), MOST, 0)[0] == 0
 
 
 # The policy as a whole.
@@ -290,18 +297,22 @@ class Serving:
     def __init__(self, capacity: int, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]) -> None:
         with monkeypatch.context() as patched:
             # All parts of the plain policy are plain.
-            patched.setattr(auto, "ListPair", reference.ListPair)
+            patched.setattr(auto, "GapLists", reference.GapLists)
             patched.setattr(auto, "GhostTable", reference.GhostTable)
             patched.setattr(tournament, "Shadows", PlainShadows)
             policies = [plain(capacity)]
         policies.append(auto.AutoPolicy(capacity))
-        self.managers = [PolicyOffloadingManager(HostBackend(16, capacity), policy) for policy in policies]
+        self.now = 0.0
+        self.managers = [
+            PolicyOffloadingManager(HostBackend(16, capacity), policy, clock=lambda: self.now) for policy in policies
+        ]
         self.stores: list[list[Any]] = []
 
     def serve(self, rng: random.Random, chain: list[bytes]) -> None:
         answers: list[Any] = []
         cut, ends, chosen = rng.choice([len(chain), rng.randint(0, len(chain))]), rng.random() < 0.8, rng.random()
         leases = []
+        self.now += rng.choice((0.0, 0.1, 1.0, 100.0))
         for manager in self.managers:
             manager.touch(chain)
             found = manager.lookup(chain)
@@ -401,7 +412,7 @@ def test_the_native_policy_refuses_what_it_cannot_take() -> None:
     keys, flags = [b"k" * 36], np.ones(1, dtype=np.bool_)
     for found in ([4], [2**62], [0, 1], []):
         with pytest.raises(IndexError):
-            policy.access(Access(keys, np.array(found, dtype=np.int64), none, flags[:0]))
+            policy.access(Access(keys, np.array(found, dtype=np.int64), none, flags[:0], 0.0))
     for slots in ([4], [-1], [0, 1], []):
         with pytest.raises(IndexError):
             policy.insert(np.array(slots, dtype=np.int64), keys)

@@ -32,7 +32,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "GhostTable": lambda: ghosts.GhostTable(8),
     "Shadows": lambda: ghosts.Shadows(8, RULES, 32),
     "KeyQueue": lambda: ghosts.KeyQueue(8),
-    "ListPair": lambda: ghosts.ListPair(8),
+    "GapLists": lambda: ghosts.GapLists(8),
     "BlockCopier": lambda: copies.BlockCopier([np.zeros((1, 2, 3), np.uint8)], np.zeros((1, 1, 3), np.uint8)),
 }
 
@@ -48,7 +48,7 @@ def test_no_object_exists_without_its_memory(name: str) -> None:
 
 
 def test_an_object_is_not_made_again() -> None:
-    shadows, pair = MAKERS["Shadows"](), MAKERS["ListPair"]()
+    shadows, pair = MAKERS["Shadows"](), MAKERS["GapLists"]()
     for made, arguments in ((shadows, (8, RULES * 50, 32)), (pair, (2**40,))):
         with contextlib.suppress(MemoryError, TypeError, ValueError):
             made.__init__(*arguments)
@@ -118,7 +118,7 @@ def test_arrays_of_any_kind_mean_the_same(kind: str) -> None:
     slots, flags, none = np.array([5, 0, 7, 2]), np.array([True, False, False, True]), np.zeros(8, dtype=np.bool_)
     hashes = np.array([1 << 40, 5, 1 << 63, 77], dtype=np.uint64)
     answers = []
-    for pair, table in ((reference.ListPair(8), reference.GhostTable(50)), (ghosts.ListPair(8), ghosts.GhostTable(50))):
+    for pair, table in ((reference.GapLists(8), reference.GhostTable(50)), (ghosts.GapLists(8), ghosts.GhostTable(50))):
         pair.insert(change(slots), change(flags))
         pair.use(change(slots[:2]), change(flags[:2]))
         table.add(change(hashes), change(slots))
@@ -179,7 +179,7 @@ homes = np.array([hash(key) for key in keys]).tolist()
 ready, none_busy = [True] * 2000, np.zeros(2000, dtype=np.bool_)
 for _ in range(20):
     table = cache.BlockTable(2000)
-    pair, recent = ghosts.ListPair(2000), ghosts.RecencyList(2000)
+    pair, recent = ghosts.GapLists(2000), ghosts.RecencyList(2000)
     call(lambda slots: table.insert(keys, slots, homes))
     table.remove(np.flatnonzero([key is not None for key in table.key_of]))
     table.insert(keys, np.arange(2000))

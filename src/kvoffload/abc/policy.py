@@ -33,6 +33,8 @@ class Access:
     ready: npt.NDArray[np.bool_]
     """For each of ``slots``: whether it has been written. A block that is still being written is used for the first
     time, by the requests that wait for it."""
+    time: float
+    """When the request came, in seconds of the manager's clock."""
 
     @cached_property
     def absent(self) -> Sequence[OffloadKey]:

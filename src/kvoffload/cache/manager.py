@@ -93,6 +93,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.backend = backend
         self.policy = policy
         self._must_store = must_store
+        self._clock = clock
         self.is_behind_device = device_blocks > 0
         """Whether blocks leave first that the device holds too."""
         if device_blocks:
@@ -281,7 +282,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         if found is None:
             found = self.table.find(keys)
         slots, ready = self.table.used(found)
-        self.policy.access(Access(keys, found, slots, ready))
+        self.policy.access(Access(keys, found, slots, ready, self._clock()))
         self._hints.used(slots, None if req_context is None else req_context.hints)
 
     def end_chain(

@@ -12,6 +12,10 @@ include "common.pxi"
 
 import xxhash
 
+from kvoffload.native import reference
+
+from libc.math cimport INFINITY
+
 cdef extern from "ghosts.h" nogil:
     unsigned kvo_match16(const uint32_t* tags, uint32_t tag)
     uint64_t kvo_xxh3(const uint8_t* at, int64_t size)
@@ -21,7 +25,7 @@ cdef enum:
     LINE = 64
     GROUP_BYTES = 4
 
-cdef int64_t NO_END = <int64_t>1 << 62
+cdef int64_t NO_END = <int64_t>1 << 58
 cdef bytes FIRST_GROUP = bytes(GROUP_BYTES)
 
 cdef inline cnp.ndarray hashes_of(object array):
@@ -368,15 +372,118 @@ cdef inline void copy_entry(Bucket* to, Py_ssize_t to_way, Bucket* of, Py_ssize_
     to[to_way // WAYS].times[to_way % WAYS] = of[way // WAYS].times[way % WAYS]
 
 
+# Gaps between uses.
+
+cdef enum:
+    CLASS_BITS = 3
+    CLASSES = 7
+    AGES = 48
+
+cdef int64_t[CLASSES - 2] GAP_BOUNDS
+cdef int64_t[AGES + 1] AGE_BOUNDS
+cdef double PRIOR = reference.PRIOR
+cdef double TICKS_PER_S = reference.TICKS_PER_S
+cdef double MAX_TICKS = reference.MAX_TICKS
+
+cdef int take_bounds() except -1:
+    assert (reference.GAP_CLASSES, reference.NUM_AGES) == (CLASSES, AGES)
+    for i, ticks in enumerate(reference.GAP_BOUNDS):
+        GAP_BOUNDS[i] = ticks
+    for i, ticks in enumerate(reference.AGE_BOUNDS):
+        AGE_BOUNDS[i] = ticks
+    return 0
+
+take_bounds()
+
+
+cdef inline int gap_class(int64_t ticks) noexcept:
+    cdef int gap = 1
+    while gap < CLASSES - 1 and ticks >= GAP_BOUNDS[gap - 1]:
+        gap += 1
+    return gap
+
+
+cdef inline int age_bin(int64_t ticks) noexcept:
+    cdef int at = 0, step = 32
+    while step:
+        if at + step < AGES and AGE_BOUNDS[at + step] <= ticks:
+            at += step
+        step >>= 1
+    return at
+
+
+cdef class ReturnRates:
+
+    cdef double _returned[CLASSES][AGES]
+    cdef double _ended[CLASSES][AGES]
+    cdef double _waiting[CLASSES][AGES]
+    cdef double _values[CLASSES][AGES]
+
+    def add(self, int gap, int64_t age, bint returned):
+        check_class(gap)
+        self._add(gap, age, returned)
+
+    cdef inline void _add(self, int gap, int64_t age, bint returned) noexcept:
+        cdef int at = age_bin(age)
+        self._ended[gap][at] += 1
+        self._returned[gap][at] += returned
+
+    def wait(self, int gap, int64_t age):
+        check_class(gap)
+        self._waiting[gap][age_bin(age)] += 1
+
+    def update(self, double decay):
+        self._update(decay)
+
+    cdef void _update(self, double decay) noexcept:
+        cdef double spent[CLASSES][AGES]
+        cdef double all_returned = 0, all_spent = 0, older, here, best, returned, room, prior_spent
+        cdef int gap, at, until
+        for gap in range(CLASSES):
+            older = 0
+            for at in range(AGES - 1, -1, -1):
+                here = self._ended[gap][at] + self._waiting[gap][at]
+                spent[gap][at] = <double>(AGE_BOUNDS[at + 1] - AGE_BOUNDS[at]) * (older + 0.5 * here)
+                older += here
+                all_returned += self._returned[gap][at]
+                all_spent += spent[gap][at]
+        memset(&self._waiting[0][0], 0, sizeof(self._waiting))
+        if all_returned == 0:
+            return
+        prior_spent = PRIOR * all_spent / all_returned
+        for gap in range(CLASSES):
+            for at in range(AGES):
+                best, returned, room = 0, PRIOR, prior_spent
+                for until in range(at, AGES):
+                    returned += self._returned[gap][until]
+                    room += spent[gap][until]
+                    best = max(best, returned / room)
+                self._values[gap][at] = best
+        for gap in range(CLASSES):
+            for at in range(AGES):
+                self._returned[gap][at] *= decay
+                self._ended[gap][at] *= decay
+
+    def value(self, int gap, int64_t age):
+        check_class(gap)
+        return self._values[gap][age_bin(age)]
+
+
+cdef int check_class(int gap) except -1:
+    if not 0 <= gap < CLASSES:
+        raise IndexError(f"class {gap} of {CLASSES}")
+    return 0
+
+
 # Shadows.
 
 cdef enum:
-    MAX_RULES = 4
+    MAX_RULES = 5
     NOWHERE = 0
-    ONCE = 1
-    AGAIN = 2
-    GHOST = 3
-    LISTS = 4
+    GHOST = 1
+    ONCE = 2
+    AGAIN = 3
+    LISTS = ONCE + CLASSES
     END = -1
 
 cdef struct Node:
@@ -386,8 +493,10 @@ cdef struct Node:
     int32_t older[MAX_RULES]
     int32_t newer[MAX_RULES]
     uint8_t where[MAX_RULES]
+    uint8_t gap
 
 cdef struct RuleNumbers:
+    bint by_gap
     bint has_share
     bint holds
     int64_t quota
@@ -403,6 +512,7 @@ cdef struct Plan:
 
 cdef RuleNumbers numbers_of(rule, capacity) except *:
     cdef RuleNumbers result
+    result.by_gap = rule.by_gap
     result.has_share = rule.share is not None
     result.quota = rule.quota(capacity) if result.has_share else 0
     result.tested_from = rule.tested_from(capacity)
@@ -437,10 +547,11 @@ cdef Plan planned(
 
 
 cdef class Shadows:
-    """One table of names for all shadows: a name has one stamp, because every shadow that knows it saw the same
-    requests."""
+    """One table of names for all shadows: a name has one stamp and one gap, because every shadow that knows it saw the
+    same requests."""
 
     cdef readonly Py_ssize_t capacity
+    cdef readonly ReturnRates rates
     cdef Py_ssize_t _num_rules, _ghost_limit, _num_nodes, _table_size
     cdef RuleNumbers _rules[MAX_RULES]
     cdef cnp.ndarray _node_memory, _table_memory, _chain_memory
@@ -449,7 +560,8 @@ cdef class Shadows:
     """Index of a node, or END, at the hash of its name or behind it."""
     cdef int32_t _free
     """The first of the free nodes, which ``newer[0]`` links."""
-    cdef int64_t _clock, _request
+    cdef int64_t _clock, _request, _num_learned, _learn_from
+    cdef double _rates_decay
     cdef int32_t _oldest[MAX_RULES][LISTS]
     cdef int32_t _newest[MAX_RULES][LISTS]
     cdef int64_t _size[MAX_RULES][LISTS]
@@ -457,7 +569,11 @@ cdef class Shadows:
     def __cinit__(self, Py_ssize_t capacity, rules, Py_ssize_t ghosts):
         """``ghosts``: how many of a shadow there can be."""
         self.capacity = capacity
+        from kvoffload.cache.policies import tournament
+
         self._ghost_limit = ghosts
+        self._learn_from = max(tournament.MIN_UPDATE, capacity // tournament.UPDATES)
+        self._rates_decay = tournament.RATES_DECAY
         rules = tuple(rules)
         self._num_rules = len(rules)
         if self._num_rules > MAX_RULES:
@@ -468,23 +584,26 @@ cdef class Shadows:
 
     def clear(self):
         self._resize(64, 0)
-        self._clock = self._request = 0
+        self._clock = self._request = self._num_learned = 0
+        self.rates = ReturnRates()
         for r in range(MAX_RULES):
             for where in range(LISTS):
                 self._oldest[r][where] = self._newest[r][where] = END
                 self._size[r][where] = 0
 
     def lists(self, Py_ssize_t r):
-        """Returns the names in the two lists of a shadow, oldest first, and its ghosts."""
+        """Returns the names in each list of a shadow, oldest first, and its ghosts."""
         if not 0 <= r < self._num_rules:
             raise IndexError(f"rule {r} of {self._num_rules}")
-        result = ([], [], [])
+        result = []
         cdef int32_t node
-        for where in range(ONCE, LISTS):
+        for where in (*range(ONCE, LISTS), GHOST):
+            names = []
             node = self._oldest[r][where]
             while node != END:
-                result[where - ONCE].append(self._nodes[node].name)
+                names.append(self._nodes[node].name)
                 node = self._nodes[node].newer[r]
+            result.append(names)
         return result
 
     cdef int _resize(self, Py_ssize_t num_nodes, Py_ssize_t before) except -1:
@@ -588,12 +707,22 @@ cdef class Shadows:
         while self._size[r][where] > limit:
             node = self._oldest[r][where]
             self._unlink(r, node)
-            if self._nodes[node].seen != self._request:
-                self._drop_if_nowhere(node)
+            self._forget_if_nowhere(node)
 
-    def access(self, hashes, uint64_t limit):
-        """Serves a request for a chain: those of ``hashes`` that are at most ``limit``, head first. Returns how many
-        distinct ones these are, and of each shadow how many leading ones were present."""
+    cdef inline void _forget_if_nowhere(self, int32_t node) noexcept:
+        """Forgets a node, unless it is in a list or belongs to the present request."""
+        cdef int r
+        if self._nodes[node].seen == self._request:
+            return
+        for r in range(self._num_rules):
+            if self._nodes[node].where[r] != NOWHERE:
+                return
+        self.rates._add(self._nodes[node].gap, self._clock - self._nodes[node].stamp, False)
+        self._drop_if_nowhere(node)
+
+    def access(self, hashes, uint64_t limit, int64_t now):
+        """Serves a request for a chain at time ``now``: those of ``hashes`` that are at most ``limit``, head first.
+        Returns how many distinct ones these are, and of each shadow how many leading ones were present."""
         cdef cnp.ndarray given = hashes_of(hashes)
         cdef uint64_t* hs = uint64s(given)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, num = 0
@@ -608,6 +737,7 @@ cdef class Shadows:
             self._chain_memory = new_array(3 * num, cnp.NPY_INT32)
         chain = <int32_t*>cnp.PyArray_DATA(self._chain_memory)
         self._request += 1
+        self._clock = max(self._clock, now)
         num = 0
         for i in range(n):
             if hs[i] > limit:
@@ -617,13 +747,85 @@ cdef class Shadows:
                 self._nodes[node].seen = self._request
                 chain[num] = node
                 num += 1
+                self._learn(&self._nodes[node])
         for i in range(self._num_rules):
-            found[i] = self._access(i, chain, num) if self._rules[i].has_share else self._access_lru(i, chain, num)
+            if self._rules[i].by_gap:
+                found[i] = self._access_by_gap(i, chain, num)
+            else:
+                found[i] = self._access(i, chain, num) if self._rules[i].has_share else self._access_lru(i, chain, num)
         for i in range(num):
             self._nodes[chain[i]].stamp = self._clock + num - i
             self._drop_if_nowhere(chain[i])
         self._clock += num
+        self._num_learned += num
+        if self._num_learned >= self._learn_from:
+            self._num_learned = 0
+            for i in range(self._table_size):
+                if self._table[i] != END:
+                    node = self._table[i]
+                    self.rates._waiting[self._nodes[node].gap][age_bin(self._clock - self._nodes[node].stamp)] += 1
+            self.rates._update(self._rates_decay)
         return num, tuple([found[i] for i in range(self._num_rules)])
+
+    cdef inline void _learn(self, Node* node) noexcept:
+        """Counts that a name returns, if it was known, and takes note of the gap."""
+        cdef int64_t gap = self._clock - node.stamp
+        if node.stamp >= 0:
+            self.rates._add(node.gap, gap, True)
+            node.gap = gap_class(gap)
+
+    cdef Py_ssize_t _access_by_gap(self, Py_ssize_t r, int32_t* chain, Py_ssize_t num) noexcept:
+        cdef int32_t* new = chain + num
+        cdef double worth[CLASSES]
+        cdef Py_ssize_t found = 0, num_new = 0, refused = 0, i
+        cdef int64_t held = 0, need
+        cdef int least, gap
+        cdef int32_t node
+        while found < num and self._nodes[chain[found]].where[r] >= ONCE:
+            found += 1
+        for i in range(num - 1, -1, -1):
+            if self._nodes[chain[i]].where[r] < ONCE:
+                new[num_new] = <int32_t>i
+                num_new += 1
+        for gap in range(CLASSES):
+            held += self._size[r][ONCE + gap]
+            worth[gap] = self._worth(r, gap)
+        for need in range(held + num_new - self.capacity):
+            least = 0
+            for gap in range(1, CLASSES):
+                if worth[gap] < worth[least] or (
+                    worth[gap] == worth[least] != INFINITY and self._oldest_stamp(r, gap) < self._oldest_stamp(r, least)
+                ):
+                    least = gap
+            if refused < num_new:
+                gap = self._nodes[chain[new[refused]]].gap
+                if self.rates._values[gap][0] < worth[least]:
+                    refused += 1
+                    continue
+            if worth[least] == INFINITY:
+                break
+            node = self._oldest[r][ONCE + least]
+            self._unlink(r, node)
+            self._forget_if_nowhere(node)
+            worth[least] = self._worth(r, least)
+        for i in range(refused):
+            chain[new[i]] = -1 - chain[new[i]]
+        for i in range(num - 1, -1, -1):
+            if chain[i] >= 0:
+                self._append(r, ONCE + self._nodes[chain[i]].gap, chain[i])
+            else:
+                chain[i] = -1 - chain[i]
+        return found
+
+    cdef inline int64_t _oldest_stamp(self, Py_ssize_t r, int gap) noexcept:
+        return self._nodes[self._oldest[r][ONCE + gap]].stamp
+
+    cdef inline double _worth(self, Py_ssize_t r, int gap) noexcept:
+        """Returns the value of the oldest name of a list, infinity if there is none but those of the request."""
+        cdef int32_t node = self._oldest[r][ONCE + gap]
+        if node == END or self._nodes[node].seen == self._request:
+            return INFINITY
+        return self.rates._values[gap][age_bin(self._clock - self._nodes[node].stamp)]
 
     cdef Py_ssize_t _access_lru(self, Py_ssize_t r, int32_t* chain, Py_ssize_t num) noexcept:
         cdef Py_ssize_t found = 0, i
@@ -993,42 +1195,49 @@ cdef class Heap:
 
 
 cdef struct Member:
-    int64_t stamp  # Twice the position, plus the list: 0: used once, 1: used again. ABSENT: no member.
+    int64_t stamp  # The position, shifted by CLASS_BITS, plus the list. ABSENT: no member.
     int32_t older  # SKIPPED or QUEUED for members that are not linked.
     int32_t newer
 
 
 cdef class Lists:
-    """One or two linked lists on one clock. What is known of a slot is side by side, in one line of the cache. Members
-    that an eviction has skipped are not linked: they are in a heap if they were marked evictable since then."""
+    """Linked lists on one clock: list 0 of slots used once, the others of those used again. What is known of a slot is
+    side by side, in one line of the cache. Members that an eviction has skipped are not linked: they are in a heap if
+    they were marked evictable since then."""
 
     cdef readonly Py_ssize_t _capacity
     cdef int64_t _clock
     cdef cnp.ndarray _memory
     cdef Member* _members
-    cdef int32_t _oldest[2]
-    cdef int32_t _newest[2]
+    cdef int _num_lists
+    cdef int32_t _oldest[CLASSES]
+    cdef int32_t _newest[CLASSES]
     cdef readonly Py_ssize_t num_once, num_again
-    cdef Heap _once_heap, _again_heap
+    cdef tuple _heaps
 
     def __cinit__(self, Py_ssize_t capacity):
         check_capacity(capacity)
         self._capacity = capacity
         self._memory = np.zeros(capacity * sizeof(Member), dtype=np.uint8)
         self._members = <Member*>cnp.PyArray_DATA(self._memory)
-        self._once_heap, self._again_heap = Heap(), Heap()
+        self._make_lists(1)
+
+    cdef int _make_lists(self, int n) except -1:
+        self._num_lists = n
+        self._heaps = tuple([Heap() for _ in range(n)])
         self.clear()
+        return 0
 
     def clear(self):
         self._memory.fill(255)  # Each stamp is ABSENT.
         self._clock = 0
         self.num_once = self.num_again = 0
-        self._once_heap.len = self._again_heap.len = 0
-        for which in range(2):
+        for which in range(self._num_lists):
+            self._heap(which).len = 0
             self._oldest[which] = self._newest[which] = END
 
     cdef inline Heap _heap(self, int which):
-        return self._again_heap if which else self._once_heap
+        return <Heap>self._heaps[which]
 
     cdef inline void _count(self, int which, Py_ssize_t n) noexcept:
         if which:
@@ -1037,10 +1246,10 @@ cdef class Lists:
             self.num_once += n
 
     cdef inline int _which(self, int64_t slot) noexcept:
-        return self._members[slot].stamp & 1
+        return self._members[slot].stamp & ((1 << CLASS_BITS) - 1)
 
     cdef inline int64_t _position(self, int64_t slot) noexcept:
-        return self._members[slot].stamp >> 1
+        return self._members[slot].stamp >> CLASS_BITS
 
     cdef inline void _unlink(self, int64_t slot) noexcept:
         cdef int32_t older = self._members[slot].older, newer
@@ -1064,7 +1273,7 @@ cdef class Lists:
             self._unlink(slot)
             self._count(self._which(slot), -1)
         self._count(which, 1)
-        member.stamp = position << 1 | which
+        member.stamp = position << CLASS_BITS | which
         member.older = self._newest[which]
         member.newer = END
         if self._newest[which] == END:
@@ -1157,27 +1366,32 @@ cdef class Lists:
         cdef int64_t slot = self._oldest_of(which)
         return self._position(slot) if slot >= 0 else -1
 
-    cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again):
+    cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again, ReturnRates rates=None):
         cdef cnp.ndarray marks = flags(busy, self._capacity)
         n = max(0, min(n, from_once * self.num_once + from_again * self.num_again))
         cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
-        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again)
+        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again, rates)
         return first(slots, n), first(positions, n)
 
     cdef Py_ssize_t _pop_into(
-        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again
+        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again,
+        ReturnRates rates,
     ) noexcept:
-        """Returns how many of at most ``n`` members it has removed."""
+        """Returns how many of at most ``n`` members it has removed: always the oldest one or, with ``rates``, that of
+        the list whose oldest member has the lowest value."""
+        cdef int which, begin = not from_once, end = self._num_lists if from_again else 1
         cdef Py_ssize_t popped = 0
-        cdef int64_t slot, rival
+        cdef int64_t slot
+        cdef int64_t fronts[CLASSES]
+        for which in range(begin, end):
+            fronts[which] = self._oldest_of(which)
         while popped < n:
-            slot = self._oldest_of(0) if from_once else -1
-            rival = self._oldest_of(1) if from_again else -1
-            if slot < 0 or (rival >= 0 and self._position(rival) < self._position(slot)):
-                slot = rival
+            which = self._least(fronts, begin, end, rates)
+            slot = fronts[which]
             if slot < 0:
                 break
             self._take_out(slot)
+            fronts[which] = self._oldest_of(which)
             if is_busy[slot]:
                 self._members[slot].older = SKIPPED
                 continue
@@ -1188,15 +1402,34 @@ cdef class Lists:
             popped += 1
         return popped
 
+    cdef int _least(self, const int64_t* fronts, int begin, int end, ReturnRates rates) noexcept:
+        """Returns from which list a member leaves. Of no list if they are all empty."""
+        cdef int which, least = begin
+        cdef double worth, lowest = INFINITY
+        for which in range(begin, end):
+            if fronts[which] < 0:
+                continue
+            worth = 0 if rates is None else self._value(which, fronts[which], rates)
+            if (
+                fronts[least] < 0
+                or worth < lowest
+                or (worth == lowest and self._position(fronts[which]) < self._position(fronts[least]))
+            ):
+                least, lowest = which, worth
+        return least
+
+    cdef inline double _value(self, int which, int64_t slot, ReturnRates rates) noexcept:
+        return rates._values[which][age_bin(self._clock - self._position(slot))]
+
     cdef int _check(self, set members) except -1:
         columns = np.frombuffer(self._memory, dtype=[("stamp", "=i8"), ("older", "=i4"), ("newer", "=i4")])
         held = np.flatnonzero(columns["stamp"] != ABSENT)
         if members != set(held.tolist()) or len(members) != self.num_once + self.num_again:
             raise IntegrityError("the lists do not hold the blocks that they should")
         linked = set()
-        for which, size in enumerate((self.num_once, self.num_again)):
-            if np.count_nonzero(columns["stamp"][held] & 1 == which) != size:
-                raise IntegrityError("a list does not count its members right")
+        if np.count_nonzero(columns["stamp"][held] & ((1 << CLASS_BITS) - 1)) != self.num_again:
+            raise IntegrityError("the lists do not count their members right")
+        for which in range(self._num_lists):
             slot, before = self._oldest[which], -1
             while slot != END:
                 if slot in linked or self._which(slot) != which or self._position(slot) <= before:
@@ -1204,7 +1437,7 @@ cdef class Lists:
                 linked.add(slot)
                 before, slot = self._position(slot), self._members[slot].newer
         aside = {slot for slot in members if self._members[slot].older <= SKIPPED}
-        queued = self._queued(self._once_heap) | self._queued(self._again_heap)
+        queued = set().union(*map(self._queued, self._heaps))
         if linked | aside != members or linked & aside:
             raise IntegrityError("a list has lost a block")
         if queued != {slot for slot in aside if self._members[slot].older == QUEUED}:
@@ -1212,7 +1445,27 @@ cdef class Lists:
         return 0
 
 
-cdef class ListPair(Lists):
+cdef class GapLists(Lists):
+
+    def __cinit__(self, Py_ssize_t capacity):
+        self._make_lists(CLASSES)
+
+    def begin(self, double time_s):
+        return self._begin(time_s)
+
+    cdef inline int64_t _begin(self, double time_s) noexcept:
+        cdef double ticks = time_s * TICKS_PER_S
+        if self._clock < ticks < MAX_TICKS:
+            self._clock = <int64_t>ticks
+        return self._clock
+
+    def classes_since(self, positions):
+        cdef cnp.ndarray given = numbers(positions)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.ndarray result = new_int64(n)
+        for i in range(n):
+            int64s(result)[i] = gap_class(self._clock - int64s(given)[i])
+        return result
 
     def tick(self, Py_ssize_t n):
         self._clock += n
@@ -1223,22 +1476,23 @@ cdef class ListPair(Lists):
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef cnp.ndarray marks = flags(ready, n)
         cdef int64_t* at = int64s(given)
+        cdef int64_t now = self._clock
         cdef bint stays
         check_indices(given, self._capacity)
         for i in range(n):
             self._prefetch(at, i, n)
-            stays = self._members[at[i]].stamp != ABSENT and not self._which(at[i]) and not bools(marks)[i]
-            self._append(at[i], not stays, self._clock + i)
+            stays = self._members[at[i]].stamp == ABSENT or not (self._which(at[i]) or bools(marks)[i])
+            self._append(at[i], 0 if stays else gap_class(now - self._position(at[i])), now + i)
         self._clock += n
 
-    def insert(self, slots, again):
-        cdef cnp.ndarray given = numbers(slots)
+    def insert(self, slots, classes):
+        cdef cnp.ndarray given = numbers(slots), gaps = numbers(classes)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef cnp.ndarray marks = flags(again, n)
         check_indices(given, self._capacity)
+        check_classes(gaps, n)
         for i in range(n):
             self._prefetch(int64s(given), i, n)
-            self._append(int64s(given)[i], bools(marks)[i] != 0, self._clock + i)
+            self._append(int64s(given)[i], <int>int64s(gaps)[i], self._clock + i)
         self._clock += n
 
     def move_to_end(self, slots):
@@ -1252,10 +1506,48 @@ cdef class ListPair(Lists):
         self._clock += n
 
     def oldest_again(self):
-        return self._oldest_position(1)
+        return self._oldest_again()
+
+    cdef int64_t _oldest_again(self) noexcept:
+        cdef int which
+        cdef int64_t at, oldest = NO_END
+        for which in range(1, CLASSES):
+            at = self._oldest_position(which)
+            if 0 <= at < oldest:
+                oldest = at
+        return oldest if oldest < NO_END else -1
 
     def pop_oldest(self, Py_ssize_t n, busy):
         return self._pop(n, busy, True, True)
+
+    def pop_least(self, Py_ssize_t n, busy, ReturnRates rates not None):
+        return self._pop(n, busy, True, True, rates)
+
+    def num_refused(self, classes, Py_ssize_t shortage, ReturnRates rates not None):
+        cdef cnp.ndarray gaps = numbers(classes)
+        check_classes(gaps, cnp.PyArray_DIM(gaps, 0))
+        return self._num_refused(int64s(gaps), cnp.PyArray_DIM(gaps, 0), shortage, rates)
+
+    cdef Py_ssize_t _num_refused(
+        self, const int64_t* gaps, Py_ssize_t n, Py_ssize_t shortage, ReturnRates rates
+    ) noexcept:
+        cdef int64_t fronts[CLASSES]
+        cdef double worth
+        cdef int which
+        cdef Py_ssize_t refused = 0, i
+        for which in range(CLASSES):
+            fronts[which] = self._oldest[which]
+        for i in range(shortage):
+            which = self._least(fronts, 0, CLASSES, rates)
+            if refused < n:
+                worth = INFINITY if fronts[which] < 0 else self._value(which, fronts[which], rates)
+                if rates._values[gaps[refused]][0] < worth:
+                    refused += 1
+                    continue
+            if fronts[which] < 0:
+                break
+            fronts[which] = self._members[fronts[which]].newer
+        return refused
 
     def pop_once(self, Py_ssize_t n, busy):
         return self._pop(n, busy, True, False)
@@ -1267,6 +1559,16 @@ cdef class ListPair(Lists):
         self._check(set(slots.tolist()))
 
 
+cdef int check_classes(cnp.ndarray gaps, Py_ssize_t n) except -1:
+    cdef Py_ssize_t i
+    if cnp.PyArray_DIM(gaps, 0) != n:
+        raise IndexError(f"{n} slots need as many classes, not {cnp.PyArray_DIM(gaps, 0)}")
+    for i in range(n):
+        if not 0 <= int64s(gaps)[i] < CLASSES:
+            raise IndexError(f"class {int64s(gaps)[i]} of {CLASSES}")
+    return 0
+
+
 cdef class RecencyList(Lists):
 
     def __len__(self):
@@ -1274,7 +1576,7 @@ cdef class RecencyList(Lists):
 
     def __sizeof__(self):
         """Includes the arrays."""
-        return object.__sizeof__(self) + self._memory.nbytes + self._once_heap.memory.nbytes
+        return object.__sizeof__(self) + self._memory.nbytes + self._heap(0).memory.nbytes
 
     def holds(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
@@ -1325,7 +1627,7 @@ cdef class RecencyList(Lists):
                 raise ValueError("a slot is a member already, or was never at that position")
         for i in range(n):
             if self._members[at[i]].stamp == ABSENT:
-                self._members[at[i]].stamp = time[i] << 1
+                self._members[at[i]].stamp = time[i] << CLASS_BITS
                 self._members[at[i]].older = SKIPPED
                 self.num_once += 1
                 self._push(at[i])
@@ -1375,7 +1677,7 @@ cdef class Absent:
 cdef class AutoSteps:
     """The methods of ``AutoPolicy`` that run per request. Each takes one or two passes over the blocks."""
 
-    cdef readonly ListPair _lists
+    cdef readonly GapLists _lists
     cdef readonly GhostTable _ghosts
     cdef readonly cnp.ndarray _hash_of
     cdef public object _tournament
@@ -1394,7 +1696,7 @@ cdef class AutoSteps:
         from kvoffload.cache.policies.tournament import GHOSTS
 
         self._capacity = self.full = capacity
-        self._lists = ListPair(capacity)
+        self._lists = GapLists(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         self._hashes = uint64s(self._hash_of)
@@ -1416,6 +1718,7 @@ cdef class AutoSteps:
         cdef uint64_t* hashes
         cdef Absent absent
         cdef list missing
+        cdef int64_t now
         for i in range(n):
             k += at[i] < 0
             if at[i] >= self._capacity:
@@ -1427,10 +1730,11 @@ cdef class AutoSteps:
         items = PySequence_Fast_ITEMS(keys)
         chain = new_array(n, cnp.NPY_UINT64)
         hashes = uint64s(chain)
+        now = self._lists._begin(access.time)
         if k == 0:
             for i in range(n):
                 hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full + self.beside)
+            self._tournament.observe(chain, self.full + self.beside, now)
         else:
             for i in range(n):
                 if at[i] < 0:
@@ -1445,14 +1749,14 @@ cdef class AutoSteps:
                     hashes[i] = absent.hashes[k]
                 else:
                     hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full + self.beside)
+            self._tournament.observe(chain, self.full + self.beside, now)
             self._mark_returning(absent)
         self._lists.use(access.slots, access.ready)
 
     cdef int _mark_returning(self, Absent absent) except -1:
         cdef int64_t floor = -1
         if self._lists.num_again >= self._current().tested_from:
-            floor = self._lists._oldest_position(1)
+            floor = self._lists._oldest_again()
         self._ghosts._mark_above(absent.entries, absent.n, floor)
         return 0
 
@@ -1461,7 +1765,7 @@ cdef class AutoSteps:
         cdef int64_t* at
         cdef Absent absent = self._absent(keys)
         cdef Py_ssize_t i
-        cdef bint returns
+        cdef int gap
         self._last = None
         check_indices(given, self._capacity)
         at = int64s(given)
@@ -1469,12 +1773,16 @@ cdef class AutoSteps:
             raise IndexError(f"{absent.n} keys need as many slots, not {cnp.PyArray_DIM(given, 0)}")
         for i in range(absent.n):
             self._lists._prefetch(at, i, absent.n)
-            returns = self._ghosts._is_marked(absent.entries[i])
+            gap = self._class_of(absent.entries[i])
             if absent.entries[i] >= 0 and not self._has_shared_names:
                 self._ghosts._remove(absent.entries[i])
             self._hashes[at[i]] = absent.hashes[i]
-            self._lists._append(at[i], returns, self._lists._clock + i)
+            self._lists._append(at[i], gap, self._lists._clock + i)
         self._lists._clock += absent.n
+
+    cdef inline int _class_of(self, int64_t entry) noexcept:
+        """Returns the class of a block with this ghost that is stored now."""
+        return gap_class(self._lists._clock - self._ghosts._stamp(entry)) if self._ghosts._is_marked(entry) else 0
 
     def reorder(self, slots, new):
         self._lists.move_to_end(slots)
@@ -1484,6 +1792,8 @@ cdef class AutoSteps:
 
     def admit(self, keys, int64_t shortage):
         cdef RuleNumbers* rule = self._current()
+        if rule.by_gap:
+            return self._admit_by_gap(self._absent(keys), shortage, self._tournament.shadows.rates)
         if not rule.has_share:
             return None
         cdef Absent absent = self._absent(keys)
@@ -1503,6 +1813,19 @@ cdef class AutoSteps:
             left[0] -= 1
         return admitted
 
+    cdef cnp.ndarray _admit_by_gap(self, Absent absent, int64_t shortage, ReturnRates rates):
+        cdef cnp.ndarray gaps = new_int64(absent.n), admitted
+        cdef Py_ssize_t i, refused
+        for i in range(absent.n):
+            int64s(gaps)[i] = self._class_of(absent.entries[i])
+        refused = self._lists._num_refused(int64s(gaps), absent.n, shortage, rates)
+        if refused == 0:
+            return None
+        admitted = new_array(absent.n, cnp.NPY_BOOL)
+        memset(cnp.PyArray_DATA(admitted), 1, absent.n)
+        memset(cnp.PyArray_DATA(admitted), 0, refused)
+        return admitted
+
     cdef int64_t _num_returning(self, Absent absent) noexcept:
         cdef int64_t num = 0
         cdef Py_ssize_t i
@@ -1515,6 +1838,7 @@ cdef class AutoSteps:
         cdef cnp.ndarray marks, slots, positions, hashes
         cdef RuleNumbers* rule = self._current()
         cdef Absent entering = self._absent(eviction.entering) if rule.has_share else None
+        cdef ReturnRates rates = self._tournament.shadows.rates if rule.by_gap else None
         cdef const uint8_t* is_busy
         cdef int64_t excess
         cdef Py_ssize_t i
@@ -1525,12 +1849,12 @@ cdef class AutoSteps:
         cdef int64_t* at = int64s(slots)
         cdef int64_t* times = int64s(positions)
         if entering is None:
-            popped = self._lists._pop_into(at, times, n, is_busy, True, True)
+            popped = self._lists._pop_into(at, times, n, is_busy, True, True, rates)
         else:
             excess = self._lists.num_once + entering.n - self._num_returning(entering) - rule.quota
-            popped = self._lists._pop_into(at, times, max(<int64_t>0, min(<int64_t>n, excess)), is_busy, True, False)
-            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, False, True)
-            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, True, False)
+            popped = self._lists._pop_into(at, times, max(<int64_t>0, min(<int64_t>n, excess)), is_busy, True, False, None)
+            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, False, True, None)
+            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, True, False, None)
         for i in range(popped):
             (uint64s(hashes))[i] = self._hashes[at[i]]
         if popped < n:

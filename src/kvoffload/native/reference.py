@@ -7,9 +7,11 @@ is an IndexError, something that is no whole number a TypeError.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,20 @@ from kvoffload.abc import IntegrityError, OffloadKey, Slots
 
 MAX_SLOTS = 1 << 28
 """Native code keeps slots in 32-bit numbers."""
-NO_END = 1 << 62
+NO_END = 1 << 58
 """Greater than any position."""
+TICKS_PER_S = 1 << 12
+"""Positions are times: ticks of the clock of requests, or later if more blocks are used than there are ticks."""
+MAX_TICKS = 1 << 56
+GAP_BOUNDS = tuple(TICKS_PER_S * 10**i // 4 for i in range(1, 6))
+"""Ticks at which the classes of gaps begin: the time between the last two uses of a block, by powers of ten. Class 0 has
+the blocks that were used once, class 1 gaps below 2.5 s, the last one those from 7 hours on."""
+GAP_CLASSES = 2 + len(GAP_BOUNDS)
+AGE_BOUNDS = tuple(int((2 ** (i / 2) - 1) * TICKS_PER_S / 16) for i in range(49))
+"""Ticks at which the bins of ages begin, and the last one ends, after 12 days."""
+NUM_AGES = len(AGE_BOUNDS) - 1
+PRIOR = 0.5
+"""Returns at the average rate that each class is believed to have had before any was seen."""
 GHOST_WAYS = 16
 """Ghosts per bucket. A table for up to twice as many is one bucket."""
 WRITING = -1
@@ -369,6 +383,17 @@ class RecencyList:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else next(iter(self._order.values()), NO_END)
 
+    def position(self, slot: int) -> int:
+        """Returns the position of a slot, -1 if it is no member."""
+        for members in (self._order, self._skipped, self._marked):
+            if slot in members:
+                return members[slot]
+        return -1
+
+    def positions(self) -> Iterable[int]:
+        """Returns the positions of the members that were never passed over, the oldest first."""
+        return self._order.values()
+
     def take_front(self, busy: Flags) -> int:
         """Removes the member at ``front`` and returns its slot. Passes it over, and returns -1, if it is busy."""
         if self._heap:
@@ -415,12 +440,15 @@ class RecencyList:
             raise IntegrityError("a recency list does not count its members right")
 
 
-def pop(lists: Sequence[RecencyList], n: int, busy: Flags) -> tuple[Slots, Positions]:
-    """Removes the oldest members of several lists that are not busy, up to ``n``."""
+def pop(
+    lists: Sequence[RecencyList], n: int, busy: Flags, choose: Callable[[], RecencyList] | None = None
+) -> tuple[Slots, Positions]:
+    """Removes the oldest members of several lists that are not busy, up to ``n``, each from the list with the oldest one
+    unless ``choose`` names another."""
     slots: list[int] = []
     positions: list[int] = []
     while len(slots) < n:
-        oldest = lists[0] if len(lists) == 1 else min(lists, key=RecencyList.front)
+        oldest = choose() if choose is not None else min(lists, key=RecencyList.front)
         position = oldest.front()
         if position == NO_END:
             break
@@ -431,14 +459,81 @@ def pop(lists: Sequence[RecencyList], n: int, busy: Flags) -> tuple[Slots, Posit
     return array(slots), array(positions)
 
 
-class ListPair:
-    """Slots used by one request (``once``) and by several (``again``), each list from the oldest to the most recent.
+def gap_class(ticks: int) -> int:
+    """Returns the class of a gap of so many ticks."""
+    return 1 + bisect_right(GAP_BOUNDS, ticks)
 
-    Positions come from one clock, so members of both lists can be compared.
+
+class ReturnRates:
+    """What it is worth to keep a block, by the class of its last gap and by its age, the time since its last use.
+
+    The *value* is the most returns per second of room that can be had from now on, if a block that has not returned is
+    dropped at the best age. It is a Gittins index, learned from blocks that returned or were forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._returned = [[0.0] * NUM_AGES for _ in range(GAP_CLASSES)]
+        self._ended = [[0.0] * NUM_AGES for _ in range(GAP_CLASSES)]
+        self._waiting = [[0.0] * NUM_AGES for _ in range(GAP_CLASSES)]
+        self._values = [[0.0] * NUM_AGES for _ in range(GAP_CLASSES)]
+
+    def add(self, gap: int, age: int, returned: bool) -> None:
+        """Counts a block of class ``gap`` that returned, or was forgotten, at an age in ticks."""
+        at = self._bin(age)
+        self._ended[gap][at] += 1
+        self._returned[gap][at] += returned
+
+    def wait(self, gap: int, age: int) -> None:
+        """Counts a block of class ``gap`` that has reached an age in ticks, for the next update only."""
+        self._waiting[gap][self._bin(age)] += 1
+
+    def update(self, decay: float) -> None:
+        """Learns the values from what was counted. Ends then count ``decay`` times as much."""
+        spent = [[0.0] * NUM_AGES for _ in range(GAP_CLASSES)]
+        all_returned = all_spent = 0.0
+        for gap in range(GAP_CLASSES):
+            older = 0.0
+            for at in reversed(range(NUM_AGES)):
+                width = float(AGE_BOUNDS[at + 1] - AGE_BOUNDS[at])
+                here = self._ended[gap][at] + self._waiting[gap][at]
+                spent[gap][at] = width * (older + 0.5 * here)
+                older += here
+                all_returned += self._returned[gap][at]
+                all_spent += spent[gap][at]
+        for counts in self._waiting:
+            counts[:] = [0.0] * NUM_AGES
+        if not all_returned:
+            return
+        prior_spent = PRIOR * all_spent / all_returned
+        for gap in range(GAP_CLASSES):
+            for at in range(NUM_AGES):
+                best, returned, room = 0.0, PRIOR, prior_spent
+                for until in range(at, NUM_AGES):
+                    returned += self._returned[gap][until]
+                    room += spent[gap][until]
+                    best = max(best, returned / room)
+                self._values[gap][at] = best
+        for counts in (*self._returned, *self._ended):
+            counts[:] = [count * decay for count in counts]
+
+    def value(self, gap: int, age: int) -> float:
+        """Returns the value of a block of class ``gap`` at an age in ticks."""
+        return self._values[gap][self._bin(age)]
+
+    def _bin(self, age: int) -> int:
+        return bisect_right(AGE_BOUNDS, age, 1, NUM_AGES) - 1
+
+
+class GapLists:
+    """Slots used by one request (``once``), and those used by several (``again``) by the class of the gap between their
+    last two uses; each list from the oldest to the most recent.
+
+    Positions come from one clock, so members of all lists can be compared.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._once, self._again = self._lists = (RecencyList(capacity), RecencyList(capacity))
+        self._lists = tuple(RecencyList(capacity) for _ in range(GAP_CLASSES))
+        self._once, self._again = self._lists[0], self._lists[1:]
         self._clock = 0
 
     @property
@@ -447,22 +542,37 @@ class ListPair:
 
     @property
     def num_again(self) -> int:
-        return len(self._again)
+        return sum(map(len, self._again))
+
+    def begin(self, time_s: float) -> int:
+        """Begins with a request at this time. Returns the position that the clock has now: the time in ticks, or later
+        if that was reached already."""
+        ticks = time_s * TICKS_PER_S
+        if self._clock < ticks < MAX_TICKS:
+            self._clock = int(ticks)
+        return self._clock
 
     def tick(self, n: int) -> Positions:
         """Returns the next ``n`` positions of the clock."""
         self._clock += n
         return np.arange(self._clock - n, self._clock)
 
+    def classes_since(self, positions: Positions) -> Positions:
+        """Returns the classes of the gaps of blocks that were used at ``positions`` and are used now."""
+        return array([gap_class(self._clock - position) for position in whole(positions).tolist()])
+
     def use(self, slots: Slots, ready: Flags) -> None:
         """Moves members to the recent end of ``again``. Members of ``once`` that are not ``ready`` stay in it, at its
         recent end."""
-        self.insert(slots, ~self._once.holds(slots) | ready)
+        stays = self._once.holds(slots) & ~ready
+        before = [next(at for at in (each.position(slot) for each in self._lists) if at >= 0) for slot in slots.tolist()]
+        self.insert(slots, np.where(stays, 0, self.classes_since(array(before))))
 
-    def insert(self, slots: Slots, again: Flags) -> None:
-        """Moves slots to the recent end of ``again`` where it is marked, else of ``once``."""
+    def insert(self, slots: Slots, classes: Positions) -> None:
+        """Moves slots to the recent ends of the lists of ``classes``."""
         positions = self.tick(len(slots))
-        for members, chosen in ((self._once, ~again), (self._again, again)):
+        for gap, members in enumerate(self._lists):
+            chosen = classes == gap
             members.discard(slots[~chosen])
             members.append(slots[chosen], positions[chosen])
 
@@ -484,7 +594,8 @@ class ListPair:
 
     def oldest_again(self) -> int:
         """Returns the position of the oldest member of ``again`` that is in the order, -1 if there is none."""
-        return self._again.oldest_position()
+        position = min(members.front() for members in self._again)
+        return position if position < NO_END else -1
 
     def pop_once(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
         """Removes the ``n`` oldest members of ``once`` that are not busy. Returns them and their positions, oldest
@@ -493,11 +604,40 @@ class ListPair:
 
     def pop_again(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
         """Does the same as ``pop_once`` for ``again``."""
-        return pop((self._again,), n, busy)
+        return pop(self._again, n, busy)
 
     def pop_oldest(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Does the same as ``pop_once`` for the members of both lists."""
+        """Does the same as ``pop_once`` for the members of all lists."""
         return pop(self._lists, n, busy)
+
+    def pop_least(self, n: int, busy: Flags, rates: ReturnRates) -> tuple[Slots, Positions]:
+        """Does the same, but takes each one from the list whose oldest member has the lowest value."""
+
+        def worth(gap: int) -> tuple[float, int]:
+            position = self._lists[gap].front()
+            return (inf if position == NO_END else rates.value(gap, self._clock - position)), position
+
+        return pop(self._lists, n, busy, choose=lambda: self._lists[min(range(GAP_CLASSES), key=worth)])
+
+    def num_refused(self, classes: Positions, shortage: int, rates: ReturnRates) -> int:
+        """Returns how many of the first of new blocks, of ``classes``, are worth less than the members that would leave
+        for them, if ``shortage`` of them or of the members must go. Members that were passed over do not count."""
+        oldest = [iter(members.positions()) for members in self._lists]
+        front = [next(each, NO_END) for each in oldest]
+        num = 0
+        for _ in range(shortage):
+            worth = [
+                (inf if position == NO_END else rates.value(gap, self._clock - position), position)
+                for gap, position in enumerate(front)
+            ]
+            least = min(range(GAP_CLASSES), key=worth.__getitem__)
+            if num < len(classes) and rates.value(int(classes[num]), 0) < worth[least][0]:
+                num += 1
+            elif front[least] == NO_END:
+                break
+            else:
+                front[least] = next(oldest[least], NO_END)
+        return num
 
     def clear(self) -> None:
         for members in self._lists:

@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING
 from kvoffload.native import load, reference
 
 if TYPE_CHECKING:
-    from kvoffload.native.reference import BlockTable, FreeSlots, GhostTable, KeyQueue, ListPair, RecencyList
+    from kvoffload.native.reference import BlockTable, FreeSlots, GapLists, GhostTable, KeyQueue, RecencyList, ReturnRates
 else:
     _cache, _ghosts = (load(name) or reference for name in ("_cache", "_ghosts"))
     BlockTable, FreeSlots = _cache.BlockTable, _cache.FreeSlots
-    GhostTable, KeyQueue, ListPair, RecencyList = (
-        _ghosts.GhostTable,
-        _ghosts.KeyQueue,
-        _ghosts.ListPair,
-        _ghosts.RecencyList,
-    )
+    GapLists, GhostTable, KeyQueue = _ghosts.GapLists, _ghosts.GhostTable, _ghosts.KeyQueue
+    RecencyList, ReturnRates = _ghosts.RecencyList, _ghosts.ReturnRates
 
-__all__ = ["BlockTable", "FreeSlots", "GhostTable", "KeyQueue", "ListPair", "RecencyList"]
+__all__ = ["BlockTable", "FreeSlots", "GapLists", "GhostTable", "KeyQueue", "RecencyList", "ReturnRates"]

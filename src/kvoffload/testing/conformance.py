@@ -814,7 +814,7 @@ class PolicyConformance:
         """A request uses a chain: the cached blocks ``slots``, and behind them ``absent`` keys."""
         chain = [*reversed(_slot_keys(slots)), *reversed(absent)]
         found = _array([*reversed(slots), *(-1 for _ in absent)])
-        policy.access(Access(chain, found, _array(slots), np.full(len(slots), ready)))
+        policy.access(Access(chain, found, _array(slots), np.full(len(slots), ready), 0.0))
 
     def evict(
         self, policy: CachePolicy, n: int, busy: Iterable[int] = (), entering: Sequence[OffloadKey] = ()
@@ -1059,6 +1059,7 @@ class _PolicyDriver:
         self.rng = rng
         self.policy = suite.make_policy(capacity)
         self.num_admits = num_admits
+        self.now = 0.0
         self.names = [make_offload_key(b"block %d" % number, 0) for number in range(2 * capacity + 3)]
         self.key_of = np.full(capacity, None, dtype=np.object_)
         self.free = set(range(capacity))
@@ -1147,7 +1148,8 @@ class _PolicyDriver:
         found = [slot_of.get(key, -1) for key in chain]
         cached = [slot for slot in reversed(found) if slot >= 0]
         ready = np.array([slot not in self.writing for slot in cached], dtype=np.bool_)
-        self.policy.access(Access(chain, _array(found), _array(cached), ready))
+        self.now += self.rng.choice((0.0, 0.1, 30.0, 1e4))
+        self.policy.access(Access(chain, _array(found), _array(cached), ready, self.now))
 
     def reorder(self) -> None:
         slots = self.some(self.held())

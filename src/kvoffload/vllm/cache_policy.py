@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
@@ -149,6 +150,7 @@ class PolicyAdapter(CachePolicy):
         # The scheduler looks up one key at a time: this costs no call of a Python function.
         self.__dict__["get"] = self._chunks.get
         self._policy = make_policy(self.policy, cache_capacity)
+        self.clock: Callable[[], float] = time.monotonic
         self._has_failed = False
         self._reset()
         logger.info(
@@ -245,7 +247,7 @@ class PolicyAdapter(CachePolicy):
         self._set_full()
         found = self._find(use.chain)
         use.held, ready = self._table.used(found)
-        self._policy.access(Access(use.chain, found, use.held, ready))
+        self._policy.access(Access(use.chain, found, use.held, ready, self.clock()))
         if self._aside:
             self._take_back(use.chain)
         return use

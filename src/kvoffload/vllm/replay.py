@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvoffload.abc import ConfigError, MissReason, OffloadKey
 from kvoffload.lab.replay import ENGINE_POLICY, ExactMisses, Run
+from kvoffload.vllm.cache_policy import PolicyAdapter
 
 STEP_TOKENS = 8192
 """Tokens of a prompt that are computed, and then stored, per step: what vLLM's server has by default on a large GPU."""
@@ -33,6 +34,9 @@ class VLLMRun(Run):
                 f'policy={config.policy!r}: vLLM cannot make it ({error}); write "vllm:lru", "vllm:arc" or '
                 '"vllm:package.module:Class"'
             ) from error
+        policy = getattr(self.theirs, "_policy", None)
+        if isinstance(policy, PolicyAdapter):
+            policy.clock = self.clock
         self.gone = ExactMisses(self.trace)
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:

@@ -1,4 +1,4 @@
-"""The self-tuning policy: two lists, and the one of four rules that would have found most blocks recently."""
+"""The self-tuning policy: lists, and the one of five rules that would have found most blocks recently."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, Offload
 from kvoffload.cache.keys import Hashes, key_hashes, seem_of_several_groups, shared_names
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 from kvoffload.native import load
-from kvoffload.native.structures import GhostTable, ListPair
+from kvoffload.native.structures import GhostTable, GapLists
 
 
 class PlainAutoPolicy(CachePolicy):
-    """Blocks used by one request (``once``) and by several (``again``), each list oldest first, on one clock; and
-    ghosts: blocks that left or were refused, with the time of their last use.
+    """Blocks used by one request (``once``), and those used by several (``again``) by the gap between their last two
+    uses, each list oldest first, on one clock; and ghosts: blocks that left or were refused, with the time of their
+    last use.
 
     A rule (see ``tournament.RULES``) says from which list a block leaves, whether new blocks enter at all, and which
     of the blocks that return count as used again. A ``Tournament`` chooses the rule. The lists are the same for all
@@ -30,7 +31,7 @@ class PlainAutoPolicy(CachePolicy):
 
     def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
         super().__init__(capacity)
-        self._lists = ListPair(capacity)
+        self._lists = GapLists(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._tournament = tournament or Tournament(capacity)
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
@@ -50,18 +51,23 @@ class PlainAutoPolicy(CachePolicy):
         missing = access.found < 0
         absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1])
         chain[missing] = absent[::-1]
-        self._tournament.observe(chain, self.full + self.beside)
+        self._tournament.observe(chain, self.full + self.beside, self._lists.begin(access.time))
         tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
         self._ghosts.mark_above(absent, self._lists.oldest_again() if tested else -1)
         self._lists.use(access.slots, access.ready)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         hashes = self._hashes(keys)
-        returning = self._ghosts.is_marked(hashes)
+        classes = self._classes(hashes)
         if not self._has_shared_names:
             self._ghosts.remove(hashes)
         self._hash_of[slots] = hashes
-        self._lists.insert(slots, returning)
+        self._lists.insert(slots, classes)
+
+    def _classes(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        """Returns the classes of absent blocks that are stored now."""
+        since = self._lists.classes_since(self._ghosts.stamps(hashes))
+        return np.where(self._ghosts.is_marked(hashes), since, 0)
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
         self._lists.move_to_end(slots)
@@ -74,6 +80,10 @@ class PlainAutoPolicy(CachePolicy):
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         rule = self._tournament.rule
+        if rule.by_gap:
+            classes = self._classes(self._hashes(keys))
+            num_refused = self._lists.num_refused(classes, shortage, self._tournament.shadows.rates)
+            return np.arange(len(keys)) >= num_refused if num_refused else None
         if rule.share is None:
             return None
         returning = self._is_returning(keys)
@@ -92,7 +102,9 @@ class PlainAutoPolicy(CachePolicy):
 
     def evict(self, eviction: Eviction) -> Slots:
         rule, n, busy = self._tournament.rule, eviction.n, eviction.busy
-        if rule.share is None:
+        if rule.by_gap:
+            victims, positions = self._lists.pop_least(n, busy, self._tournament.shadows.rates)
+        elif rule.share is None:
             victims, positions = self._lists.pop_oldest(n, busy)
         else:
             num_once = int(np.count_nonzero(~self._is_returning(eviction.entering)))

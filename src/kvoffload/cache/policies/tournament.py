@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.cache.keys import Hashes
 from kvoffload.native import load
+from kvoffload.native.reference import GAP_CLASSES, ReturnRates, gap_class
 
 GHOSTS = 5
 """The number of ghosts, as a multiple of the capacity. One that has returned still counts."""
@@ -19,9 +20,17 @@ SHADOW_BLOCKS = 2048
 """The capacity of a shadow. If the cache is larger, a sample of the blocks is taken: this many of its capacity."""
 HALF_LIFE = 10
 """Half-life of a score, in accesses, as a multiple of the capacity."""
-MARGIN = 1.003
+HALF_LIFE_REQUESTS = 30
+"""The same in requests, at least."""
+MARGIN = 1.001
 """Another rule takes over when its score is this many times the score of the current rule."""
-FIRST = 1
+UPDATES = 8
+"""How often the rates of return are learned, per access of a shadow's capacity."""
+MIN_UPDATE = 64
+"""Accesses between two such times, at least."""
+RATES_DECAY = 0.5 ** (1 / (UPDATES * 300))
+"""How much what was counted counts after each such time: its half-life is 300 capacities."""
+FIRST = 4
 """Index of the rule to begin with."""
 
 
@@ -37,6 +46,8 @@ class Rule:
     """Whether a block that returns counts as used again only if it was last used after the oldest block used again."""
     holds: bool = False
     """Whether new blocks are refused while blocks used once hold more than their share."""
+    by_gap: bool = False
+    """Whether blocks leave, or are refused, by what it is worth to keep them, see ``ReturnRates``."""
 
     def quota(self, capacity: int) -> int:
         """Returns how many blocks used once may hold their places."""
@@ -54,8 +65,15 @@ class Rule:
         return capacity - max(1.0, min(self.share, 0.5) * capacity)
 
 
-RULES = (Rule("lru"), Rule("slru", 0.5, True), Rule("lirs", 0.01, True, True), Rule("2q", 0.01))
-"""Each is named after the policy that it resembles: LRU; SLRU and S3-FIFO, with half for new blocks; LIRS; 2Q."""
+RULES = (
+    Rule("lru"),
+    Rule("slru", 0.5, True),
+    Rule("lirs", 0.01, True, True),
+    Rule("2q", 0.01),
+    Rule("gap", by_gap=True),
+)
+"""Named after the policies that they resemble: LRU; SLRU and S3-FIFO, with half for new blocks; LIRS; 2Q. ``gap`` goes by
+the time between the last two uses of a block."""
 
 
 class Plan(NamedTuple):
@@ -103,15 +121,24 @@ class Shadow:
         self.once: OrderedDict[int, int] = OrderedDict()
         self.again: OrderedDict[int, int] = OrderedDict()
         self.ghosts: OrderedDict[int, int] = OrderedDict()
+        self.gone: list[int] = []
+        """Names that were forgotten."""
 
-    def access(self, names: Sequence[int], clock: int) -> int:
-        """Serves a request for a chain of distinct names, head first. Returns how many leading names were present."""
+    def holds(self, name: int) -> bool:
+        return name in self.once or name in self.again or name in self.ghosts
+
+    def lists(self) -> list[list[int]]:
+        return [list(self.once), list(self.again), *([] for _ in range(GAP_CLASSES - 2)), list(self.ghosts)]
+
+    def access(self, names: Sequence[int], clock: int, gaps: Mapping[int, int]) -> int:
+        """Serves a request for a chain of distinct names, head first. Returns how many leading names were present.
+        ``gaps``: the class of the gap between the last two uses of each known name."""
         present = [name in self.again or name in self.once for name in names]
         found = present.index(False) if False in present else len(names)
         stamped = list(zip(reversed(names), range(clock + 1, clock + 1 + len(names)), strict=True))
         if self.rule.share is None:
             append(self.again, stamped)
-            cut(self.again, self.capacity)
+            self.gone += cut(self.again, self.capacity)
         else:
             self._serve(stamped)
         return found
@@ -144,7 +171,7 @@ class Shadow:
         append(self.ghosts, sorted(refused, key=lambda each: each[1]))
         append(self.ghosts, [once.popitem(last=False) for _ in range(made.evict_once)])
         append(self.ghosts, [again.popitem(last=False) for _ in range(made.evict_again)])
-        cut(self.ghosts, self.max_ghosts)
+        self.gone += cut(self.ghosts, self.max_ghosts)
 
 
 def append(names: OrderedDict[int, int], stamped: Sequence[tuple[int, int]]) -> None:
@@ -153,31 +180,116 @@ def append(names: OrderedDict[int, int], stamped: Sequence[tuple[int, int]]) -> 
         names.move_to_end(name)
 
 
-def cut(names: OrderedDict[int, int], limit: int) -> None:
-    for _ in range(len(names) - limit):
-        names.popitem(last=False)
+def cut(names: OrderedDict[int, int], limit: int) -> list[int]:
+    """Forgets the oldest names until ``limit`` are left, and returns them."""
+    return [names.popitem(last=False)[0] for _ in range(len(names) - limit)]
+
+
+class GapShadow:
+    """The same for the rule that goes by gaps. ``_members[c]``: the stamps of names of class c, oldest first."""
+
+    def __init__(self, capacity: int, rates: ReturnRates) -> None:
+        self.capacity, self._rates = capacity, rates
+        self._members: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(GAP_CLASSES)]
+        self.gone: list[int] = []
+
+    def holds(self, name: int) -> bool:
+        return any(name in members for members in self._members)
+
+    def lists(self) -> list[list[int]]:
+        return [*map(list, self._members), []]
+
+    def access(self, names: Sequence[int], clock: int, gaps: Mapping[int, int]) -> int:
+        present = [self.holds(name) for name in names]
+        found = present.index(False) if False in present else len(names)
+        for name in names:
+            for members in self._members:
+                members.pop(name, None)
+        new = [name for name, is_present in zip(reversed(names), reversed(present), strict=True) if not is_present]
+        refused = self._make_room(len(names), new, clock, gaps)
+        for i, name in reversed(list(enumerate(names))):
+            if name not in refused:
+                self._members[gaps[name]][name] = clock + len(names) - i
+        return found
+
+    def _make_room(self, num: int, new: list[int], clock: int, gaps: Mapping[int, int]) -> set[int]:
+        """Makes room for the ``num`` names of a request, and returns those of the new ones, given tail first, that are
+        worth less than what would leave for them."""
+
+        def worth(gap: int) -> tuple[float, int]:
+            oldest = next(iter(self._members[gap].values()), None)
+            return (inf, 0) if oldest is None else (self._rates.value(gap, clock - oldest), oldest)
+
+        num_refused = 0
+        for _ in range(sum(map(len, self._members)) + num - self.capacity):
+            least = min(range(GAP_CLASSES), key=worth)
+            if num_refused < len(new) and self._rates.value(gaps[new[num_refused]], 0) < worth(least)[0]:
+                num_refused += 1
+            elif self._members[least]:
+                self.gone.append(self._members[least].popitem(last=False)[0])
+        return set(new[:num_refused])
 
 
 class PlainShadows:
-    """One shadow per rule, all of one capacity, each with at most ``max_ghosts`` ghosts."""
+    """One shadow per rule, all of one capacity, each with at most ``max_ghosts`` ghosts; and the ``rates`` of return of
+    all names that a shadow knows."""
 
     def __init__(self, capacity: int, rules: Sequence[Rule], max_ghosts: int) -> None:
         self.capacity = capacity
-        self._shadows = [Shadow(capacity, rule, max_ghosts) for rule in rules]
+        self.rates = ReturnRates()
+        self._shadows = [
+            GapShadow(capacity, self.rates) if rule.by_gap else Shadow(capacity, rule, max_ghosts) for rule in rules
+        ]
         self._clock = 0
+        self._num_learned = 0
+        self._stamps: dict[int, int] = {}
+        self._gaps: dict[int, int] = {}
 
-    def access(self, hashes: Hashes, limit: int) -> tuple[int, Sequence[int]]:
-        """Serves a request for a chain: those of ``hashes`` that are at most ``limit``, head first. Returns how many
-        distinct ones these are and, unless there are none, how many leading ones each shadow had."""
+    def access(self, hashes: Hashes, limit: int, now: int) -> tuple[int, Sequence[int]]:
+        """Serves a request for a chain at time ``now``, in ticks: those of ``hashes`` that are at most ``limit``, head
+        first. Returns how many distinct ones these are and, unless there are none, how many leading ones each shadow
+        had."""
         names = list(dict.fromkeys(hashes[hashes <= limit].tolist()))
-        found = tuple(shadow.access(names, self._clock) for shadow in self._shadows) if names else ()
+        if not names:
+            return 0, ()
+        self._clock = max(self._clock, now)
+        for name in names:
+            self._learn(name)
+        found = tuple(shadow.access(names, self._clock, self._gaps) for shadow in self._shadows)
+        for i, name in enumerate(names):
+            self._stamps[name] = self._clock + len(names) - i
+        self._forget(set(names))
         self._clock += len(names)
+        self._num_learned += len(names)
+        if self._num_learned >= max(MIN_UPDATE, self.capacity // UPDATES):
+            self._num_learned = 0
+            for name, stamp in self._stamps.items():
+                self.rates.wait(self._gaps[name], self._clock - stamp)
+            self.rates.update(RATES_DECAY)
         return len(names), found
 
-    def lists(self, rule: int) -> tuple[list[int], list[int], list[int]]:
-        """Returns the names that a shadow holds, used once and used again, and its ghosts, each oldest first."""
-        shadow = self._shadows[rule]
-        return list(shadow.once), list(shadow.again), list(shadow.ghosts)
+    def _learn(self, name: int) -> None:
+        """Counts that a name returns, if it is known, and takes note of the gap."""
+        gap = self._clock - self._stamps.get(name, self._clock)
+        if name in self._stamps:
+            self.rates.add(self._gaps[name], gap, True)
+        self._gaps[name] = gap_class(gap) if name in self._stamps else 0
+
+    def _forget(self, names: set[int]) -> None:
+        """Forgets what no shadow knows any more. ``names`` are those of the present request."""
+        gone = {name for shadow in self._shadows for name in shadow.gone} | names
+        for name in gone:
+            if not any(shadow.holds(name) for shadow in self._shadows):
+                if name not in names:
+                    self.rates.add(self._gaps[name], self._clock - self._stamps[name], False)
+                del self._gaps[name], self._stamps[name]
+        for shadow in self._shadows:
+            shadow.gone.clear()
+
+    def lists(self, rule: int) -> list[list[int]]:
+        """Returns the names that a shadow holds, by the class of their last gap, and its ghosts, each oldest first. Most
+        rules know two classes: used once, and used again."""
+        return self._shadows[rule].lists()
 
 
 if TYPE_CHECKING or (native := load("_ghosts")) is None:  # noqa: SIM108  (mypy does not know ``native``)
@@ -212,15 +324,15 @@ class Tournament:
     def rule(self) -> Rule:
         return RULES[self._current]
 
-    def observe(self, hashes: Hashes, num_blocks: int) -> None:
-        """Records a request for a chain, given as the ``key_hashes`` of its keys, head first. The scores begin again
-        if the cache's number of blocks has halved or doubled."""
+    def observe(self, hashes: Hashes, num_blocks: int, now: int) -> None:
+        """Records a request for a chain, given as the ``key_hashes`` of its keys, head first, at time ``now``, in ticks.
+        The scores begin again if the cache's number of blocks has halved or doubled."""
         if not self._num_blocks / 2 <= max(1, num_blocks) < 2 * self._num_blocks:
             self._begin(num_blocks)
-        num_names, found = self.shadows.access(hashes, self._limit)
+        num_names, found = self.shadows.access(hashes, self._limit, now)
         if not num_names:
             return
-        decay = 0.5 ** (num_names / (HALF_LIFE * self._capacity))
+        decay = 0.5 ** min(num_names / (HALF_LIFE * self._capacity), 1 / HALF_LIFE_REQUESTS)
         self.scores = [score * decay + leading for score, leading in zip(self.scores, found, strict=True)]
         best = max(range(len(RULES)), key=self.scores.__getitem__)
         if self.scores[best] > MARGIN * self.scores[self._current]:
