@@ -381,6 +381,7 @@ cdef enum:
 
 cdef int64_t[CLASSES - 2] GAP_BOUNDS
 cdef int64_t[AGES + 1] AGE_BOUNDS
+cdef double RATES_HALF_LIFE = reference.RATES_HALF_LIFE
 cdef double PRIOR = reference.PRIOR
 cdef double TICKS_PER_S = reference.TICKS_PER_S
 cdef double MAX_TICKS = reference.MAX_TICKS
@@ -560,8 +561,7 @@ cdef class Shadows:
     """Index of a node, or END, at the hash of its name or behind it."""
     cdef int32_t _free
     """The first of the free nodes, which ``newer[0]`` links."""
-    cdef int64_t _clock, _request, _num_learned, _learn_from
-    cdef double _rates_decay
+    cdef int64_t _clock, _request, _num_accesses, _next_update
     cdef int32_t _oldest[MAX_RULES][LISTS]
     cdef int32_t _newest[MAX_RULES][LISTS]
     cdef int64_t _size[MAX_RULES][LISTS]
@@ -569,11 +569,7 @@ cdef class Shadows:
     def __cinit__(self, Py_ssize_t capacity, rules, Py_ssize_t ghosts):
         """``ghosts``: how many of a shadow there can be."""
         self.capacity = capacity
-        from kvoffload.cache.policies import tournament
-
         self._ghost_limit = ghosts
-        self._learn_from = max(tournament.MIN_UPDATE, capacity // tournament.UPDATES)
-        self._rates_decay = tournament.RATES_DECAY
         rules = tuple(rules)
         self._num_rules = len(rules)
         if self._num_rules > MAX_RULES:
@@ -584,7 +580,8 @@ cdef class Shadows:
 
     def clear(self):
         self._resize(64, 0)
-        self._clock = self._request = self._num_learned = 0
+        self._clock = self._request = self._num_accesses = 0
+        self._next_update = reference.next_update(0, self.capacity)
         self.rates = ReturnRates()
         for r in range(MAX_RULES):
             for where in range(LISTS):
@@ -757,15 +754,22 @@ cdef class Shadows:
             self._nodes[chain[i]].stamp = self._clock + num - i
             self._drop_if_nowhere(chain[i])
         self._clock += num
-        self._num_learned += num
-        if self._num_learned >= self._learn_from:
-            self._num_learned = 0
-            for i in range(self._table_size):
-                if self._table[i] != END:
-                    node = self._table[i]
-                    self.rates._waiting[self._nodes[node].gap][age_bin(self._clock - self._nodes[node].stamp)] += 1
-            self.rates._update(self._rates_decay)
+        self._num_accesses += num
+        if self._num_accesses >= self._next_update:
+            self._update()
         return num, tuple([found[i] for i in range(self._num_rules)])
+
+    cdef int _update(self) except -1:
+        cdef Py_ssize_t i
+        cdef Node* node
+        cdef int64_t before = self._next_update
+        for i in range(self._table_size):
+            if self._table[i] != END:
+                node = &self._nodes[self._table[i]]
+                self.rates._waiting[node.gap][age_bin(self._clock - node.stamp)] += 1
+        self._next_update = reference.next_update(self._num_accesses, self.capacity)
+        self.rates._update(0.5 ** (<double>(self._next_update - before) / (RATES_HALF_LIFE * self.capacity)))
+        return 0
 
     cdef inline void _learn(self, Node* node) noexcept:
         """Counts that a name returns, if it was known, and takes note of the gap."""

@@ -35,6 +35,8 @@ AGE_BOUNDS = tuple(int((2 ** (i / 2) - 1) * TICKS_PER_S / 16) for i in range(49)
 NUM_AGES = len(AGE_BOUNDS) - 1
 PRIOR = 0.5
 """Returns at the average rate that each class is believed to have had before any was seen."""
+RATES_HALF_LIFE = 300
+"""Half-life of what the rates of return are learned from, in accesses, as a multiple of a shadow's capacity."""
 GHOST_WAYS = 16
 """Ghosts per bucket. A table for up to twice as many is one bucket."""
 WRITING = -1
@@ -457,6 +459,11 @@ def pop(
             slots.append(slot)
             positions.append(position)
     return array(slots), array(positions)
+
+
+def next_update(num_accesses: int, capacity: int) -> int:
+    """Returns after how many accesses of a shadow the rates of return are learned again."""
+    return num_accesses + max(64, min(num_accesses // 16, 4 * capacity))
 
 
 def gap_class(ticks: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.cache.keys import Hashes
 from kvoffload.native import load
-from kvoffload.native.reference import GAP_CLASSES, ReturnRates, gap_class
+from kvoffload.native.reference import GAP_CLASSES, RATES_HALF_LIFE, ReturnRates, gap_class, next_update
 
 GHOSTS = 5
 """The number of ghosts, as a multiple of the capacity. One that has returned still counts."""
@@ -24,12 +24,6 @@ HALF_LIFE_REQUESTS = 30
 """The same in requests, at least."""
 MARGIN = 1.001
 """Another rule takes over when its score is this many times the score of the current rule."""
-UPDATES = 8
-"""How often the rates of return are learned, per access of a shadow's capacity."""
-MIN_UPDATE = 64
-"""Accesses between two such times, at least."""
-RATES_DECAY = 0.5 ** (1 / (UPDATES * 300))
-"""How much what was counted counts after each such time: its half-life is 300 capacities."""
 FIRST = 4
 """Index of the rule to begin with."""
 
@@ -241,7 +235,8 @@ class PlainShadows:
             GapShadow(capacity, self.rates) if rule.by_gap else Shadow(capacity, rule, max_ghosts) for rule in rules
         ]
         self._clock = 0
-        self._num_learned = 0
+        self._num_accesses = 0
+        self._next_update = next_update(0, capacity)
         self._stamps: dict[int, int] = {}
         self._gaps: dict[int, int] = {}
 
@@ -260,13 +255,16 @@ class PlainShadows:
             self._stamps[name] = self._clock + len(names) - i
         self._forget(set(names))
         self._clock += len(names)
-        self._num_learned += len(names)
-        if self._num_learned >= max(MIN_UPDATE, self.capacity // UPDATES):
-            self._num_learned = 0
-            for name, stamp in self._stamps.items():
-                self.rates.wait(self._gaps[name], self._clock - stamp)
-            self.rates.update(RATES_DECAY)
+        self._num_accesses += len(names)
+        if self._num_accesses >= self._next_update:
+            self._update()
         return len(names), found
+
+    def _update(self) -> None:
+        for name, stamp in self._stamps.items():
+            self.rates.wait(self._gaps[name], self._clock - stamp)
+        before, self._next_update = self._next_update, next_update(self._num_accesses, self.capacity)
+        self.rates.update(0.5 ** ((self._next_update - before) / (RATES_HALF_LIFE * self.capacity)))
 
     def _learn(self, name: int) -> None:
         """Counts that a name returns, if it is known, and takes note of the gap."""
