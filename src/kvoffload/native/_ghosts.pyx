@@ -791,10 +791,12 @@ cdef class Shadows:
             if self._nodes[chain[i]].where[r] < ONCE:
                 new[num_new] = <int32_t>i
                 num_new += 1
+            else:
+                self._unlink(r, chain[i])
         for gap in range(CLASSES):
             held += self._size[r][ONCE + gap]
             worth[gap] = self._worth(r, gap)
-        for need in range(held + num_new - self.capacity):
+        for need in range(held + num - self.capacity):
             least = 0
             for gap in range(1, CLASSES):
                 if worth[gap] < worth[least] or (
@@ -825,9 +827,9 @@ cdef class Shadows:
         return self._nodes[self._oldest[r][ONCE + gap]].stamp
 
     cdef inline double _worth(self, Py_ssize_t r, int gap) noexcept:
-        """Returns the value of the oldest name of a list, infinity if there is none but those of the request."""
+        """Returns the value of the oldest name of a list, infinity if there is none."""
         cdef int32_t node = self._oldest[r][ONCE + gap]
-        if node == END or self._nodes[node].seen == self._request:
+        if node == END:
             return INFINITY
         return self.rates._values[gap][age_bin(self._clock - self._nodes[node].stamp)]
 
@@ -1387,15 +1389,18 @@ cdef class Lists:
         cdef Py_ssize_t popped = 0
         cdef int64_t slot
         cdef int64_t fronts[CLASSES]
+        cdef int64_t ticks[CLASSES]
         for which in range(begin, end):
             fronts[which] = self._oldest_of(which)
+            ticks[which] = self._position_or_end(fronts[which])
         while popped < n:
-            which = self._least(fronts, begin, end, rates)
-            slot = fronts[which]
-            if slot < 0:
+            which = self._least(ticks, begin, end, rates)
+            if ticks[which] == NO_END:
                 break
+            slot = fronts[which]
             self._take_out(slot)
             fronts[which] = self._oldest_of(which)
+            ticks[which] = self._position_or_end(fronts[which])
             if is_busy[slot]:
                 self._members[slot].older = SKIPPED
                 continue
@@ -1406,24 +1411,28 @@ cdef class Lists:
             popped += 1
         return popped
 
-    cdef int _least(self, const int64_t* fronts, int begin, int end, ReturnRates rates) noexcept:
-        """Returns from which list a member leaves. Of no list if they are all empty."""
+    cdef inline int64_t _position_or_end(self, int64_t slot) noexcept:
+        return self._position(slot) if slot >= 0 else NO_END
+
+    cdef inline int _least(self, const int64_t* ticks, int begin, int end, ReturnRates rates) noexcept:
+        """Returns from which list a member leaves. ``ticks``: the position of the oldest of each, NO_END if it is
+        empty."""
         cdef int which, least = begin
-        cdef double worth, lowest = INFINITY
-        for which in range(begin, end):
-            if fronts[which] < 0:
-                continue
-            worth = 0 if rates is None else self._value(which, fronts[which], rates)
-            if (
-                fronts[least] < 0
-                or worth < lowest
-                or (worth == lowest and self._position(fronts[which]) < self._position(fronts[least]))
-            ):
+        cdef double worth, lowest
+        if rates is None:
+            for which in range(begin + 1, end):
+                if ticks[which] < ticks[least]:
+                    least = which
+            return least
+        lowest = self._value(begin, ticks[begin], rates)
+        for which in range(begin + 1, end):
+            worth = self._value(which, ticks[which], rates)
+            if worth < lowest or (worth == lowest and ticks[which] < ticks[least]):
                 least, lowest = which, worth
         return least
 
-    cdef inline double _value(self, int which, int64_t slot, ReturnRates rates) noexcept:
-        return rates._values[which][age_bin(self._clock - self._position(slot))]
+    cdef inline double _value(self, int which, int64_t ticks, ReturnRates rates) noexcept:
+        return INFINITY if ticks == NO_END else rates._values[which][age_bin(self._clock - ticks)]
 
     cdef int _check(self, set members) except -1:
         columns = np.frombuffer(self._memory, dtype=[("stamp", "=i8"), ("older", "=i4"), ("newer", "=i4")])
@@ -1536,21 +1545,21 @@ cdef class GapLists(Lists):
         self, const int64_t* gaps, Py_ssize_t n, Py_ssize_t shortage, ReturnRates rates
     ) noexcept:
         cdef int64_t fronts[CLASSES]
-        cdef double worth
+        cdef int64_t ticks[CLASSES]
         cdef int which
         cdef Py_ssize_t refused = 0, i
         for which in range(CLASSES):
             fronts[which] = self._oldest[which]
+            ticks[which] = self._position_or_end(fronts[which])
         for i in range(shortage):
-            which = self._least(fronts, 0, CLASSES, rates)
-            if refused < n:
-                worth = INFINITY if fronts[which] < 0 else self._value(which, fronts[which], rates)
-                if rates._values[gaps[refused]][0] < worth:
-                    refused += 1
-                    continue
-            if fronts[which] < 0:
+            which = self._least(ticks, 0, CLASSES, rates)
+            if refused < n and rates._values[gaps[refused]][0] < self._value(which, ticks[which], rates):
+                refused += 1
+            elif ticks[which] == NO_END:
                 break
-            fronts[which] = self._members[fronts[which]].newer
+            else:
+                fronts[which] = self._members[fronts[which]].newer
+                ticks[which] = self._position_or_end(fronts[which])
         return refused
 
     def pop_once(self, Py_ssize_t n, busy):

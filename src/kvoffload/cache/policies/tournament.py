@@ -22,7 +22,7 @@ HALF_LIFE = 10
 """Half-life of a score, in accesses, as a multiple of the capacity."""
 HALF_LIFE_REQUESTS = 30
 """The same in requests, at least."""
-MARGIN = 1.001
+MARGIN = 1.003
 """Another rule takes over when its score is this many times the score of the current rule."""
 FIRST = 4
 """Index of the rule to begin with."""
