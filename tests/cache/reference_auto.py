@@ -1,4 +1,5 @@
-"""Reference model of the self-tuning policy, in the plainest Python there is: lists, one block at a time."""
+"""Reference model of the self-tuning policy without the rule ``gap``, in the plainest Python there is: lists, one block
+at a time."""
 
 from __future__ import annotations
 
@@ -7,8 +8,17 @@ from collections.abc import Sequence
 from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
 from kvoffload.cache.keys import key_hashes
 from kvoffload.cache.policies import tournament
-from kvoffload.cache.policies.tournament import RULES, Rule
+from kvoffload.cache.policies.tournament import RULES, Rule, Tournament
 from kvoffload.testing.reference import BEING_WRITTEN, ReferenceManager, unique
+
+TEXTBOOK = tuple(rule for rule in RULES if not rule.by_gap)
+
+
+class TextbookTournament(Tournament):
+    """Of the rules that the reference knows."""
+
+    rules = TEXTBOOK
+    first = 1
 
 
 class Ghosts:
@@ -132,9 +142,9 @@ class ReferenceAutoManager(ReferenceManager):
         self.order_clear()
 
     def order_clear(self) -> None:
-        self.shadows = [ReferenceTwoLists(self.capacity, rule) for rule in RULES]
-        self.scores = [0.0] * len(RULES)
-        self.rule = RULES[tournament.FIRST]
+        self.shadows = [ReferenceTwoLists(self.capacity, rule) for rule in TEXTBOOK]
+        self.scores = [0.0] * len(TEXTBOOK)
+        self.rule = TEXTBOOK[TextbookTournament.first]
         self.once: set[OffloadKey] = set()
         self.again: set[OffloadKey] = set()
         self.stamp: dict[OffloadKey, int] = {}
@@ -156,14 +166,14 @@ class ReferenceAutoManager(ReferenceManager):
         chain: Sequence[OffloadKey] | None = None,
     ) -> None:
         names = [int(h) for h in key_hashes(unique(keys))]
-        decay = 0.5 ** (len(names) / (tournament.HALF_LIFE * self.capacity))
+        decay = 0.5 ** min(len(names) / (tournament.HALF_LIFE * self.capacity), 1 / tournament.HALF_LIFE_REQUESTS)
         if names:
             self.scores = [
                 s * decay + shadow.access(names) for s, shadow in zip(self.scores, self.shadows, strict=True)
             ]
         best = self.scores.index(max(self.scores))
-        if self.scores[best] > tournament.MARGIN * self.scores[RULES.index(self.rule)]:
-            self.rule = RULES[best]
+        if self.scores[best] > tournament.MARGIN * self.scores[TEXTBOOK.index(self.rule)]:
+            self.rule = TEXTBOOK[best]
         ordered = [self.stamp[key] for key in self.again if key not in self.skipped]
         floor = min(ordered, default=-1) if self.rule.is_tested(self.capacity, len(self.again)) else -1
         for key in unique(keys):

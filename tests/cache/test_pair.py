@@ -20,7 +20,6 @@ versions = pytest.mark.parametrize("make", VERSIONS, ids=["reference", "native"]
 needs_native = pytest.mark.skipif(native is None, reason="there is no native code")
 
 
-
 def learned(rates: Any) -> Any:
     """Returns rates of return with which each class has values of its own."""
     for gap in range(GAP_CLASSES):
@@ -33,7 +32,7 @@ def learned(rates: Any) -> Any:
 
 RATES = [learned(ReturnRates())] if native is None else [learned(ReturnRates()), learned(native.ReturnRates())]
 slot_lists = st.lists(st.integers(0, CAPACITY - 1), unique=True, max_size=8)
-calls = st.one_of(
+calls: Any = st.one_of(
     st.tuples(st.sampled_from(["use", "insert"]), slot_lists, st.integers(0, 255)),
     st.tuples(st.sampled_from(["move_to_end", "discard", "mark_evictable"]), slot_lists, st.just(0)),
     st.tuples(
@@ -89,7 +88,7 @@ def follow(pairs: list[Any], script: list[tuple[str, list[int], int]]) -> None:
         elif name == "discard":
             members -= set(slots)
         elif isinstance(answers[0], tuple):
-            members -= set(answers[0][0])  # type: ignore[index]
+            members -= set(answers[0][0])
         seen = [(pair.num_once, pair.num_again, pair.oldest_again(), pair.tick(1).tolist()) for pair in pairs]
         assert all(each == seen[0] for each in seen)
         for pair in pairs:

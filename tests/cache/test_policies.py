@@ -48,13 +48,13 @@ def slot_keys(slots: list[int] | range) -> list[bytes]:
     return [make_offload_key(b"slot %d" % slot, 0) for slot in slots]
 
 
-def touch(policy: CachePolicy, slots: list[int], ready: bool = True, absent: list[OffloadKey] | None = None, time: float = 0.0) -> None:
+def touch(
+    policy: CachePolicy, slots: list[int], ready: bool = True, absent: list[OffloadKey] | None = None, time: float = 0.0
+) -> None:
     """A request uses a chain: blocks, tail first, and absent keys behind them."""
     absent = absent or []
     found = array([*reversed(slots), *(-1 for _ in absent)])
-    policy.access(
-        Access([*slot_keys(slots)[::-1], *absent], found, array(slots), np.full(len(slots), ready), time)
-    )
+    policy.access(Access([*slot_keys(slots)[::-1], *absent], found, array(slots), np.full(len(slots), ready), time))
 
 
 class TestLRU(PolicyConformance):

@@ -445,8 +445,8 @@ class RecencyList:
 def pop(
     lists: Sequence[RecencyList], n: int, busy: Flags, choose: Callable[[], RecencyList] | None = None
 ) -> tuple[Slots, Positions]:
-    """Removes the oldest members of several lists that are not busy, up to ``n``, each from the list with the oldest one
-    unless ``choose`` names another."""
+    """Removes the oldest members of several lists that are not busy, up to ``n``, each from the list with the oldest
+    one, unless ``choose`` names another."""
     slots: list[int] = []
     positions: list[int] = []
     while len(slots) < n:
@@ -572,7 +572,9 @@ class GapLists:
         """Moves members to the recent end of ``again``. Members of ``once`` that are not ``ready`` stay in it, at its
         recent end."""
         stays = self._once.holds(slots) & ~ready
-        before = [next(at for at in (each.position(slot) for each in self._lists) if at >= 0) for slot in slots.tolist()]
+        before = [
+            next(at for at in (each.position(slot) for each in self._lists) if at >= 0) for slot in slots.tolist()
+        ]
         self.insert(slots, np.where(stays, 0, self.classes_since(array(before))))
 
     def insert(self, slots: Slots, classes: Positions) -> None:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from kvoffload.native import load, reference
 
 if TYPE_CHECKING:
-    from kvoffload.native.reference import BlockTable, FreeSlots, GapLists, GhostTable, KeyQueue, RecencyList, ReturnRates
+    from kvoffload.native.reference import (
+        BlockTable,
+        FreeSlots,
+        GapLists,
+        GhostTable,
+        KeyQueue,
+        RecencyList,
+        ReturnRates,
+    )
 else:
     _cache, _ghosts = (load(name) or reference for name in ("_cache", "_ghosts"))
     BlockTable, FreeSlots = _cache.BlockTable, _cache.FreeSlots

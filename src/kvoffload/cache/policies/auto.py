@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.keys import Hashes, key_hashes, seem_of_several_groups, shared_names
-from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
+from kvoffload.cache.policies.tournament import GHOSTS, Tournament, plan
 from kvoffload.native import load
-from kvoffload.native.structures import GhostTable, GapLists
+from kvoffload.native.structures import GapLists, GhostTable
 
 
 class PlainAutoPolicy(CachePolicy):
@@ -43,7 +43,7 @@ class PlainAutoPolicy(CachePolicy):
         """Keys and hashes of the last call, because the next call is often about the same keys."""
 
     def state(self) -> Mapping[str, Any]:
-        scores = zip((rule.name for rule in RULES), self._tournament.scores, strict=True)
+        scores = zip((rule.name for rule in self._tournament.rules), self._tournament.scores, strict=True)
         return {"rule": self._tournament.rule.name, "scores": dict(scores)}
 
     def access(self, access: Access) -> None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvoffload.cache.keys import Hashes
 from kvoffload.native import load
@@ -303,6 +303,9 @@ class Tournament:
     nearly always its head.
     """
 
+    rules: ClassVar[Sequence[Rule]] = RULES
+    first: ClassVar[int] = FIRST
+
     def __init__(self, num_blocks: int) -> None:
         self._begin(num_blocks)
 
@@ -314,13 +317,13 @@ class Tournament:
         self.clear()
 
     def clear(self) -> None:
-        self.scores = [0.0] * len(RULES)
-        self._current = FIRST
-        self.shadows = Shadows(self._capacity, RULES, SHADOW_GHOSTS * self._capacity)
+        self.scores = [0.0] * len(self.rules)
+        self._current = self.first
+        self.shadows = Shadows(self._capacity, self.rules, SHADOW_GHOSTS * self._capacity)
 
     @property
     def rule(self) -> Rule:
-        return RULES[self._current]
+        return self.rules[self._current]
 
     def observe(self, hashes: Hashes, num_blocks: int, now: int) -> None:
         """Records a request for a chain, given as the ``key_hashes`` of its keys, head first, at time ``now``, in ticks.
@@ -332,6 +335,6 @@ class Tournament:
             return
         decay = 0.5 ** min(num_names / (HALF_LIFE * self._capacity), 1 / HALF_LIFE_REQUESTS)
         self.scores = [score * decay + leading for score, leading in zip(self.scores, found, strict=True)]
-        best = max(range(len(RULES)), key=self.scores.__getitem__)
+        best = max(range(len(self.rules)), key=self.scores.__getitem__)
         if self.scores[best] > MARGIN * self.scores[self._current]:
             self._current = best
