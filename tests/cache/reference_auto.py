@@ -21,6 +21,18 @@ class TextbookTournament(Tournament):
     first = 1
 
 
+class Fixed(Tournament):
+    """Follows one rule, whatever the scores are."""
+
+    def __init__(self, capacity: int, rule: Rule) -> None:
+        super().__init__(capacity)
+        self._fixed = rule
+
+    @property
+    def rule(self) -> Rule:
+        return self._fixed
+
+
 class Ghosts:
     """The last ``limit`` names that entered, without those that were taken out since."""
 

@@ -18,7 +18,7 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.native.structures import GhostTable
 from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
 from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
-from tests.cache.reference_auto import TEXTBOOK, ReferenceAutoManager, ReferenceTwoLists, TextbookTournament
+from tests.cache.reference_auto import TEXTBOOK, Fixed, ReferenceAutoManager, ReferenceTwoLists, TextbookTournament
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
@@ -124,18 +124,6 @@ def serve(manager: PolicyOffloadingManager, names: Sequence[int]) -> int:
     manager.end_chain(keys, stored)
     manager.complete_store(stored)
     return found
-
-
-class Fixed(Tournament):
-    """Follows one rule, whatever the scores are."""
-
-    def __init__(self, capacity: int, rule: Rule) -> None:
-        super().__init__(capacity)
-        self._fixed = rule
-
-    @property
-    def rule(self) -> Rule:
-        return self._fixed
 
 
 def with_rule(num_blocks: int, rule: Rule, must_store: bool = False) -> PolicyOffloadingManager:

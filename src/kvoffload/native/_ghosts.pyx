@@ -438,8 +438,12 @@ cdef class ReturnRates:
 
     cdef void _update(self, double decay) noexcept:
         cdef double spent[CLASSES][AGES]
-        cdef double all_returned = 0, all_spent = 0, older, here, best, returned, room, prior_spent
+        cdef double pooled_returned[AGES]
+        cdef double pooled_spent[AGES]
+        cdef double all_returned = 0, older, here, best, returned, room, weight
         cdef int gap, at, until
+        memset(&pooled_returned[0], 0, sizeof(pooled_returned))
+        memset(&pooled_spent[0], 0, sizeof(pooled_spent))
         for gap in range(CLASSES):
             older = 0
             for at in range(AGES - 1, -1, -1):
@@ -447,18 +451,20 @@ cdef class ReturnRates:
                 spent[gap][at] = <double>(AGE_BOUNDS[at + 1] - AGE_BOUNDS[at]) * (older + 0.5 * here)
                 older += here
                 all_returned += self._returned[gap][at]
-                all_spent += spent[gap][at]
+                pooled_returned[at] += self._returned[gap][at]
+                pooled_spent[at] += spent[gap][at]
         memset(&self._waiting[0][0], 0, sizeof(self._waiting))
         if all_returned == 0:
             return
-        prior_spent = PRIOR * all_spent / all_returned
+        weight = PRIOR / all_returned
         for gap in range(CLASSES):
             for at in range(AGES):
-                best, returned, room = 0, PRIOR, prior_spent
+                best, returned, room = 0, 0, 0
                 for until in range(at, AGES):
-                    returned += self._returned[gap][until]
-                    room += spent[gap][until]
-                    best = max(best, returned / room)
+                    returned += self._returned[gap][until] + weight * pooled_returned[until]
+                    room += spent[gap][until] + weight * pooled_spent[until]
+                    if room > 0:
+                        best = max(best, returned / room)
                 self._values[gap][at] = best
         for gap in range(CLASSES):
             for at in range(AGES):

@@ -27,14 +27,14 @@ TICKS_PER_S = 1 << 12
 """Positions are times: ticks of the clock of requests, or later if more blocks are used than there are ticks."""
 MAX_TICKS = 1 << 56
 GAP_BOUNDS = tuple(TICKS_PER_S * 10**i // 4 for i in range(1, 6))
-"""Ticks at which the classes of gaps begin: the time between the last two uses of a block, by powers of ten. Class 0 has
-the blocks that were used once, class 1 gaps below 2.5 s, the last one those from 7 hours on."""
+"""Ticks at which the classes of gaps begin: the time between the last two uses of a block, by powers of ten. Class 0
+has the blocks that were used once, class 1 gaps below 2.5 s, the last one those from 7 hours on."""
 GAP_CLASSES = 2 + len(GAP_BOUNDS)
 AGE_BOUNDS = tuple(int((2 ** (i / 2) - 1) * TICKS_PER_S / 16) for i in range(49))
 """Ticks at which the bins of ages begin, and the last one ends, after 12 days."""
 NUM_AGES = len(AGE_BOUNDS) - 1
 PRIOR = 0.5
-"""Returns at the average rate that each class is believed to have had before any was seen."""
+"""Returns, as those of all classes together, that each class is believed to have had before any was seen."""
 RATES_HALF_LIFE = 300
 """Half-life of what the rates of return are learned from, in accesses, as a multiple of a shadow's capacity."""
 GHOST_WAYS = 16
@@ -497,7 +497,8 @@ class ReturnRates:
     def update(self, decay: float) -> None:
         """Learns the values from what was counted. Ends then count ``decay`` times as much."""
         spent = [[0.0] * NUM_AGES for _ in range(GAP_CLASSES)]
-        all_returned = all_spent = 0.0
+        pooled_returned, pooled_spent = [0.0] * NUM_AGES, [0.0] * NUM_AGES
+        all_returned = 0.0
         for gap in range(GAP_CLASSES):
             older = 0.0
             for at in reversed(range(NUM_AGES)):
@@ -506,19 +507,20 @@ class ReturnRates:
                 spent[gap][at] = width * (older + 0.5 * here)
                 older += here
                 all_returned += self._returned[gap][at]
-                all_spent += spent[gap][at]
+                pooled_returned[at] += self._returned[gap][at]
+                pooled_spent[at] += spent[gap][at]
         for counts in self._waiting:
             counts[:] = [0.0] * NUM_AGES
         if not all_returned:
             return
-        prior_spent = PRIOR * all_spent / all_returned
+        weight = PRIOR / all_returned
         for gap in range(GAP_CLASSES):
             for at in range(NUM_AGES):
-                best, returned, room = 0.0, PRIOR, prior_spent
+                best = returned = room = 0.0
                 for until in range(at, NUM_AGES):
-                    returned += self._returned[gap][until]
-                    room += spent[gap][until]
-                    best = max(best, returned / room)
+                    returned += self._returned[gap][until] + weight * pooled_returned[until]
+                    room += spent[gap][until] + weight * pooled_spent[until]
+                    best = max(best, returned / room if room else 0.0)
                 self._values[gap][at] = best
         for counts in (*self._returned, *self._ended):
             counts[:] = [count * decay for count in counts]

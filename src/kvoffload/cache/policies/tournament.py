@@ -66,8 +66,8 @@ RULES = (
     Rule("2q", 0.01),
     Rule("gap", by_gap=True),
 )
-"""Named after the policies that they resemble: LRU; SLRU and S3-FIFO, with half for new blocks; LIRS; 2Q. ``gap`` goes by
-the time between the last two uses of a block."""
+"""Named after the policies that they resemble: LRU; SLRU and S3-FIFO, with half for new blocks; LIRS; 2Q. ``gap`` goes
+by the time between the last two uses of a block."""
 
 
 class Plan(NamedTuple):
@@ -285,8 +285,8 @@ class PlainShadows:
             shadow.gone.clear()
 
     def lists(self, rule: int) -> list[list[int]]:
-        """Returns the names that a shadow holds, by the class of their last gap, and its ghosts, each oldest first. Most
-        rules know two classes: used once, and used again."""
+        """Returns the names that a shadow holds, by the class of their last gap, and its ghosts, each oldest first.
+        Most rules know two classes: used once, and used again."""
         return self._shadows[rule].lists()
 
 
@@ -326,8 +326,8 @@ class Tournament:
         return self.rules[self._current]
 
     def observe(self, hashes: Hashes, num_blocks: int, now: int) -> None:
-        """Records a request for a chain, given as the ``key_hashes`` of its keys, head first, at time ``now``, in ticks.
-        The scores begin again if the cache's number of blocks has halved or doubled."""
+        """Records a request for a chain, given as the ``key_hashes`` of its keys, head first, at time ``now``, in
+        ticks. The scores begin again if the cache's number of blocks has halved or doubled."""
         if not self._num_blocks / 2 <= max(1, num_blocks) < 2 * self._num_blocks:
             self._begin(num_blocks)
         num_names, found = self.shadows.access(hashes, self._limit, now)
