@@ -83,6 +83,8 @@ class CachePolicy(ABC):
         self.beside = 0
         """How many blocks an engine's device cache holds that do not take slots here. The caller sets it. A policy that
         judges rules by what they would find should judge them for ``full`` and ``beside`` together."""
+        self.must_store = False
+        """Whether the caller stores every block, and never calls ``admit``. The caller sets it."""
 
     @abstractmethod
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:

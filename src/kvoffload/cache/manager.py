@@ -96,6 +96,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self._clock = clock
         self.is_behind_device = device_blocks > 0
         """Whether blocks leave first that the device holds too."""
+        policy.must_store = must_store
         if device_blocks:
             policy.beside = device_blocks
         self.admission = StoreAll() if admission is None else admission

@@ -1706,6 +1706,7 @@ cdef class AutoSteps:
     """In ``_hash_of``."""
     cdef Py_ssize_t _capacity
     cdef public int64_t full, beside
+    cdef public bint must_store
     cdef object _rule
     cdef int64_t _rule_full
     cdef RuleNumbers _numbers
@@ -1753,7 +1754,7 @@ cdef class AutoSteps:
         if k == 0:
             for i in range(n):
                 hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full + self.beside, now)
+            self._tournament.observe(chain, self.full + self.beside, now, self.must_store)
         else:
             for i in range(n):
                 if at[i] < 0:
@@ -1768,7 +1769,7 @@ cdef class AutoSteps:
                     hashes[i] = absent.hashes[k]
                 else:
                     hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full + self.beside, now)
+            self._tournament.observe(chain, self.full + self.beside, now, self.must_store)
             self._mark_returning(absent)
         self._lists.use(access.slots, access.ready)
 

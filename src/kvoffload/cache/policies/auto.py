@@ -51,7 +51,7 @@ class PlainAutoPolicy(CachePolicy):
         missing = access.found < 0
         absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1])
         chain[missing] = absent[::-1]
-        self._tournament.observe(chain, self.full + self.beside, self._lists.begin(access.time))
+        self._tournament.observe(chain, self.full + self.beside, self._lists.begin(access.time), self.must_store)
         tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
         self._ghosts.mark_above(absent, self._lists.oldest_again() if tested else -1)
         self._lists.use(access.slots, access.ready)

@@ -212,13 +212,18 @@ class TenantPolicy(CachePolicy):
         used = self._place_of[access.slots]
         tenants = self.shares.tenants_of(access.keys)
         if isinstance(tenants, int):
-            self.tenants[tenants].policy.access(Access(access.keys, found, used, access.ready, access.time))
+            self._access(tenants, Access(access.keys, found, used, access.ready, access.time))
             return
         of_key, of_slot = np.array(tenants), self.tenant_of[access.slots]
         for t in np.unique(of_key).tolist():
             mine, own = of_key == t, of_slot == t
             keys = list(compress(access.keys, mine.tolist()))
-            self.tenants[t].policy.access(Access(keys, found[mine], used[own], access.ready[own], access.time))
+            self._access(t, Access(keys, found[mine], used[own], access.ready[own], access.time))
+
+    def _access(self, tenant: int, access: Access) -> None:
+        policy = self.tenants[tenant].policy
+        policy.must_store = self.must_store
+        policy.access(access)
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Flags | None:
         entering = self._counts(keys)

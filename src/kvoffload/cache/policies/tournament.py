@@ -24,7 +24,7 @@ HALF_LIFE_REQUESTS = 30
 """The same in requests, at least."""
 MARGIN = 1.003
 """Another rule takes over when its score is this many times the score of the current rule."""
-FIRST = 4
+FIRST = 1
 """Index of the rule to begin with."""
 
 
@@ -325,9 +325,11 @@ class Tournament:
     def rule(self) -> Rule:
         return self.rules[self._current]
 
-    def observe(self, hashes: Hashes, num_blocks: int, now: int) -> None:
+    def observe(self, hashes: Hashes, num_blocks: int, now: int, must_store: bool = False) -> None:
         """Records a request for a chain, given as the ``key_hashes`` of its keys, head first, at time ``now``, in
-        ticks. The scores begin again if the cache's number of blocks has halved or doubled."""
+        ticks. The scores begin again if the cache's number of blocks has halved or doubled. The rule that goes by gaps
+        is not chosen if the cache ``must_store`` every block: without refusals it brings nothing, and may drop the head
+        of a chain whose tail is on its way from a lower tier."""
         if not self._num_blocks / 2 <= max(1, num_blocks) < 2 * self._num_blocks:
             self._begin(num_blocks)
         num_names, found = self.shadows.access(hashes, self._limit, now)
@@ -335,6 +337,8 @@ class Tournament:
             return
         decay = 0.5 ** min(num_names / (HALF_LIFE * self._capacity), 1 / HALF_LIFE_REQUESTS)
         self.scores = [score * decay + leading for score, leading in zip(self.scores, found, strict=True)]
-        best = max(range(len(self.rules)), key=self.scores.__getitem__)
+        best = max(
+            (i for i, rule in enumerate(self.rules) if not (must_store and rule.by_gap)), key=self.scores.__getitem__
+        )
         if self.scores[best] > MARGIN * self.scores[self._current]:
             self._current = best
