@@ -50,6 +50,7 @@ class Turns:
 
     name: str
     block_tokens: int
+    times: list[float]
     input_tokens: list[int]
     chains: list[list[int]]
     """The whole blocks of each request's prompt and output, numbered from 0."""
@@ -88,7 +89,7 @@ def turns_of(trace: Trace, factor: int = 1) -> Turns:
         chain += range(num_blocks, num_blocks + num_more)
         num_blocks += num_more
         chains.append([numbers.setdefault(block, len(numbers)) for block in chain[factor - 1 :: factor]])
-    return Turns(trace.name, size * factor, asked, chains, len(numbers), len(outputs))
+    return Turns(trace.name, size * factor, trace.times.tolist(), asked, chains, len(numbers), len(outputs))
 
 
 def _num_whole(prompt: int, output: int, size: int) -> int:
@@ -205,7 +206,9 @@ class StateReplay:
         self.turns, self.rule, self.size = turns, rule, size
         self.chunk = max(1, setting.chunk_tokens // size) * size
         self.layout, self.tenants = Layout(groups, None), Tenants(b"")
-        self.manager = PolicyOffloadingManager(HostBackend(1, num_slots), make_policy(setting.policy, num_slots))
+        self.now = 0.0
+        policy = make_policy(setting.policy, num_slots)
+        self.manager = PolicyOffloadingManager(HostBackend(1, num_slots), policy, clock=lambda: self.now)
         self.keeper = None if rule.keeper is None else rule.keeper(self.layout)
         self.found = Found(sum(turns.input_tokens))
         xxh = xxhash.xxh3_128_digest
@@ -218,7 +221,7 @@ class StateReplay:
 
     def serve(self, r: int) -> None:
         size, keeper, found, manager = self.size, self.keeper, self.found, self.manager
-        asked, chain = self.turns.input_tokens[r], self.turns.chains[r]
+        self.now, asked, chain = self.turns.times[r], self.turns.input_tokens[r], self.turns.chains[r]
         hashes = [self.hashes[block] for block in chain]
         request = TraceRequest(str(r), asked, asked, hashes[: asked // size])
         state = RequestState.new(request, self.layout, self.tenants, lambda _: NEVER)

@@ -37,8 +37,8 @@ SHARE_PCT = (5, 20)
 RATE = 10
 SYNTHETIC = ("synthetic:chat", "synthetic:agent")
 
-Request = tuple[int, list[OffloadKey], int]
-"""Tenant, chain and tokens of the prompt."""
+Request = tuple[int, list[OffloadKey], int, float]
+"""Tenant, chain and tokens of the prompt, and the time of the request."""
 
 
 def namespace(tenant: int) -> bytes:
@@ -57,7 +57,7 @@ def requests(trace: Trace, tenants: int = 1) -> Iterator[Request]:
     for r in range(trace.num_requests):
         keys = trace.keys_of(trace.chain(r)[: trace.prompt_blocks[r]])
         tenant = zlib.crc32(b"".join(keys[:2])) % tenants
-        yield tenant, [namespace(tenant) + key for key in keys], int(trace.input_tokens[r])
+        yield tenant, [namespace(tenant) + key for key in keys], int(trace.input_tokens[r]), float(trace.times[r])
 
 
 def with_adversary(victim: Iterable[Request], repeats: int) -> Iterator[Request]:
@@ -70,14 +70,15 @@ def with_adversary(victim: Iterable[Request], repeats: int) -> Iterator[Request]
             first, number = number, number + len(request[1])
             chain = [namespace(1) + i.to_bytes(16, "big") + bytes(4) for i in range(first, number)]
             for _ in range(repeats):
-                yield 1, chain, 0
+                yield 1, chain, 0, request[3]
 
 
 def found_tokens(served: Iterable[Request], policy: CachePolicy, block_tokens: int, tenants: int) -> list[float]:
     """Returns the tokens that each tenant has found, in % of what it has asked for."""
-    manager = PolicyOffloadingManager(HostBackend(block_tokens, policy.capacity), policy)
+    now = 0.0
+    manager = PolicyOffloadingManager(HostBackend(block_tokens, policy.capacity), policy, clock=lambda: now)
     found, asked = [0] * tenants, [0] * tenants
-    for tenant, keys, tokens in served:
+    for tenant, keys, tokens, now in served:  # noqa: B007  (the clock reads it)
         if not keys:
             continue
         slots = manager.table.find(keys)
@@ -120,7 +121,7 @@ def adversary(trace: Trace, policy: str) -> Iterator[Row]:
 def equals(trace: Trace, policy: str) -> Iterator[Row]:
     """Yields what four tenants find together in one pool, without shares and with them."""
     size, served = trace.block_tokens, list(requests(trace, 4))
-    weights = np.bincount([tenant for tenant, _, _ in served], [tokens for _, _, tokens in served], minlength=4)
+    weights = np.bincount([tenant for tenant, *_ in served], [tokens for _, _, tokens, _ in served], minlength=4)
     for pct in SHARE_PCT:
         num_blocks = max(32, trace.num_distinct * pct // 100)
         made = {
