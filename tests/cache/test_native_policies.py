@@ -386,6 +386,25 @@ def test_the_policy_makes_the_same_choices(
     serve_all(capacity, num_groups, range(seed, seed + 1), monkeypatch, PlainAutoPolicy)
 
 
+@pytest.mark.parametrize(("capacity", "num_groups"), [(1, 1), (40, 2), (200, 1)])
+def test_the_policy_makes_the_same_choices_by_gaps(
+    capacity: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tournament.Tournament, "rule", property(lambda self: RULES[-1]))
+    serve_all(capacity, num_groups, range(1), monkeypatch, PlainAutoPolicy)
+
+
+class RefusesNothingByGap(PlainAutoPolicy):
+    def admit(self, keys: Any, shortage: int) -> Any:
+        return None
+
+
+def test_a_planted_difference_of_the_rule_by_gaps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tournament.Tournament, "rule", property(lambda self: RULES[-1]))
+    with pytest.raises(AssertionError):
+        serve_all(40, 1, range(3), monkeypatch, RefusesNothingByGap)
+
+
 class NeverReturns(PlainAutoPolicy):
     """Counts no block as returning when it is stored."""
 
