@@ -110,11 +110,21 @@ class Hints:
     """Whether the session ends with this request."""
     expect_return_s: float | None = None
     """Seconds from the end of the request to the next one of the session."""
+    p_return: float | None = None
+    """The probability that there is a next one, from 0 to 1. None: not known."""
+    retain_s: float | None = None
+    """For how many seconds after the request's end its chain is to be retained, see ``kvoffload.cache.retention``;
+    0 ends what was retained for the session. None: nothing was asked for."""
 
     @property
     def returns_in_s(self) -> float | None:
-        """The time to the next use of the blocks, in seconds; infinite if there will be none, None if unknown."""
-        return math.inf if self.drop else self.expect_return_s
+        """The time to the next use of the blocks, in seconds; infinite if there will be none, None if unknown. A use
+        that is less likely counts as further away."""
+        if self.drop or self.p_return == 0.0:
+            return math.inf
+        if self.expect_return_s is None or self.p_return is None:
+            return self.expect_return_s
+        return self.expect_return_s / self.p_return
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ OTHER = "other"
 """The name under which all requests count that belong to no configured tenant."""
 HOST = "host"
 """The name of host memory, beside the names of tiers."""
+RETAIN_SHARE = 0.5
+"""The most of a tier, and of a tenant's quota of it, that may be retained. The rest serves requests in progress."""
 MAX_TENANTS = 32
 """Configured tenants. Each has a policy of its own in every tier, and time series of its own."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -36,8 +38,19 @@ class TenantConfig:
     """Bytes per tier within which no other tenant's blocks push out blocks of this tenant."""
     quota: Mapping[str, int] = field(default_factory=dict)
     """The most that its blocks may take. By default the whole tier."""
+    retain: Mapping[str, int] = field(default_factory=dict)
+    """The most that its blocks may take while its requests have them retained. By default nothing."""
     salt_sha256: str | None = None
     """Requests without a tenant whose ``cache_salt`` has this SHA-256 belong to it."""
+
+    @property
+    def shares(self) -> dict[str, Mapping[str, int]]:
+        """The amounts by their names in the configuration."""
+        return {"guaranteed": self.guaranteed, "quota": self.quota, "retain": self.retain}
+
+    def claim(self, tier: str) -> int:
+        """Returns how many bytes of ``tier`` no other tenant can count on."""
+        return max(self.guaranteed.get(tier, 0), self.retain.get(tier, 0))
 
 
 def load_tenants(value: object) -> tuple[TenantConfig, ...]:
@@ -73,7 +86,7 @@ def _load(name: object, entry: object) -> TenantConfig:
     setting = f"tenants.{name}"
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{setting}={shown(entry)}: must be a mapping such as {json.dumps(_EXAMPLE['search'])}")
-    known = ["guaranteed", "quota", "salt_sha256"]
+    known = ["guaranteed", "quota", "retain", "salt_sha256"]
     for key in entry:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
@@ -93,14 +106,19 @@ def _load(name: object, entry: object) -> TenantConfig:
             f"{setting}.salt_sha256: must be the SHA-256 of a cache_salt in 64 lower-case hex digits; "
             "make it with: printf %s SALT | sha256sum"
         )
-    guaranteed, quota = (_amounts(f"{setting}.{key}", entry.get(key)) for key in known[:2])
+    guaranteed, quota, retain = (_amounts(f"{setting}.{key}", entry.get(key)) for key in known[:3])
     for tier, most in quota.items():
         if guaranteed.get(tier, 0) > most:
             raise ConfigError(
                 f"{setting}.quota.{tier}={most} ({format_bytes(most)}): less than the {format_bytes(guaranteed[tier])} "
                 "that are guaranteed; raise it, or lower what is guaranteed"
             )
-    return TenantConfig(name, guaranteed, quota, salt)
+        if retain.get(tier, 0) > most * RETAIN_SHARE:
+            raise ConfigError(
+                f"{setting}.retain.{tier}={retain[tier]} ({format_bytes(retain[tier])}): more than half of its quota "
+                f"of {format_bytes(most)}; lower it, or raise the quota"
+            )
+    return TenantConfig(name, guaranteed, quota, retain, salt)
 
 
 def _amounts(setting: str, value: object) -> dict[str, int]:
@@ -113,9 +131,9 @@ def _amounts(setting: str, value: object) -> dict[str, int]:
 
 def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | None]) -> None:
     """Raises ConfigError if a share is of a tier that is not in ``budgets``, which are in bytes by the name of the
-    tier, or has no budget (None), or if what is guaranteed is more than a budget."""
+    tier, or has no budget (None), or if more is guaranteed, or may be retained, than a budget allows."""
     for tenant in tenants:
-        for kind, amounts in (("guaranteed", tenant.guaranteed), ("quota", tenant.quota)):
+        for kind, amounts in tenant.shares.items():
             for tier, amount in amounts.items():
                 setting = f"tenants.{tenant.name}.{kind}.{tier}={amount} ({format_bytes(amount)})"
                 if tier not in budgets:
@@ -125,11 +143,23 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
                 if budgets[tier] is None:
                     raise ConfigError(f"{setting}: this tier bounds itself and has no shares; remove it")
     for tier, budget in budgets.items():
+        if budget is None:
+            continue
         total = sum(tenant.guaranteed.get(tier, 0) for tenant in tenants)
-        if budget is not None and total > budget:
+        if total > budget:
             raise ConfigError(
                 f"tenants: {format_bytes(total)} of {tier} are guaranteed, more than the {format_bytes(budget)} of its "
                 "budget; lower some, or raise the budget"
+            )
+        if (retained := sum(tenant.retain.get(tier, 0) for tenant in tenants)) > budget * RETAIN_SHARE:
+            raise ConfigError(
+                f"tenants: {format_bytes(retained)} of {tier} may be retained, more than half of its budget of "
+                f"{format_bytes(budget)}; lower some, or raise the budget"
+            )
+        if (total := sum(tenant.claim(tier) for tenant in tenants)) > budget:
+            raise ConfigError(
+                f"tenants: {format_bytes(total)} of {tier} are guaranteed or may be retained, more than the "
+                f"{format_bytes(budget)} of its budget; lower some, or raise the budget"
             )
 
 
@@ -146,8 +176,12 @@ class Shares:
     guaranteed: tuple[int, ...]
     quota: tuple[int, ...]
     num_blocks: int
+    retain: tuple[int, ...] = ()
+    """By default nothing."""
 
     def __post_init__(self) -> None:
+        if not self.retain:
+            object.__setattr__(self, "retain", (0,) * len(self.names))
         if sum(self.guaranteed) > self.num_blocks:
             raise ConfigError(
                 f"tenants: {sum(self.guaranteed)} blocks are guaranteed, and the tier has {self.num_blocks}; lower "
@@ -156,6 +190,18 @@ class Shares:
         for name, guaranteed, quota in zip(self.names, self.guaranteed, self.quota, strict=True):
             if not max(1, guaranteed) <= quota <= self.num_blocks:
                 raise ConfigError(f"tenants.{name}: its quota has room for {quota} blocks; raise it")
+        for name, retain, quota in zip(self.names, self.retain, self.quota, strict=True):
+            if retain > quota * RETAIN_SHARE:
+                raise ConfigError(
+                    f"tenants.{name}: {retain} blocks may be retained, more than half of its {quota}; lower that"
+                )
+        if sum(map(max, self.guaranteed, self.retain)) > self.num_blocks or sum(self.retain) > (
+            self.num_blocks * RETAIN_SHARE
+        ):
+            raise ConfigError(
+                f"tenants: {sum(self.retain)} blocks may be retained beside those that are guaranteed, and the tier "
+                f"has {self.num_blocks}; lower some"
+            )
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
         """Returns the tenant of each key; only one number if all keys have the same namespace."""
@@ -167,9 +213,10 @@ class Shares:
         return [self.index_of.get(key[:NAMESPACE_BYTES], other) for key in keys]
 
     def sure_blocks(self, tenant: int) -> int:
-        """Returns how many blocks a tenant can have whatever the others hold."""
-        others = sum(self.guaranteed) - self.guaranteed[tenant]
-        return min(self.quota[tenant], self.num_blocks - others)
+        """Returns how many blocks a tenant can have whatever the others hold, beside those that it has retained."""
+        claims = list(map(max, self.guaranteed, self.retain))
+        others = sum(claims) - claims[tenant]
+        return min(self.quota[tenant], self.num_blocks - others) - self.retain[tenant]
 
 
 MakeShares: TypeAlias = Callable[[int, int], Shares]
@@ -217,17 +264,17 @@ class Tenants:
         which has an equal part of every share. Raises ConfigError for shares that cannot be kept."""
         configured = [self._configured.get(name, TenantConfig(name)) for name in self.names]
         for tenant in configured:
-            for kind, amounts in (("guaranteed", tenant.guaranteed), ("quota", tenant.quota)):
+            for kind, amounts in tenant.shares.items():
                 if amounts.get(tier, math.inf) < engines * block_bytes:
                     raise ConfigError(
                         f"tenants.{tenant.name}.{kind}.{tier}={amounts[tier]} ({format_bytes(amounts[tier])}): has no "
                         f"room for one block; write {format_bytes(engines * block_bytes)} or more"
                     )
-        parts = [
-            [amounts[tier] // engines // block_bytes if tier in amounts else None for amounts in pair]
-            for pair in ((tenant.guaranteed, tenant.quota) for tenant in configured)
-        ]
-        total = sum(guaranteed or 0 for guaranteed, _ in parts)
+        guaranteed, quota, retain = (
+            [amounts[tier] // engines // block_bytes if tier in amounts else None for amounts in of_all]
+            for of_all in zip(*(tenant.shares.values() for tenant in configured), strict=True)
+        )
+        total = sum(each or 0 for each in guaranteed)
         if total > num_blocks:
             wanted, there = (format_bytes(n * engines * block_bytes) for n in (total, num_blocks))
             raise ConfigError(
@@ -237,9 +284,10 @@ class Tenants:
         return Shares(
             self.names,
             {tenant.namespace: i for i, tenant in enumerate(self._named.values())},
-            tuple(guaranteed or 0 for guaranteed, _ in parts),
-            tuple(num_blocks if quota is None else min(quota, num_blocks) for _, quota in parts),
+            tuple(each or 0 for each in guaranteed),
+            tuple(num_blocks if each is None else min(each, num_blocks) for each in quota),
             num_blocks,
+            tuple(each or 0 for each in retain),
         )
 
 

@@ -21,6 +21,8 @@ MAX_SESSION_CHARS = 256
 """Characters of the name of a session."""
 MAX_EXPECTED_S = 1e9
 """The latest return that can be announced, in seconds."""
+MAX_RETAIN_S = 30 * 86_400.0
+"""The longest time for which a request can have its blocks retained, in seconds."""
 UNKNOWN = "unknown"
 """Stands for all names of options that do not exist, in metrics."""
 _FIRST_SESSION = 2
@@ -45,9 +47,9 @@ def _is_tenant(value: object) -> bool:
     return type(value) is str and 0 < len(value) <= MAX_TENANT_CHARS and value.isprintable()
 
 
-def _is_wait(value: object) -> bool:
+def _is_number(most: float) -> Callable[[object], bool]:
     # Neither NaN nor an infinity is in the range, and an int of any size can be compared.
-    return type(value) in (int, float) and 0 <= value <= MAX_EXPECTED_S  # type: ignore[operator]
+    return lambda value: type(value) in (int, float) and 0 <= value <= most  # type: ignore[operator]
 
 
 OPTIONS: Mapping[str, Callable[[object], bool]] = {
@@ -56,7 +58,9 @@ OPTIONS: Mapping[str, Callable[[object], bool]] = {
     "max_tokens": _is_amount,
     "session": _is_name,
     "drop": _is_bool,
-    "expect_return_s": _is_wait,
+    "expect_return_s": _is_number(MAX_EXPECTED_S),
+    "p_return": _is_number(1),
+    "retain_s": _is_number(MAX_RETAIN_S),
     "tenant": _is_tenant,
 }
 """Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
@@ -85,6 +89,10 @@ class RequestOptions:
     """Whether it is the last one of its session."""
     expect_return_s: float | None = None
     """Seconds from its end to the next one of its session."""
+    p_return: float | None = None
+    """The probability that there is a next one of its session."""
+    retain_s: float | None = None
+    """Seconds after its end for which its blocks are to be retained; 0: they need not be any more."""
     tenant: str | None = None
     """Whose request it is; None: its ``cache_salt`` may say."""
     remote_decode: bool = False
@@ -122,10 +130,10 @@ class RequestOptions:
     def hints(self, namespace: bytes) -> Hints | None:
         """Returns what is known about the next use of its blocks; None if nothing is. ``namespace`` is that of its
         tenant: sessions of two tenants are not the same, whatever their names."""
-        if self.session is None and not self.drop and self.expect_return_s is None:
+        if self.session is None and not self.drop and self.expect_return_s is self.p_return is self.retain_s is None:
             return None
         session = None if self.session is None else session_number(self.session, namespace)
-        return Hints(session, self.drop, self.expect_return_s)
+        return Hints(session, self.drop, self.expect_return_s, self.p_return, self.retain_s)
 
 
 DEFAULT = RequestOptions()
