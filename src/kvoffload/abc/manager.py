@@ -16,6 +16,8 @@ from kvoffload.abc.types import (
     Miss,
     OffloadKey,
     ReqContext,
+    Retained,
+    RetainRefusal,
 )
 
 
@@ -220,6 +222,12 @@ class OffloadingManager(ABC):
         first, which was used just now, and none of ``left``. Of the blocks that it holds, those in host memory should
         leave before all others. Called after ``end_chain``, and in the step in which blocks leave. Does nothing by
         default."""
+
+    def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+        """Retains ``keys``, the chain of a request that has ended, head first, for ``req_context.hints.retain_s``
+        seconds, or ends what its session has retained (``retain_s`` 0, ``drop``). Blocks that are not stored yet are
+        retained when they are. Returns where, or why not. By default nothing can be retained."""
+        return Retained(RetainRefusal.NO_QUOTA)
 
     @abstractmethod
     def release_request(self, req_context: ReqContext) -> Mapping[str, int]:

@@ -202,6 +202,32 @@ class TenantUse(NamedTuple):
     num_blocks: int
     num_evicted: int
     num_refused: int
+    num_retained: int = 0
+    """Blocks that are charged to its retention quota."""
+
+
+class RetainRefusal(enum.StrEnum):
+    """Why a request's blocks are not retained."""
+
+    NO_QUOTA = "no_quota"
+    """Its tenant may not have blocks retained in any tier."""
+    OVER_QUOTA = "over_quota"
+    """They are more than is left of its tenant's quota in every tier."""
+    TOO_MANY = "too_many"
+    """Too many retentions are under way."""
+    NOTHING = "nothing"
+    """The request has no whole block that may be stored."""
+
+
+class Retained(NamedTuple):
+    """The answer to a request that asks for its blocks to be retained."""
+
+    refusal: RetainRefusal | None
+    """None: they are retained."""
+    tier: str | None = None
+    """Where: "host", or the name of a lower tier."""
+    num_blocks: int = 0
+    """Blocks of the chain, those that others have retained too included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,6 +29,7 @@ from kvoffload.abc import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    Retained,
     Slots,
     States,
 )
@@ -105,6 +106,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """Which block is in which slot. Others only read it."""
         self.room, self._hints = room_of(backend, policy, self.table, clock)
         """How blocks leave for others, and what each tenant may have."""
+        self.retention = self.room.retention(self._pin, self._unpin, clock)
+        """Which blocks stay for a promised time."""
         self.history = History(backend.medium, self.table, misses or MissMemory(clock=clock), enable_events)
         self._gauges = _Gauges(clock)
 
@@ -163,7 +166,10 @@ class PolicyOffloadingManager(HostOffloadingManager):
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
         if ((slots < 0) | (self.table.ref_cnt[slots] < 1)).any():
             raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
-        idle, freed = self.table.unpin(self.table.distinct(slots))
+        self._unpin(self.table.distinct(slots))
+
+    def _unpin(self, slots: Slots) -> None:
+        idle, freed = self.table.unpin(slots)
         self.policy.mark_evictable(idle)
         self.backend.free(freed)
 
@@ -173,14 +179,16 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
         present, absent, homes = self.table.split(keys)
-        new_keys, refused = self.admission.sift(absent)
+        # What its tenant pays for is stored, whatever it seems to be worth.
+        is_retained = absent and _asks_to_retain(req_context) and self.retention.allows(absent[0])
+        new_keys, refused = (absent, []) if is_retained else self.admission.sift(absent)
         if behind_refused:
             self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
             self.policy.refuse(new_keys[::-1])
             nothing = self.backend.get_load_store_spec([], NO_SLOTS)
             return PrepareStoreOutput([], nothing, [], [*new_keys, *refused])
         tail_first, worthless = new_keys[::-1], []
-        admitted = None if self._must_store else self.room.admitted(tail_first)
+        admitted = None if self._must_store or is_retained else self.room.admitted(tail_first)
         if admitted is not None and len(admitted) != len(tail_first):
             raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
         if admitted is not None and not admitted.all():
@@ -210,6 +218,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         does not admit."""
         if worthless:
             self.history.misses.record(worthless, MissReason.NOT_ADMITTED)
+        if self.retention:
+            self.retention.expire()
         plan = self.room.plan(tail_first, present)
         if isinstance(plan, MissReason):
             self.history.misses.record(new_keys, plan)
@@ -237,6 +247,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
             ready, freed = self.table.set_ready(slots)
             self.policy.mark_evictable(ready)
             self.history.entered(ready)
+            if self.retention.num_absent:
+                self.retention.entered(ready)
         else:
             freed = self.table.being_written(slots)
             known = freed[~self.table.is_dropped(freed)]
@@ -304,6 +316,15 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.policy.reorder(slots, new)
         self._hints.ended(slots, new, None if req_context is None else req_context.hints)
 
+    def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+        hints = req_context.hints
+        if hints is None or hints.drop or not hints.retain_s:
+            if hints is not None and hints.session is not None:
+                self.retention.end(hints.session)
+            return Retained(None)
+        refusal = self.retention.retain(keys, hints.session, hints.retain_s)
+        return Retained(refusal) if refusal is not None else Retained(None, HOST, len(keys))
+
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
         self.room.duplicates.discard(left)
         slots = self.table.find(held)
@@ -312,6 +333,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
     # Removal.
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
+        if self.retention:
+            self.retention.lose(keys)
         slots = self.table.find(keys)
         slots = self.table.distinct(slots[slots >= 0])
         self.history.dropped(slots)
@@ -319,6 +342,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.backend.free(self.table.drop(slots))
 
     def reset(self, keep_shared: bool = False) -> bool:
+        self.retention.clear()
         self.history.dropped(self.table.slots())
         self.policy.clear()
         self.room.duplicates.clear()
@@ -334,6 +358,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         return self.history.take_events()
 
     def take_counts(self) -> Mapping[str, float]:
+        self.retention.expire()
         counts: dict[str, float] = {"pool_used_blocks": self.num_used_blocks}
         num_early = self.room.take_num_early()
         if num_early:
@@ -359,9 +384,14 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.backend.check_integrity()
         self.admission.check_integrity()
         self._hints.check_integrity()
+        self.retention.check_integrity()
         if self.table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
         self.history.check_integrity()
+
+
+def _asks_to_retain(context: ReqContext | None) -> bool:
+    return context is not None and context.hints is not None and bool(context.hints.retain_s)
 
 
 class _Gauges:

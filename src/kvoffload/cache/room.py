@@ -12,6 +12,7 @@ from kvoffload.abc import Backend, CachePolicy, Eviction, IntegrityError, MissRe
 from kvoffload.cache.duplicates import Duplicates
 from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.policies.tenants import TenantPolicy
+from kvoffload.cache.retention import Retention
 from kvoffload.cache.table import BlockTable
 
 Flags = npt.NDArray[np.bool_]
@@ -121,6 +122,12 @@ class Room:
         """Returns what each tenant holds; nothing if the slots are not shared."""
         return ()
 
+    def retention(
+        self, pin: Callable[[Slots], None], unpin: Callable[[Slots], None], clock: Callable[[], float]
+    ) -> Retention:
+        """Makes what keeps blocks for a promised time. Without shares nobody may ask for that."""
+        return Retention(self._table, (0,), lambda key: 0, pin, unpin, clock)
+
 
 class SharedRoom(Room):
     """Room in slots that tenants share: each loses its own blocks above its quota, even if slots are free."""
@@ -159,6 +166,11 @@ class SharedRoom(Room):
 
     def uses(self) -> Sequence[TenantUse]:
         return self._tenants.uses()
+
+    def retention(
+        self, pin: Callable[[Slots], None], unpin: Callable[[Slots], None], clock: Callable[[], float]
+    ) -> Retention:
+        return Retention(self._table, self._tenants.shares.retain, self._tenants.tenant, pin, unpin, clock)
 
 
 def room_of(

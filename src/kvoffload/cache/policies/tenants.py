@@ -177,13 +177,13 @@ class TenantPolicy(CachePolicy):
 
     def num_storable(self, key: OffloadKey, num_free: int) -> int:
         """Returns how many blocks of the tenant of ``key`` could be stored now."""
-        own = self.tenants[self._tenant(key)]
+        own = self.tenants[self.tenant(key)]
         others = sum(max(0, min(b.num_idle, b.num_held - b.guaranteed)) for b in self.tenants if b is not own)
         return min(own.quota - own.num_busy, num_free + own.num_idle + others)
 
     def most_blocks(self, key: OffloadKey) -> int:
         """Returns how many blocks the tenant of ``key`` can have whatever the others hold."""
-        return self.shares.sure_blocks(self._tenant(key))
+        return self.shares.sure_blocks(self.tenant(key))
 
     def restorable(self, keys: Sequence[OffloadKey]) -> Flags:
         """Returns which of ``keys``, the least recently used first, may enter if nothing is held yet."""
@@ -193,7 +193,8 @@ class TenantPolicy(CachePolicy):
             kept[at[: max(0, len(own) - self.tenants[t].quota)]] = False
         return kept
 
-    def _tenant(self, key: OffloadKey) -> int:
+    def tenant(self, key: OffloadKey) -> int:
+        """Returns the index of the tenant of ``key``."""
         tenant = self.shares.tenants_of((key,))
         assert isinstance(tenant, int)
         return tenant
@@ -340,7 +341,7 @@ class TenantPolicy(CachePolicy):
                 raise IntegrityError(f"tenant {name} confuses its blocks")
             if blocks.num_busy != int(np.count_nonzero(blocks.busy)) or blocks.busy[places].sum() != blocks.num_busy:
                 raise IntegrityError(f"tenant {name} counts its busy blocks wrong")
-            if any(self._tenant(key) != t for key in blocks.key_of[places].tolist()):
+            if any(self.tenant(key) != t for key in blocks.key_of[places].tolist()):
                 raise IntegrityError(f"tenant {name} holds a block of another one")
             check_slots(blocks.free, blocks.quota)
             blocks.policy.check_integrity(places)

@@ -1,0 +1,292 @@
+"""Retention: blocks that stay for a promised time, whatever others store, within a quota per tenant."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from kvoffload.abc import IntegrityError, OffloadKey, RetainRefusal, Slots
+from kvoffload.cache.keys import GROUP_BYTES
+from kvoffload.cache.table import BlockTable
+
+MAX_RETENTIONS = 1 << 14
+"""Retentions of all tenants together. Beyond that new ones are refused."""
+QUEUE_SLACK = 256
+"""The queue is rebuilt when it has this many entries more than twice the number of retentions."""
+ABSENT = -1
+"""The slot of a block that is to be retained and is not ready, or was lost."""
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One retained block."""
+
+    parent: OffloadKey | None
+    """The block before it in its chain, which stays at least as long."""
+    tenant: int
+    num_uses: int = 0
+    """Blocks behind it, and retentions that end with it."""
+    slot: int = ABSENT
+
+
+@dataclass(slots=True, eq=False)
+class _Retention:
+    """What was retained at the end of one request."""
+
+    name: int | OffloadKey
+    until: float
+    ends: list[OffloadKey] = field(default_factory=list)
+    """The last blocks of its chains, one chain per KV cache group."""
+
+
+class Retention:
+    """Keeps blocks of ``table`` pinned until the times that requests have asked for.
+
+    A retention belongs to a session, or to the last block of its chain if the request names no session. A later one of
+    the same name takes its place. Blocks are charged to their tenant once, however many retentions name them:
+    ``quotas[t]`` blocks at most for tenant ``t`` of ``tenant_of``. A retention for which the quota has no room is
+    refused as a whole. Blocks that are being written are pinned when they become ready. A block that is lost is charged
+    until the retention ends, and is pinned again when it is stored again.
+
+    ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots.
+    """
+
+    def __init__(
+        self,
+        table: BlockTable,
+        quotas: Sequence[int],
+        tenant_of: Callable[[OffloadKey], int],
+        pin: Callable[[Slots], None],
+        unpin: Callable[[Slots], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._table = table
+        self._quotas = list(quotas)
+        self._tenant_of = tenant_of
+        self._pin = pin
+        self._unpin = unpin
+        self._clock = clock
+        self._nodes: dict[OffloadKey, _Node] = {}
+        self._retentions: dict[int | OffloadKey, _Retention] = {}
+        self._queue: list[tuple[float, int, _Retention]] = []
+        """A heap, the first to end first. Retentions that have ended before their time may still be in it."""
+        self._order = count()
+        self.num_charged = [0] * len(quotas)
+        """Blocks per tenant."""
+        self.num_absent = 0
+        """Charged blocks that are not ready."""
+        self.num_lost = 0
+        """Ready retained blocks that were lost since the start."""
+        self.num_refused = [0] * len(quotas)
+        """Requests per tenant that were refused since the start."""
+
+    def __len__(self) -> int:
+        return len(self._retentions)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._nodes
+
+    @property
+    def next_end(self) -> float:
+        """When ``expire`` may have something to do."""
+        return self._queue[0][0] if self._queue else float("inf")
+
+    def allows(self, key: OffloadKey) -> bool:
+        """Returns whether the tenant of ``key`` may have blocks retained at all."""
+        return any(self._quotas) and self._quotas[self._tenant_of(key)] > 0
+
+    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+        """Retains ``keys``, the whole chain of a request, head first, for ``seconds`` from now on. Returns why not, and
+        changes nothing then. Blocks that are not in the table yet are retained when they come."""
+        self.expire()
+        if not keys:
+            return RetainRefusal.NOTHING
+        tenant = self._tenant_of(keys[0])
+        refusal = self._refusal(keys, session, tenant)
+        if refusal is not None:
+            self.num_refused[tenant] += 1
+            return refusal
+        until = self._clock() + seconds
+        retention = _Retention(keys[-1] if session is None else session, until)
+        before = self._retentions.pop(retention.name, None)
+        if before is not None and session is None:
+            retention.until = until = max(until, before.until)
+        for chain in _by_group(keys):
+            self._add_chain(retention, chain, tenant)
+        if before is not None:
+            self._release(before)
+        if session is None:
+            # Those of shorter chains that end no later: the new one keeps all of theirs.
+            of_chain = set(keys)
+            for key in keys[:-1]:
+                covered = self._retentions.get(key)
+                if covered is not None and covered.until <= until and of_chain.issuperset(covered.ends):
+                    self._release(self._retentions.pop(key))
+        self._enqueue(retention)
+        self._pin_ready(keys)
+        return None
+
+    def _refusal(self, keys: Sequence[OffloadKey], session: int | None, tenant: int) -> RetainRefusal | None:
+        quota = self._quotas[tenant]
+        if not quota:
+            return RetainRefusal.NO_QUOTA
+        before = self._retentions.get(keys[-1] if session is None else session)
+        if before is None and len(self._retentions) >= MAX_RETENTIONS:
+            return RetainRefusal.TOO_MANY
+        num_new = sum(key not in self._nodes for key in set(keys))
+        if self.num_charged[tenant] + num_new <= quota:
+            return None
+        num_freed = 0 if before is None else self._num_freed(before, set(keys), tenant)
+        return RetainRefusal.OVER_QUOTA if self.num_charged[tenant] + num_new - num_freed > quota else None
+
+    def _num_freed(self, retention: _Retention, kept: set[OffloadKey], tenant: int) -> int:
+        """Returns how many blocks of ``tenant``, beside those in ``kept``, only ``retention`` retains."""
+        fewer: dict[OffloadKey, int] = {}
+        num_freed = 0
+        for end in retention.ends:
+            key: OffloadKey | None = end
+            while key is not None and key not in kept:
+                fewer[key] = fewer.get(key, 0) + 1
+                if fewer[key] < self._nodes[key].num_uses:
+                    break
+                num_freed += self._nodes[key].tenant == tenant
+                key = self._nodes[key].parent
+        return num_freed
+
+    def _add_chain(self, retention: _Retention, chain: Sequence[OffloadKey], tenant: int) -> None:
+        parent: OffloadKey | None = None
+        for key in chain:
+            node = self._nodes.get(key)
+            if node is None:
+                self._nodes[key] = _Node(parent, tenant)
+                self.num_charged[tenant] += 1
+                self.num_absent += 1
+                if parent is not None:
+                    self._nodes[parent].num_uses += 1
+            elif parent is not None and node.parent != parent:
+                # Not a chain: of the states of recurrent layers, requests keep different ones.
+                self._end_with(retention, parent)
+            parent = key
+        if parent is not None:
+            self._end_with(retention, parent)
+
+    def _end_with(self, retention: _Retention, key: OffloadKey) -> None:
+        retention.ends.append(key)
+        self._nodes[key].num_uses += 1
+
+    def _enqueue(self, retention: _Retention) -> None:
+        self._retentions[retention.name] = retention
+        heapq.heappush(self._queue, (retention.until, next(self._order), retention))
+        if len(self._queue) > 2 * len(self._retentions) + QUEUE_SLACK:
+            self._queue = [entry for entry in self._queue if self._retentions.get(entry[2].name) is entry[2]]
+            heapq.heapify(self._queue)
+
+    def _pin_ready(self, keys: Iterable[OffloadKey]) -> None:
+        """Pins those of ``keys`` that are retained, ready, and not pinned yet."""
+        nodes = {key: node for key in keys if (node := self._nodes.get(key)) is not None and node.slot == ABSENT}
+        slots = self._table.find(list(nodes))
+        found = np.flatnonzero(slots >= 0)
+        found = found[self._table.is_loadable(slots[found])]
+        if not len(found):
+            return
+        waiting = list(nodes.values())
+        for i in found.tolist():
+            waiting[i].slot = int(slots[i])
+        self.num_absent -= len(found)
+        self._pin(slots[found])
+
+    def entered(self, slots: Slots) -> None:
+        """Takes note of blocks that became ready. Call it only while ``num_absent`` is not 0."""
+        self._pin_ready(self._table.key_of[slots].tolist())
+
+    def end(self, session: int) -> None:
+        """Ends the retention of a session, if there is one."""
+        retention = self._retentions.pop(session, None)
+        if retention is not None:
+            self._release(retention)
+
+    def expire(self) -> None:
+        """Ends the retentions whose time is over."""
+        now = self._clock()
+        while self._queue and self._queue[0][0] <= now:
+            retention = heapq.heappop(self._queue)[2]
+            if self._retentions.get(retention.name) is retention:
+                del self._retentions[retention.name]
+                self._release(retention)
+
+    def _release(self, retention: _Retention) -> None:
+        freed: list[int] = []
+        for end in retention.ends:
+            key: OffloadKey | None = end
+            while key is not None:
+                node = self._nodes[key]
+                node.num_uses -= 1
+                if node.num_uses:
+                    break
+                del self._nodes[key]
+                self.num_charged[node.tenant] -= 1
+                if node.slot == ABSENT:
+                    self.num_absent -= 1
+                else:
+                    freed.append(node.slot)
+                key = node.parent
+        if freed:
+            self._unpin(np.array(freed, dtype=np.int64))
+
+    def lose(self, keys: Iterable[OffloadKey]) -> None:
+        """Unpins those of ``keys`` that are retained: they are about to be dropped."""
+        lost: list[int] = []
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is not None and node.slot != ABSENT:
+                lost.append(node.slot)
+                node.slot = ABSENT
+        self.num_absent += len(lost)
+        self.num_lost += len(lost)
+        if lost:
+            self._unpin(np.array(lost, dtype=np.int64))
+
+    def clear(self) -> None:
+        """Ends all retentions: every block is about to be dropped."""
+        pinned = [node.slot for node in self._nodes.values() if node.slot != ABSENT]
+        self._nodes.clear()
+        self._retentions.clear()
+        self._queue.clear()
+        self.num_charged = [0] * len(self._quotas)
+        self.num_absent = 0
+        self.num_lost += len(pinned)
+        if pinned:
+            self._unpin(np.array(pinned, dtype=np.int64))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a quota is exceeded, or pins and counts do not match. O(retained blocks)."""
+        charged, uses = [0] * len(self._quotas), dict.fromkeys(self._nodes, 0)
+        for key, node in self._nodes.items():
+            charged[node.tenant] += 1
+            if node.parent is not None:
+                uses[node.parent] += 1
+            if node.slot != ABSENT and (self._table.get(key) != node.slot or self._table.ref_cnt[node.slot] < 1):
+                raise IntegrityError("a retained block has left before its time")
+        for retention in self._retentions.values():
+            for end in retention.ends:
+                uses[end] += 1
+        if any(node.num_uses != uses[key] or not uses[key] for key, node in self._nodes.items()):
+            raise IntegrityError("blocks are retained for nobody, or not as long as promised")
+        if charged != self.num_charged or any(n > most for n, most in zip(charged, self._quotas, strict=True)):
+            raise IntegrityError("a tenant has more blocks retained than it may")
+        if self.num_absent != sum(node.slot == ABSENT for node in self._nodes.values()):
+            raise IntegrityError("the number of retained blocks that are absent is wrong")
+        if len(self._retentions) > MAX_RETENTIONS or len(self._queue) > 2 * MAX_RETENTIONS + QUEUE_SLACK:
+            raise IntegrityError("there are more retentions than there may be")
+
+
+def _by_group(keys: Sequence[OffloadKey]) -> Iterable[list[OffloadKey]]:
+    """Returns the keys of each KV cache group, in order."""
+    groups: dict[bytes, list[OffloadKey]] = {}
+    for key in dict.fromkeys(keys):
+        groups.setdefault(key[-GROUP_BYTES:], []).append(key)
+    return groups.values()

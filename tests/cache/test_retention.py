@@ -1,0 +1,275 @@
+"""Retention: what was promised stays for its time, within its quota, whatever anybody calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvoffload.abc import Hints, IntegrityError, OffloadKey, ReqContext, RetainRefusal
+from kvoffload.cache.keys import NAMESPACE_BYTES, make_offload_key
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import OTHER, Shares
+from tests.clock import Clock
+
+NAMES = ("a", "b", OTHER)
+
+
+def namespace(name: str) -> bytes:
+    return name.encode().ljust(NAMESPACE_BYTES, b".")
+
+
+def chain(name: str, conversation: int, length: int, groups: int = 1) -> list[OffloadKey]:
+    """Conversations of one tenant share their first 4 blocks."""
+    blocks = [f"{0 if i < 4 else conversation:06}{i:06}".encode() for i in range(length)]
+    return [make_offload_key(namespace(name) + block, g) for block in blocks for g in range(groups)]
+
+
+def make(
+    num_blocks: int = 64,
+    retain: tuple[int, ...] = (16, 8, 0),
+    guaranteed: tuple[int, ...] = (0, 16, 0),
+    policy: str = "auto",
+    clock: Callable[[], float] | None = None,
+) -> PolicyOffloadingManager:
+    index_of = {namespace(name): i for i, name in enumerate(NAMES[:-1])}
+    shares = Shares(NAMES, index_of, guaranteed, (num_blocks,) * 3, num_blocks, retain)
+    return PolicyOffloadingManager(
+        HostBackend(16, num_blocks), make_policy(policy, num_blocks, shares), clock=clock or Clock()
+    )
+
+
+def context(retain_s: float | None = None, session: int | None = None, drop: bool = False) -> ReqContext:
+    return ReqContext("r", hints=Hints(session, drop, None, None, retain_s))
+
+
+def store(manager: PolicyOffloadingManager, keys: list[OffloadKey], of: ReqContext | None = None) -> bool:
+    manager.touch(keys, of)
+    output = manager.prepare_store(keys, of)
+    if output is None:
+        return False
+    manager.complete_store(output.store_spec)
+    manager.end_chain(keys, output.keys_to_store, of)
+    return True
+
+
+def flood(manager: PolicyOffloadingManager, times: int = 50, name: str = "a") -> None:
+    for i in range(times * manager.num_blocks // 8):
+        store(manager, chain(name, 1000 + i, 12)[4:])
+
+
+def retain(
+    manager: PolicyOffloadingManager, keys: list[OffloadKey], seconds: float, session: int | None = None
+) -> None:
+    of = context(seconds, session)
+    store(manager, keys, of)
+    assert manager.retain(keys, of).refusal is None
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", "arc"])
+def test_a_retained_chain_survives_a_flood_and_leaves_after_its_time(policy: str) -> None:
+    clock = Clock()
+    manager, keys = make(policy=policy, clock=clock), chain("a", 1, 10)
+    retain(manager, keys, 60.0)
+    for name in NAMES:
+        flood(manager, name=name)
+    assert manager.lookup(keys) == 10
+    manager.check_integrity()
+    clock.now += 59.9
+    flood(manager)
+    assert manager.lookup(keys) == 10
+    clock.now += 0.1
+    flood(manager)
+    assert len(manager.retention) == 0
+    assert manager.table.num_evictable == manager.table.num_held
+    assert manager.lookup(keys) == 0 or policy == "auto"
+
+
+def test_without_retention_the_flood_evicts_it() -> None:
+    manager, keys = make(), chain("a", 1, 10)
+    store(manager, keys)
+    flood(manager)
+    assert manager.lookup(keys) == 0
+
+
+def test_a_chain_that_is_still_being_written_is_retained_when_it_is_ready() -> None:
+    manager, keys = make(), chain("a", 1, 10)
+    output = manager.prepare_store(keys, context(60.0))
+    assert output is not None
+    assert manager.retain(keys, context(60.0)).num_blocks == 10
+    assert manager.retention.num_absent == 10
+    manager.complete_store(output.store_spec)
+    flood(manager)
+    assert manager.lookup(keys) == 10
+
+
+def test_what_is_beyond_the_quota_is_refused_as_a_whole() -> None:
+    manager = make()
+    retain(manager, chain("a", 1, 10), 60.0, session=2)
+    # 4 blocks are shared, so 6 more are charged, and then 3 more would be 1 too many.
+    retain(manager, chain("a", 2, 10), 60.0, session=3)
+    assert manager.retention.num_charged == [16, 0, 0]
+    answer = manager.retain(chain("a", 3, 5), context(60.0, session=4))
+    assert answer.refusal is RetainRefusal.OVER_QUOTA
+    assert manager.retain(chain(OTHER, 1, 2), context(60.0)).refusal is RetainRefusal.NO_QUOTA
+    assert manager.retention.num_refused == [1, 0, 1]
+    assert manager.retention.num_charged == [16, 0, 0]
+
+
+def test_a_session_has_one_retention_which_its_next_request_replaces() -> None:
+    clock = Clock()
+    manager = make(clock=clock)
+    retain(manager, chain("a", 1, 12), 60.0, session=2)
+    # Another chain, which would not fit beside the first one.
+    retain(manager, chain("a", 2, 14), 60.0, session=2)
+    assert manager.retention.num_charged == [14, 0, 0]
+    flood(manager)
+    assert manager.lookup(chain("a", 2, 14)) == 14
+    assert manager.lookup(chain("a", 1, 12)) == 4
+
+
+@pytest.mark.parametrize("ending", [context(0.0, session=2), context(session=2, drop=True)])
+def test_a_session_can_end_its_retention_but_no_other(ending: ReqContext) -> None:
+    manager = make()
+    retain(manager, chain("a", 1, 6), 60.0, session=2)
+    retain(manager, chain("a", 2, 6), 60.0, session=3)
+    retain(manager, chain("a", 3, 6), 60.0)
+    manager.retain(chain("a", 1, 6), ending)
+    flood(manager)
+    assert [manager.lookup(chain("a", i, 6)) for i in (1, 2, 3)] == [4, 6, 6]
+
+
+def test_without_a_session_a_longer_chain_replaces_those_that_end_no_later() -> None:
+    manager = make()
+    for length in range(5, 14):
+        retain(manager, chain("a", 1, length), 60.0)
+    assert len(manager.retention) == 1
+    retain(manager, chain("a", 1, 14), 10.0)
+    assert len(manager.retention) == 2
+
+
+def test_drops_and_resets_end_it_and_are_counted_and_a_block_that_returns_is_retained_again() -> None:
+    manager, keys = make(), chain("a", 1, 10)
+    retain(manager, keys, 60.0)
+    manager.drop(keys[5:6])
+    assert manager.lookup(keys) == 5
+    assert (manager.retention.num_lost, manager.retention.num_absent) == (1, 1)
+    store(manager, keys)
+    flood(manager)
+    assert manager.lookup(keys) == 10
+    manager.check_integrity()
+    manager.reset()
+    assert manager.retention.num_lost == 11
+    assert manager.num_used_blocks == 0
+    manager.check_integrity()
+
+
+def test_chains_of_several_groups_and_states_are_released_whole() -> None:
+    manager, keys = make(), chain("a", 1, 7, groups=2)
+    # Of the second group, which may be one of states, requests keep different blocks.
+    retain(manager, [*keys[::2], keys[5]], 60.0, session=2)
+    retain(manager, [*keys[::2], keys[9]], 60.0, session=3)
+    assert manager.retention.num_charged[0] == 9
+    manager.check_integrity()
+    manager.retain(keys, context(0.0, session=2))
+    assert manager.retention.num_charged[0] == 8
+    manager.retain(keys, context(0.0, session=3))
+    assert manager.retention.num_charged[0] == 0
+    assert manager.table.num_evictable == manager.table.num_held
+
+
+def test_guarantees_hold_beside_what_others_retain() -> None:
+    manager = make(num_blocks=64, retain=(32, 0, 0), guaranteed=(0, 32, 0))
+    retain(manager, chain("a", 1, 32), 60.0)
+    assert store(manager, chain("b", 1, 32))
+    flood(manager)
+    assert manager.lookup(chain("b", 1, 32)) == 32
+    assert manager.most_blocks(namespace("b")) == 32
+
+
+class Adversary:
+    """Calls a manager at random, and keeps books of its own of what must still be there."""
+
+    def __init__(self, seed: int, policy: str) -> None:
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.manager = make(policy=policy, clock=self.clock)
+        self.promised: dict[object, tuple[float, list[OffloadKey]]] = {}
+        self.gone: set[OffloadKey] = set()
+        """Blocks that were dropped, or never stored, since they were promised."""
+        self.num_retained = self.num_refused = 0
+
+    def step(self) -> None:
+        rng, manager = self.rng, self.manager
+        keys = chain(rng.choice(NAMES), rng.randrange(1, 30), rng.randrange(1, 20))
+        match rng.randrange(20):
+            case 0:
+                manager.drop(dropped := rng.sample(keys, len(keys) // 2))
+                self.gone |= set(dropped)
+            case 1 if rng.random() < 0.02:
+                manager.reset()
+                self.promised.clear()
+            case 2:
+                self.clock.now += rng.choice([0.0, 0.1, 1.0, 7.0, 100.0])
+            case 3 | 4 | 5 | 6:
+                session = rng.choice([None, *range(2, 12)])
+                if session is not None:
+                    session += 100 * NAMES.index(keys[0][:1].decode().replace("o", OTHER))
+                of = context(rng.choice([0.0, 0.5, 5.0, 50.0]), session, drop=rng.random() < 0.1)
+                assert of.hints is not None
+                if rng.random() < 0.9:
+                    store(manager, keys, of)
+                answer = manager.retain(keys, of)
+                if of.hints.drop or not of.hints.retain_s:
+                    self.promised.pop(session, None)
+                elif answer.refusal is None:
+                    self.num_retained += 1
+                    self.promise(session, keys, of.hints.retain_s)
+                else:
+                    self.num_refused += 1
+            case _:
+                store(manager, keys, ReqContext("r", hints=rng.choice([None, Hints(3, False, 1e6), Hints(104, True)])))
+        self.check()
+
+    def promise(self, session: int | None, keys: list[OffloadKey], seconds: float) -> None:
+        name = keys[-1] if session is None else session
+        until = self.clock() + seconds
+        if session is None and name in self.promised:
+            until = max(until, self.promised[name][0])
+        self.promised[name] = until, keys
+        self.gone |= {key for key in keys if self.manager.lookup([key]) == 0}
+
+    def check(self) -> None:
+        now, manager = self.clock(), self.manager
+        self.promised = {name: entry for name, entry in self.promised.items() if entry[0] > now}
+        manager.retention.expire()
+        kept = {key for _, keys in self.promised.values() for key in keys}
+        charged = [sum(key.startswith(namespace(name)) for key in kept) for name in NAMES]
+        assert charged == manager.retention.num_charged
+        assert all(n <= most for n, most in zip(charged, (16, 8, 0), strict=True))
+        present = {key for key in kept if manager.lookup([key]) == 1}
+        assert kept - present <= self.gone
+        self.gone = kept - present
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", "arc"])
+def test_an_adversary_neither_exceeds_a_quota_nor_evicts_what_was_promised(policy: str) -> None:
+    of = Adversary(1, policy)
+    for i in range(4000):
+        of.step()
+        if i % 100 == 0:
+            of.manager.check_integrity()
+    assert of.num_retained > 100
+    assert of.num_refused > 100
+
+
+def test_checks_find_a_retained_block_that_has_left() -> None:
+    manager, keys = make(), chain("a", 1, 10)
+    retain(manager, keys, 60.0)
+    slots = manager.table.find(keys[:1])
+    manager.complete_load(manager.lease(slots))
+    with pytest.raises(IntegrityError, match="before its time"):
+        manager.check_integrity()
