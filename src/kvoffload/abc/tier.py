@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc.errors import IntegrityError
-from kvoffload.abc.types import LookupState, OffloadKey, Slots, TenantUse
+from kvoffload.abc.types import LookupState, OffloadKey, RetainRefusal, Slots, TenantUse
 
 States = npt.NDArray[np.uint8]
 """One LookupState per key."""
@@ -148,6 +148,13 @@ class Tier(ABC):
 
         With ``stored``, the keys that a request has stored of the chain which it touched before, the chain is brought
         into the order of one touch. That is not another use."""
+
+    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+        """Keeps ``keys``, the chain of a request, head first, for ``seconds`` from now on, also over restarts, in place
+        of what it keeps for the same session. They are charged to their tenant. Blocks that are written later are kept
+        from then on. 0 seconds: ends what it keeps for the session. Returns why not, and changes nothing then. By
+        default a tier retains nothing."""
+        return RetainRefusal.NO_QUOTA
 
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:

@@ -13,6 +13,8 @@ from kvoffload.abc import IntegrityError, OffloadKey, RetainRefusal, Slots
 from kvoffload.cache.keys import GROUP_BYTES
 from kvoffload.cache.table import BlockTable
 
+MAX_RETAIN_S = 30 * 86_400.0
+"""The longest time for which a request can have its blocks retained, in seconds."""
 MAX_RETENTIONS = 1 << 14
 """Retentions of all tenants together. Beyond that new ones are refused."""
 QUEUE_SLACK = 256
@@ -31,6 +33,8 @@ class _Node:
     num_uses: int = 0
     """Blocks behind it, and retentions that end with it."""
     slot: int = ABSENT
+    until: float = 0.0
+    """The latest time for which it was promised."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +56,8 @@ class Retention:
     refused as a whole. Blocks that are being written are pinned when they become ready. A block that is lost is charged
     until the retention ends, and is pinned again when it is stored again.
 
-    ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots.
+    ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``spare``: blocks that are neither
+    guaranteed to nor retained for anybody, in which ``restore`` may exceed a quota that has become smaller.
     """
 
     def __init__(
@@ -63,9 +68,13 @@ class Retention:
         pin: Callable[[Slots], None],
         unpin: Callable[[Slots], None],
         clock: Callable[[], float],
+        spare: int = 0,
     ) -> None:
         self._table = table
         self._quotas = list(quotas)
+        self._most = list(quotas)
+        """The quotas, or what was restored beyond them."""
+        self._spare = spare
         self._tenant_of = tenant_of
         self._pin = pin
         self._unpin = unpin
@@ -83,6 +92,9 @@ class Retention:
         """Ready retained blocks that were lost since the start."""
         self.num_refused = [0] * len(quotas)
         """Requests per tenant that were refused since the start."""
+        self._changes: dict[int, float] | None = None
+        self._restored = count(-1, -1)
+        """Names of retentions that were restored."""
 
     def __len__(self) -> int:
         return len(self._retentions)
@@ -117,6 +129,7 @@ class Retention:
             retention.until = until = max(until, before.until)
         for chain in _by_group(keys):
             self._add_chain(retention, chain, tenant)
+        self._enqueue(retention)
         if before is not None:
             self._release(before)
         if session is None:
@@ -126,7 +139,6 @@ class Retention:
                 covered = self._retentions.get(key)
                 if covered is not None and covered.until <= until and of_chain.issuperset(covered.ends):
                     self._release(self._retentions.pop(key))
-        self._enqueue(retention)
         self._pin_ready(keys)
         return None
 
@@ -170,9 +182,29 @@ class Retention:
             elif parent is not None and node.parent != parent:
                 # Not a chain: of the states of recurrent layers, requests keep different ones.
                 self._end_with(retention, parent)
+            self._prolong(self._nodes[key], retention.until)
             parent = key
         if parent is not None:
             self._end_with(retention, parent)
+
+    def _prolong(self, node: _Node, until: float) -> None:
+        if until > node.until:
+            node.until = until
+            self._note(node.slot, until)
+
+    def _note(self, slot: int, until: float) -> None:
+        if self._changes is not None and slot != ABSENT:
+            self._changes[slot] = until
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._changes)
+
+    def take_changes(self) -> dict[int, float]:
+        """Returns until when the blocks in those slots are retained for which that has changed since the last call, 0
+        for those that are not any more. The first call returns none; until then none are kept."""
+        changes, self._changes = self._changes or {}, {}
+        return changes
 
     def _end_with(self, retention: _Retention, key: OffloadKey) -> None:
         retention.ends.append(key)
@@ -196,6 +228,7 @@ class Retention:
         waiting = list(nodes.values())
         for i in found.tolist():
             waiting[i].slot = int(slots[i])
+            self._note(waiting[i].slot, waiting[i].until)
         self.num_absent -= len(found)
         self._pin(slots[found])
 
@@ -234,8 +267,13 @@ class Retention:
                 else:
                     freed.append(node.slot)
                 key = node.parent
-        if freed:
-            self._unpin(np.array(freed, dtype=np.int64))
+        self._let_go(freed)
+
+    def _let_go(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._note(slot, 0.0)
+        if slots:
+            self._unpin(np.array(slots, dtype=np.int64))
 
     def lose(self, keys: Iterable[OffloadKey]) -> None:
         """Unpins those of ``keys`` that are retained: they are about to be dropped."""
@@ -247,8 +285,7 @@ class Retention:
                 node.slot = ABSENT
         self.num_absent += len(lost)
         self.num_lost += len(lost)
-        if lost:
-            self._unpin(np.array(lost, dtype=np.int64))
+        self._let_go(lost)
 
     def clear(self) -> None:
         """Ends all retentions: every block is about to be dropped."""
@@ -259,8 +296,28 @@ class Retention:
         self.num_charged = [0] * len(self._quotas)
         self.num_absent = 0
         self.num_lost += len(pinned)
-        if pinned:
-            self._unpin(np.array(pinned, dtype=np.int64))
+        self._let_go(pinned)
+
+    def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
+        """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
+        quotas, those that end first are lost, unless nobody needs their room."""
+        now, by_end = self._clock(), dict[float, list[OffloadKey]]()
+        for i in np.argsort(seconds, kind="stable")[::-1].tolist():
+            by_end.setdefault(seconds[i], []).append(keys[i])
+        for left, of_end in by_end.items():
+            retention = _Retention(next(self._restored), now + left)
+            for key in of_end:
+                tenant = self._tenant_of(key)
+                if self.num_charged[tenant] >= self._most[tenant]:
+                    if not self._spare:
+                        self.num_lost += 1
+                        continue
+                    self._spare -= 1
+                    self._most[tenant] += 1
+                self._add_chain(retention, [key], tenant)
+            if retention.ends:
+                self._enqueue(retention)
+        self._pin_ready(keys)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a quota is exceeded, or pins and counts do not match. O(retained blocks)."""
@@ -276,7 +333,7 @@ class Retention:
                 uses[end] += 1
         if any(node.num_uses != uses[key] or not uses[key] for key, node in self._nodes.items()):
             raise IntegrityError("blocks are retained for nobody, or not as long as promised")
-        if charged != self.num_charged or any(n > most for n, most in zip(charged, self._quotas, strict=True)):
+        if charged != self.num_charged or any(n > most for n, most in zip(charged, self._most, strict=True)):
             raise IntegrityError("a tenant has more blocks retained than it may")
         if self.num_absent != sum(node.slot == ABSENT for node in self._nodes.values()):
             raise IntegrityError("the number of retained blocks that are absent is wrong")

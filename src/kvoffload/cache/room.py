@@ -170,7 +170,8 @@ class SharedRoom(Room):
     def retention(
         self, pin: Callable[[Slots], None], unpin: Callable[[Slots], None], clock: Callable[[], float]
     ) -> Retention:
-        return Retention(self._table, self._tenants.shares.retain, self._tenants.tenant, pin, unpin, clock)
+        shares = self._tenants.shares
+        return Retention(self._table, shares.retain, self._tenants.tenant, pin, unpin, clock, shares.num_unclaimed)
 
 
 def room_of(

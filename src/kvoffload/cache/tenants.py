@@ -195,9 +195,7 @@ class Shares:
                 raise ConfigError(
                     f"tenants.{name}: {retain} blocks may be retained, more than half of its {quota}; lower that"
                 )
-        if sum(map(max, self.guaranteed, self.retain)) > self.num_blocks or sum(self.retain) > (
-            self.num_blocks * RETAIN_SHARE
-        ):
+        if self.num_unclaimed < 0 or sum(self.retain) > self.num_blocks * RETAIN_SHARE:
             raise ConfigError(
                 f"tenants: {sum(self.retain)} blocks may be retained beside those that are guaranteed, and the tier "
                 f"has {self.num_blocks}; lower some"
@@ -212,11 +210,15 @@ class Shares:
             return self.index_of.get(keys[0][:NAMESPACE_BYTES], other)
         return [self.index_of.get(key[:NAMESPACE_BYTES], other) for key in keys]
 
+    @property
+    def num_unclaimed(self) -> int:
+        """Blocks that are neither guaranteed to anybody nor may be retained."""
+        return self.num_blocks - sum(map(max, self.guaranteed, self.retain))
+
     def sure_blocks(self, tenant: int) -> int:
         """Returns how many blocks a tenant can have whatever the others hold, beside those that it has retained."""
-        claims = list(map(max, self.guaranteed, self.retain))
-        others = sum(claims) - claims[tenant]
-        return min(self.quota[tenant], self.num_blocks - others) - self.retain[tenant]
+        own = max(self.guaranteed[tenant], self.retain[tenant])
+        return min(self.quota[tenant], self.num_unclaimed + own) - self.retain[tenant]
 
 
 MakeShares: TypeAlias = Callable[[int, int], Shares]

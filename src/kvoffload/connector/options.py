@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from kvoffload.abc import Hints, Request
+from kvoffload.cache.retention import MAX_RETAIN_S
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,6 @@ MAX_SESSION_CHARS = 256
 """Characters of the name of a session."""
 MAX_EXPECTED_S = 1e9
 """The latest return that can be announced, in seconds."""
-MAX_RETAIN_S = 30 * 86_400.0
-"""The longest time for which a request can have its blocks retained, in seconds."""
 UNKNOWN = "unknown"
 """Stands for all names of options that do not exist, in metrics."""
 _FIRST_SESSION = 2

@@ -14,7 +14,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, TenantUse, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import (
+    IntegrityError,
+    OffloadKey,
+    RetainRefusal,
+    Slots,
+    States,
+    TenantUse,
+    Tier,
+    TierError,
+    TierResult,
+    TierStats,
+)
 from kvoffload.abc.tier import MISS, PENDING, RETRY
 from kvoffload.cache.tenants import MAX_TENANTS
 from kvoffload.tiering.events import TierEvents
@@ -25,6 +36,8 @@ MAX_AMOUNT = 1 << 62
 """The most bytes, blocks, lookups or seconds that a tier may report: sums of them are finite."""
 ALWAYS_ASKED = ("reset", "close")
 """The methods that are called although the tier has a fault. So is ``poll``."""
+
+_CANNOT_RETAIN: RetainRefusal | None = RetainRefusal.NO_QUOTA
 
 Answer = TypeVar("Answer")
 
@@ -85,6 +98,9 @@ class GuardedTier(Tier):
 
     def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
         self._ask("touch", None, None, keys, stored)
+
+    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+        return self._ask("retain", _CANNOT_RETAIN, _check_refusal, keys, session, seconds)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._ask("delete", None, None, keys)
@@ -186,6 +202,10 @@ def _listed(answer: Any) -> list[Any]:
     if not isinstance(answer, Collection):
         raise TypeError(f"must be a list, not {reprlib.repr(answer)}")
     return list(answer)
+
+
+def _check_refusal(answer: Any) -> RetainRefusal | None:
+    return None if answer is None else RetainRefusal(answer)
 
 
 def _check_keys(answer: Any) -> list[OffloadKey]:

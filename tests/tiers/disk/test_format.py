@@ -71,7 +71,7 @@ def test_a_truncated_header_is_rejected(size: int) -> None:
     ("offset", "layout", "value", "message"),
     [
         (0, "8s", b"kvoffidy", "begin"),
-        (8, "I", 2, "version 2"),
+        (8, "I", 3, "version 3"),
         (12, "I", 0, "impossible"),
         (12, "I", 257, "impossible"),
         (16, "64s", b"g" * 64, "impossible"),

@@ -464,7 +464,7 @@ def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -
     record = forged(header, key(3), sequence, payload_checksum(header, key(3), block))
     patch(rig.folder / "index", record_offset(5), record)
     patch(rig.folder / "slab-00000", 5 * PAGE, block[0].tobytes())
-    patch(rig.folder / "recency", 8, sequence.to_bytes(8, "little"))
+    patch(rig.folder / "recency", 16, sequence.to_bytes(8, "little"))
     rig.open()
     rig.write(4, 5, 6)
     rig.read(1)

@@ -888,9 +888,9 @@ def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) ->
     rig.write(1, 2, 3, 4)
     write_recency = rig.tier.files.recency.write
 
-    def hang(first_slot: int, last_use: Any) -> None:
+    def hang(first_slot: int, last_use: Any, marks: Any) -> None:
         rig.executor.stall(1.0)
-        write_recency(first_slot, last_use)
+        write_recency(first_slot, last_use, marks)
 
     rig.tier.files.recency.write = hang  # type: ignore[method-assign]
     rig.tier.touch([key(1)])

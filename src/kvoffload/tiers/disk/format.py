@@ -37,14 +37,14 @@ from kvoffload.abc import ByteArray, KVOffloadError, OffloadKey, Slots
 from kvoffload.host.pool import SLOT_ALIGNMENT
 from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_NAME = "index"
 RECENCY_NAME = "recency"
 JOURNAL_NAME = "journal"
 """Only where others follow the index; see ``journal``."""
 IDENTITY_NAME = "identity"
 """The causes of the fingerprint, in words."""
-RECENCY_BYTES = 8
+RECENCY_BYTES = 16
 HEADER_BYTES = 4096
 RECORD_BYTES = 128
 MAX_KEY_BYTES = 64

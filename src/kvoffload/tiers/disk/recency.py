@@ -1,14 +1,16 @@
-"""The order in which the disk tier's blocks were used, kept for the next process."""
+"""The order in which the disk tier's blocks were used, and until when some are retained, kept for the next process."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
-from kvoffload.abc import Slots
+from kvoffload.abc import OffloadKey, Slots
 from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, RECENCY_BYTES, RECENCY_NAME
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, is_full, shorten
@@ -21,6 +23,23 @@ MAX_PAGES = 1024
 """Pages that one call of ``write`` writes at most, unless it is to write all."""
 
 Sequences = npt.NDArray[np.int64]
+Marks = npt.NDArray[np.uint64]
+"""Per slot, until when its block is retained, see ``mark``; 0 for blocks that are not."""
+_TAG_BITS = 24
+_TAG_MASK = (1 << _TAG_BITS) - 1
+_ENTRY = np.dtype([("sequence", "<u8"), ("mark", "<u8")])
+assert _ENTRY.itemsize == RECENCY_BYTES
+
+
+def mark(key: OffloadKey, until: float) -> int:
+    """Returns what the file has of a block that is retained ``until`` then, in seconds since 1970: the next whole
+    second, and a tag of the key, because the slot may get another block before the file is written again."""
+    return math.ceil(until) << _TAG_BITS | xxh3_64_intdigest(key) & _TAG_MASK
+
+
+def retained_until(key: OffloadKey, found: int) -> int:
+    """Returns until when ``key`` is retained by the mark of its slot, 0 if that is not its own."""
+    return found >> _TAG_BITS if found & _TAG_MASK == xxh3_64_intdigest(key) & _TAG_MASK else 0
 
 
 class RecencyFile:
@@ -29,8 +48,8 @@ class RecencyFile:
     def __init__(self, file: StoredFile | None) -> None:
         self._file = file
 
-    def read(self, num_slots: int) -> Sequences:
-        """Returns the sequence number of each slot's last use that was recorded, 0 where none was."""
+    def read(self, num_slots: int) -> tuple[Sequences, Marks]:
+        """Returns the sequence number of each slot's last use that was recorded, 0 where none was; and its mark."""
         data = np.zeros(num_slots * RECENCY_BYTES, dtype=np.uint8)
         try:
             if self._file is not None:
@@ -41,14 +60,17 @@ class RecencyFile:
                 "the order of their writes and reads; check the medium",
                 error,
             )
-        found = data.view("<u8")
-        return np.where(found <= MAX_SEQUENCE, found, 0).astype(np.int64)
+        entries = data.view(_ENTRY)
+        found = entries["sequence"]
+        return np.where(found <= MAX_SEQUENCE, found, 0).astype(np.int64), entries["mark"].astype(np.uint64)
 
-    def write(self, first_slot: int, last_use: Sequences) -> None:
-        """Writes the last uses of ``first_slot`` and those after it. Raises OSError."""
+    def write(self, first_slot: int, last_use: Sequences, marks: Marks) -> None:
+        """Writes the last uses and the marks of ``first_slot`` and those after it. Raises OSError."""
         if self._file is not None:
-            values = np.minimum(last_use, MAX_SEQUENCE).astype("<u8")
-            write_all(self._file, [values.view(np.uint8)], first_slot * RECENCY_BYTES)
+            entries = np.zeros(len(last_use), dtype=_ENTRY)
+            entries["sequence"] = np.minimum(last_use, MAX_SEQUENCE)
+            entries["mark"] = marks
+            write_all(self._file, [entries.view(np.uint8)], first_slot * RECENCY_BYTES)
 
     def resize(self, num_slots: int) -> None:
         """Raises OSError."""
@@ -83,7 +105,7 @@ def open_recency(folder: Folder, num_slots: int) -> RecencyFile:
 
 
 class Recency:
-    """The sequence number of each slot's last use, and the pages of the recency file that are out of date.
+    """The sequence number of each slot's last use, the marks, and the pages of the recency file that are out of date.
 
     Every write, read and touch of a block takes a sequence number, higher than all before it. A record on disk has the
     number of the block's last write or read; the recency file has those of touches. ``write`` may run on another thread
@@ -94,17 +116,21 @@ class Recency:
         self._file = file
         self._next = 0
         self._last_use = np.zeros(num_slots, dtype=np.int64)
+        self._marks = np.zeros(num_slots, dtype=np.uint64)
         self._changed = np.zeros(-(-num_slots // PAGE_SLOTS), dtype=np.bool_)
         """Per page: whether the file lacks some of ``_last_use``."""
         self.has_changes = False
         """Whether there is something to write."""
+        self.is_urgent = False
+        """Whether some of that are marks, which a kill must not lose."""
 
-    def load(self, num_slots: int) -> Sequences:
-        """Reads the recency file. Returns the last use of each of ``num_slots`` slots, 0 if none was written."""
-        found = self._file.read(num_slots)
+    def load(self, num_slots: int) -> tuple[Sequences, Marks]:
+        """Reads the recency file. Returns the last use of each of ``num_slots`` slots, 0 if none was written, and its
+        mark."""
+        found, marks = self._file.read(num_slots)
         # Also above the numbers of slots that are free now: the next blocks in them must be newer.
         self._next = int(found.max(initial=-1)) + 1
-        return found
+        return found, marks
 
     def restore(self, slots: Slots, sequences: Sequences) -> None:
         """Sets the last use of ``slots`` at the start."""
@@ -122,11 +148,17 @@ class Recency:
         self._changed[slots // PAGE_SLOTS] = True
         self.has_changes = True
 
+    def note_marks(self, slots: Slots, marks: Marks) -> None:
+        """Notes the marks of blocks. The file gets them in the next ``write``."""
+        self._marks[slots] = marks
+        self._changed[slots // PAGE_SLOTS] = True
+        self.has_changes = self.is_urgent = True
+
     def write(self, num_slots: int, everything: bool) -> None:
         """Writes pages that have changed, at most MAX_PAGES of them unless ``everything`` is True. ``num_slots``: slots
         that exist. Raises OSError."""
         # Before the pages are looked at: a use that is noted from here on sets it again.
-        self.has_changes = False
+        self.has_changes = self.is_urgent = False
         pages = np.flatnonzero(self._changed)
         try:
             for page in (pages if everything else pages[:MAX_PAGES]).tolist():
@@ -139,7 +171,7 @@ class Recency:
         first, stop = page * PAGE_SLOTS, min((page + 1) * PAGE_SLOTS, num_slots)
         self._changed[page] = False
         try:
-            self._file.write(first, self._last_use[first:stop])
+            self._file.write(first, self._last_use[first:stop], self._marks[first:stop])
         except OSError:
             self._changed[page] = True
             raise

@@ -15,6 +15,7 @@ import numpy as np
 from kvoffload.abc import (
     ByteArray,
     OffloadKey,
+    RetainRefusal,
     Slots,
     States,
     Tier,
@@ -22,6 +23,7 @@ from kvoffload.abc import (
     TierResult,
     TierStats,
 )
+from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockIO, Done
@@ -29,7 +31,7 @@ from kvoffload.tiers.disk.format import FACTS, MAX_KEY_BYTES
 from kvoffload.tiers.disk.index import RECORDS_AT_ONCE
 from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.maintenance import Maintenance
-from kvoffload.tiers.disk.recency import Recency
+from kvoffload.tiers.disk.recency import Marks, Recency, mark, retained_until
 from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.shrinking import MOVED_BYTES, shrink
 from kvoffload.tiers.disk.storage import Storage
@@ -92,6 +94,8 @@ class DiskTier(Tier):
     ) -> None:
         self._settings = settings
         self._random = random
+        self._clock = clock
+        self._wall_clock = wall_clock
         self.files = open_files(
             storage,
             settings.fingerprint,
@@ -122,6 +126,7 @@ class DiskTier(Tier):
         """Results that ``close`` has found, for ``poll``."""
         self._warnings = LimitedLog(logger, clock)
         self._closed = False
+        self._note_retained()
 
     def _new_generation(self) -> int:
         return int.from_bytes(self._random(8), "little")
@@ -131,7 +136,7 @@ class DiskTier(Tier):
         ones, or their tenants less room than before."""
         keys: list[OffloadKey] = []
         found: list[Slots] = [np.empty(0, dtype=np.int64)]
-        recency = self._recency.load(self.files.num_allocated)
+        recency, marks = self._recency.load(self.files.num_allocated)
         for entries in self.files.index.load(self.files.num_allocated, self._settings.records_at_once):
             for name in ("stored_at", "hits", "payload_checksum"):
                 self._facts[name][entries.slots] = entries.records[name]
@@ -140,7 +145,12 @@ class DiskTier(Tier):
             keys += entries.keys
             found.append(entries.slots)
         slots = np.concatenate(found)
+        # Those that are retained count as used last, so that no smaller budget or quota drops them before others.
+        retained = self._found_retained(keys, marks[slots])
         order = np.argsort(recency[slots], kind="stable")
+        if retained:
+            is_retained = np.fromiter(map(retained.__contains__, keys), np.bool_, len(keys))
+            order = np.concatenate((order[~is_retained[order]], order[is_retained[order]]))
         # Not by single calls for all blocks, which would hold the interpreter.
         keys, slots = [keys[i] for i in order], slots[order]
         last = {key: i for i, key in enumerate(keys)}
@@ -156,11 +166,23 @@ class DiskTier(Tier):
             self._facts = self._facts[: self.files.num_slots].copy()
         self._recency.restore(slots, self._facts["sequence"][slots])
         left_out = self.catalog.restore(keys, slots)
+        if retained:
+            kept = [
+                key for key, state in zip(keys, self.catalog.contains(keys), strict=True) if key in retained and state
+            ]
+            now = self._wall_clock()
+            self.catalog.restore_retained(kept, [retained[key] - now for key in kept])
         free = np.ones(self.files.num_allocated, dtype=np.bool_)
         free[slots] = False
         free[left_out] = True
         self.catalog.add_free(np.flatnonzero(free))
         return np.concatenate((stale, left_out))
+
+    def _found_retained(self, keys: Sequence[OffloadKey], marks: Marks) -> dict[OffloadKey, int]:
+        """Returns until when, in seconds since 1970, which blocks are retained by their marks."""
+        now = self._wall_clock()
+        untils = {keys[i]: retained_until(keys[i], int(marks[i])) for i in np.flatnonzero(marks).tolist()}
+        return {key: until for key, until in untils.items() if now < until <= now + MAX_RETAIN_S}
 
     @property
     def block_bytes(self) -> int:
@@ -241,8 +263,19 @@ class DiskTier(Tier):
         if len(new_slots):
             self.catalog.add_free(new_slots)
         results, self._unreported = self._unreported + self._take_results(), []
+        self._note_retained()
         self._maintenance.submit()
         return results
+
+    def _note_retained(self) -> None:
+        """Notes for the next process which blocks are retained until when. What this one closes stays retained."""
+        if self._closed:
+            return
+        slots, keys, untils = self.catalog.take_retained()
+        if len(slots):
+            ahead = self._wall_clock() - self._clock()
+            marks = [mark(key, until + ahead) if until else 0 for key, until in zip(keys, untils, strict=True)]
+            self._recency.note_marks(slots, np.array(marks, dtype=np.uint64))
 
     def _take_results(self) -> list[TierResult]:
         if not self._io.has_done:
@@ -300,6 +333,14 @@ class DiskTier(Tier):
         if len(slots) and not self.files.read_only:
             self._recency.note_use(slots)
 
+    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+        if self._closed or self.files.read_only:
+            return RetainRefusal.NO_QUOTA
+        refusal = self.catalog.retain(keys, session, seconds)
+        self._note_retained()
+        self._maintenance.submit()
+        return refusal
+
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._maintenance.empty_records(self.catalog.drop(keys))
         self._maintenance.submit()
@@ -308,6 +349,7 @@ class DiskTier(Tier):
         """Drops every block. Blocks that are stored later are invalid for the next process, since they belong to other
         weights than that process will load."""
         self.catalog.reset()
+        self._note_retained()
         index = self.files.index
         index.header = replace(index.header, generation=self._new_generation(), transient=True)
         self._maintenance.submit()

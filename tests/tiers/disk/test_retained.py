@@ -1,0 +1,142 @@
+"""What a disk tier retains stays over floods, restarts and smaller budgets, and no longer than promised."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import OffloadKey, RetainRefusal
+from kvoffload.cache.tenants import OTHER, Shares
+from kvoffload.tiers.disk.recency import mark, retained_until
+from tests.clock import Clock
+from tests.tiers.disk.test_tier import Rig, capacity, key
+
+
+def shares(most: int) -> Any:
+    return lambda num_blocks, block_bytes: Shares((OTHER,), {}, (0,), (num_blocks,), num_blocks, (most,))
+
+
+def keys(*names: int) -> list[OffloadKey]:
+    return [key(name) for name in names]
+
+
+class TimedRig(Rig):
+    """A rig whose clocks a test sets: the monotonic one begins anew with every process, as it may."""
+
+    def __init__(self, path: Path, num_slots: int = 16, most: int = 6) -> None:
+        self.wall = Clock(1e9)
+        super().__init__(path, num_slots=num_slots, shares=shares(most), wall_clock=self.wall)
+
+    def restart(self, **settings: Any) -> None:
+        self.mono = Clock(50.0)
+        self.open(clock=self.mono, **settings)
+
+    def advance(self, seconds: float) -> None:
+        self.wall.now += seconds
+        self.mono.now += seconds
+
+    def flood(self) -> None:
+        for first in range(30, 60, 5):
+            self.write(*range(first, first + 5))
+
+    def num_retained(self) -> int:
+        return sum(self.tier.catalog._manager.retention.num_charged)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> TimedRig:
+    rig = TimedRig(tmp_path / "disk")
+    rig.restart()
+    rig.write(1, 2, 3, 4)
+    return rig
+
+
+def test_retained_blocks_survive_floods_and_restarts_until_their_time(rig: TimedRig) -> None:
+    assert rig.tier.retain(keys(1, 2, 3), 7, 100.0) is None
+    for _ in range(3):
+        rig.flood()
+        assert rig.present(10) == [1, 2, 3]
+        rig.restart()
+        rig.advance(30.0)
+    rig.check_reads(1, 2, 3)
+    rig.advance(11.0)
+    rig.flood()
+    assert rig.present(10) == []
+    rig.restart()
+    assert rig.num_retained() == 0
+
+
+def test_a_killed_process_loses_no_retention(rig: TimedRig) -> None:
+    rig.tier.retain(keys(1, 2, 3), 7, 100.0)
+    rig.drain()
+    entries = np.fromfile(rig.folder / "recency", dtype="<u8")[1::2]
+    slots = rig.tier.catalog._table.find(keys(1, 2, 3))
+    untils = [retained_until(name, int(entries[slot])) for name, slot in zip(keys(1, 2, 3), slots, strict=True)]
+    assert untils == [int(rig.wall.now) + 100] * 3
+    assert np.count_nonzero(entries) == 3
+
+
+def test_blocks_that_are_written_later_are_retained_from_then_on(rig: TimedRig) -> None:
+    assert rig.tier.retain(keys(1, 2, 3, 5, 6), None, 100.0) is None
+    rig.write(5, 6)
+    rig.restart()
+    rig.flood()
+    assert rig.present(10) == [1, 2, 3, 5, 6]
+
+
+def test_a_retention_that_has_ended_early_is_not_there_after_a_restart(rig: TimedRig) -> None:
+    rig.tier.retain(keys(1, 2), 7, 100.0)
+    rig.tier.retain(keys(3, 4), 8, 100.0)
+    rig.drain()
+    rig.tier.retain((), 7, 0.0)
+    rig.restart()
+    rig.flood()
+    assert rig.present(10) == [3, 4]
+
+
+def test_a_smaller_budget_drops_other_blocks_first(rig: TimedRig) -> None:
+    rig.tier.retain(keys(1, 2), 7, 100.0)
+    rig.flood()
+    rig.restart(capacity_bytes=capacity(4), shares=shares(2))
+    assert rig.present(10) == [1, 2]
+    rig.flood()
+    rig.check_reads(1, 2)
+
+
+@pytest.mark.parametrize(("most", "kept"), [(1, [1, 2, 3, 4]), (8, [1, 2, 3, 4])])
+def test_a_smaller_quota_ends_no_retention_and_begins_no_new_one(rig: TimedRig, most: int, kept: list[int]) -> None:
+    rig.tier.retain(keys(1, 2, 3, 4), 7, 100.0)
+    rig.restart(shares=shares(most))
+    rig.flood()
+    assert rig.present(10) == kept
+    refusal = rig.tier.retain(keys(30), 8, 100.0)
+    assert refusal is (RetainRefusal.OVER_QUOTA if most == 1 else None)
+
+
+def test_a_reset_ends_all_and_so_does_another_quota_of_none(rig: TimedRig) -> None:
+    rig.tier.retain(keys(1, 2), 7, 100.0)
+    rig.tier.reset()
+    rig.drain()
+    assert not np.fromfile(rig.folder / "recency", dtype="<u8")[1::2].any()
+    assert rig.num_retained() == 0
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 4096, bytes(range(256)) * 16])
+def test_a_damaged_file_retains_nothing(rig: TimedRig, garbage: bytes) -> None:
+    rig.tier.retain(keys(1, 2), 7, 100.0)
+    rig.tier.close()
+    rig.opened = None
+    (rig.folder / "recency").write_bytes(garbage[:256])
+    rig.restart()
+    assert rig.num_retained() == 0
+    assert rig.present(10) == [1, 2, 3, 4]
+
+
+def test_a_mark_is_valid_for_its_own_key_only() -> None:
+    found = mark(key(1), time.time())
+    assert retained_until(key(1), found) > 0
+    assert retained_until(key(2), found) == 0
