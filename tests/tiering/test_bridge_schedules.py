@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -310,8 +311,8 @@ def offers_without_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants a bug: chains are offered as if they began with their second block."""
     offer = WriteThrough.offer
 
-    def offer_tail(self: WriteThrough, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
-        offer(self, keys[1:], request, is_whole)
+    def offer_tail(self: WriteThrough, keys: Sequence[OffloadKey], *how: Any, **also: Any) -> None:
+        offer(self, keys[1:], *how, **also)
 
     monkeypatch.setattr(WriteThrough, "offer", offer_tail)
 

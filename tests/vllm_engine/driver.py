@@ -1221,6 +1221,64 @@ def adapters(config: dict[str, Any]) -> dict[str, Any]:
     return life.result()
 
 
+def retained(config: dict[str, Any]) -> dict[str, Any]:
+    """Asks prompts whose blocks are to be retained for ``seconds``, then as many others as fill the host pool
+    ``floods`` times, then the first ones again, without the device's cache: in each of ``rounds``. ``found`` has the
+    tokens of each prompt that were found the second time, ``wrong`` which answers changed. With ``ask_first``, before
+    all that, the prompts of the first round are asked that another process has had retained, after a flood.
+    ``after_end``: the blocks that are charged a second after the time of a retention of one second."""
+    engine = Engine(config)
+    offload, rng = engine.offload, np.random.default_rng(config.get("seed", 7))
+    host = getattr(offload.manager, "host", offload.manager)
+    size, found, wrong = 6 * BLOCK_SIZE + 3, [], 0
+
+    def ask(prompts: list[list[int]], **options: Any) -> list[Any]:
+        assert engine.llm.reset_prefix_cache()
+        answers = []
+        for i, prompt in enumerate(prompts):
+            params = {"kvoffload": {"session": f"s{i}", **options}} if options else {}
+            answers += engine.round([prompt], extra_args={"kv_transfer_params": params}, max_tokens=4)
+        engine.drain()
+        engine.settle()
+        return answers
+
+    def flood() -> None:
+        per_round = 8
+        for _ in range(int(config["floods"] * host.num_blocks) // (per_round * 12) + 1):
+            others = rng.integers(5, 500, size=(per_round, 12 * BLOCK_SIZE + 1)).tolist()
+            engine.round(others, max_tokens=1)
+        engine.drain()
+        engine.settle()
+
+    def tokens(records: list[Any]) -> list[int]:
+        return [record.host_tokens + record.disk_tokens for record in records]
+
+    def prompts_of(number: int) -> list[list[int]]:
+        shared = np.random.default_rng(number).integers(5, 500, size=(config["sessions"], size))
+        return shared.tolist()  # type: ignore[no-any-return]
+
+    before: list[int] = []
+    if config.get("ask_first"):
+        flood()
+        ask(prompts_of(0))
+        before = tokens(list(offload.records)[-config["sessions"] :])
+    for number in range(config["rounds"]):
+        prompts, options = prompts_of(number), {"retain_s": config["seconds"]} if config["seconds"] else {}
+        right = ask(prompts, **options)
+        flood()
+        again = ask(prompts, **({"retain_s": 0} if options and not config.get("keeps") else {}))
+        found += tokens(list(offload.records)[-len(prompts) :])
+        wrong += sum(one[0] != other[0] for one, other in zip(right, again, strict=True))
+    ask(prompts_of(1000)[:1], session="another", retain_s=1.0)
+    time.sleep(2.0)
+    kept = sum(n for name, n in offload.metrics.snapshot().items() if name.startswith("tenant_retained_blocks:"))
+    after_end = kept - 6 * len(prompts_of(0)) * bool(config.get("keeps"))
+    result = {"found": found, "wrong": wrong, "before": before, "after_end": after_end, "expected": size // BLOCK_SIZE}
+    state = engine.state()
+    engine.close()
+    return result | {"pool": host.num_blocks, **state}
+
+
 def endless(config: dict[str, Any]) -> dict[str, Any]:
     """Runs two rounds, writes the result, and continues to run rounds until the process is killed."""
     engine = Engine(config)
@@ -1490,6 +1548,7 @@ SCENARIOS = {
         sleeps,
         updates,
         adapters,
+        retained,
         endless,
         refusals,
         fingerprints,

@@ -204,6 +204,8 @@ class TenantUse(NamedTuple):
     num_refused: int
     num_retained: int = 0
     """Blocks that are charged to its retention quota."""
+    num_retained_lost: int = 0
+    """Retained blocks that were lost before their time, since the start."""
 
 
 class RetainRefusal(enum.StrEnum):
@@ -215,6 +217,8 @@ class RetainRefusal(enum.StrEnum):
     """They are more than is left of its tenant's quota in every tier."""
     TOO_MANY = "too_many"
     """Too many retentions are under way."""
+    NOT_WRITTEN = "not_written"
+    """A lower tier has room for them, but too many are still to be written there."""
     NOTHING = "nothing"
     """The request has no whole block that may be stored."""
 

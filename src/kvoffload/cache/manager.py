@@ -32,12 +32,13 @@ from kvoffload.abc import (
     Retained,
     Slots,
     States,
+    TenantUse,
 )
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.history import History
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.cache.room import NO_SLOTS, Room, room_of
+from kvoffload.cache.room import NO_SLOTS, room_of
 from kvoffload.cache.table import BlockTable
 from kvoffload.cache.tenants import HOST, TenantCounts
 
@@ -180,7 +181,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
     ) -> PrepareStoreOutput | None:
         present, absent, homes = self.table.split(keys)
         # What its tenant pays for is stored, whatever it seems to be worth.
-        is_retained = absent and _asks_to_retain(req_context) and self.retention.allows(absent[0])
+        is_retained = absent and asks_to_retain(req_context) and self.retention.allows(absent[0])
         new_keys, refused = (absent, []) if is_retained else self.admission.sift(absent)
         if behind_refused:
             self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
@@ -363,7 +364,15 @@ class PolicyOffloadingManager(HostOffloadingManager):
         num_early = self.room.take_num_early()
         if num_early:
             counts["early_evictions"] = num_early
-        return counts | self._gauges.take(self.policy, self.room)
+        return counts | self._gauges.take(self.policy, self.tenant_uses)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        """Returns what each tenant holds; nothing if the slots are not shared."""
+        kept = self.retention
+        return [
+            use._replace(num_retained=kept.num_charged[t], num_retained_lost=kept.num_lost[t])
+            for t, use in enumerate(self.room.uses())
+        ]
 
     @property
     def num_blocks(self) -> int:
@@ -390,7 +399,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.history.check_integrity()
 
 
-def _asks_to_retain(context: ReqContext | None) -> bool:
+def asks_to_retain(context: ReqContext | None) -> bool:
+    """Returns whether a request asks for its blocks to be retained."""
     return context is not None and context.hints is not None and bool(context.hints.retain_s)
 
 
@@ -402,7 +412,7 @@ class _Gauges:
         self._read_at = float("-inf")
         self._tenants = TenantCounts()
 
-    def take(self, policy: CachePolicy, room: Room) -> dict[str, float]:
+    def take(self, policy: CachePolicy, uses: Callable[[], Sequence[TenantUse]]) -> dict[str, float]:
         now = self._clock()
         if now < self._read_at:
             return {}
@@ -411,7 +421,7 @@ class _Gauges:
         state = policy.state()
         for rule, score in state.get("scores", {}).items():
             counts |= {f"policy_rule:{rule}": float(rule == state["rule"]), f"policy_score:{rule}": score}
-        return counts | self._tenants.take(HOST, room.uses())
+        return counts | self._tenants.take(HOST, uses())
 
 
 class LRUOffloadingManager(PolicyOffloadingManager):

@@ -88,8 +88,8 @@ class Retention:
         """Blocks per tenant."""
         self.num_absent = 0
         """Charged blocks that are not ready."""
-        self.num_lost = 0
-        """Ready retained blocks that were lost since the start."""
+        self.num_lost = [0] * len(quotas)
+        """Ready retained blocks per tenant that were lost since the start."""
         self.num_refused = [0] * len(quotas)
         """Requests per tenant that were refused since the start."""
         self._changes: dict[int, float] | None = None
@@ -283,19 +283,22 @@ class Retention:
             if node is not None and node.slot != ABSENT:
                 lost.append(node.slot)
                 node.slot = ABSENT
+                self.num_lost[node.tenant] += 1
         self.num_absent += len(lost)
-        self.num_lost += len(lost)
         self._let_go(lost)
 
     def clear(self) -> None:
         """Ends all retentions: every block is about to be dropped."""
-        pinned = [node.slot for node in self._nodes.values() if node.slot != ABSENT]
+        pinned = []
+        for node in self._nodes.values():
+            if node.slot != ABSENT:
+                pinned.append(node.slot)
+                self.num_lost[node.tenant] += 1
         self._nodes.clear()
         self._retentions.clear()
         self._queue.clear()
         self.num_charged = [0] * len(self._quotas)
         self.num_absent = 0
-        self.num_lost += len(pinned)
         self._let_go(pinned)
 
     def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
@@ -310,7 +313,7 @@ class Retention:
                 tenant = self._tenant_of(key)
                 if self.num_charged[tenant] >= self._most[tenant]:
                     if not self._spare:
-                        self.num_lost += 1
+                        self.num_lost[tenant] += 1
                         continue
                     self._spare -= 1
                     self._most[tenant] += 1

@@ -313,4 +313,6 @@ class TenantCounts:
             counts[f"tenant_blocks:{label}"] = use.num_blocks
             counts[f"tenant_evicted_blocks:{label}"] = use.num_evicted - before.num_evicted
             counts[f"tenant_refused_stores:{label}"] = use.num_refused - before.num_refused
+            counts[f"tenant_retained_blocks:{label}"] = use.num_retained
+            counts[f"tenant_lost_retained_blocks:{label}"] = use.num_retained_lost - before.num_retained_lost
         return counts

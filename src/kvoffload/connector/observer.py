@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey
+from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey, Retained
 from kvoffload.cache.history import MAX_PENDING_EVENTS
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.connector.jobs import Job
@@ -171,8 +171,11 @@ class RequestObserver:
         """Ends the measurement of a prefill, because the request was preempted."""
         self._prefills.pop(req_id, None)
 
-    def end(self, state: RequestState) -> None:
-        """Ends the observation of a request, and writes it to the trace."""
+    def end(self, state: RequestState, retained: Retained | None = None) -> None:
+        """Ends the observation of a request, and writes it to the trace. ``retained``: the answer, if it has asked for
+        its blocks to be retained."""
+        if retained is not None and (answer := retained.refusal or retained.tier) is not None:
+            self.metrics.add("retentions", label=answer)
         req_id, request = state.context.req_id, state.request
         observed = self._requests.pop(req_id, None)
         self._coming.remove(req_id)

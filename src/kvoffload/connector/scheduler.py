@@ -287,7 +287,7 @@ class OffloadingConnectorScheduler:
             return False, None
         self.manager.release_request(state.context)
         self.stores.end(state)
-        self.observer.end(state)
+        self.observer.end(state, self.stores.retain(state))
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
             if state.options.remote_decode:

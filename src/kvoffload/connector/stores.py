@@ -16,6 +16,7 @@ from kvoffload.abc import (
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
+    Retained,
     TransferSpec,
 )
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
@@ -101,6 +102,18 @@ class StorePlanner:
         self.lose_blocks(state)
         if self._keeper is not None:
             state.state_ends = self._keeper.end(state.context.req_id)
+
+    def retain(self, state: RequestState) -> Retained | None:
+        """Has the chain of a request that has ended retained, if it asks for that, or ends what its session has
+        retained. None: it says nothing about that."""
+        hints = state.context.hints
+        if hints is None or (not hints.drop and hints.retain_s is None):
+            return None
+        keys: list[OffloadKey] = []
+        if state.may_store and state.touched and hints.retain_s:
+            state.extend_keys()
+            keys = state.blocks.computed_keys(state.state_ends)
+        return self._manager.retain(keys, state.context)
 
     def end_job(self, job: Job) -> None:
         """Ends a store that all workers have reported."""

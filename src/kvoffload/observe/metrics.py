@@ -84,6 +84,17 @@ METRICS: dict[str, MetricSpec] = {
         "Stores of the tenant that were refused, because of its quota or because no room could be made",
         "tenant,tier",
     ),
+    "tenant_retained_blocks": MetricSpec(
+        "gauge", "Blocks of the tenant that are charged to its retention quota of the tier", "tenant,tier"
+    ),
+    "tenant_lost_retained_blocks": MetricSpec(
+        "counter", "Retained blocks of the tenant that the tier has lost before their time", "tenant,tier"
+    ),
+    "retentions": MetricSpec(
+        "counter",
+        "Requests that asked for their blocks to be retained: by the tier that retains them, or why none does",
+        "answer",
+    ),
     "policy_rule": MetricSpec(
         "gauge", "1 for the rule that a self-tuning policy follows now, 0 for the others", "rule"
     ),

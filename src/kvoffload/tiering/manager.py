@@ -27,6 +27,8 @@ from kvoffload.abc import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    Retained,
+    RetainRefusal,
     States,
     Tier,
 )
@@ -42,6 +44,7 @@ from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
 from kvoffload.tiering.requests import RequestChains
 from kvoffload.tiering.steps import TierSteps
+from kvoffload.tiering.unwritten import UnwrittenPins
 from kvoffload.tiering.writes import WriteSettings, WriteThrough
 
 WRITE_SHARE = 0.125
@@ -130,6 +133,7 @@ class TieredOffloadingManager(OffloadingManager):
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         self._chains = RequestChains(self.tiers, max_writing, clock)
         self._steps = TierSteps(self.tiers, self._promoter, self._chains, self._origins, clock, self._note_written)
+        self._unwritten = UnwrittenPins(host, clock)
         self._on_device: set[OffloadKey] = set()
         """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
 
@@ -182,6 +186,8 @@ class TieredOffloadingManager(OffloadingManager):
         """Takes in the transfers that tiers have ended, and begins the reads that lookups have asked for, and writes.
         With ``timeout_s`` it then waits until some request has all the blocks that it waits for, until more blocks can
         be written, or until a tier may have answered."""
+        if self._unwritten:
+            self._unwritten.expire()
         changed = self._steps.poll()
         if timeout_s > 0:
             changed |= self._steps.wait(timeout_s)
@@ -245,6 +251,36 @@ class TieredOffloadingManager(OffloadingManager):
         self._chains.end(keys, stored, req_context, keys if chain is None else chain)
         self._chains.write()
 
+    def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
+        """Retains ``keys`` in the first tier whose quota has room for all of them, host memory first."""
+        hints = req_context.hints
+        if hints is None:
+            return Retained(None)
+        answer = self.host.retain(keys, req_context)
+        session, seconds = hints.session, 0.0 if hints.drop else hints.retain_s or 0.0
+        for tier in self.tiers:
+            if tier.breaker.is_off or answer.refusal is RetainRefusal.NOTHING:
+                continue
+            if answer.refusal is None:
+                # What it keeps for the session is to end, or was replaced.
+                tier.tier.retain((), session, 0.0)
+                continue
+            lacking = [
+                key for key, lacks in zip(keys, (tier.tier.contains(keys) != HIT).tolist(), strict=True) if lacks
+            ]
+            if len(lacking) > self._unwritten.num_free:
+                refusal: RetainRefusal | None = RetainRefusal.NOT_WRITTEN
+            else:
+                refusal = tier.tier.retain(keys, session, seconds)
+            if refusal is None:
+                answer = Retained(None, tier.name, len(keys))
+                self._unwritten.add(lacking)
+                if session is not None:
+                    self.host.retention.end(session)
+            elif refusal is not RetainRefusal.NO_QUOTA:
+                answer = Retained(refusal)
+        return answer
+
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
@@ -268,6 +304,8 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.note_device(written, left)
 
     def _note_written(self, keys: Sequence[OffloadKey]) -> None:
+        if self._unwritten:
+            self._unwritten.written(keys)
         if not self._on_device.isdisjoint(keys):
             self.note_device(held=[key for key in keys if key in self._on_device])
 
@@ -289,6 +327,8 @@ class TieredOffloadingManager(OffloadingManager):
         if success:
             keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
             self._origins.forget(keys)
+            if self._unwritten:
+                self._unwritten.entered(keys)
             for tier in self.tiers:
                 tier.writes.stored(keys)
         else:
@@ -342,6 +382,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _reset_host(self) -> None:
         self._promoter.release_all()
+        self._unwritten.clear()
         self.host.reset()
         self._chains.clear()
 
@@ -376,6 +417,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def check_integrity(self) -> None:
         self.host.check_integrity()
+        self._unwritten.check_integrity()
         self._promoter.check_integrity()
         for tier in self.tiers:
             tier.check_integrity()

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.abc import OffloadKey, ReqContext, Slots
+from kvoffload.cache.manager import asks_to_retain
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.promotion import Promotion
 
@@ -100,7 +101,7 @@ class RequestChains:
             if head:
                 tier.tier.touch(head)
             if not _ends_session(context):
-                tier.writes.offer(chain, _request(context), is_whole=True)
+                tier.writes.offer(chain, _request(context), is_whole=True, is_retained=asks_to_retain(context))
 
     def waits(self, promotion: Promotion) -> None:
         """A request waits for a promotion, which may bring all of its chain."""

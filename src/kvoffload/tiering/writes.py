@@ -168,10 +168,10 @@ class WriteThrough:
         if self._admission is not None:
             self._admission.count(keys, req_context)
 
-    def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
+    def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool, is_retained: bool = False) -> None:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
-        holds all of it, there is nothing to do."""
+        holds all of it, there is nothing to do. With ``is_retained`` the admission is not asked."""
         before = self.backlog.of_request(request)
         if before is not None:
             state = ChainState.STARTED if before.state is ChainState.STARTED else ChainState.FRESH
@@ -182,7 +182,7 @@ class WriteThrough:
             state = ChainState.FRESH
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units = self._num_writable(by_group)
+        num_units = self._num_writable(by_group, None if is_retained else self._admission)
         if num_units == 0:
             return
         history = History() if before is None else before.history
@@ -198,17 +198,17 @@ class WriteThrough:
             return False
         return bool((self._tier.contains(keys) == HIT).all())
 
-    def _num_writable(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+    def _num_writable(self, by_group: Sequence[Sequence[OffloadKey]], admission: Admission | None) -> int:
         """Returns how many leading units of a chain the tier may be given: what it has room for, since the tail of a
-        longer chain would evict its head, and what the admission accepts, since nothing behind could be found."""
+        longer chain would evict its head, and what ``admission`` accepts, since nothing behind could be found."""
         layout = self._layout
         num_units = layout.num_units(by_group)
         most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
         if most_blocks is not None:
             num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
-        if self._admission is not None:
+        if admission is not None:
             for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
-                accepted = self._admission.accepts(keys[: num_units * per_unit])
+                accepted = admission.accepts(keys[: num_units * per_unit])
                 if not all(accepted):
                     num_units = accepted.index(False) // per_unit
         return num_units

@@ -78,7 +78,7 @@ class Catalog:
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing without shares."""
-        return self._manager.room.uses()
+        return self._manager.tenant_uses()
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
