@@ -359,7 +359,6 @@ class PolicyOffloadingManager(HostOffloadingManager):
         return self.history.take_events()
 
     def take_counts(self) -> Mapping[str, float]:
-        self.retention.expire()
         counts: dict[str, float] = {"pool_used_blocks": self.num_used_blocks}
         num_early = self.room.take_num_early()
         if num_early:
@@ -369,6 +368,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing if the slots are not shared."""
         kept = self.retention
+        kept.expire()
         return [
             use._replace(num_retained=kept.num_charged[t], num_retained_lost=kept.num_lost[t])
             for t, use in enumerate(self.room.uses())
