@@ -462,10 +462,24 @@ class Run:
                 strict=False,
             )
             for request, (here, after, prompt_blocks, now) in enumerate(rows, first):
+                self.prefetch_until(now)
                 self.now = now
                 chain = keys[here:after]
                 self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
                 yield request + 1
+
+    def prefetch_until(self, now: float) -> None:
+        """Prefetches what is due before ``now``, as an engine that makes steps all the time."""
+        manager = self.manager
+        while isinstance(manager, TieredOffloadingManager) and manager.prefetcher.next_due <= now:
+            self.now = max(self.now, manager.prefetcher.next_due)
+            before = manager.prefetcher.next_due
+            manager.poll()
+            assert self.tier is not None
+            while self.tier.is_busy:
+                manager.poll()
+            if manager.prefetcher.next_due == before and not manager.prefetcher.is_reading:
+                break
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
         manager, context = self.manager, self.context(request) if self.has_contexts else None

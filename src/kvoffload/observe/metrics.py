@@ -52,6 +52,10 @@ METRICS: dict[str, MetricSpec] = {
     "late_promotions": MetricSpec(
         "counter", "Requests whose reads from lower tiers did not all end within the load deadline"
     ),
+    "prefetched_blocks": MetricSpec(
+        "counter", "Blocks read from lower tiers before the request that was expected to use them"
+    ),
+    "prefetched_used_blocks": MetricSpec("counter", "Of these, blocks that a request then asked for in time"),
     "tier_hit_tokens": MetricSpec("counter", "Tokens that were read from a lower tier for their request", "tier"),
     "tier_read_bytes": MetricSpec("counter", "Bytes read from the tier and verified", "tier"),
     "tier_read_seconds": MetricSpec("counter", "Time spent reading from the tier, added up over threads", "tier"),

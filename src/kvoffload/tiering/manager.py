@@ -40,6 +40,7 @@ from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.health import Deadlines, TierState
 from kvoffload.tiering.lookup import LoadGate, Search, explain_miss, look_up, states_below
+from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
 from kvoffload.tiering.requests import RequestChains
@@ -136,6 +137,16 @@ class TieredOffloadingManager(OffloadingManager):
         self._unwritten = UnwrittenPins(host, clock)
         self._on_device: set[OffloadKey] = set()
         """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
+        self.prefetcher = Prefetcher(
+            host,
+            self.tiers,
+            self._promoter,
+            self._gate,
+            count=self._counts.add,
+            reasons=self._reasons,
+            clock=clock,
+            is_on_device=self._on_device.__contains__,
+        )
 
     # Lookup. ``lookup`` is the contract's: it calls ``lookup_each`` with Need.RUN.
 
@@ -188,6 +199,8 @@ class TieredOffloadingManager(OffloadingManager):
         be written, or until a tier may have answered."""
         if self._unwritten:
             self._unwritten.expire()
+        if self.prefetcher.is_watching:
+            self.prefetcher.poll()
         changed = self._steps.poll()
         if timeout_s > 0:
             changed |= self._steps.wait(timeout_s)
@@ -236,6 +249,8 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
         chain: Sequence[OffloadKey] | None = None,
     ) -> None:
+        if self.prefetcher.is_watching:
+            self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
         self._chains.touch(keys, found, req_context, chain)
@@ -248,6 +263,8 @@ class TieredOffloadingManager(OffloadingManager):
         chain: Sequence[OffloadKey] | None = None,
     ) -> None:
         self.host.end_chain(keys, stored, req_context)
+        if req_context is not None and req_context.hints is not None and not self._steps.is_off:
+            self.prefetcher.expect(keys, req_context)
         self._chains.end(keys, stored, req_context, keys if chain is None else chain)
         self._chains.write()
 
@@ -360,6 +377,8 @@ class TieredOffloadingManager(OffloadingManager):
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
         self._promoter.drop(keys)
+        if self.prefetcher.is_watching:
+            self.prefetcher.drop(keys)
         self.host.drop(keys)
         for tier in self.tiers if not only_host else ():
             tier.tier.delete(keys)
@@ -381,6 +400,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._leave_shared_tiers()
 
     def _reset_host(self) -> None:
+        self.prefetcher.clear()
         self._promoter.release_all()
         self._unwritten.clear()
         self.host.reset()
@@ -418,6 +438,7 @@ class TieredOffloadingManager(OffloadingManager):
     def check_integrity(self) -> None:
         self.host.check_integrity()
         self._unwritten.check_integrity()
+        self.prefetcher.check_integrity()
         self._promoter.check_integrity()
         for tier in self.tiers:
             tier.check_integrity()

@@ -79,6 +79,11 @@ class Promoter:
     def __len__(self) -> int:
         return len(self._promotions)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no tier is being read, or is to be read."""
+        return not self._queue.promotions and not any(tier.reads for tier in self._tiers)
+
     # The requests' side.
 
     def get(self, context: ReqContext) -> Promotion | None:

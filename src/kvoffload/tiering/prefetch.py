@@ -1,0 +1,296 @@
+"""Prefetcher: reads chains from lower tiers shortly before the requests that are expected to use them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.abc import IntegrityError, Need, OffloadKey, ReqContext
+from kvoffload.abc.tier import HIT
+from kvoffload.cache.keys import NAMESPACE_BYTES, seem_of_several_groups
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.misses import MissMemory
+from kvoffload.tiering.events import Count
+from kvoffload.tiering.health import TierState
+from kvoffload.tiering.lookup import LoadGate, Search, look_up
+from kvoffload.tiering.promoter import Promoter
+from kvoffload.tiering.promotion import Located
+
+MAX_CHAINS = 4096
+"""Chains whose return is expected. Beyond it the oldest is forgotten."""
+KEYS_PER_BLOCK = 8
+"""Keys of these chains, as a multiple of the host's blocks."""
+QUEUE_SLACK = 256
+"""The queue is rebuilt when it has this many entries more than twice the number of chains."""
+LEAD_S = 2.0
+"""A chain is read this long before its expected use. What is read earlier takes the room of blocks that others need."""
+HELD_SHARE = 0.25
+"""At most this share of the host's blocks, and of those that a tenant can have, is held for expected uses."""
+LEAST_USED = 0.5
+"""If less of what was read of late was used, the estimates of clients are of no use: then only one chain of PROBE_EVERY
+is prefetched."""
+PROBE_EVERY = 16
+JUDGED_BLOCKS = 1024
+"""So many blocks are judged before the older ones count half."""
+BATCH_BYTES = 8 << 20
+"""Bytes that are read at a time, at least one block: a request that comes meanwhile waits for no more."""
+TIME_SHARE = 0.5
+"""Tiers are read for at most this share of the time."""
+LEAST_LIKELY = 0.5
+"""What is less likely to be used is not prefetched."""
+
+
+class _Held(NamedTuple):
+    """A block that was prefetched and is pinned."""
+
+    slot: int
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """A chain that a request is expected to use at ``returns_at``."""
+
+    name: int | str
+    keys: Sequence[OffloadKey]
+    context: ReqContext
+    """The request that its promotions are for."""
+    returns_at: float
+    num_left: int
+    """Blocks that may still be read for it. Some may be evicted before they are used, and are not read again."""
+
+
+class Prefetcher:
+    """Promotes what ``tiers`` hold of expected chains and ``host`` lacks, head first, while no request waits for a
+    tier. What was read is pinned until its use, or until LEAD_S after the expected time.
+
+    The chain of a session takes the place of its former one, and a request of the session ends the wait. Models with
+    several KV cache groups are left out. ``is_on_device`` says which blocks the device holds in place of the host.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[TierState],
+        promoter: Promoter,
+        gate: LoadGate,
+        *,
+        count: Count,
+        reasons: MissMemory,
+        clock: Callable[[], float],
+        is_on_device: Callable[[OffloadKey], bool],
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._promoter = promoter
+        self._gate = gate
+        self._count = count
+        self._reasons = reasons
+        self._clock = clock
+        self._is_on_device = is_on_device
+        self._expected: OrderedDict[int | str, _Expected] = OrderedDict()
+        """The oldest first."""
+        self._num_keys = 0
+        self._max_keys = KEYS_PER_BLOCK * host.num_blocks
+        self._queue: list[tuple[float, int, _Expected]] = []
+        """A heap by the time at which each is to be read. Some may not be expected any more."""
+        self._order = itertools.count()
+        self._num_used = self._num_wasted = 0
+        """Of the blocks that were read, weighted."""
+        self._reading: _Expected | None = None
+        self._began = 0.0
+        self._not_before = -math.inf
+        """When the next batch may be read."""
+        self._held: OrderedDict[OffloadKey, _Held] = OrderedDict()
+        """Blocks that are pinned."""
+        self._num_held: Counter[bytes] = Counter()
+        """By the namespace of their tenant."""
+        self._max_held = int(host.num_blocks * HELD_SHARE)
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether uses matter."""
+        return bool(self._expected or self._held)
+
+    @property
+    def is_reading(self) -> bool:
+        return self._reading is not None
+
+    @property
+    def next_due(self) -> float:
+        """When there may be something to read; infinite if nothing is expected."""
+        return self._queue[0][0] if self._queue else math.inf
+
+    # Requests.
+
+    def expect(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        """Takes note of the end of a request, which has used the chain ``keys``, if it says when that is used next."""
+        hints = context.hints
+        if hints is None or hints.drop or hints.expect_return_s is None or not self._max_held:
+            return
+        likely = hints.p_return is None or hints.p_return >= LEAST_LIKELY
+        if not likely or not keys or len(keys) > self._max_keys or seem_of_several_groups(keys):
+            return
+        name = context.req_id if hints.session is None else hints.session
+        self._forget(name)
+        returns_at = self._clock() + hints.expect_return_s
+        number = next(self._order)
+        if not self._is_worth_it and number % PROBE_EVERY:
+            return
+        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, len(keys))
+        self._expected[name] = chain
+        self._num_keys += len(keys)
+        heapq.heappush(self._queue, (returns_at - LEAD_S, number, chain))
+        while len(self._expected) > MAX_CHAINS or self._num_keys > self._max_keys:
+            self._forget(next(iter(self._expected)))
+        if len(self._queue) > 2 * len(self._expected) + QUEUE_SLACK:
+            self._queue = [entry for entry in self._queue if self._is_expected(entry[2])]
+            heapq.heapify(self._queue)
+
+    def _is_expected(self, chain: _Expected) -> bool:
+        return self._expected.get(chain.name) is chain
+
+    def _forget(self, name: int | str) -> None:
+        chain = self._expected.pop(name, None)
+        if chain is not None:
+            self._num_keys -= len(chain.keys)
+
+    def used(self, keys: Collection[OffloadKey], context: ReqContext | None) -> None:
+        """Takes note of a request that uses ``keys``."""
+        hints = None if context is None else context.hints
+        if hints is not None and hints.session is not None:
+            self._forget(hints.session)
+        if self._held:
+            used = [key for key in keys if key in self._held]
+            self._count("prefetched_used_blocks", len(used))
+            self._judge(len(used), 0)
+            self._let_go(used)
+
+    def _judge(self, num_used: int, num_wasted: int) -> None:
+        self._num_used += num_used
+        self._num_wasted += num_wasted
+        if self._num_used + self._num_wasted > JUDGED_BLOCKS:
+            self._num_used //= 2
+            self._num_wasted //= 2
+
+    @property
+    def _is_worth_it(self) -> bool:
+        """Whether enough of what was read of late was used."""
+        return self._num_used >= LEAST_USED * (self._num_used + self._num_wasted)
+
+    def _hold(self, keys: Sequence[OffloadKey], until: float) -> None:
+        """Pins ready blocks of one tenant, as many as may be held."""
+        keys = [key for key in keys if key not in self._held]
+        if not keys:
+            return
+        keys = keys[: self._room(keys[0])]
+        slots = self._host.prepare_load(keys).slots.tolist()
+        self._held.update((key, _Held(slot, until)) for key, slot in zip(keys, slots, strict=True))
+        self._num_held[keys[0][:NAMESPACE_BYTES]] += len(keys)
+
+    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
+        if not keys:
+            return
+        held = [self._held.pop(key) for key in keys]
+        for key in keys:
+            self._num_held[key[:NAMESPACE_BYTES]] -= 1
+        self._num_held = +self._num_held
+        self._host.complete_load(self._host.lease([each.slot for each in held]))
+
+    def _room(self, key: OffloadKey) -> int:
+        """Returns how many more blocks of the tenant of ``key`` may be held."""
+        most = int(self._host.most_blocks(key) * HELD_SHARE)
+        return max(0, min(self._max_held - len(self._held), most - self._num_held[key[:NAMESPACE_BYTES]]))
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Takes note of blocks that are about to be dropped."""
+        self._let_go([key for key in dict.fromkeys(keys) if key in self._held])
+
+    def clear(self) -> None:
+        """Nothing is expected any more."""
+        self._expected.clear()
+        self._queue.clear()
+        self._let_go(list(self._held))
+        self._num_keys = 0
+        self._reading = None
+
+    # Steps.
+
+    def poll(self) -> None:
+        """Ends a batch that has arrived, and begins the next one if it is time and no request waits for a tier."""
+        now = self._clock()
+        if self._reading is not None and not self._end_batch(self._reading, now):
+            return
+        if self.next_due > now or now < self._not_before or not self._promoter.is_idle:
+            return
+        late = [key for key, held in self._held.items() if held.until < now]
+        self._judge(0, len(late))
+        self._let_go(late)
+        while self._queue and self._queue[0][0] <= now:
+            chain = self._queue[0][2]
+            if self._is_expected(chain):
+                if now <= chain.returns_at + LEAD_S and self._begin_batch(chain, now):
+                    return
+                self._forget(chain.name)
+            heapq.heappop(self._queue)
+
+    def _begin_batch(self, chain: _Expected, now: float) -> bool:
+        """Returns False if there is nothing to read, or nothing more."""
+        keys = chain.keys
+        if self._host.is_behind_device:
+            first = next((i for i, key in enumerate(keys) if not self._is_on_device(key)), len(keys))
+            keys = keys[first:]
+        if not keys or not chain.num_left:
+            return False
+        room = self._room(keys[0])
+        if not room:
+            # It may come when others have been used.
+            return True
+        search = Search(self._host, self._tiers, self._reasons, now)
+        states, found = look_up(search, keys, Need.RUN, self._promoter, self._gate)
+        # What the host has of it counts as used now, so that it does not leave for the rest.
+        self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())
+        if not found.keys:
+            # A shared medium may be asked, and knows at a later step.
+            return search.is_unanswered
+        nbytes = self._tiers[int(found.sources[0])].tier.block_bytes
+        n = min(room, chain.num_left, max(1, BATCH_BYTES // nbytes))
+        chain.num_left -= n
+        self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
+        self._reading, self._began = chain, now
+        return True
+
+    def _end_batch(self, chain: _Expected, now: float) -> bool:
+        """Takes in the batch that was read for ``chain``. Returns False if it is still under way."""
+        promotion = self._promoter.get(chain.context)
+        if promotion is not None and promotion.is_waiting:
+            return False
+        self._reading = None
+        arrived = [] if promotion is None else list(promotion.pinned)
+        self._hold(arrived, chain.returns_at + LEAD_S)
+        self._promoter.release(chain.context)
+        self._count("prefetched_blocks", len(arrived))
+        self._not_before = now + (now - self._began) * (1 / TIME_SHARE - 1)
+        if not arrived:
+            # It was not read in time, or others have taken its room.
+            self._forget(chain.name)
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a bound is exceeded."""
+        if self._num_keys != sum(len(chain.keys) for chain in self._expected.values()):
+            raise IntegrityError("the keys of expected chains are miscounted")
+        if len(self._expected) > MAX_CHAINS or self._num_keys > self._max_keys:
+            raise IntegrityError("more chains are expected than may be")
+        if len(self._held) > self._max_held or len(self._queue) > 2 * MAX_CHAINS + QUEUE_SLACK:
+            raise IntegrityError("more blocks are held for expected uses than may be")
