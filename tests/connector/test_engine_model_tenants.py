@@ -34,8 +34,10 @@ def quiet() -> Iterator[None]:
 def random_shares(rng: Random, num_blocks: int) -> Shares:
     guaranteed = [rng.randint(0, num_blocks // 4) for _ in TENANTS.names]
     quota = [rng.randint(max(1, least, num_blocks // 3), num_blocks) for least in guaranteed]
+    most = [min(guarantee or 1, q // 2, num_blocks // 8) for guarantee, q in zip(guaranteed, quota, strict=True)]
+    retain = [rng.randint(0, n) for n in most] if sum(map(max, guaranteed, most)) <= num_blocks else []
     index_of = {TENANTS.of(name).namespace: i for i, name in enumerate(TENANTS.names[:-1])}
-    return Shares(TENANTS.names, index_of, tuple(guaranteed), tuple(quota), num_blocks)
+    return Shares(TENANTS.names, index_of, tuple(guaranteed), tuple(quota), num_blocks, tuple(retain))
 
 
 def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +48,12 @@ def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
         made = make_requests(*arguments)
         for request in made:
             if (tenant := rng.choice(("a", "b", None))) is not None:
-                request.kv_transfer_params = {**(request.kv_transfer_params or {}), "kvoffload": {"tenant": tenant}}
+                options: dict[str, Any] = {"tenant": tenant}
+                if rng.random() < 0.5:
+                    options |= {"retain_s": 10 ** rng.uniform(-3, 3), "session": rng.choice("xyz")}
+                elif rng.random() < 0.2:
+                    options |= {"retain_s": 0, "session": rng.choice("xyz")}
+                request.kv_transfer_params = {**(request.kv_transfer_params or {}), "kvoffload": options}
         return made
 
     monkeypatch.setattr(model, "make_policy", policy)
@@ -61,6 +68,7 @@ def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
         for use in engine.policy_manager.room.uses():
             counts[f"evicted of {use.name}"] += use.num_evicted
             counts["refused"] += use.num_refused
-    expected = ("loaded", "refused", *(f"evicted of {name}" for name in TENANTS.names))
+        counts["retained"] += sum(engine.policy_manager.retention.num_lost)
+    expected = ("loaded", "refused", "retained", *(f"evicted of {name}" for name in TENANTS.names))
     never = [what for what in expected if not counts[what]]
     assert not never, f"never happened, so was not tested: {never}"

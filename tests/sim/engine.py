@@ -475,6 +475,10 @@ class ModelEngine:
         self.scheduler.manager.check_integrity()
         if self.tiered is not None and self.tiered.num_promotions:
             raise Leak("blocks are still pinned for requests that have ended")
+        # Not for requests in progress, but for promises and expectations.
+        self.policy_manager.retention.clear()
+        if self.tiered is not None:
+            self.tiered.prefetcher.clear()
         num_busy = self.policy_manager.num_blocks - self.policy_manager.num_available_blocks
         if num_busy:
             raise Leak(f"{num_busy} slots of the host are still pinned or being written")

@@ -239,6 +239,8 @@ def _random_hints(rng: Random) -> dict[str, Any]:
         found["drop"] = True
     if rng.random() < 0.4:
         found["expect_return_s"] = 10 ** rng.uniform(-3, 3)
+    if rng.random() < 0.1:
+        found |= {"p_return": rng.random(), "retain_s": 10 ** rng.uniform(-3, 3)}
     return found
 
 

@@ -231,11 +231,11 @@ class Prefetcher:
         now = self._clock()
         if self._reading is not None and not self._end_batch(self._reading, now):
             return
+        if late := [key for key, held in self._held.items() if held.until < now]:
+            self._judge(0, len(late))
+            self._let_go(late)
         if self.next_due > now or now < self._not_before or not self._promoter.is_idle:
             return
-        late = [key for key, held in self._held.items() if held.until < now]
-        self._judge(0, len(late))
-        self._let_go(late)
         while self._queue and self._queue[0][0] <= now:
             chain = self._queue[0][2]
             if self._is_expected(chain):

@@ -1,0 +1,146 @@
+"""Prefetch: what is expected to be used is in the host before that, at the cost of no request that waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.abc import Hints, OffloadKey, ReqContext
+from kvoffload.tiering import prefetch
+from kvoffload.tiering.prefetch import HELD_SHARE, JUDGED_BLOCKS, LEAD_S, MAX_CHAINS, PROBE_EVERY
+from tests.tiering.rig import Rig, chain
+
+RETURNS_IN_S = 100.0
+
+
+def hints(session: int | None = 7, **others: float | bool) -> Hints:
+    return Hints(session, **{"expect_return_s": RETURNS_IN_S, **others})  # type: ignore[arg-type]
+
+
+def end(rig: Rig, keys: list[OffloadKey], given: Hints | None, name: str = "r") -> None:
+    rig.manager.end_chain(keys, [], ReqContext(name, hints=given))
+
+
+def wait(rig: Rig, seconds: float) -> None:
+    rig.clock.now += seconds
+    for _ in range(8):
+        rig.settle()
+
+
+def num_in_host(rig: Rig, keys: list[OffloadKey]) -> int:
+    return rig.host.lookup(keys) or 0
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig(host_blocks=32, tier_blocks=128)
+    rig.store_below(chain("a", 6))
+    return rig
+
+
+def test_a_chain_is_in_the_host_before_its_use_and_not_long_before(rig: Rig) -> None:
+    keys = chain("a", 6)
+    end(rig, keys, hints())
+    wait(rig, RETURNS_IN_S - LEAD_S - 0.1)
+    assert num_in_host(rig, keys) == 0
+    wait(rig, 0.2)
+    assert num_in_host(rig, keys) == 6
+    rig.fill_host()
+    assert num_in_host(rig, keys) == 6, "pinned until its use"
+    rig.manager.touch(keys, ReqContext("next", hints=Hints(7)))
+    counts = rig.counts()
+    assert (counts["prefetched_blocks"], counts["prefetched_used_blocks"]) == (6, 6)
+    assert not rig.manager.prefetcher.is_watching
+    rig.fill_host("others")
+    assert num_in_host(rig, keys) == 0, "and not longer"
+
+
+def test_without_its_use_the_blocks_are_let_go(rig: Rig) -> None:
+    keys = chain("a", 6)
+    end(rig, keys, hints())
+    wait(rig, RETURNS_IN_S - 1)
+    assert num_in_host(rig, keys) == 6
+    wait(rig, 2 * LEAD_S)
+    rig.fill_host()
+    assert num_in_host(rig, keys) == 0
+    assert not rig.manager.prefetcher.is_watching
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, Hints(7), hints(drop=True), hints(p_return=0.4)],
+    ids=["no hints", "no time", "the last request", "not likely"],
+)
+def test_what_is_not_expected_is_not_read(rig: Rig, given: Hints | None) -> None:
+    end(rig, chain("a", 6), given)
+    assert not rig.manager.prefetcher.is_watching
+
+
+def test_the_next_request_of_the_session_ends_the_wait(rig: Rig) -> None:
+    end(rig, chain("a", 6), hints())
+    rig.manager.touch(chain("b", 2), ReqContext("next", hints=Hints(7)))
+    wait(rig, RETURNS_IN_S)
+    assert rig.counts().get("prefetched_blocks", 0) == 0
+
+
+def test_nothing_is_read_while_a_request_waits_for_a_tier(rig: Rig) -> None:
+    rig.store_below(chain("b", 3))
+    end(rig, chain("a", 6), hints())
+    waiting = ReqContext("waits")
+    rig.clock.now += RETURNS_IN_S - 1
+    rig.manager.lookup(chain("b", 3), waiting)
+    rig.manager.poll()
+    rig.manager.poll()
+    assert not rig.manager.prefetcher.is_reading
+    rig.manager.release_request(waiting)
+    wait(rig, 0.0)
+    assert num_in_host(rig, chain("a", 6)) == 6
+
+
+def test_the_room_is_bounded_and_given_back_by_uses() -> None:
+    rig = Rig(host_blocks=32, tier_blocks=256)
+    names = [f"n{i}" for i in range(4)]
+    for name in names:
+        rig.store_below(chain(name, 6))
+    for i, name in enumerate(names):
+        end(rig, chain(name, 6), hints(10 + i, expect_return_s=RETURNS_IN_S + i / 10))
+    wait(rig, RETURNS_IN_S - 1)
+    held = [num_in_host(rig, chain(name, 6)) for name in names]
+    assert held == [6, 2, 0, 0]
+    assert sum(held) == 32 * HELD_SHARE
+    rig.manager.touch(chain("n0", 6), ReqContext("next", hints=Hints(10)))
+    wait(rig, 0.1)
+    assert num_in_host(rig, chain("n1", 6)) == 6
+    rig.manager.check_integrity()
+
+
+def test_estimates_that_prove_wrong_end_most_of_it() -> None:
+    rig = Rig(host_blocks=256, tier_blocks=512)
+    keys = chain("a", 32)
+    rig.store_below(keys)
+    num_read = []
+    for i in range(2 * JUDGED_BLOCKS // 32):
+        end(rig, keys, hints(10 + i))
+        wait(rig, RETURNS_IN_S - 1)
+        num_read.append(rig.counts().get("prefetched_blocks", 0))
+        wait(rig, 2 * LEAD_S + 1)
+        rig.fill_host(f"filler{i}")
+    assert num_read[0] == 32
+    assert sum(n > 0 for n in num_read) <= 2 + len(num_read) / PROBE_EVERY + 1
+
+
+def test_the_number_of_chains_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(rig.manager.prefetcher._max_keys + 10):
+        end(rig, chain(f"c{i}", 1), hints(10 + i))
+    assert len(rig.manager.prefetcher) <= MAX_CHAINS
+    rig.manager.check_integrity()
+    rig.manager.reset()
+    assert not rig.manager.prefetcher.is_watching
+
+
+def test_a_plan_without_a_bound_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: blocks are held that were never let go."""
+    monkeypatch.setattr(prefetch.Prefetcher, "_room", lambda self, key: 100)
+    rig.store_below(chain("b", 12))
+    end(rig, chain("b", 12), hints())
+    with pytest.raises(Exception, match="held for expected uses"):
+        wait(rig, RETURNS_IN_S - 1)
