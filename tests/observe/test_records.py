@@ -59,6 +59,10 @@ def test_a_record_can_be_written_as_json() -> None:
         "missed_in": None,
         "tenant": None,
         "engine": None,
+        "stored_tokens": 0,
+        "retained_tokens": 0,
+        "retained_in": None,
+        "retain_refused": None,
     }
     assert RequestRecord(**HIT.to_dict()) == HIT
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvoffload.abc import (
     ByteArray,
+    Hints,
     IntegrityError,
     KVGroup,
     LookupState,
@@ -71,6 +72,7 @@ LIES: dict[str, Sequence[Any]] = {
     "read": (*KEYS, lambda keys, slots: [*keys, *keys], lambda keys, slots: chain("other", 1)),
     "write": (*KEYS, lambda keys, slots: [*keys, *keys], lambda keys, slots: chain("other", 1)),
     "take_evicted": KEYS,
+    "retain": (7, "no", [], True, float("nan"), OSError()),
     "poll": (
         *KEYS,
         [("too", "short")],
@@ -175,6 +177,7 @@ def use(rig: Rig) -> None:
     for round_ in range(2):
         for name in "abcde":
             rig.store(chain(name, 8), f"{name}{round_}")
+    rig.manager.retain(chain("e", 1), ReqContext("r", hints=Hints(7, retain_s=1.0)))
     rig.manager.drop(chain("a", 1))
     rig.manager.reset()
     rig.store(chain("z", 8), "z")

@@ -36,11 +36,12 @@ def group() -> click.Group:
     from kvoffload.cli.explain import explain
     from kvoffload.cli.replay import replay
     from kvoffload.cli.size import size
+    from kvoffload.cli.usage import usage
     from kvoffload.native import describe
 
     commands = click.Group(
         "kvoffload",
-        commands=[convert, disk, doctor, explain, replay, size],
+        commands=[convert, disk, doctor, explain, replay, size, usage],
         help="Tools for the KV cache that an LLM server keeps in host memory, on disk and in shared stores.",
         # Subcommands inherit it.
         context_settings={"help_option_names": ["-h", "--help"]},

@@ -210,7 +210,7 @@ def explain(
     if logs and pid is not None:
         raise click.UsageError("--pid is for running servers: leave out --pid or the logs.")
     try:
-        found = _from_logs(logs) if logs else _from_servers(pid)
+        found = find_records(logs, pid)
         chosen = [
             record
             for record in found.records
@@ -234,6 +234,12 @@ def explain(
 
 
 # Reading.
+
+
+def find_records(logs: Sequence[BinaryIO], pid: int | None) -> Findings:
+    """Returns the records in ``logs``, or, if there are none, those of the servers on this machine, or of one of them.
+    Raises RecordsError if there are none."""
+    return _from_logs(logs) if logs else _from_servers(pid)
 
 
 def _from_servers(pid: int | None) -> Findings:
@@ -279,8 +285,8 @@ def _findings(
         more = f"\n  and {malformed - len(faults):,} more" if malformed > len(faults) else ""
         listed = "\n  ".join(faults) + more
         warnings = [f"skipped {counted(malformed, 'malformed record')}\n  {listed}", *warnings]
-    # A record may be in several logs.
-    records = list(dict.fromkeys(record for reading in readings for record in reading.records))
+    # A record may be in several logs, and has more fields when its request has ended.
+    records = list({record: record for reading in readings for record in reading.records}.values())
     records.sort(key=lambda record: record.time)
     if now is None:
         now = records[-1].time if records else 0.0

@@ -45,8 +45,6 @@ class _Observed:
 
     arrived: float = field(default_factory=time.time)
     """When it was first looked up, in seconds since 1970."""
-    record: RequestRecord | None = None
-    """Made when it is first given device blocks."""
     prefill: tuple[int, float] | None = None
     """The tokens of its prompt that were computed, and in how many seconds, if that was measured."""
 
@@ -159,9 +157,7 @@ class RequestObserver:
         if state.waited_s:
             self.metrics.add("wait_seconds", state.waited_s)
         if self._spans is not None:
-            observed = self._requests.get(req_id)
-            record = observed.record if observed is not None else None
-            self._spans.looked_up(req_id, record, state.waited_s, num_external_tokens)
+            self._spans.looked_up(req_id, state.record, state.waited_s, num_external_tokens)
         if match is not None and num_external_tokens == 0:
             self._prefills[req_id] = _Prefill(state, self._clock())
         else:
@@ -176,18 +172,21 @@ class RequestObserver:
         its blocks to be retained."""
         if retained is not None and (answer := retained.refusal or retained.tier) is not None:
             self.metrics.add("retentions", label=answer)
+            if state.record is not None:
+                state.record.retain_refused, state.record.retained_in = retained.refusal, retained.tier
+                state.record.retained_tokens = self._layout.chains.tokens(retained.num_blocks)
         req_id, request = state.context.req_id, state.request
         observed = self._requests.pop(req_id, None)
         self._coming.remove(req_id)
         self._prefills.pop(req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
-        if self._recorder is not None and observed is not None and observed.record is not None:
+        if self._recorder is not None and observed is not None and state.record is not None:
             state.extend_keys()
             keys = state.blocks.keys[self._layout.traced]
             self._recorder.add(
                 observed.arrived,
-                observed.record,
+                state.record,
                 keys,
                 request.num_tokens,
                 request.num_computed_tokens,
@@ -198,8 +197,12 @@ class RequestObserver:
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
-        if self._spans is not None:
-            for state in states:
+        for state in states:
+            record = state.record
+            if record is not None and (state.blocks.stored or record.retained_in or record.retain_refused):
+                record.stored_tokens = self._layout.chains.tokens(len(state.blocks.stored))
+                log_record(record)
+            if self._spans is not None:
                 self._spans.end(state.context.req_id)
                 if state.num_jobs == 0:
                     self._spans.close(state.context.req_id)
@@ -224,8 +227,7 @@ class RequestObserver:
                         self._requests[req_id].prefill = tokens, seconds
 
     def _record(self, state: RequestState, match: Match, num_external_tokens: int, promoted: Mapping[str, int]) -> None:
-        observed = self._requests.get(state.context.req_id)
-        if observed is None or observed.record is not None:
+        if state.context.req_id not in self._requests or state.record is not None:
             return
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())
@@ -245,7 +247,7 @@ class RequestObserver:
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
         self.metrics.add("host_hit_tokens", num_external_tokens - below_host)
-        record = observed.record = RequestRecord(
+        record = state.record = RequestRecord(
             time.time(),
             state.context.req_id,
             state.request.num_tokens,

@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
+from typing import Any
 
 from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import NO_ADAPTER, Adapter, Digests, variant
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.options import RequestOptions
+from kvoffload.observe.records import RequestRecord
 
 NEVER = 1 << 62
 """More tokens than any request has."""
@@ -114,6 +116,8 @@ class RequestState:
     """The token with which its last load ended, if that has not failed; 0 if it has loaded nothing since."""
     num_jobs: int = 0
     """Jobs in progress."""
+    record: RequestRecord | None = None
+    """Made when it is first given device blocks."""
 
     @classmethod
     def new(
@@ -186,6 +190,22 @@ class RequestState:
         if match is not None:
             self.blocks.loaded = None
         return match
+
+    def usage(self) -> dict[str, Any]:
+        """Returns what it has found and had retained, for the answer to its client."""
+        record = self.record
+        if record is None:
+            return {}
+        where = (
+            {"retain_refused": record.retain_refused} if record.retain_refused else {"retained_in": record.retained_in}
+        )
+        return {
+            "device_tokens": record.device_tokens,
+            "host_tokens": record.host_tokens,
+            "tier_tokens": dict(record.tier_tokens),
+            "retained_tokens": record.retained_tokens,
+            **{name: str(value) for name, value in where.items() if value is not None},
+        }
 
     def end_wait(self) -> None:
         """Ends the wait in progress; waits count from zero again."""

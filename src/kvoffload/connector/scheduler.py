@@ -36,6 +36,7 @@ from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, look_up
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import RequestState, Storing
 from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
@@ -280,20 +281,23 @@ class OffloadingConnectorScheduler:
         """``(False, None)``: the engine may free the blocks at once, fences protect what is being stored.
 
         True for a request with ``do_remote_decode``: its blocks stay until all of it is in the host pool,
-        at most the load deadline, and then it is reported once.
+        at most the load deadline, and then it is reported once. A request that asks for its blocks to be retained gets
+        an answer beside that, under the key PARAM.
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
         self.manager.release_request(state.context)
         self.stores.end(state)
-        self.observer.end(state, self.stores.retain(state))
+        retained = self.stores.retain(state)
+        self.observer.end(state, retained)
+        answer = None if retained is None or not state.options.retain_s else {PARAM: state.usage()}
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
             if state.options.remote_decode:
                 self.held.hold(state, self._clock() + self.lookups.deadline_s)
-                return True, None
-        return False, None
+                return True, answer
+        return False, answer
 
     def _forget(self, request: Request) -> tuple[bool, None]:
         self.requests.pop(request.request_id, None)

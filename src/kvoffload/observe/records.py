@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.abc import MissReason
+from kvoffload.abc import MissReason, RetainRefusal
 from kvoffload.printable import printable
 
 RECORD_RING_SIZE = 4096
@@ -33,9 +33,10 @@ DISK = "disk"
 """Name of the disk tier, unless another tier has it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class RequestRecord:
-    """What one request asked for and found. It is made once the request's lookup has ended.
+    """What one request asked for and found. It is made once the request's lookup has ended. The fields from
+    ``stored_tokens`` on are set when the request has ended, and do not count when records are compared.
 
     ``tokens_asked`` is the length of its prompt, ``device_tokens`` what the engine's own cache held, ``host_tokens``
     what was loaded from host memory, and ``disk_tokens`` what was read from lower tiers for it and then loaded;
@@ -63,6 +64,13 @@ class RequestRecord:
     missed_in: str | None = None
     tenant: str | None = None
     engine: str | None = None
+    stored_tokens: int = field(default=0, compare=False)
+    """Tokens of the blocks that it has stored in host memory itself."""
+    retained_tokens: int = field(default=0, compare=False)
+    """Tokens of the blocks that are retained for it, in the tier ``retained_in``."""
+    retained_in: str | None = field(default=None, compare=False)
+    retain_refused: RetainRefusal | None = field(default=None, compare=False)
+    """Why none are, although it has asked for that."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,6 +96,10 @@ class RequestRecord:
             None if data.get("missed_in") is None else _text(data, "missed_in"),
             None if data.get("tenant") is None else _text(data, "tenant"),
             None if data.get("engine") is None else _text(data, "engine"),
+            _tokens(data, "stored_tokens") if "stored_tokens" in data else 0,
+            _tokens(data, "retained_tokens") if "retained_tokens" in data else 0,
+            None if data.get("retained_in") is None else _text(data, "retained_in"),
+            None if data.get("retain_refused") is None else _refusal(data, "retain_refused"),
         )
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than the tokens found")
@@ -109,6 +121,10 @@ class RequestRecord:
             above = f"on device or in {printable(self.engine)}'s host memory"
         text = f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} {above}"
         text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.tier_tokens.items())
+        if self.retain_refused is not None:
+            text += f"; not retained: {self.retain_refused}"
+        elif self.retained_in is not None:
+            text += f"; {self.retained_tokens} retained {in_tier(self.retained_in)}"
         if self.missed_key is None:
             return text
         age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
@@ -120,6 +136,49 @@ class RequestRecord:
 def in_tier(tier: str) -> str:
     """Returns where a block is that ``tier`` holds, in words. Another process may have made up the name."""
     return "on disk" if tier == DISK else f"in {printable(tier)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the requests of one tenant asked for and found, in prompt tokens, and what they stored and had retained;
+    ``tenant`` None: requests without one, or the total."""
+
+    tenant: str | None
+    requests: int
+    tokens_asked: int
+    device_tokens: int
+    host_tokens: int
+    tier_tokens: Mapping[str, int]
+    tokens_computed: int
+    stored_tokens: int
+    retained_tokens: int
+    retentions: int
+    """Requests whose blocks were retained."""
+    retentions_refused: int
+
+    @classmethod
+    def of(cls, tenant: str | None, records: Sequence[RequestRecord]) -> Usage:
+        return cls(
+            tenant,
+            len(records),
+            sum(record.tokens_asked for record in records),
+            sum(record.device_tokens for record in records),
+            sum(record.host_tokens for record in records),
+            sum_by_tier(records),
+            sum(record.tokens_missing for record in records),
+            sum(record.stored_tokens for record in records),
+            sum(record.retained_tokens for record in records),
+            sum(record.retained_in is not None for record in records),
+            sum(record.retain_refused is not None for record in records),
+        )
+
+
+def by_tenant(records: Iterable[RequestRecord]) -> list[Usage]:
+    """Returns the usage of each tenant, the one that asked for the most tokens first."""
+    groups: dict[str | None, list[RequestRecord]] = {}
+    for record in records:
+        groups.setdefault(record.tenant, []).append(record)
+    return sorted((Usage.of(tenant, group) for tenant, group in groups.items()), key=lambda each: -each.tokens_asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +318,13 @@ def _reason(data: Mapping[str, Any], field: str) -> MissReason:
     if not isinstance(value, str) or value not in _REASONS:
         raise _wrong(data, field, "a reason that this version of kvoffload knows")
     return MissReason(value)
+
+
+def _refusal(data: Mapping[str, Any], field: str) -> RetainRefusal:
+    value = data[field]
+    if not isinstance(value, str) or value not in tuple(RetainRefusal):
+        raise _wrong(data, field, "a reason that this version of kvoffload knows")
+    return RetainRefusal(value)
 
 
 def _policy(data: Mapping[str, Any], field: str) -> dict[str, Any]:

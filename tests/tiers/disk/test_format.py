@@ -142,7 +142,7 @@ def test_a_record_of_another_layout_or_generation_is_no_block(header: Header, da
 
 @pytest.mark.parametrize(
     ("offset", "layout", "value"),
-    [(4, "H", 2), (6, "H", 0), (6, "H", 65), (6, "H", 65535), (96, "Q", MAX_SEQUENCE + 1)],
+    [(4, "H", 3), (6, "H", 0), (6, "H", 65), (6, "H", 65535), (96, "Q", MAX_SEQUENCE + 1)],
 )
 def test_a_record_with_impossible_values_and_a_valid_checksum_is_rejected(offset: int, layout: str, value: int) -> None:
     body = bytearray(record().tobytes()[:-8])

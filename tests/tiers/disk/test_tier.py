@@ -522,7 +522,7 @@ def test_another_layout_makes_the_tier_start_anew(rig: Rig, change: dict[str, An
 
 def test_another_version_makes_the_tier_start_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as future:
-        future.setattr("kvoffload.tiers.disk.format.FORMAT_VERSION", 2)
+        future.setattr("kvoffload.tiers.disk.format.FORMAT_VERSION", 3)
         rig.open()
         rig.write(1)
         rig.open()
