@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import stat
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import ConfigError, Hints
 from kvoffload.cache.keys import hash_blocks
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.trace import UNKNOWN, Trace
@@ -347,3 +348,21 @@ def test_closing_twice_and_recording_after_it_do_no_harm(path: Path) -> None:
     recorder.close()
     add(recorder)
     assert len(lines(path)) == 2
+
+
+def test_what_clients_know_is_recorded(path: Path) -> None:
+    recorder = TraceRecorder(str(path), TOKENS, {})
+    record = RequestRecord(time.time(), "r", TOKENS, 0, 0)
+    for hints in (Hints(7, True), Hints(7, False, 30.0, 0.5, 60.0), Hints(7, retain_s=0.0), None):
+        recorder.add(time.time(), record, hash_blocks(prompt(TOKENS), TOKENS), TOKENS, TOKENS, "s", hints=hints)
+    recorder.close()
+    found = [{name: line[name] for name in recorder_module.HINTS if name in line} for line in lines(path)[1:]]
+    assert found == [
+        {"drop": True},
+        {"expect_return_s": 30.0, "p_return": 0.5, "retain_s": 60.0},
+        {"retain_s": 0.0},
+        {},
+    ]
+    trace = read_trace(path)
+    assert trace.returns_in.tolist()[:2] == [math.inf, 60.0]
+    assert [hints and hints.retain_s for hints in map(trace.hints, range(3))] == [None, 60.0, 0.0]

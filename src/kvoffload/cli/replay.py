@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvoffload.abc import ConfigError
+from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
     GivenSpeeds,
@@ -34,6 +37,7 @@ from kvoffload.lab.policies import policy_class
 from kvoffload.lab.replay import (
     CLAIRVOYANT,
     ENGINE_POLICY,
+    Contract,
     ReplayConfig,
     ReplayResult,
     TierUse,
@@ -41,6 +45,8 @@ from kvoffload.lab.replay import (
     run_class,
 )
 from kvoffload.lab.trace import Trace
+from kvoffload.printable import printable
+from kvoffload.settings import shown
 from kvoffload.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +66,8 @@ class Grid:
     disk: str | None
     store_threshold: int | None
     host_contents: str
+    tenants: str | None
+    no_hints: bool
 
 
 @click.command(short_help="Compare policies and capacities on a trace.")
@@ -93,6 +101,12 @@ class Grid:
         show_default=True,
         help="Whether host memory repeats what the device holds, or, with --device, does not.",
     ),
+    click.option(
+        "--tenants",
+        metavar="JSON",
+        help="The option tenants of a server, as JSON or the name of a file, with shares of host and disk.",
+    ),
+    click.option("--no-hints", is_flag=True, help="Leave out what the clients of the trace knew and had retained."),
 )
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
 @speed_options
@@ -130,17 +144,31 @@ def replay(
         requests = requests_in("replay", source)
         measured_speeds = measured(checked, requests)
         sizes = _Sizes(requests, shape, grid)
-        configs = sizes.configs(names, grid.store_threshold)
+        contract = _contract(grid, requests, shape)
+        configs = sizes.configs(names, grid.store_threshold, contract)
+        # One configuration is compared with the same one without tenants and hints.
+        has_contract = len(configs) == 1 and contract != NO_CONTRACT
+        plain = [replace(config, contract=NO_CONTRACT) for config in configs] if has_contract else []
         with progress("replaying") as on_progress:
             results = replay_many(
-                requests, configs, model=shape, speeds=measured_speeds, processes=processes, on_progress=on_progress
+                requests,
+                configs + plain,
+                model=shape,
+                speeds=measured_speeds,
+                processes=processes,
+                on_progress=on_progress,
             )
+        results, without = results[: len(configs)], results[len(configs) :]
         if output.as_json:
             known = {"sessions": requests.num_sessions, "tenants": requests.num_tenants}
-            about = {name: number for name, number in known.items() if number}
+            about: dict[str, object] = {name: number for name, number in known.items() if number}
+            if without:
+                about |= {"without_contract": without[0].to_dict()}
             print_json([result.to_dict() | about for result in results])
         else:
             _show(requests, shape, results, sizes)
+            if without:
+                _show_contract(results[0], without[0])
 
         def page() -> str:
             from kvoffload.lab.page import render_page
@@ -151,6 +179,28 @@ def replay(
 
 
 # Options.
+
+
+NO_CONTRACT = Contract(uses_hints=False)
+
+
+def _contract(grid: Grid, trace: Trace, model: ModelShape) -> Contract:
+    """Raises ConfigError if ``--tenants`` is wrong."""
+    uses_hints = trace.has_hints and not grid.no_hints
+    if grid.tenants is None:
+        return Contract(uses_hints=uses_hints)
+    if not trace.num_tenants:
+        raise ConfigError("--tenants: no request of this trace names its tenant; leave the option out")
+    text = grid.tenants
+    try:
+        if not text.lstrip().startswith("{"):
+            text = Path(text).read_text()
+        tenants = load_tenants(json.loads(text))
+    except OSError as error:
+        raise ConfigError(f"--tenants={shown(text)}: cannot be read ({error.strerror}); give JSON or a file") from error
+    except ValueError as error:
+        raise ConfigError(f"--tenants={shown(grid.tenants)}: is not JSON ({error})") from error
+    return Contract(tenants, max(1, int(trace.block_tokens * model.bytes_per_token)), uses_hints)
 
 
 def _policies(text: str, bound: bool) -> list[str]:
@@ -182,7 +232,7 @@ class _Sizes:
         self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
         self.host_contents = HostContents(grid.host_contents)
 
-    def configs(self, policies: Sequence[str], store_threshold: int | None) -> list[ReplayConfig]:
+    def configs(self, policies: Sequence[str], store_threshold: int | None, contract: Contract) -> list[ReplayConfig]:
         """Returns every policy with every capacity. Raises ConfigError if there are too many."""
         if len(policies) * len(self.host) > MAX_CONFIGS:
             raise ConfigError(
@@ -190,7 +240,7 @@ class _Sizes:
                 f"{MAX_CONFIGS:,} are allowed; give fewer"
             )
         return [
-            ReplayConfig(policy, capacity, self.device, self.disk, store_threshold, self.host_contents)
+            ReplayConfig(policy, capacity, self.device, self.disk, store_threshold, self.host_contents, contract)
             for policy in policies
             for capacity in self.host
         ]
@@ -337,6 +387,33 @@ def tier_table(tiers: Sequence[TierUse]) -> Table:
             f"{tier.evicted_blocks:,}",
         )
     return table
+
+
+def _show_contract(result: ReplayResult, without: ReplayResult) -> None:
+    """Shows what each tenant finds with tenants' shares and hints, and without."""
+    console = console_of()
+    table = table_of("tenant", "requests", "asked", "found, %", "without shares\nand hints, %", "difference,\npoints")
+    for tenant, before in zip(result.tenants, without.tenants, strict=True):
+        table.add_row(
+            printable(tenant.name),
+            f"{tenant.requests:,}",
+            f"{tenant.tokens_asked:,}",
+            f"{tenant.found_pct:.2f}",
+            f"{before.found_pct:.2f}",
+            f"{tenant.found_pct - before.found_pct:+.2f}",
+        )
+    found, before_all = result.prefix_hit_tokens_pct, without.prefix_hit_tokens_pct
+    table.add_row(
+        "all",
+        f"{result.requests:,}",
+        f"{result.prompt_tokens:,}",
+        f"{found:.2f}",
+        f"{before_all:.2f}",
+        f"{found - before_all:+.2f}",
+        style="bold",
+    )
+    console.print("\nWhat the contract brings and costs", style="bold")
+    console.print(table)
 
 
 def _misses(result: ReplayResult) -> str:

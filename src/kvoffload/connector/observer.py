@@ -193,6 +193,7 @@ class RequestObserver:
                 session=state.options.session,
                 tenant=state.options.tenant or state.tenant,
                 prefill=observed.prefill,
+                hints=state.context.hints,
             )
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:

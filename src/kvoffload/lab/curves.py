@@ -181,6 +181,8 @@ def _sample(trace: Trace, bits: int, j: int) -> tuple[Trace, Ints, Ints]:
         ids=ids,
         sessions=trace.sessions[requests],
         tenants=trace.tenants[requests],
+        returns_in=trace.returns_in[requests],
+        retains=trace.retains[requests],
     )
     return sample, requests, accesses
 

@@ -17,10 +17,11 @@ import time
 import traceback
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
+    CachePolicy,
     ConfigError,
     Hints,
     IntegrityError,
@@ -41,7 +43,9 @@ from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
+from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import HOST, Shares, TenantConfig, Tenants
 from kvoffload.config import HostContents
 from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.columns import Folder, pieces
@@ -51,6 +55,7 @@ from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
+from kvoffload.observe.trace import name_hash
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
@@ -70,6 +75,20 @@ MAX_POLLS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class Contract:
+    """What tenants were promised, and whether what clients know counts."""
+
+    tenants: tuple[TenantConfig, ...] = ()
+    """Shares of the tiers "host" and "disk", in bytes. Names are those of the trace."""
+    block_bytes: int = 1
+    uses_hints: bool = True
+    """Whether hints of the trace are given to the managers, and its requests for retention."""
+
+
+DEFAULT_CONTRACT = Contract()
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayConfig:
     """The settings of a replay. Raises ConfigError if one is invalid."""
 
@@ -86,6 +105,7 @@ class ReplayConfig:
     """Store a block once this many requests have asked for it."""
     host_contents: HostContents = HostContents.INCLUSIVE
     """Exclusive contents need a device."""
+    contract: Contract = DEFAULT_CONTRACT
 
     def __post_init__(self) -> None:
         for name, least in (("capacity_blocks", 1), ("device_blocks", 0), ("disk_blocks", 0)):
@@ -127,6 +147,17 @@ class TierUse:
     evicted_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class TenantFound:
+    """What the requests of one tenant asked for and found, in prompt tokens."""
+
+    name: str
+    requests: int
+    tokens_asked: int
+    tokens_found: int
+    found_pct: float
+
+
 @dataclass(frozen=True, eq=False)
 class ReplayResult:
     """What the requests of a trace found, and what it cost to keep it.
@@ -140,6 +171,7 @@ class ReplayResult:
     disk_blocks: int
     store_threshold: int | None
     host_contents: HostContents
+    contract: Contract
     requests: int
     accesses: int
     prompt_tokens: int
@@ -166,6 +198,8 @@ class ReplayResult:
     """Hit tokens in the host, per request."""
     disk_tokens: Ints
     """Hit tokens on disk, per request."""
+    tenants: tuple[TenantFound, ...] = ()
+    """By tenant of the trace; empty if it has none."""
 
     @property
     def device_hit_tokens(self) -> int:
@@ -197,12 +231,13 @@ class ReplayResult:
             **{name: getattr(self, name) for name in _NUMBERS},
             "misses": {str(reason): count for reason, count in self.misses.items()},
             "tiers": [asdict(tier) for tier in self.tiers],
+            **({"by_tenant": [asdict(tenant) for tenant in self.tenants]} if self.tenants else {}),
             **{name: getattr(self, name) for name in ("ttft_p50_s", "ttft_p95_s", "seconds")},
         }
 
 
 _NUMBERS = (
-    *(field.name for field in fields(ReplayConfig)),
+    *(field.name for field in fields(ReplayConfig) if field.name != "contract"),
     *("prefix_hit_tokens_pct", "saved_flops_pct", "writes_per_access", "requests", "accesses", "prompt_tokens"),
     *("prefix_hit_tokens", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens"),
     *("block_hits", "stored_blocks", "evicted_blocks", "dropped_writes"),
@@ -394,7 +429,11 @@ class Run:
         self.now = 0.0
         # More blocks than the trace can fill would only make the arrays larger.
         self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
-        self.hints = hints
+        uses_own = hints is None and config.contract.uses_hints and trace.has_hints
+        self.hints: Callable[[int], Hints | None] | None = trace.hints if uses_own else None
+        """Returns the hints of a request."""
+        if hints is not None:
+            self.hints = hints.__getitem__
         self.tier: CatalogTier | None = None
         self.device: DeviceCache | None = None
         self.hits = array("q")
@@ -408,7 +447,7 @@ class Run:
         policy = (
             clairvoyant_policy(trace)(self.capacity)
             if config.policy == CLAIRVOYANT
-            else make_policy(config.policy, self.capacity)
+            else self.make_policy(HOST, self.capacity)
         )
         backend = HostBackend(trace.block_tokens, self.capacity)
         is_exclusive = config.host_contents is HostContents.EXCLUSIVE
@@ -426,7 +465,8 @@ class Run:
         self.store_step = max(1, trace.num_accesses)
         if config.disk_blocks:
             disk_blocks = min(config.disk_blocks, max(1, trace.num_distinct))
-            self.tier = CatalogTier(disk_blocks, 1, path_of(config.policy), self.clock)
+            shares = self.shares("disk", disk_blocks)
+            self.tier = CatalogTier(disk_blocks, 1, path_of(config.policy), self.clock, shares=shares)
             self.manager = TieredOffloadingManager(
                 self.host, [self.tier], TieringSettings([trace.block_tokens]), clock=self.clock
             )
@@ -439,6 +479,18 @@ class Run:
         """Whether a tier, an admission or the host looks at the request of a call."""
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)
+
+    def make_policy(self, tier: str, capacity: int) -> CachePolicy:
+        name, shares = self.config.policy, self.shares(tier, capacity)
+        return (
+            make_policy(name, capacity)
+            if shares is None
+            else TenantPolicy(capacity, shares, partial(make_policy, name))
+        )
+
+    def shares(self, tier: str, num_blocks: int) -> Shares | None:
+        contract = self.config.contract
+        return _shares(self.trace, contract, tier, num_blocks) if contract.tenants else None
 
     def take_counts(self) -> Mapping[str, float]:
         """Returns what the managers have counted."""
@@ -514,14 +566,19 @@ class Run:
         elif output:
             # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
-        manager.end_chain(chain, stored, context)
+        self.end(chain, stored, context)
         if self.tier is not None:
             # As if the engine made steps until the disk has written everything.
             while self.tier.is_busy:
                 manager.poll()
 
+    def end(self, chain: list[OffloadKey], stored: Sequence[OffloadKey], context: ReqContext | None) -> None:
+        self.manager.end_chain(chain, stored, context)
+        if context is not None and (hints := context.hints) and (hints.drop or hints.retain_s is not None):
+            self.manager.retain(chain[: self.capacity], context)
+
     def context(self, request: int) -> ReqContext:
-        return ReqContext(str(request), hints=None if self.hints is None else self.hints[request])
+        return ReqContext(str(request), hints=None if self.hints is None else self.hints(request))
 
     def store(
         self, keys: list[OffloadKey], context: ReqContext | None, leaving: bool = False
@@ -585,7 +642,7 @@ class Run:
         ttft = ttft_seconds(model, speeds, asked, device, host, disk)
         p50, p95 = np.percentile(ttft, [50, 95]).tolist() if len(ttft) else (0.0, 0.0)
         return ReplayResult(
-            **asdict(config),
+            **{field.name: getattr(config, field.name) for field in fields(config)},
             requests=trace.num_requests,
             accesses=trace.num_accesses,
             prompt_tokens=int(asked.sum()),
@@ -602,6 +659,7 @@ class Run:
             device_tokens=device,
             host_tokens=host,
             disk_tokens=disk,
+            tenants=_by_tenant(trace, config.contract, device + host + disk),
         )
 
     def tier_uses(self, model: ModelShape, reach: Ints, found: list[int], all_flops: float) -> tuple[TierUse, ...]:
@@ -668,7 +726,7 @@ class ExclusiveRun(Run):
         self.store(absent[: host.num_available_blocks], None, leaving=True)
         host.complete_load(lease)
         stored = self.store(chain[: self.capacity], context)[0] if manager.wants_every_block else ()
-        manager.end_chain(chain, stored, context)
+        self.end(chain, stored, context)
         while self.tier is not None and self.tier.is_busy:
             manager.poll()
         manager.note_device(held=self._keys(use.chain))
@@ -689,6 +747,46 @@ def _device(trace: Trace, num_blocks: int) -> DeviceCache:
     if used > MAX_DEVICE_BLOCKS:
         raise ConfigError(f"device_blocks={num_blocks}: a replay supports at most {MAX_DEVICE_BLOCKS:,}; use fewer")
     return DeviceCache(used, trace.num_distinct)
+
+
+@dataclass(frozen=True, slots=True)
+class _TraceShares(Shares):
+    """Shares of the tenants of a trace, whose keys do not name them."""
+
+    tenants_of_keys: Callable[[Sequence[OffloadKey]], int | list[int]] = field(kw_only=True)
+
+    def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
+        return self.tenants_of_keys(keys)
+
+
+def _shares(trace: Trace, contract: Contract, tier: str, num_blocks: int) -> Shares:
+    """Returns the shares of ``tier``, in blocks. A block belongs to the tenant that asks for it first."""
+    made = Tenants(b"", contract.tenants).shares(tier, num_blocks, contract.block_bytes)
+    # Recorded traces have hashes in place of names.
+    index = {each: i for i, name in enumerate(made.names) for each in (name, str(name_hash(name)))}
+    other = len(made.names) - 1
+    of_name = np.array([index.get(name, other) for name in trace.tenant_names] + [other])
+    owners = np.full(trace.num_distinct, other, dtype=np.int64)
+    for request in range(trace.num_requests - 1, -1, -1):
+        owners[trace.ranks_of(trace.keys_of(trace.chain(request)))] = of_name[trace.tenants[request]]
+
+    def tenants_of(keys: Sequence[OffloadKey]) -> int | list[int]:
+        found = owners[trace.ranks_of(keys)]
+        return int(found[0]) if len(found) and (found == found[0]).all() else found.tolist()
+
+    return _TraceShares(
+        made.names, {}, made.guaranteed, made.quota, made.num_blocks, made.retain, tenants_of_keys=tenants_of
+    )
+
+
+def _by_tenant(trace: Trace, contract: Contract, found: Ints) -> tuple[TenantFound, ...]:
+    rows = []
+    names = {str(name_hash(tenant.name)): tenant.name for tenant in contract.tenants}
+    for i, name in enumerate(trace.tenant_names):
+        own = trace.tenants == i
+        asked, hit = int(trace.input_tokens[own].sum()), int(found[own].sum())
+        rows.append(TenantFound(names.get(name, name), int(np.count_nonzero(own)), asked, hit, _percent(hit, asked)))
+    return tuple(rows)
 
 
 def _leading(ready: npt.NDArray[np.bool_]) -> int:

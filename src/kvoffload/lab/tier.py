@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import OffloadKey, RetainRefusal, Slots, States, Tier, TierError, TierResult, TierStats
+from kvoffload.cache.tenants import Shares
 from kvoffload.tiers.catalog import Catalog
 
 
@@ -27,10 +28,11 @@ class CatalogTier(Tier):
         policy: str,
         clock: Callable[[], float],
         blocks_per_s: float = math.inf,
+        shares: Shares | None = None,
     ) -> None:
         self.num_written = self.num_read = 0
         """Blocks."""
-        self._catalog = Catalog(capacity, block_bytes, policy, clock)
+        self._catalog = Catalog(capacity, block_bytes, policy, clock, shares=shares)
         self._capacity = capacity
         self._block_bytes = block_bytes
         self._clock = clock
@@ -70,6 +72,9 @@ class CatalogTier(Tier):
             self._writes.append((ends, key, slot))
         self.num_written += len(taken)
         return taken
+
+    def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
+        return self._catalog.retain(keys, session, seconds)
 
     def take_evicted(self) -> list[OffloadKey]:
         return self._catalog.take_removed()

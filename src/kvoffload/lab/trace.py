@@ -5,6 +5,7 @@ The arrays of a long trace are in files of a temporary folder, which are mapped:
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload.abc import KVOffloadError, OffloadKey
+from kvoffload.abc import Hints, KVOffloadError, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.lab.columns import PIECE, Folder, map_file, pieces, renumber, renumber_in_files
 from kvoffload.native import load
@@ -33,6 +34,8 @@ PREFILL_SPEED = "prefill_tokens_per_s"
 """The entry of ``info`` with the speed at which the recorded server computed prompts, if it measured that."""
 UNKNOWN = -1
 """The session or tenant of a request whose trace does not say."""
+_FIRST_SESSION = 2
+"""See ``Hints.session``."""
 KEY = np.dtype("V20")
 _DIGEST_BYTES = 8
 DIGEST = np.dtype([("digest", "<u8"), ("rest", "V12")])
@@ -83,6 +86,11 @@ class Trace:
     the trace does not say."""
     tenants: Ints
     """The tenant of each request, an index into ``tenant_names``; UNKNOWN if the trace does not say."""
+    returns_in: Floats
+    """What the client of each request knew at its end of its session's next one: the seconds until then, infinite if
+    there is none; NaN if the trace does not say."""
+    retains: Floats
+    """For how many seconds each request has had its blocks retained, 0 to end that; NaN if the trace does not say."""
     tenant_names: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     """The first of the lines that were skipped."""
@@ -120,6 +128,24 @@ class Trace:
     def num_tenants(self) -> int:
         """How many tenants its requests belong to; 0 if none says."""
         return _num_known(self.tenants)
+
+    @property
+    def has_hints(self) -> bool:
+        return not (np.isnan(self.returns_in).all() and np.isnan(self.retains).all())
+
+    def hints(self, request: int) -> Hints | None:
+        """Returns what the client of a request knew; None if the trace does not say."""
+        session, returns_in, retain_s = (
+            column[request].item() for column in (self.sessions, self.returns_in, self.retains)
+        )
+        if session == UNKNOWN and math.isnan(returns_in) and math.isnan(retain_s):
+            return None
+        return Hints(
+            None if session == UNKNOWN else _FIRST_SESSION + session,
+            returns_in == math.inf,
+            returns_in if returns_in < math.inf else None,
+            retain_s=None if math.isnan(retain_s) else retain_s,
+        )
 
     @cached_property
     def keys(self) -> Keys:
@@ -205,6 +231,8 @@ class Trace:
             prompt_blocks=self.prompt_blocks[low:high],
             sessions=self.sessions[low:high],
             tenants=self.tenants[low:high],
+            returns_in=self.returns_in[low:high],
+            retains=self.retains[low:high],
             ids=ids,
             folder=folder,
         )
@@ -231,7 +259,7 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
         np.dtype(np.int64),
     ),
     **dict.fromkeys(("ids", "digests"), np.dtype(np.uint64)),
-    "times": np.dtype(np.float64),
+    **dict.fromkeys(("times", "returns_in", "retains"), np.dtype(np.float64)),
     "keys": KEY,
 }
 """What ``Trace.save`` writes."""
@@ -257,6 +285,8 @@ _COLUMNS = {
     "prompt_blocks": "q",
     "sessions": "q",
     "tenants": "q",
+    "returns_in": "d",
+    "retains": "d",
     "lengths": "q",
     "chains": "Q",
 }
@@ -288,9 +318,11 @@ class TraceBuilder:
         prompt_blocks: int | None,
         session: str | None = None,
         tenant: str | None = None,
+        hints: Hints | None = None,
     ) -> None:
-        """Adds a request. ``prompt_blocks``: None for the length of the chain. ``session`` and ``tenant`` are names;
-        None if the trace does not say. Raises TraceError if the disk is full."""
+        """Adds a request. ``prompt_blocks``: None for the length of the chain. ``session`` and ``tenant`` are names,
+        ``hints`` what its client knew, without the session; None if the trace does not say. Raises
+        TraceError if the disk is full."""
         columns, length = self._pending, len(chain)
         columns["times"].append(time)
         columns["input_tokens"].append(input_tokens)
@@ -299,6 +331,9 @@ class TraceBuilder:
         columns["prompt_blocks"].append(length if prompt_blocks is None else prompt_blocks)
         columns["sessions"].append(_number(self._sessions, session))
         columns["tenants"].append(_number(self._tenants, tenant))
+        returns_in, retain_s = (None, None) if hints is None else (hints.returns_in_s, hints.retain_s)
+        columns["returns_in"].append(math.nan if returns_in is None else returns_in)
+        columns["retains"].append(math.nan if retain_s is None else retain_s)
         columns["chains"].extend(chain)
         self.num_requests += 1
         pending = len(columns["chains"]) + len(columns["times"]) * (len(columns) - 1)
@@ -345,7 +380,7 @@ class TraceBuilder:
                 to = np.arange(offsets[first], offsets[end])
                 ids[offsets[first] : offsets[end]] = raw["chains"][to + moves]
             raw["chains"] = ids
-            for key in ("times", "input_tokens", "output_tokens", "prompt_blocks", "sessions", "tenants"):
+            for key in _COLUMNS.keys() - {"lengths", "chains"}:
                 raw[key][:] = raw[key][order]
         blocks, ids = renumber(raw["chains"]) if folder is None else renumber_in_files(raw["chains"], folder)
         if folder is not None:
@@ -362,6 +397,8 @@ class TraceBuilder:
             ids,
             raw["sessions"],
             raw["tenants"],
+            raw["returns_in"],
+            raw["retains"],
             tuple(self._tenants),
             folder=folder,
             **{**more, "info": {**more.get("info", {}), "out_of_order": out_of_order}},

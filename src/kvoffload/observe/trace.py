@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from kvoffload.abc import ConfigError, OffloadKey
+from kvoffload.abc import ConfigError, Hints, OffloadKey
 from kvoffload.locks import try_to_lock
 from kvoffload.observe.records import RequestRecord
 
@@ -36,6 +36,8 @@ FLUSH_EVERY_S = 1.0
 CLOSE_DEADLINE_S = 5.0
 LOCK_DEADLINE_S = 2.0
 """A killed server keeps the lock until the kernel has freed its memory."""
+HINTS = ("drop", "expect_return_s", "p_return", "retain_s")
+"""The fields of Hints that are written, beside the session."""
 _VERSION = 1
 _MODE = 0o600
 # O_NONBLOCK because the path might be a pipe.
@@ -85,12 +87,13 @@ class TraceRecorder:
         session: str | None = None,
         tenant: str | None = None,
         prefill: tuple[int, float] | None = None,
+        hints: Hints | None = None,
     ) -> None:
         """Records a request that ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded.
 
         It arrived at ``arrived``, in seconds since 1970. ``keys`` are the keys of its whole blocks; ``record`` has the
         length of its prompt. ``session`` and ``tenant`` are names, of which only a hash is written. ``prefill``: how
-        many tokens were computed in how many seconds, if measured.
+        many tokens were computed in how many seconds, if measured. ``hints``: what its client knew.
         """
         if self._off or self._closing.is_set():
             return
@@ -99,6 +102,8 @@ class TraceRecorder:
             line = self._line(arrived, record, keys, num_tokens, num_computed, names)
             if prefill is not None:
                 line |= {"prefill_tokens": prefill[0], "prefill_ms": round(1e3 * prefill[1], 3)}
+            if hints is not None:
+                line |= {name: value for name in HINTS if (value := getattr(hints, name)) not in (None, False)}
             self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except Exception as error:
             self._stop(error)
@@ -123,7 +128,7 @@ class TraceRecorder:
             "device_tokens": record.device_tokens,
             "host_tokens": record.host_tokens,
             "disk_tokens": record.disk_tokens,
-            **{field: digest(_bytes(name)) >> 1 for field, name in names.items() if name is not None},
+            **{field: name_hash(name) for field, name in names.items() if name is not None},
         }
 
     def _append(self, line: bytes) -> None:
@@ -181,8 +186,9 @@ class TraceRecorder:
         self._thread.join(CLOSE_DEADLINE_S)
 
 
-def _bytes(name: str) -> bytes:
-    return name.encode("utf-8", "backslashreplace")
+def name_hash(name: str) -> int:
+    """Returns what a trace has in place of the name of a session or tenant."""
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "backslashreplace")) >> 1
 
 
 def _open(path: str) -> int:

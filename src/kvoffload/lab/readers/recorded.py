@@ -4,6 +4,7 @@ Every start of the server adds a header, ``{"kvoffload_trace": 1, "block_tokens"
 ...}``. A request has the fields of Mooncake's traces, but its ``hash_ids`` continue with the blocks of the output, and
 ``device_tokens``, ``host_tokens`` and ``disk_tokens``: what that server found. Optional are ``session`` and ``tenant``,
 and ``prompt_blocks``: how many of the ids belong to the prompt, where that is not the number of its whole blocks.
+``drop``, ``expect_return_s``, ``p_return`` and ``retain_s`` are the request options of these names.
 ``prefill_tokens`` and ``prefill_ms`` are there where the server measured how fast it computed the prompt.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvoffload.abc import Hints
 from kvoffload.lab.readers.lines import Source, optional_name, parse_object, prefix_ids, seconds, whole
 from kvoffload.lab.readers.mooncake import MILLISECOND
 from kvoffload.lab.trace import PREFILL_SPEED, Trace, TraceError
@@ -51,7 +53,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
                 (inputs, outputs, prompt_blocks, *here), chain = _request(data, size)
                 at = starts[-1] + seconds(data, "timestamp", MILLISECOND)
                 names = optional_name(data, "session"), optional_name(data, "tenant")
-                rows.add(at, inputs, outputs, chain, prompt_blocks, *names)
+                rows.add(at, inputs, outputs, chain, prompt_blocks, *names, _hints(data))
                 if "prefill_ms" in data:
                     computed += whole(data, "prefill_tokens")
                     computing_s += seconds(data, "prefill_ms", MILLISECOND)
@@ -75,6 +77,15 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             **({PREFILL_SPEED: computed / computing_s} if computed and computing_s > 0 else {}),
         },
     )
+
+
+def _hints(data: Mapping[str, Any]) -> Hints | None:
+    """Returns what the client knew; the session is not among it. Raises ValueError."""
+    numbers = {name: seconds(data, name) for name in ("expect_return_s", "p_return", "retain_s") if name in data}
+    drop = data.get("drop", False)
+    if not isinstance(drop, bool) or numbers.get("p_return", 0) > 1:
+        raise ValueError(f"drop={drop!r}, p_return={numbers.get('p_return')}: not what a client can say")
+    return Hints(None, drop, **numbers) if numbers or drop else None
 
 
 def _check_header(data: Mapping[str, Any], where: str) -> int:

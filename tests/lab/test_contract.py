@@ -1,0 +1,148 @@
+"""Replays with tenants' shares, hints and retention of a trace, and what they cost the others."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvoffload.abc import ConfigError
+from kvoffload.cache.tenants import TenantConfig
+from kvoffload.cli.replay import replay as replay_command
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.replay import Contract, ReplayConfig, replay
+from kvoffload.lab.trace import Trace, TraceError, load_trace
+from kvoffload.observe.trace import name_hash
+
+HEADER: dict[str, object] = {"kvoffload_trace": 1, "block_tokens": 16, "started": 0}
+
+
+def write(path: Path, *, hashed: bool = False, drops: bool = False) -> Path:
+    """Writes a trace of two tenants with sessions and one that floods."""
+    rng, turns = random.Random(1), dict[str, int]()
+    lines: list[dict[str, object]] = [dict(HEADER)]
+    for i in range(1500):
+        tenant = rng.choice(["search", "chat", "flood"])
+        line: dict[str, object] = {"timestamp": 1000 * i, "output_length": 0}
+        name: str | int = name_hash(tenant) if hashed else tenant
+        if tenant == "flood":
+            ids = [rng.getrandbits(60) for _ in range(12)]
+        else:
+            session = f"{tenant}{rng.randrange(20)}"
+            turns[session] = turns.get(session, 3) + 1
+            ids = [random.Random(f"{session} {k}").getrandbits(60) for k in range(min(turns[session], 20))]
+            line |= {"session": session}
+            if tenant == "search":
+                line |= {"drop": True} if drops else {"retain_s": 300, "p_return": 0.5, "expect_return_s": 30}
+        lines.append(line | {"input_length": 16 * len(ids), "hash_ids": ids, "tenant": name})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def found(trace: Trace, contract: Contract) -> dict[str, float]:
+    result = replay(trace, ReplayConfig("lru", 300, contract=contract))
+    return {tenant.name: tenant.found_pct for tenant in result.tenants}
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_shares_and_retention_move_hits_between_tenants(tmp_path: Path, hashed: bool) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", hashed=hashed))
+    plain = found(trace, Contract(uses_hints=False))
+    if hashed:
+        plain = {name: plain[str(name_hash(name))] for name in ("search", "chat", "flood")}
+    shares = found(trace, Contract((TenantConfig("search", {"host": 150}), TenantConfig("chat")), uses_hints=False))
+    equal = found(trace, Contract((TenantConfig("search"), TenantConfig("chat"))))
+    retained = found(trace, Contract((TenantConfig("search", retain={"host": 150}), TenantConfig("chat"))))
+    assert shares["search"] > plain["search"]
+    assert retained["search"] > equal["search"]
+    assert retained["chat"] < plain["chat"]
+    assert retained["flood"] == plain["flood"] == 0
+
+
+def test_what_a_disk_retains_is_found_there(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl"))
+    on_disk = (TenantConfig("search", {}, {}, {"disk": 300}),)
+    result = replay(trace, ReplayConfig("lru", 100, disk_blocks=600, contract=Contract(on_disk)))
+    without = replay(trace, ReplayConfig("lru", 100, disk_blocks=600, contract=Contract(uses_hints=False)))
+    assert result.tenants[0].found_pct > without.tenants[0].found_pct
+
+
+def test_hints_are_used_unless_they_are_left_out(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", drops=True))
+    with_hints, without = found(trace, Contract()), found(trace, Contract(uses_hints=False))
+    assert with_hints["search"] < without["search"], "each request was the last one, which was not true"
+    assert with_hints["chat"] > without["chat"]
+
+
+def test_hints_survive_files_and_parts(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl"))
+    request = int(trace.tenants.tolist().index(trace.tenant_names.index("search")))
+    hints = trace.hints(request)
+    assert hints is not None
+    assert (hints.expect_return_s, hints.retain_s, hints.drop) == (60.0, 300.0, False)
+    part = trace.between(0.5, 1.0)
+    at = trace.num_requests - part.num_requests
+    assert [part.hints(i) for i in range(20)] == [trace.hints(at + i) for i in range(20)]
+    assert math.isnan(trace.retains.tolist()[trace.tenants.tolist().index(trace.tenant_names.index("chat"))])
+    dropping = read_trace(write(tmp_path / "d.jsonl", drops=True))
+    assert any(hints is not None and hints.drop for hints in map(dropping.hints, range(20)))
+
+
+@pytest.mark.parametrize("wrong", [{"retain_s": -1}, {"p_return": 2}, {"drop": 1}, {"expect_return_s": "soon"}])
+def test_hints_that_nobody_can_have_sent_are_problems(tmp_path: Path, wrong: dict[str, object]) -> None:
+    line = {"timestamp": 0, "input_length": 16, "output_length": 0, "hash_ids": [1]}
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(HEADER)}\n{json.dumps(line)}\n{json.dumps(line | wrong)}\n")
+    try:
+        assert read_trace(path).num_problems == 1
+    except TraceError:
+        pytest.fail("one bad line hides the good ones")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(replay_command, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_shows_what_the_contract_costs_the_others(tmp_path: Path) -> None:
+    path, shares = write(tmp_path / "t.jsonl"), tmp_path / "tenants.json"
+    shares.write_text(json.dumps({"search": {"guaranteed": {"host": "200MiB"}, "retain": {"host": "200MiB"}}}))
+    shown = run(str(path), "--capacity", "300", "--policy", "lru", "--tenants", str(shares))
+    assert "What the contract brings and costs" in shown
+    (found,) = json.loads(
+        run(str(path), "--capacity", "300", "--policy", "lru", "--tenants", shares.read_text(), "--json")
+    )
+    before = {each["name"]: each["found_pct"] for each in found["without_contract"]["by_tenant"]}
+    after = {each["name"]: each["found_pct"] for each in found["by_tenant"]}
+    assert after["search"] > before["search"]
+    assert "What the contract" not in run(str(path), "--capacity", "300", "--policy", "lru", "--no-hints")
+
+
+@pytest.mark.parametrize(
+    "tenants", ["{", "no-file", '{"search": {"retain": {"host": "1TiB"}, "quota": {"host": "1"}}}']
+)
+def test_wrong_tenants_are_named(tmp_path: Path, tenants: str) -> None:
+    path = write(tmp_path / "t.jsonl")
+    result = CliRunner().invoke(replay_command, [str(path), "--capacity", "300", "--tenants", tenants])
+    assert result.exit_code == 2
+    assert "tenants" in result.output
+
+
+def test_shares_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="guaranteed"):
+        found(read_trace(write(tmp_path / "t.jsonl")), Contract((TenantConfig("search", {"host": 1000}),)))
+
+
+def test_load_trace_has_hints(tmp_path: Path) -> None:
+    from kvoffload.lab.columns import Folder
+
+    trace, folder = read_trace(write(tmp_path / "t.jsonl")), Folder()
+    trace.save(folder)
+    loaded = load_trace(folder.path, trace.name, trace.block_tokens, trace.tenant_names)
+    assert loaded.hints(5) == trace.hints(5)
+    assert loaded.has_hints
