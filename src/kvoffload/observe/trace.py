@@ -103,7 +103,8 @@ class TraceRecorder:
             if prefill is not None:
                 line |= {"prefill_tokens": prefill[0], "prefill_ms": round(1e3 * prefill[1], 3)}
             if hints is not None:
-                line |= {name: value for name in HINTS if (value := getattr(hints, name)) not in (None, False)}
+                known = {name: getattr(hints, name) for name in HINTS}
+                line |= {name: value for name, value in known.items() if value is not None and value is not False}
             self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except Exception as error:
             self._stop(error)
