@@ -21,6 +21,7 @@ FAST = (
     "copies",
     "fingerprint",
     "hints",
+    "prefetch",
     "node",
     "shared_dir",
     "states",
