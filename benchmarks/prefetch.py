@@ -1,5 +1,5 @@
-"""What prefetching brings: hits on disk that become hits in host memory, where clients say when their sessions return, and
-the share of its reads that was wasted.
+"""What prefetching brings: hits on disk that become hits in host memory, where clients say when their sessions return,
+and the share of its reads that was wasted.
 
 The traces, sessions and qualities of hints are those of ``benchmarks.hints``; ``expect_return_s`` alone is given. A
 *hinted* hit on disk is one of a request whose session had a request before. "without": nothing is prefetched, although
