@@ -65,6 +65,18 @@ def test_shares_of_the_host_and_of_tiers(tmp_path: Path) -> None:
             {"a": {"guaranteed": {"host": "40MiB"}}, "b": {"guaranteed": {"host": "30MiB"}}},
             "tenants: 70 MiB of host are guaranteed, more than the 64 MiB of its budget; lower some, or raise the",
         ),
+        (
+            {"a": {"quota": {"host": "16MiB"}, "retain": {"host": "9MiB"}}},
+            r"tenants\.a\.retain\.host=9437184 \(9 MiB\): more than half of its quota of 16 MiB; lower it, or raise",
+        ),
+        (
+            {"a": {"retain": {"host": "20MiB"}}, "b": {"retain": {"host": "20MiB"}}},
+            "tenants: 40 MiB of host may be retained, more than half of its budget of 64 MiB; lower some, or raise",
+        ),
+        (
+            {"a": {"retain": {"host": "20MiB"}}, "b": {"guaranteed": {"host": "60MiB"}}},
+            "tenants: 80 MiB of host are guaranteed or may be retained, more than the 64 MiB of its budget; lower",
+        ),
         ({"a": {"salt_sha256": "S3CRET"}}, r"tenants\.a\.salt_sha256: must be the SHA-256 of a cache_salt"),
         (
             {"other": {"salt_sha256": "0" * 64}},
@@ -79,6 +91,12 @@ def test_wrong_values_are_named(tenants: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         config(tenants)
     assert "S3CRET" not in str(error.value)
+
+
+def test_a_shared_directory_retains_nothing() -> None:
+    shared = {"kind": "shared_dir", "dir": "/shared", "bytes": "1GiB"}
+    with pytest.raises(ConfigError, match=r"tenants\.a\.retain\.shared_dir=7 .*nothing can be retained in this tier"):
+        config({"a": {"retain": {"shared_dir": 7}}}, tiers=[shared])
 
 
 def test_a_store_that_bounds_itself_has_no_shares() -> None:

@@ -159,7 +159,9 @@ class OffloadConfig:
         check_distinct(self.tier_entries)
         object.__setattr__(self, "tenants", load_tenants(self.tenants))
         budgets = [each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries]
-        check_budgets(self.tenants, {HOST: self.host_bytes, **dict(zip(self.tier_names, budgets, strict=True))})
+        named = dict(zip(self.tier_names, self.tier_entries, strict=True))
+        retaining = [HOST, *(name for name, entry in named.items() if entry.config.retains)]
+        check_budgets(self.tenants, {HOST: self.host_bytes, **dict(zip(named, budgets, strict=True))}, retaining)
         self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))

@@ -129,9 +129,10 @@ def _amounts(setting: str, value: object) -> dict[str, int]:
     return {tier: parse_bytes(f"{setting}.{tier}", amount) for tier, amount in value.items()}
 
 
-def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | None]) -> None:
+def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | None], retaining: Sequence[str]) -> None:
     """Raises ConfigError if a share is of a tier that is not in ``budgets``, which are in bytes by the name of the
-    tier, or has no budget (None), or if more is guaranteed, or may be retained, than a budget allows."""
+    tier, or has no budget (None), or if more is guaranteed, or may be retained, than a budget allows. ``retaining``:
+    the tiers in which blocks can be retained."""
     for tenant in tenants:
         for kind, amounts in tenant.shares.items():
             for tier, amount in amounts.items():
@@ -142,6 +143,10 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
                     )
                 if budgets[tier] is None:
                     raise ConfigError(f"{setting}: this tier bounds itself and has no shares; remove it")
+                if kind == "retain" and tier not in retaining:
+                    raise ConfigError(
+                        f"{setting}: nothing can be retained in this tier; name one of {', '.join(retaining)}"
+                    )
     for tier, budget in budgets.items():
         if budget is None:
             continue

@@ -70,6 +70,8 @@ class TierConfig(ABC):
     """Keys and values of an entry, which errors propose."""
     has_shares: ClassVar[bool] = False
     """Whether tenants have shares of the tier: see ``TierContext.shares``."""
+    retains: ClassVar[bool] = False
+    """Whether tenants can have blocks retained in it: see ``Tier.retain``."""
 
     store_threshold: int | None = None
     """How many requests must ask for a block before it is written to this tier, 2 or more. By default all blocks that

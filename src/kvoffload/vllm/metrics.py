@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload.abc import ConfigError, MissReason
+from kvoffload.abc import ConfigError, MissReason, RetainRefusal
 from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.options import OPTIONS, UNKNOWN
@@ -83,6 +83,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
             "tenant": tenants,
             "tenant,tier": [f"{tenant},{tier}" for tenant in tenants for tier in shared],
             "option": [*OPTIONS, UNKNOWN],
+            "answer": [HOST, *tiers, *map(str, RetainRefusal)],
         }
         for name, spec in METRICS.items():
             kind = metric_types[Gauge if spec.kind == "gauge" else Counter]

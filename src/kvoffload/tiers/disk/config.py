@@ -43,6 +43,7 @@ class DiskConfig(DirectoryConfig):
     """A directory of a local disk, used by this server alone."""
 
     kind = "disk"
+    retains = True
     example = {"dir": "/var/cache/kvoffload", "bytes": "500GiB"}
 
     def open(self, context: TierContext) -> Tier:
