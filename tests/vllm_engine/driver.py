@@ -1257,6 +1257,14 @@ def retained(config: dict[str, Any]) -> dict[str, Any]:
         shared = np.random.default_rng(number).integers(5, 500, size=(config["sessions"], size))
         return shared.tolist()  # type: ignore[no-any-return]
 
+    params = {"kvoffload": {"session": "answered", "retain_s": config["seconds"]}}
+    output = engine.llm.generate(
+        [{"prompt_token_ids": prompts_of(2000)[0]}],
+        engine.sampling(max_tokens=1, extra_args={"kv_transfer_params": params}),
+        use_tqdm=False,
+    )
+    answered = output[0].kv_transfer_params
+    ask(prompts_of(2001)[:1], session="answered", retain_s=0)
     before: list[int] = []
     if config.get("ask_first"):
         flood()
@@ -1272,7 +1280,14 @@ def retained(config: dict[str, Any]) -> dict[str, Any]:
     ask(prompts_of(1000)[:1], session="another", retain_s=1.0)
     time.sleep(2.0)
     kept = sum(n for name, n in offload.metrics.snapshot().items() if name.startswith("tenant_retained_blocks:"))
-    result = {"found": found, "wrong": wrong, "before": before, "kept": kept, "expected": size // BLOCK_SIZE}
+    result = {
+        "found": found,
+        "wrong": wrong,
+        "before": before,
+        "kept": kept,
+        "answered": answered,
+        "expected": size // BLOCK_SIZE,
+    }
     state = engine.state()
     engine.close()
     return result | {"pool": host.num_blocks, **state}

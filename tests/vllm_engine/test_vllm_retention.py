@@ -50,8 +50,16 @@ def test_retained_prefixes_survive_floods(run: Runner, contents: str) -> None:
     connector = options(host=SESSIONS * 8) | {"host_contents": contents}
     result = run("retained", connector=connector, seconds=3600, **SIZES)
     check(result)
-    metrics = result["metrics"]
-    assert metrics["retentions:host"] == SESSIONS * 3 + 1
+    assert result["metrics"]["retentions:host"] == SESSIONS * 3 + 2
+    assert result["answered"] == {
+        "kvoffload": {
+            "device_tokens": 0,
+            "host_tokens": 0,
+            "tier_tokens": {},
+            "retained_tokens": result["expected"] * BLOCK_SIZE,
+            "retained_in": "host",
+        }
+    }
 
 
 def test_without_retention_nothing_survives(run: Runner) -> None:
