@@ -181,7 +181,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
     ) -> PrepareStoreOutput | None:
         present, absent, homes = self.table.split(keys)
         # What its tenant pays for is stored, whatever it seems to be worth.
-        is_retained = absent and asks_to_retain(req_context) and self.retention.allows(absent[0])
+        hints = None if req_context is None else req_context.hints
+        is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
         new_keys, refused = (absent, []) if is_retained else self.admission.sift(absent)
         if behind_refused:
             self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
@@ -219,7 +220,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         does not admit."""
         if worthless:
             self.history.misses.record(worthless, MissReason.NOT_ADMITTED)
-        if self.retention:
+        if self.retention.by_name:
             self.retention.expire()
         plan = self.room.plan(tail_first, present)
         if isinstance(plan, MissReason):
@@ -334,7 +335,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
     # Removal.
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
-        if self.retention:
+        if self.retention.by_name:
             self.retention.lose(keys)
         slots = self.table.find(keys)
         slots = self.table.distinct(slots[slots >= 0])
@@ -397,11 +398,6 @@ class PolicyOffloadingManager(HostOffloadingManager):
         if self.table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
         self.history.check_integrity()
-
-
-def asks_to_retain(context: ReqContext | None) -> bool:
-    """Returns whether a request asks for its blocks to be retained."""
-    return context is not None and context.hints is not None and bool(context.hints.retain_s)
 
 
 class _Gauges:

@@ -80,7 +80,8 @@ class Retention:
         self._unpin = unpin
         self._clock = clock
         self._nodes: dict[OffloadKey, _Node] = {}
-        self._retentions: dict[int | OffloadKey, _Retention] = {}
+        self.by_name: dict[int | OffloadKey, _Retention] = {}
+        """Read only for others."""
         self._queue: list[tuple[float, int, _Retention]] = []
         """A heap, the first to end first. Retentions that have ended before their time may still be in it."""
         self._order = count()
@@ -92,12 +93,13 @@ class Retention:
         """Ready retained blocks per tenant that were lost since the start."""
         self.num_refused = [0] * len(quotas)
         """Requests per tenant that were refused since the start."""
-        self._changes: dict[int, float] | None = None
+        self.changes: dict[int, float] | None = None
+        """Until when the blocks in those slots are retained for which that has changed; None: nobody wants to know."""
         self._restored = count(-1, -1)
         """Names of retentions that were restored."""
 
     def __len__(self) -> int:
-        return len(self._retentions)
+        return len(self.by_name)
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._nodes
@@ -124,7 +126,7 @@ class Retention:
             return refusal
         until = self._clock() + seconds
         retention = _Retention(keys[-1] if session is None else session, until)
-        before = self._retentions.pop(retention.name, None)
+        before = self.by_name.pop(retention.name, None)
         if before is not None and session is None:
             retention.until = until = max(until, before.until)
         for chain in _by_group(keys):
@@ -136,9 +138,9 @@ class Retention:
             # Those of shorter chains that end no later: the new one keeps all of theirs.
             of_chain = set(keys)
             for key in keys[:-1]:
-                covered = self._retentions.get(key)
+                covered = self.by_name.get(key)
                 if covered is not None and covered.until <= until and of_chain.issuperset(covered.ends):
-                    self._release(self._retentions.pop(key))
+                    self._release(self.by_name.pop(key))
         self._pin_ready(keys)
         return None
 
@@ -146,8 +148,8 @@ class Retention:
         quota = self._quotas[tenant]
         if not quota:
             return RetainRefusal.NO_QUOTA
-        before = self._retentions.get(keys[-1] if session is None else session)
-        if before is None and len(self._retentions) >= MAX_RETENTIONS:
+        before = self.by_name.get(keys[-1] if session is None else session)
+        if before is None and len(self.by_name) >= MAX_RETENTIONS:
             return RetainRefusal.TOO_MANY
         num_new = sum(key not in self._nodes for key in set(keys))
         if self.num_charged[tenant] + num_new <= quota:
@@ -193,17 +195,13 @@ class Retention:
             self._note(node.slot, until)
 
     def _note(self, slot: int, until: float) -> None:
-        if self._changes is not None and slot != ABSENT:
-            self._changes[slot] = until
-
-    @property
-    def has_changes(self) -> bool:
-        return bool(self._changes)
+        if self.changes is not None and slot != ABSENT:
+            self.changes[slot] = until
 
     def take_changes(self) -> dict[int, float]:
         """Returns until when the blocks in those slots are retained for which that has changed since the last call, 0
         for those that are not any more. The first call returns none; until then none are kept."""
-        changes, self._changes = self._changes or {}, {}
+        changes, self.changes = self.changes or {}, {}
         return changes
 
     def _end_with(self, retention: _Retention, key: OffloadKey) -> None:
@@ -211,10 +209,10 @@ class Retention:
         self._nodes[key].num_uses += 1
 
     def _enqueue(self, retention: _Retention) -> None:
-        self._retentions[retention.name] = retention
+        self.by_name[retention.name] = retention
         heapq.heappush(self._queue, (retention.until, next(self._order), retention))
-        if len(self._queue) > 2 * len(self._retentions) + QUEUE_SLACK:
-            self._queue = [entry for entry in self._queue if self._retentions.get(entry[2].name) is entry[2]]
+        if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
+            self._queue = [entry for entry in self._queue if self.by_name.get(entry[2].name) is entry[2]]
             heapq.heapify(self._queue)
 
     def _pin_ready(self, keys: Iterable[OffloadKey]) -> None:
@@ -238,7 +236,7 @@ class Retention:
 
     def end(self, session: int) -> None:
         """Ends the retention of a session, if there is one."""
-        retention = self._retentions.pop(session, None)
+        retention = self.by_name.pop(session, None)
         if retention is not None:
             self._release(retention)
 
@@ -247,8 +245,8 @@ class Retention:
         now = self._clock()
         while self._queue and self._queue[0][0] <= now:
             retention = heapq.heappop(self._queue)[2]
-            if self._retentions.get(retention.name) is retention:
-                del self._retentions[retention.name]
+            if self.by_name.get(retention.name) is retention:
+                del self.by_name[retention.name]
                 self._release(retention)
 
     def _release(self, retention: _Retention) -> None:
@@ -295,7 +293,7 @@ class Retention:
                 pinned.append(node.slot)
                 self.num_lost[node.tenant] += 1
         self._nodes.clear()
-        self._retentions.clear()
+        self.by_name.clear()
         self._queue.clear()
         self.num_charged = [0] * len(self._quotas)
         self.num_absent = 0
@@ -331,7 +329,7 @@ class Retention:
                 uses[node.parent] += 1
             if node.slot != ABSENT and (self._table.get(key) != node.slot or self._table.ref_cnt[node.slot] < 1):
                 raise IntegrityError("a retained block has left before its time")
-        for retention in self._retentions.values():
+        for retention in self.by_name.values():
             for end in retention.ends:
                 uses[end] += 1
         if any(node.num_uses != uses[key] or not uses[key] for key, node in self._nodes.items()):
@@ -340,7 +338,7 @@ class Retention:
             raise IntegrityError("a tenant has more blocks retained than it may")
         if self.num_absent != sum(node.slot == ABSENT for node in self._nodes.values()):
             raise IntegrityError("the number of retained blocks that are absent is wrong")
-        if len(self._retentions) > MAX_RETENTIONS or len(self._queue) > 2 * MAX_RETENTIONS + QUEUE_SLACK:
+        if len(self.by_name) > MAX_RETENTIONS or len(self._queue) > 2 * MAX_RETENTIONS + QUEUE_SLACK:
             raise IntegrityError("there are more retentions than there may be")
 
 

@@ -197,9 +197,9 @@ class TieredOffloadingManager(OffloadingManager):
         """Takes in the transfers that tiers have ended, and begins the reads that lookups have asked for, and writes.
         With ``timeout_s`` it then waits until some request has all the blocks that it waits for, until more blocks can
         be written, or until a tier may have answered."""
-        if self._unwritten:
+        if self._unwritten.slots:
             self._unwritten.expire()
-        if self.prefetcher.is_watching:
+        if self.prefetcher.expected or self.prefetcher.held:
             self.prefetcher.poll()
         changed = self._steps.poll()
         if timeout_s > 0:
@@ -249,7 +249,7 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
         chain: Sequence[OffloadKey] | None = None,
     ) -> None:
-        if self.prefetcher.is_watching:
+        if self.prefetcher.expected or self.prefetcher.held:
             self.prefetcher.used(keys, req_context)
         found = self.host.table.find(keys)
         self.host.touch(keys, req_context, chain, found)
@@ -321,7 +321,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.note_device(written, left)
 
     def _note_written(self, keys: Sequence[OffloadKey]) -> None:
-        if self._unwritten:
+        if self._unwritten.slots:
             self._unwritten.written(keys)
         if not self._on_device.isdisjoint(keys):
             self.note_device(held=[key for key in keys if key in self._on_device])
@@ -344,7 +344,7 @@ class TieredOffloadingManager(OffloadingManager):
         if success:
             keys = self.host.table.loadable_keys(blocks.slots) if isinstance(blocks, LoadStoreSpec) else blocks
             self._origins.forget(keys)
-            if self._unwritten:
+            if self._unwritten.slots:
                 self._unwritten.entered(keys)
             for tier in self.tiers:
                 tier.writes.stored(keys)
@@ -377,7 +377,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
         self._promoter.drop(keys)
-        if self.prefetcher.is_watching:
+        if self.prefetcher.expected or self.prefetcher.held:
             self.prefetcher.drop(keys)
         self.host.drop(keys)
         for tier in self.tiers if not only_host else ():

@@ -95,8 +95,8 @@ class Prefetcher:
         self._reasons = reasons
         self._clock = clock
         self._is_on_device = is_on_device
-        self._expected: OrderedDict[int | str, _Expected] = OrderedDict()
-        """The oldest first."""
+        self.expected: OrderedDict[int | str, _Expected] = OrderedDict()
+        """The oldest first. Read only for others, as is ``held``."""
         self._num_keys = 0
         self._max_keys = KEYS_PER_BLOCK * host.num_blocks
         self._queue: list[tuple[float, int, _Expected]] = []
@@ -108,19 +108,14 @@ class Prefetcher:
         self._began = 0.0
         self._not_before = -math.inf
         """When the next batch may be read."""
-        self._held: OrderedDict[OffloadKey, _Held] = OrderedDict()
+        self.held: OrderedDict[OffloadKey, _Held] = OrderedDict()
         """Blocks that are pinned."""
         self._num_held: Counter[bytes] = Counter()
         """By the namespace of their tenant."""
         self._max_held = int(host.num_blocks * HELD_SHARE)
 
     def __len__(self) -> int:
-        return len(self._expected)
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether uses matter."""
-        return bool(self._expected or self._held)
+        return len(self.expected)
 
     @property
     def is_reading(self) -> bool:
@@ -148,20 +143,20 @@ class Prefetcher:
         if not self._is_worth_it and number % PROBE_EVERY:
             return
         chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, len(keys))
-        self._expected[name] = chain
+        self.expected[name] = chain
         self._num_keys += len(keys)
         heapq.heappush(self._queue, (returns_at - LEAD_S, number, chain))
-        while len(self._expected) > MAX_CHAINS or self._num_keys > self._max_keys:
-            self._forget(next(iter(self._expected)))
-        if len(self._queue) > 2 * len(self._expected) + QUEUE_SLACK:
+        while len(self.expected) > MAX_CHAINS or self._num_keys > self._max_keys:
+            self._forget(next(iter(self.expected)))
+        if len(self._queue) > 2 * len(self.expected) + QUEUE_SLACK:
             self._queue = [entry for entry in self._queue if self._is_expected(entry[2])]
             heapq.heapify(self._queue)
 
     def _is_expected(self, chain: _Expected) -> bool:
-        return self._expected.get(chain.name) is chain
+        return self.expected.get(chain.name) is chain
 
     def _forget(self, name: int | str) -> None:
-        chain = self._expected.pop(name, None)
+        chain = self.expected.pop(name, None)
         if chain is not None:
             self._num_keys -= len(chain.keys)
 
@@ -170,8 +165,8 @@ class Prefetcher:
         hints = None if context is None else context.hints
         if hints is not None and hints.session is not None:
             self._forget(hints.session)
-        if self._held:
-            used = [key for key in keys if key in self._held]
+        if self.held:
+            used = [key for key in keys if key in self.held]
             self._count("prefetched_used_blocks", len(used))
             self._judge(len(used), 0)
             self._let_go(used)
@@ -190,18 +185,18 @@ class Prefetcher:
 
     def _hold(self, keys: Sequence[OffloadKey], until: float) -> None:
         """Pins ready blocks of one tenant, as many as may be held."""
-        keys = [key for key in keys if key not in self._held]
+        keys = [key for key in keys if key not in self.held]
         if not keys:
             return
         keys = keys[: self._room(keys[0])]
         slots = self._host.prepare_load(keys).slots.tolist()
-        self._held.update((key, _Held(slot, until)) for key, slot in zip(keys, slots, strict=True))
+        self.held.update((key, _Held(slot, until)) for key, slot in zip(keys, slots, strict=True))
         self._num_held[keys[0][:NAMESPACE_BYTES]] += len(keys)
 
     def _let_go(self, keys: Sequence[OffloadKey]) -> None:
         if not keys:
             return
-        held = [self._held.pop(key) for key in keys]
+        held = [self.held.pop(key) for key in keys]
         for key in keys:
             self._num_held[key[:NAMESPACE_BYTES]] -= 1
         self._num_held = +self._num_held
@@ -210,17 +205,17 @@ class Prefetcher:
     def _room(self, key: OffloadKey) -> int:
         """Returns how many more blocks of the tenant of ``key`` may be held."""
         most = int(self._host.most_blocks(key) * HELD_SHARE)
-        return max(0, min(self._max_held - len(self._held), most - self._num_held[key[:NAMESPACE_BYTES]]))
+        return max(0, min(self._max_held - len(self.held), most - self._num_held[key[:NAMESPACE_BYTES]]))
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
         """Takes note of blocks that are about to be dropped."""
-        self._let_go([key for key in dict.fromkeys(keys) if key in self._held])
+        self._let_go([key for key in dict.fromkeys(keys) if key in self.held])
 
     def clear(self) -> None:
         """Nothing is expected any more."""
-        self._expected.clear()
+        self.expected.clear()
         self._queue.clear()
-        self._let_go(list(self._held))
+        self._let_go(list(self.held))
         self._num_keys = 0
         self._reading = None
 
@@ -231,7 +226,7 @@ class Prefetcher:
         now = self._clock()
         if self._reading is not None and not self._end_batch(self._reading, now):
             return
-        if late := [key for key, held in self._held.items() if held.until < now]:
+        if late := [key for key, held in self.held.items() if held.until < now]:
             self._judge(0, len(late))
             self._let_go(late)
         if self.next_due > now or now < self._not_before or not self._promoter.is_idle:
@@ -288,9 +283,9 @@ class Prefetcher:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a bound is exceeded."""
-        if self._num_keys != sum(len(chain.keys) for chain in self._expected.values()):
+        if self._num_keys != sum(len(chain.keys) for chain in self.expected.values()):
             raise IntegrityError("the keys of expected chains are miscounted")
-        if len(self._expected) > MAX_CHAINS or self._num_keys > self._max_keys:
+        if len(self.expected) > MAX_CHAINS or self._num_keys > self._max_keys:
             raise IntegrityError("more chains are expected than may be")
-        if len(self._held) > self._max_held or len(self._queue) > 2 * MAX_CHAINS + QUEUE_SLACK:
+        if len(self.held) > self._max_held or len(self._queue) > 2 * MAX_CHAINS + QUEUE_SLACK:
             raise IntegrityError("more blocks are held for expected uses than may be")

@@ -25,39 +25,36 @@ class UnwrittenPins:
         self._host = host
         self._clock = clock
         self.most = max(1, int(host.num_blocks * UNWRITTEN_SHARE))
-        self._slots: dict[OffloadKey, int] = {}
-        """Host slots; _NOT_PINNED while a block is being copied to the host."""
+        self.slots: dict[OffloadKey, int] = {}
+        """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
         self._deadlines: OrderedDict[OffloadKey, float] = OrderedDict()
         """The first to end first."""
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     @property
     def num_free(self) -> int:
         """Blocks that may be added."""
-        return self.most - len(self._slots)
+        return self.most - len(self.slots)
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """Pins ``keys``, at most ``num_free``, as soon as they are ready in the host."""
         deadline = self._clock() + WRITE_WITHIN_S
         for key in keys:
-            self._slots.setdefault(key, _NOT_PINNED)
+            self.slots.setdefault(key, _NOT_PINNED)
             self._deadlines[key] = deadline
             self._deadlines.move_to_end(key)
         self.entered(keys)
 
     def entered(self, keys: Collection[OffloadKey]) -> None:
         """Takes note of blocks that became ready in the host."""
-        waiting = [key for key in keys if self._slots.get(key) == _NOT_PINNED]
+        waiting = [key for key in keys if self.slots.get(key) == _NOT_PINNED]
         ready = np.flatnonzero(self._host.table.states(waiting) == HIT).tolist()
         if ready:
             pinned = [waiting[i] for i in ready]
-            self._slots.update(zip(pinned, self._host.prepare_load(pinned).slots.tolist(), strict=True))
+            self.slots.update(zip(pinned, self._host.prepare_load(pinned).slots.tolist(), strict=True))
 
     def written(self, keys: Collection[OffloadKey]) -> None:
         """Unpins those of ``keys`` that were pinned."""
-        slots = [self._slots.pop(key) for key in keys if key in self._slots]
+        slots = [self.slots.pop(key) for key in keys if key in self.slots]
         for key in keys:
             self._deadlines.pop(key, None)
         if slots := [slot for slot in slots if slot != _NOT_PINNED]:
@@ -70,9 +67,9 @@ class UnwrittenPins:
             self.written([next(iter(self._deadlines))])
 
     def clear(self) -> None:
-        self.written(list(self._slots))
+        self.written(list(self.slots))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if more blocks are pinned than may be, or their deadlines are not known."""
-        if len(self._slots) > self.most or self._slots.keys() != self._deadlines.keys():
+        if len(self.slots) > self.most or self.slots.keys() != self._deadlines.keys():
             raise IntegrityError("blocks are pinned for writing beyond their bound, or for ever")

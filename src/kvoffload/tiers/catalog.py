@@ -21,8 +21,6 @@ DISK_MEDIUM = "DISK"
 RESTORED_AT_ONCE = 1 << 12
 """Few: a tier may be opened while another thread needs the interpreter, which single calls hold."""
 
-_NO_CHANGES: tuple[Slots, list[OffloadKey], list[float]] = (np.empty(0, dtype=np.int64), [], [])
-
 Claim = tuple[list[OffloadKey], Slots, Slots]
 """Blocks that are in transfer from now on: keys, host slots, and slots in the tier, all in the same order."""
 
@@ -53,7 +51,9 @@ class Catalog:
         self._manager = PolicyOffloadingManager(
             self._backend, make_policy(policy, num_slots, shares), must_store=True, clock=clock
         )
-        self._manager.retention.take_changes()
+        self.retention = self._manager.retention
+        """Which blocks stay for a promised time."""
+        self.retention.take_changes()
         self._table = self._manager.table
         self._is_read = np.zeros(num_slots, dtype=np.bool_)
         """Which slots are being read."""
@@ -201,7 +201,7 @@ class Catalog:
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         """See ``Tier.retain``."""
-        retention = self._manager.retention
+        retention = self.retention
         if seconds > 0:
             return retention.retain(keys, session, seconds)
         if session is not None:
@@ -210,17 +210,13 @@ class Catalog:
 
     def restore_retained(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
         """Retains blocks that a former process has retained, each for so many ``seconds`` from now on."""
-        self._manager.retention.restore(keys, seconds)
+        self.retention.restore(keys, seconds)
 
     def take_retained(self) -> tuple[Slots, list[OffloadKey], list[float]]:
         """Returns the slots of blocks for which the time until which they are retained has changed since the last call,
         their keys, and these times, 0 if they are not retained any more. Ends retentions whose time is over."""
-        retention = self._manager.retention
-        if retention:
-            retention.expire()
-        if not retention.has_changes:
-            return _NO_CHANGES
-        changes = retention.take_changes()
+        self.retention.expire()
+        changes = self.retention.take_changes()
         slots = np.fromiter(changes, np.int64, len(changes))
         return slots, self._table.key_of[slots].tolist(), list(changes.values())
 

@@ -175,12 +175,10 @@ class Maintenance:
         pending = self._pending()
         if pending and not self._files.read_only:
             now = self._clock()
-            due = [task for task in pending if now >= self._not_before[task] or self._is_urgent(task)]
+            urgent = Task.RECENCY if self._recency.is_urgent else None
+            due = [task for task in pending if now >= self._not_before[task] or task is urgent]
             if due and self._executor.submit_maintenance(partial(self._run, due)):
                 self._state = _State.BUSY
-
-    def _is_urgent(self, task: Task) -> bool:
-        return task is Task.RECENCY and self._recency.is_urgent
 
     def poll(self) -> Slots:
         """Takes the outcomes of tasks that have ended. Returns new slots."""

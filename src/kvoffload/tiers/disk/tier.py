@@ -263,7 +263,8 @@ class DiskTier(Tier):
         if len(new_slots):
             self.catalog.add_free(new_slots)
         results, self._unreported = self._unreported + self._take_results(), []
-        self._note_retained()
+        if self.catalog.retention.by_name or self.catalog.retention.changes:
+            self._note_retained()
         self._maintenance.submit()
         return results
 
