@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvoffload.abc import Hints, IntegrityError, OffloadKey, ReqContext, RetainRefusal
+from kvoffload.cache import retention
 from kvoffload.cache.keys import NAMESPACE_BYTES, make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -149,6 +150,18 @@ def test_without_a_session_a_longer_chain_replaces_those_that_end_no_later() -> 
     assert len(manager.retention) == 1
     retain(manager, chain("a", 1, 14), 10.0)
     assert len(manager.retention) == 2
+
+
+def test_no_tenant_can_have_so_many_that_others_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MAX_RETENTIONS", 12)
+    manager = make()
+    answers = [manager.retain(chain("a", 1, 4), context(60.0, 10 + i)).refusal for i in range(6)]
+    assert answers == [None] * 4 + [RetainRefusal.TOO_MANY] * 2
+    assert manager.retain(chain("b", 1, 4), context(60.0, 100)).refusal is None
+    assert manager.retain(chain("a", 1, 4), context(60.0, 10)).refusal is None, "a renewal"
+    manager.retain((), context(0.0, 10))
+    assert manager.retain(chain("a", 1, 4), context(60.0, 20)).refusal is None
+    manager.check_integrity()
 
 
 def test_drops_and_resets_end_it_and_are_counted_and_a_block_that_returns_is_retained_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvoffload.abc import Hints, ReqContext
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.tiering.manager import TierSettings
 from kvoffload.tiering.writes import WriteThrough
@@ -136,3 +137,14 @@ def test_a_tier_that_is_off_is_not_waited_for() -> None:
     rig.manager.note_device(held=new)
     leave(rig, chain("third", 1))
     assert present(rig, old, new) == [2, 1]
+
+
+def test_what_is_to_be_retained_is_stored_although_the_tiers_have_it() -> None:
+    """Otherwise it would be in the host only when it leaves the device."""
+    rig = Rig(host_blocks=8, device_blocks=16, write_share=1.0)
+    keys = chain("new", 2)
+    rig.store_below(keys)
+    for hints, expected in ((None, []), (Hints(7), []), (Hints(7, retain_s=60.0), keys)):
+        output = rig.manager.prepare_store(keys, ReqContext("r", hints=hints))
+        assert output is not None
+        assert output.keys_to_store == expected

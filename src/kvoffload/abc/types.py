@@ -216,7 +216,7 @@ class RetainRefusal(enum.StrEnum):
     OVER_QUOTA = "over_quota"
     """They are more than is left of its tenant's quota in every tier."""
     TOO_MANY = "too_many"
-    """Too many retentions are under way."""
+    """Its tenant has too many retentions."""
     NOT_WRITTEN = "not_written"
     """A lower tier has room for them, but too many are still to be written there."""
     NOTHING = "nothing"

@@ -320,8 +320,10 @@ class PolicyOffloadingManager(HostOffloadingManager):
 
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         hints = req_context.hints
-        if hints is None or hints.drop or not hints.retain_s:
-            if hints is not None and hints.session is not None:
+        if hints is None or (hints.retain_s is None and not hints.drop):
+            return Retained(None)
+        if hints.drop or not hints.retain_s:
+            if hints.session is not None:
                 self.retention.end(hints.session)
             return Retained(None)
         refusal = self.retention.retain(keys, hints.session, hints.retain_s)

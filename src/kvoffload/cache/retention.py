@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,10 +16,11 @@ from kvoffload.cache.table import BlockTable
 
 MAX_RETAIN_S = 30 * 86_400.0
 """The longest time for which a request can have its blocks retained, in seconds."""
-MAX_RETENTIONS = 1 << 14
-"""Retentions of all tenants together. Beyond that new ones are refused."""
+MAX_RETENTIONS = 1 << 17
+"""Retentions of all tenants together. Each may have an equal part of them; beyond that new ones are refused."""
 QUEUE_SLACK = 256
 """The queue is rebuilt when it has this many entries more than twice the number of retentions."""
+_NOBODY = -1
 ABSENT = -1
 """The slot of a block that is to be retained and is not ready, or was lost."""
 
@@ -42,6 +44,8 @@ class _Retention:
     """What was retained at the end of one request."""
 
     name: int | OffloadKey
+    tenant: int
+    """Whose it is; of what was restored, _NOBODY."""
     until: float
     ends: list[OffloadKey] = field(default_factory=list)
     """The last blocks of its chains, one chain per KV cache group."""
@@ -82,6 +86,8 @@ class Retention:
         self._nodes: dict[OffloadKey, _Node] = {}
         self.by_name: dict[int | OffloadKey, _Retention] = {}
         """Read only for others."""
+        self._num_of: Counter[int] = Counter()
+        """Retentions by tenant."""
         self._queue: list[tuple[float, int, _Retention]] = []
         """A heap, the first to end first. Retentions that have ended before their time may still be in it."""
         self._order = count()
@@ -125,8 +131,8 @@ class Retention:
             self.num_refused[tenant] += 1
             return refusal
         until = self._clock() + seconds
-        retention = _Retention(keys[-1] if session is None else session, until)
-        before = self.by_name.pop(retention.name, None)
+        retention = _Retention(keys[-1] if session is None else session, tenant, until)
+        before = self._pop(retention.name)
         if before is not None and session is None:
             retention.until = until = max(until, before.until)
         for chain in _by_group(keys):
@@ -140,7 +146,8 @@ class Retention:
             for key in keys[:-1]:
                 covered = self.by_name.get(key)
                 if covered is not None and covered.until <= until and of_chain.issuperset(covered.ends):
-                    self._release(self.by_name.pop(key))
+                    self._pop(key)
+                    self._release(covered)
         self._pin_ready(keys)
         return None
 
@@ -149,7 +156,7 @@ class Retention:
         if not quota:
             return RetainRefusal.NO_QUOTA
         before = self.by_name.get(keys[-1] if session is None else session)
-        if before is None and len(self.by_name) >= MAX_RETENTIONS:
+        if before is None and self._num_of[tenant] >= MAX_RETENTIONS // len(self._quotas):
             return RetainRefusal.TOO_MANY
         num_new = sum(key not in self._nodes for key in set(keys))
         if self.num_charged[tenant] + num_new <= quota:
@@ -210,6 +217,7 @@ class Retention:
 
     def _enqueue(self, retention: _Retention) -> None:
         self.by_name[retention.name] = retention
+        self._num_of[retention.tenant] += 1
         heapq.heappush(self._queue, (retention.until, next(self._order), retention))
         if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
             self._queue = [entry for entry in self._queue if self.by_name.get(entry[2].name) is entry[2]]
@@ -236,9 +244,15 @@ class Retention:
 
     def end(self, session: int) -> None:
         """Ends the retention of a session, if there is one."""
-        retention = self.by_name.pop(session, None)
+        retention = self._pop(session)
         if retention is not None:
             self._release(retention)
+
+    def _pop(self, name: int | OffloadKey) -> _Retention | None:
+        retention = self.by_name.pop(name, None)
+        if retention is not None:
+            self._num_of[retention.tenant] -= 1
+        return retention
 
     def expire(self) -> None:
         """Ends the retentions whose time is over."""
@@ -246,7 +260,7 @@ class Retention:
         while self._queue and self._queue[0][0] <= now:
             retention = heapq.heappop(self._queue)[2]
             if self.by_name.get(retention.name) is retention:
-                del self.by_name[retention.name]
+                self._pop(retention.name)
                 self._release(retention)
 
     def _release(self, retention: _Retention) -> None:
@@ -294,6 +308,7 @@ class Retention:
                 self.num_lost[node.tenant] += 1
         self._nodes.clear()
         self.by_name.clear()
+        self._num_of.clear()
         self._queue.clear()
         self.num_charged = [0] * len(self._quotas)
         self.num_absent = 0
@@ -306,7 +321,7 @@ class Retention:
         for i in np.argsort(seconds, kind="stable")[::-1].tolist():
             by_end.setdefault(seconds[i], []).append(keys[i])
         for left, of_end in by_end.items():
-            retention = _Retention(next(self._restored), now + left)
+            retention = _Retention(next(self._restored), _NOBODY, now + left)
             for key in of_end:
                 tenant = self._tenant_of(key)
                 if self.num_charged[tenant] >= self._most[tenant]:
@@ -338,8 +353,13 @@ class Retention:
             raise IntegrityError("a tenant has more blocks retained than it may")
         if self.num_absent != sum(node.slot == ABSENT for node in self._nodes.values()):
             raise IntegrityError("the number of retained blocks that are absent is wrong")
-        if len(self.by_name) > MAX_RETENTIONS or len(self._queue) > 2 * MAX_RETENTIONS + QUEUE_SLACK:
-            raise IntegrityError("there are more retentions than there may be")
+        most = MAX_RETENTIONS // len(self._quotas)
+        if +self._num_of != Counter(each.tenant for each in self.by_name.values()) or any(
+            n > most for tenant, n in self._num_of.items() if tenant != _NOBODY
+        ):
+            raise IntegrityError("a tenant has more retentions than it may, or they are miscounted")
+        if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK + 1:
+            raise IntegrityError("the queue of retentions is too long")
 
 
 def _by_group(keys: Sequence[OffloadKey]) -> Iterable[list[OffloadKey]]:

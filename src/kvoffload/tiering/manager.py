@@ -271,7 +271,7 @@ class TieredOffloadingManager(OffloadingManager):
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         """Retains ``keys`` in the first tier whose quota has room for all of them, host memory first."""
         hints = req_context.hints
-        if hints is None:
+        if hints is None or (hints.retain_s is None and not hints.drop):
             return Retained(None)
         answer = self.host.retain(keys, req_context)
         session, seconds = hints.session, 0.0 if hints.drop else hints.retain_s or 0.0
@@ -301,7 +301,8 @@ class TieredOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
-        if self.host.is_behind_device and keys:
+        hints = None if req_context is None else req_context.hints
+        if self.host.is_behind_device and keys and not (hints is not None and hints.retain_s):
             # What leaves the device is stored then. Before, only the tiers need it.
             keys = list(compress(keys, (~self._are_written(keys)).tolist()))
         return self.host.prepare_store(keys, req_context, behind_refused)

@@ -1,0 +1,235 @@
+"""Retention in host memory and on disk together: where it is, what outlives floods and restarts, and its quotas."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload import KVGroup, OffloadConfig, build_scheduler
+from kvoffload.abc import Hints, OffloadKey, ReqContext, Retained, RetainRefusal, States
+from kvoffload.abc.tier import HIT
+from kvoffload.cache.keys import make_offload_key, namespace
+from kvoffload.cache.tenants import Tenants
+from kvoffload.connector.engine import EngineSpec
+from kvoffload.testing.scale import scaled
+from kvoffload.tiering.manager import TieredOffloadingManager
+from kvoffload.tiers.disk.tier import DiskTier
+
+SLOT, HOST_BLOCKS, FINGERPRINT, DEADLINE_S = 4096, 64, "ab" * 32, 60.0
+NAMES = ("a", "b", "other")
+RETAIN = {"a": {"host": 8, "disk": 24}, "b": {"disk": 12}, "other": {}}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Server:
+    """A manager with a host of HOST_BLOCKS and a disk of about 100, which restarts on the same disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.numbers = 0
+        self.start()
+
+    def start(self) -> None:
+        tenants = {name: {"retain": {t: n * SLOT for t, n in retain.items()}} for name, retain in RETAIN.items()}
+        config = OffloadConfig.from_mapping(
+            {
+                "host_bytes": HOST_BLOCKS * SLOT,
+                "tiers": [{"kind": "disk", "dir": str(self.path / "disk"), "bytes": 600_000}],
+                "tenants": tenants,
+                "policy": "lru",
+                "load_only_if_faster": False,
+            }
+        )
+        pools = [np.zeros((HOST_BLOCKS, SLOT), dtype=np.uint8)]
+        half = build_scheduler(config, EngineSpec([KVGroup(16)]), pools, FINGERPRINT)
+        assert isinstance(half.manager, TieredOffloadingManager)
+        self.manager = half.manager
+        disk = self.manager.tiers[0].tier._tier
+        assert isinstance(disk, DiskTier)
+        self.disk = disk
+        self.namespaces = {name: Tenants(namespace(FINGERPRINT), config.tenants).of(name).namespace for name in NAMES}
+
+    def restart(self) -> None:
+        self.settle()
+        self.manager.shutdown()
+        self.start()
+
+    def keys(self, tenant: str, conversation: int, length: int) -> list[OffloadKey]:
+        """Conversations of a tenant share their first 2 blocks."""
+        names = [f"{0 if i < 2 else conversation:016}{i:016}".encode() for i in range(length)]
+        return [make_offload_key(self.namespaces[tenant] + name, 0) for name in names]
+
+    def serve(self, keys: list[OffloadKey], hints: Hints | None = None) -> Retained | None:
+        self.numbers += 1
+        context, manager = ReqContext(f"r{self.numbers}", hints=hints), self.manager
+        manager.touch(keys, context)
+        output = manager.prepare_store(keys, context)
+        answer = None if hints is None else manager.retain(keys, context)
+        if output is not None:
+            manager.complete_store(output.store_spec, context)
+        manager.end_chain(keys, () if output is None else output.keys_to_store, context)
+        manager.poll()
+        return answer
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.manager.has_transfers or self.manager.has_pending_writes:
+            assert time.monotonic() < deadline
+            self.manager.poll(0.001)
+
+    def flood(self, tenant: str, times: int = 6) -> None:
+        for i in range(times * HOST_BLOCKS // 8):
+            self.serve(self.keys(tenant, 10_000 + self.numbers + i, 10)[2:])
+
+    def on_disk(self, keys: list[OffloadKey]) -> int:
+        return int(np.count_nonzero(self.disk.contains(keys) == HIT))
+
+    def states(self, tier: str, keys: list[OffloadKey]) -> States:
+        return self.manager.host.table.states(keys) if tier == "host" else self.disk.contains(keys)
+
+    def charged(self) -> dict[str, list[int]]:
+        return {
+            "host": self.manager.host.retention.num_charged,
+            "disk": self.disk.catalog.retention.num_charged,
+        }
+
+    def check(self) -> None:
+        self.manager.check_integrity()
+        for tier, counts in self.charged().items():
+            for name, n in zip(NAMES, counts, strict=True):
+                assert n <= RETAIN[name].get(tier, 0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    server.manager.shutdown()
+
+
+def retain(session: int | None = None, seconds: float = 3600.0) -> Hints:
+    return Hints(session, retain_s=seconds)
+
+
+def test_the_first_tier_with_room_for_all_of_it_retains_it(server: Server) -> None:
+    def answer(keys: list[OffloadKey], session: int) -> Retained | None:
+        # So that none of it is still to be written.
+        server.serve(keys)
+        server.settle()
+        return server.serve(keys, retain(session))
+
+    assert answer(server.keys("a", 1, 6), 2) == Retained(None, "host", 6)
+    assert answer(server.keys("a", 2, 6), 3) == Retained(None, "disk", 6)
+    assert answer(server.keys("b", 1, 4), 4) == Retained(None, "disk", 4)
+    assert answer(server.keys("b", 2, 12), 5) == Retained(RetainRefusal.OVER_QUOTA)
+    assert answer(server.keys("other", 1, 4), 6) == Retained(RetainRefusal.NO_QUOTA)
+    for name in NAMES:
+        server.flood(name)
+    server.settle()
+    assert server.manager.host.lookup(server.keys("a", 1, 6)) == 6
+    assert server.on_disk(server.keys("a", 2, 6)) == 6
+    assert server.on_disk(server.keys("b", 1, 4)) == 4
+    server.check()
+
+
+def test_what_a_session_has_in_another_tier_ends_when_it_is_replaced(server: Server) -> None:
+    server.serve(server.keys("a", 1, 8), retain(2))
+    assert server.charged() == {"host": [8, 0, 0], "disk": [0, 0, 0]}
+    server.settle()
+    server.serve(server.keys("a", 1, 10), retain(2))
+    assert server.charged() == {"host": [0, 0, 0], "disk": [10, 0, 0]}
+    server.settle()
+    server.serve(server.keys("a", 1, 8), retain(2))
+    assert server.charged() == {"host": [8, 0, 0], "disk": [0, 0, 0]}
+    server.serve(server.keys("a", 1, 8), retain(2, 0.0))
+    assert server.charged() == {"host": [0, 0, 0], "disk": [0, 0, 0]}
+
+
+def test_what_is_not_written_yet_survives_a_flood_before_it_is(server: Server) -> None:
+    """The disk takes on nothing during the flood."""
+    keys, write = server.keys("b", 1, 4), server.disk.write
+    server.disk.write = lambda keys, slots: []  # type: ignore[method-assign]
+    assert server.serve(keys, retain(4)) == Retained(None, "disk", 4)
+    assert server.serve(server.keys("b", 2, 6), retain(5)) == Retained(RetainRefusal.NOT_WRITTEN)
+    for _ in range(3):
+        server.flood("b", times=2)
+    assert server.manager.host.lookup(keys) == 4
+    server.disk.write = write  # type: ignore[method-assign]
+    server.serve(keys)
+    server.settle()
+    assert server.on_disk(keys) == 4
+    assert not server.manager._unwritten.slots
+    server.check()
+
+
+def test_a_restart_keeps_what_the_disk_retains(server: Server) -> None:
+    kept, others = server.keys("b", 1, 6), server.keys("b", 2, 6)
+    server.serve(kept, retain(4))
+    server.serve(others)
+    server.settle()
+    for _ in range(2):
+        server.restart()
+        for name in NAMES:
+            server.flood(name)
+        server.settle()
+        assert server.on_disk(kept) == 6
+        assert server.on_disk(others) == 2
+        server.check()
+
+
+def test_random_calls_exceed_no_quota_and_lose_nothing_that_was_promised(tmp_path: Path) -> None:
+    """Hints, drops, retentions, tenants, resets and restarts. A promise holds for what the tier had when it was made. A
+    restart ends those of the host, and after a reset those of the disk: its blocks may be of other weights."""
+    rng, server, was_reset = random.Random(3), Server(tmp_path), False
+    promised: dict[object, tuple[str, set[OffloadKey]]] = {}
+    for step in range(1500 * scaled(1)):
+        keys = server.keys(rng.choice(NAMES), rng.randrange(1, 40), rng.randrange(1, 14))
+        session = rng.randrange(2, 9)
+        match rng.randrange(40):
+            case 0:
+                server.manager.drop(dropped := rng.sample(keys, len(keys) // 2))
+                for _, of in promised.values():
+                    of.difference_update(dropped)
+            case 1 if rng.random() < 0.1:
+                server.manager.reset()
+                promised.clear()
+                was_reset = True
+            case 2 if rng.random() < 0.3:
+                server.restart()
+                on_disk = [entry for entry in promised.items() if entry[1][0] == "disk" and not was_reset]
+                was_reset = False
+                # No later request can end them.
+                promised = {("before", step, name): entry for name, entry in on_disk}
+            case 3 | 4 | 5:
+                session += 100 * NAMES.index(next(n for n in NAMES if keys[0].startswith(server.namespaces[n])))
+                hints = Hints(
+                    session, rng.random() < 0.1, rng.choice([None, 0.0, 1e6]), None, rng.choice([0.0, 3600.0])
+                )
+                answer = server.serve(keys, hints)
+                server.settle()
+                if hints.drop or not hints.retain_s:
+                    promised.pop(session, None)
+                elif answer is not None and answer.refusal is None and answer.tier is not None:
+                    held = server.states(answer.tier, keys)
+                    promised[session] = answer.tier, {key for key, s in zip(keys, held, strict=True) if s == HIT}
+            case _:
+                server.serve(keys, rng.choice([None, None, Hints(3, False, 1e6), Hints(1104, True)]))
+        for tier, of in promised.values():
+            assert (server.states(tier, list(of)) == HIT).all(), f"step {step}: a promise of {tier} is broken"
+        if step % 25 == 0:
+            server.settle()
+            server.check()
+    assert promised
+    server.manager.shutdown()
