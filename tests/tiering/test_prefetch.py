@@ -86,6 +86,23 @@ def test_the_next_request_of_the_session_ends_the_wait(rig: Rig) -> None:
     assert rig.counts().get("prefetched_blocks", 0) == 0
 
 
+def test_a_request_that_comes_while_its_chain_is_read_gets_it_and_nothing_stays_pinned(rig: Rig) -> None:
+    keys = chain("a", 6)
+    end(rig, keys, hints())
+    rig.clock.now += RETURNS_IN_S - 1
+    rig.manager.poll()
+    assert rig.manager.prefetcher.reading
+    context = ReqContext("next", hints=Hints(7))
+    rig.manager.touch(keys, context)
+    assert rig.manager.lookup(keys, context) is None, "it waits for the reads under way"
+    wait(rig, 0.0)
+    assert rig.manager.lookup(keys, context) == 6
+    rig.manager.release_request(context)
+    wait(rig, 0.0)
+    assert rig.manager.num_promotions == 0
+    assert rig.host.table.num_evictable == rig.host.table.num_held
+
+
 def test_nothing_is_read_while_a_request_waits_for_a_tier(rig: Rig) -> None:
     rig.store_below(chain("b", 3))
     end(rig, chain("a", 6), hints())
@@ -94,7 +111,7 @@ def test_nothing_is_read_while_a_request_waits_for_a_tier(rig: Rig) -> None:
     rig.manager.lookup(chain("b", 3), waiting)
     rig.manager.poll()
     rig.manager.poll()
-    assert not rig.manager.prefetcher.is_reading
+    assert not rig.manager.prefetcher.reading
     rig.manager.release_request(waiting)
     wait(rig, 0.0)
     assert num_in_host(rig, chain("a", 6)) == 6

@@ -530,7 +530,7 @@ class Run:
             assert self.tier is not None
             while self.tier.is_busy:
                 manager.poll()
-            if manager.prefetcher.next_due == before and not manager.prefetcher.is_reading:
+            if manager.prefetcher.next_due == before and not manager.prefetcher.reading:
                 break
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:

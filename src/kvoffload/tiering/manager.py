@@ -199,8 +199,9 @@ class TieredOffloadingManager(OffloadingManager):
         be written, or until a tier may have answered."""
         if self._unwritten.slots:
             self._unwritten.expire()
-        if self.prefetcher.expected or self.prefetcher.held:
-            self.prefetcher.poll()
+        prefetcher = self.prefetcher
+        if prefetcher.expected or prefetcher.held or prefetcher.reading:
+            prefetcher.poll()
         changed = self._steps.poll()
         if timeout_s > 0:
             changed |= self._steps.wait(timeout_s)

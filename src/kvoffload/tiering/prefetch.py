@@ -39,6 +39,8 @@ is prefetched."""
 PROBE_EVERY = 16
 JUDGED_BLOCKS = 1024
 """So many blocks are judged before the older ones count half."""
+SWEEP_EVERY_S = 0.5
+"""How often blocks whose time is over are looked for."""
 BATCH_BYTES = 8 << 20
 """Bytes that are read at a time, at least one block: a request that comes meanwhile waits for no more."""
 TIME_SHARE = 0.5
@@ -104,10 +106,13 @@ class Prefetcher:
         self._order = itertools.count()
         self._num_used = self._num_wasted = 0
         """Of the blocks that were read, weighted."""
-        self._reading: _Expected | None = None
+        self.reading: _Expected | None = None
+        """The chain of the batch that is being read."""
         self._began = 0.0
         self._not_before = -math.inf
         """When the next batch may be read."""
+        self._sweep_at = -math.inf
+        """When blocks whose time is over are looked for again."""
         self.held: OrderedDict[OffloadKey, _Held] = OrderedDict()
         """Blocks that are pinned."""
         self._num_held: Counter[bytes] = Counter()
@@ -116,10 +121,6 @@ class Prefetcher:
 
     def __len__(self) -> int:
         return len(self.expected)
-
-    @property
-    def is_reading(self) -> bool:
-        return self._reading is not None
 
     @property
     def next_due(self) -> float:
@@ -217,16 +218,18 @@ class Prefetcher:
         self._queue.clear()
         self._let_go(list(self.held))
         self._num_keys = 0
-        self._reading = None
+        self.reading = None
 
     # Steps.
 
     def poll(self) -> None:
         """Ends a batch that has arrived, and begins the next one if it is time and no request waits for a tier."""
         now = self._clock()
-        if self._reading is not None and not self._end_batch(self._reading, now):
+        if self.reading is not None and not self._end_batch(self.reading, now):
             return
-        if late := [key for key, held in self.held.items() if held.until < now]:
+        if self.held and now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_EVERY_S
+            late = [key for key, held in self.held.items() if held.until < now]
             self._judge(0, len(late))
             self._let_go(late)
         if self.next_due > now or now < self._not_before or not self._promoter.is_idle:
@@ -262,7 +265,7 @@ class Prefetcher:
         n = min(room, chain.num_left, max(1, BATCH_BYTES // nbytes))
         chain.num_left -= n
         self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
-        self._reading, self._began = chain, now
+        self.reading, self._began = chain, now
         return True
 
     def _end_batch(self, chain: _Expected, now: float) -> bool:
@@ -270,9 +273,11 @@ class Prefetcher:
         promotion = self._promoter.get(chain.context)
         if promotion is not None and promotion.is_waiting:
             return False
-        self._reading = None
+        self.reading = None
         arrived = [] if promotion is None else list(promotion.pinned)
-        self._hold(arrived, chain.returns_at + LEAD_S)
+        if self._is_expected(chain):
+            # Otherwise its session has returned meanwhile, and its request waits for what is being read.
+            self._hold(arrived, chain.returns_at + LEAD_S)
         self._promoter.release(chain.context)
         self._count("prefetched_blocks", len(arrived))
         self._not_before = now + (now - self._began) * (1 / TIME_SHARE - 1)
