@@ -26,6 +26,14 @@ def format_bytes(n: int) -> str:
     return f"{n} bytes"
 
 
+def compact(n: int) -> str:
+    """Returns text such as "1,234", "123k" or "1.23G"."""
+    for power, unit in ((9, "G"), (6, "M"), (3, "k")):
+        if n >= 10 ** (power + 2) or n >= 10**power > 10**3:
+            return f"{n / 10**power:,.{2 if n < 10 ** (power + 1) else 1 if n < 10 ** (power + 2) else 0}f}{unit}"
+    return f"{n:,}"
+
+
 def counted(number: int, noun: str) -> str:
     """Returns text such as "1 block" or "1,234 blocks"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

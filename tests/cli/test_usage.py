@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from click.testing import CliRunner
 from kvoffload.abc import RetainRefusal
 from kvoffload.cache.tenants import TenantConfig, Tenants
 from kvoffload.cli.usage import usage
-from kvoffload.observe.records import RequestRecord, Usage, by_tenant
+from kvoffload.connector import observer
+from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.usage import Bill, TierUsage, Usage, by_tenant, to_json
 from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
 from tests.connector.test_tiered_scheduler import TieredRig
 
+BLOCK_BYTES = 64
 TENANTS = Tenants(b"", [TenantConfig("a"), TenantConfig("b")])
 
 
@@ -35,25 +39,39 @@ def play(used: Rig, num_requests: int, settle: Any = None) -> None:
             settle()
         ids = used.new_blocks(-(-len(tokens) // TOKENS))
         used.allocate(request, ids, found)
+        used.clock.now += 0.5
         meta = used.step(None if found else {request: len(tokens)}, new=None if found else {request.request_id: ids})
         used.report(*meta.stores, *meta.loads)
+        if not found:
+            # Its first token, with which the measurement of its prefill ends.
+            request.tokens = [*request.tokens, 7]
+            used.report(*used.step({request: 1}).stores)
         used.half.request_finished(request)
         used.report(*used.step().stores)
         if settle:
             settle()
 
 
-def usage_of(records: list[RequestRecord], tmp_path: Path, *options: str) -> Any:
+def usage_of(
+    records: list[RequestRecord], tmp_path: Path, *options: str, bills: Sequence[tuple[str, Bill]] = ()
+) -> Any:
+    """``bills``: each with the server that logs it."""
     log = tmp_path / "log"
-    log.write_text("".join(f"kvoffload: record {json.dumps(record.to_dict())}\n" for record in records))
+    lines = [f"kvoffload: record {json.dumps(record.to_dict())}\n" for record in records]
+    lines += [f"kvoffload: usage {json.dumps({'server': of, 'usage': to_json(bill)})}\n" for of, bill in bills]
+    log.write_text("".join(lines))
     result = CliRunner().invoke(usage, [str(log), *options])
     assert result.exit_code == 0, result.output
     return json.loads(result.output) if "--json" in options else result.output
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])
-def test_sums_agree_with_the_metrics_to_the_token(is_tiered: bool, tmp_path: Path) -> None:
-    used = TieredRig(tenants=TENANTS) if is_tiered else Rig(options={"tenants": TENANTS})
+def test_sums_agree_with_the_metrics_to_the_token(
+    is_tiered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer, "MIN_PREFILL_SAMPLE", 1)
+    options: dict[str, Any] = {"tenants": TENANTS, "block_bytes": BLOCK_BYTES}
+    used = TieredRig(**options) if is_tiered else Rig(options=dict(options))
 
     def settle() -> None:
         if is_tiered:
@@ -61,7 +79,9 @@ def test_sums_agree_with_the_metrics_to_the_token(is_tiered: bool, tmp_path: Pat
             used.step()
 
     play(used, 200, settle)
-    report, metrics = usage_of(list(used.half.records), tmp_path, "--json"), used.half.metrics.snapshot()
+    metrics = used.half.metrics.snapshot()
+    bills = [("s", used.half.observer.bill())]
+    report = usage_of(list(used.half.records), tmp_path, "--json", bills=bills)
     total = report["total"]
     assert total["requests"] == 200
     assert total["tokens_asked"] == metrics["asked_tokens"]
@@ -80,11 +100,19 @@ def test_sums_agree_with_the_metrics_to_the_token(is_tiered: bool, tmp_path: Pat
         assert each["host_tokens"] + sum(each["tier_tokens"].values()) == hit
         found = each["device_tokens"] + each["host_tokens"] + sum(each["tier_tokens"].values())
         assert each["tokens_computed"] == asked - found
+        assert each["saved_s"] == pytest.approx(metrics[f"tenant_saved_seconds:{each['tenant']}"])
     assert {each["tenant"] for each in report["tenants"]} == {"a", "b", "other"}
+    assert total["saved_s"] == pytest.approx(metrics["saved_seconds"])
+    assert total["saved_s"] > 0
+    moved = sum(each["tiers"]["host"]["moved_bytes"] for each in report["tenants"])
+    assert moved == total["tiers"]["host"]["moved_bytes"]
+    assert moved == BLOCK_BYTES * (metrics["store_blocks"] + metrics["load_blocks"])
 
 
 RECORDS = [
-    RequestRecord(1.0, "r1", 100, 16, 64, tenant="a", stored_tokens=32, retained_tokens=96, retained_in="host"),
+    RequestRecord(
+        1.0, "r1", 100, 16, 64, tenant="a", saved_s=1.5, stored_tokens=32, retained_tokens=96, retained_in="host"
+    ),
     RequestRecord(2.0, "r2", 50, 0, 0, tenant="b", retain_refused=RetainRefusal.OVER_QUOTA),
 ]
 
@@ -92,16 +120,20 @@ RECORDS = [
 def test_the_table_has_a_row_per_tenant_and_a_total(tmp_path: Path) -> None:
     shown = usage_of(RECORDS, tmp_path)
     rows = [line.split() for line in shown.splitlines()]
-    assert ["a", "1", "100", "16", "64", "20", "32", "96", "0"] in rows
-    assert ["b", "1", "50", "0", "0", "50", "0", "0", "1"] in rows
-    assert ["total", "2", "150", "16", "64", "70", "32", "96", "1"] in rows
+    assert ["a", "1", "100", "16", "64", "20", "1.5", "s"] in rows
+    assert ["b", "1", "50", "0", "0", "50", "0.0", "s"] in rows
+    assert ["total", "2", "150", "16", "64", "70", "1.5", "s"] in rows
+    assert ["a", "32", "96", "1", "0"] in rows
+    assert ["b", "0", "0", "0", "1"] in rows
+    assert ["total", "32", "96", "1", "1"] in rows
     assert "total" not in usage_of(RECORDS, tmp_path, "--tenant", "a")
 
 
 def test_records_keep_what_was_stored_and_retained() -> None:
     read = [RequestRecord.from_dict(json.loads(json.dumps(record.to_dict()))) for record in RECORDS]
     assert [record.to_dict() for record in read] == [record.to_dict() for record in RECORDS]
-    assert by_tenant(read)[0] == Usage.of("a", RECORDS[:1])
+    assert by_tenant(read, {})[0] == Usage.of("a", RECORDS[:1], {})
+    assert "saved about 1.5 s" in str(RECORDS[0])
     assert "96 retained in host" in str(RECORDS[0])
     assert "not retained: over_quota" in str(RECORDS[1])
     with pytest.raises(ValueError, match="retain_refused"):
@@ -117,3 +149,31 @@ def test_a_log_line_at_the_end_of_a_request_replaces_the_first_one(tmp_path: Pat
 def test_a_log_without_records_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("nothing\n")
     assert CliRunner().invoke(usage, [str(tmp_path / "log")]).exit_code == 2
+
+
+GIB_HOURS = 3600.0 * (1 << 30)
+
+
+def test_the_latest_bill_of_each_server_counts(tmp_path: Path) -> None:
+    bills = [
+        ("one", {"a": {"host": TierUsage(1 * GIB_HOURS, 0, 1 << 30)}}),
+        ("one", {"a": {"host": TierUsage(2 * GIB_HOURS, 1 * GIB_HOURS, 3 << 30)}, "b": {"disk": TierUsage(GIB_HOURS)}}),
+        ("two", {"a": {"host": TierUsage(4 * GIB_HOURS, 0, 1 << 30)}}),
+    ]
+    rows = [line.split() for line in usage_of(RECORDS, tmp_path, bills=bills).splitlines()]
+    assert ["a", "host", "6.00", "1.00", "4", "GiB"] in rows
+    assert ["b", "disk", "1.00", "0.00", "0", "bytes"] in rows
+    assert ["total", "host", "6.00", "1.00", "4", "GiB"] in rows
+    assert ["total", "disk", "1.00", "0.00", "0", "bytes"] in rows
+    only_b = usage_of(RECORDS, tmp_path, "--tenant", "b", "--json", bills=bills)
+    assert set(only_b["total"]["tiers"]) == {"disk"}
+
+
+@pytest.mark.parametrize("wrong", ["[]", '{"a": 1}', '{"a": {"host": {"byte_seconds": -1}}}', '{"a": {"host": []}}'])
+def test_a_malformed_bill_is_skipped_and_named(wrong: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    record = json.dumps(RECORDS[0].to_dict())
+    log.write_text(f'kvoffload: record {record}\nkvoffload: usage {{"server": "s", "usage": {wrong}}}\n')
+    result = CliRunner().invoke(usage, [str(log)])
+    assert result.exit_code == 0
+    assert "skipped 1 malformed record" in result.output

@@ -89,9 +89,12 @@ class Server:
             assert time.monotonic() < deadline
             self.manager.poll(0.001)
 
-    def flood(self, tenant: str, times: int = 6) -> None:
+    def flood(self, tenant: str, times: int = 6, is_written: bool = False) -> None:
+        """``is_written``: the disk gets all of it, however slow it is."""
         for i in range(times * HOST_BLOCKS // 8):
             self.serve(self.keys(tenant, 10_000 + self.numbers + i, 10)[2:])
+            if is_written:
+                self.settle()
 
     def on_disk(self, keys: list[OffloadKey]) -> int:
         return int(np.count_nonzero(self.disk.contains(keys) == HIT))
@@ -136,8 +139,7 @@ def test_the_first_tier_with_room_for_all_of_it_retains_it(server: Server) -> No
     assert answer(server.keys("b", 2, 12), 5) == Retained(RetainRefusal.OVER_QUOTA)
     assert answer(server.keys("other", 1, 4), 6) == Retained(RetainRefusal.NO_QUOTA)
     for name in NAMES:
-        server.flood(name)
-    server.settle()
+        server.flood(name, is_written=True)
     assert server.manager.host.lookup(server.keys("a", 1, 6)) == 6
     assert server.on_disk(server.keys("a", 2, 6)) == 6
     assert server.on_disk(server.keys("b", 1, 4)) == 4
@@ -155,6 +157,23 @@ def test_what_a_session_has_in_another_tier_ends_when_it_is_replaced(server: Ser
     assert server.charged() == {"host": [8, 0, 0], "disk": [0, 0, 0]}
     server.serve(server.keys("a", 1, 8), retain(2, 0.0))
     assert server.charged() == {"host": [0, 0, 0], "disk": [0, 0, 0]}
+
+
+def test_the_disk_counts_what_it_has_moved_and_held_for_each_tenant(server: Server) -> None:
+    for name in NAMES:
+        server.serve(server.keys(name, 1, 6), retain(3))
+        server.flood(name, is_written=True)
+    counts = dict(server.manager.take_counts())
+    moved = {name: counts[f"tenant_moved_bytes:{name},disk"] for name in NAMES}
+    assert sum(moved.values()) == counts["tier_write_bytes:disk"] + counts.get("tier_read_bytes:disk", 0)
+    assert min(moved.values()) > 0
+    server.manager._clock = lambda: time.monotonic() + 3600
+    later = server.manager.take_counts()
+    held = {name: counts[f"tenant_blocks:{name},disk"] * 3600 * server.disk.block_bytes for name in NAMES}
+    assert {name: later[f"tenant_byte_seconds:{name},disk"] for name in NAMES} == pytest.approx(held, rel=0.1)
+    retained = later["tenant_retained_byte_seconds:b,disk"] / server.disk.block_bytes
+    assert retained == pytest.approx(6 * 3600, rel=0.1)
+    assert later["tenant_retained_byte_seconds:other,disk"] == 0
 
 
 def test_what_is_not_written_yet_survives_a_flood_before_it_is(server: Server) -> None:
@@ -182,8 +201,7 @@ def test_a_restart_keeps_what_the_disk_retains(server: Server) -> None:
     for _ in range(2):
         server.restart()
         for name in NAMES:
-            server.flood(name)
-        server.settle()
+            server.flood(name, is_written=True)
         assert server.on_disk(kept) == 6
         assert server.on_disk(others) == 2
         server.check()

@@ -62,7 +62,9 @@ def test_a_tenant_finds_its_own_blocks_only() -> None:
     assert counts["tenant_asked_tokens:a"] == counts["tenant_asked_tokens:b"] == 18
     assert counts[f"tenant_asked_tokens:{OTHER}"] == 36
     assert {name for name in counts if name.startswith("tenant")} == {
-        f"tenant_{what}_tokens:{tenant}" for what in ("asked", "hit") for tenant in ("a", "b", OTHER)
+        f"tenant_{what}:{tenant}{tier}"
+        for what, tier in (("asked_tokens", ""), ("hit_tokens", ""), ("moved_bytes", ",host"))
+        for tenant in ("a", "b", OTHER)
     }, "labels are the configured names and no others"
 
 

@@ -59,6 +59,7 @@ def test_a_record_can_be_written_as_json() -> None:
         "missed_in": None,
         "tenant": None,
         "engine": None,
+        "saved_s": None,
         "stored_tokens": 0,
         "retained_tokens": 0,
         "retained_in": None,

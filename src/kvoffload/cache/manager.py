@@ -35,12 +35,13 @@ from kvoffload.abc import (
     TenantUse,
 )
 from kvoffload.abc.tier import HIT
+from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.history import History
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.room import NO_SLOTS, room_of
 from kvoffload.cache.table import BlockTable
-from kvoffload.cache.tenants import HOST, TenantCounts
+from kvoffload.cache.tenants import HOST
 
 READ_STATE_EVERY_S = 1.0
 """The most seconds by which gauges of tenants and of a self-tuning policy may be old. Engines take counts in every
@@ -366,7 +367,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         num_early = self.room.take_num_early()
         if num_early:
             counts["early_evictions"] = num_early
-        return counts | self._gauges.take(self.policy, self.tenant_uses)
+        return counts | self._gauges.take(self.policy, self.tenant_uses, self.room.block_bytes)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing if the slots are not shared."""
@@ -408,9 +409,9 @@ class _Gauges:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._read_at = float("-inf")
-        self._tenants = TenantCounts()
+        self._tenants = TenantCounts(HOST)
 
-    def take(self, policy: CachePolicy, uses: Callable[[], Sequence[TenantUse]]) -> dict[str, float]:
+    def take(self, policy: CachePolicy, uses: Callable[[], Sequence[TenantUse]], block_bytes: int) -> dict[str, float]:
         now = self._clock()
         if now < self._read_at:
             return {}
@@ -419,7 +420,7 @@ class _Gauges:
         state = policy.state()
         for rule, score in state.get("scores", {}).items():
             counts |= {f"policy_rule:{rule}": float(rule == state["rule"]), f"policy_score:{rule}": score}
-        return counts | self._tenants.take(HOST, uses())
+        return counts | self._tenants.take(uses(), block_bytes, now)
 
 
 class LRUOffloadingManager(PolicyOffloadingManager):

@@ -122,6 +122,11 @@ class Room:
         """Returns what each tenant holds; nothing if the slots are not shared."""
         return ()
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block; 0 if the slots are not shared."""
+        return 0
+
     def retention(
         self, pin: Callable[[Slots], None], unpin: Callable[[Slots], None], clock: Callable[[], float]
     ) -> Retention:
@@ -166,6 +171,10 @@ class SharedRoom(Room):
 
     def uses(self) -> Sequence[TenantUse]:
         return self._tenants.uses()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._tenants.shares.block_bytes
 
     def retention(
         self, pin: Callable[[Slots], None], unpin: Callable[[Slots], None], clock: Callable[[], float]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from kvoffload.abc import ConfigError, OffloadKey, TenantUse
+from kvoffload.abc import ConfigError, OffloadKey
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
 from kvoffload.settings import shown, shown_unknown
 from kvoffload.units import format_bytes, parse_bytes
@@ -183,6 +183,7 @@ class Shares:
     num_blocks: int
     retain: tuple[int, ...] = ()
     """By default nothing."""
+    block_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.retain:
@@ -253,6 +254,7 @@ class Tenants:
         self.names = (*self._named, OTHER) if configured else ()
         """The names in metrics; none without configured tenants."""
         self._other = OTHER if configured else None
+        self._labels = {tenant.namespace: tenant.label for tenant in self._named.values()}
 
     def _namespace_of(self, name: str) -> bytes:
         return root_hash(self._namespace, name)[:NAMESPACE_BYTES]
@@ -265,6 +267,10 @@ class Tenants:
         if name is None:
             return Tenant(self._namespace, self._other)
         return self._named.get(name) or Tenant(self._namespace_of(name), self._other)
+
+    def label_of(self, namespace: bytes) -> str | None:
+        """Returns the name in metrics of the tenant whose keys begin with ``namespace``."""
+        return self._labels.get(namespace, self._other)
 
     def shares(self, tier: str, num_blocks: int, block_bytes: int, engines: int = 1) -> Shares:
         """Returns the shares of ``tier``, which has ``num_blocks`` blocks on this one of ``engines`` engines, each of
@@ -295,29 +301,9 @@ class Tenants:
             tuple(num_blocks if each is None else min(each, num_blocks) for each in quota),
             num_blocks,
             tuple(each or 0 for each in retain),
+            block_bytes,
         )
 
 
 def _digest(salt: str) -> str:
     return hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()
-
-
-class TenantCounts:
-    """What tenants hold of tiers and have lost since it was last taken, by names of METRICS."""
-
-    def __init__(self) -> None:
-        self._uses: dict[str, TenantUse] = {}
-        """What each tenant held in each tier when that was last taken, by "TENANT,TIER"."""
-
-    def take(self, tier: str, uses: Sequence[TenantUse]) -> dict[str, float]:
-        counts: dict[str, float] = {}
-        for use in uses:
-            label = f"{use.name},{tier}"
-            before = self._uses.get(label, TenantUse(use.name, 0, 0, 0))
-            self._uses[label] = use
-            counts[f"tenant_blocks:{label}"] = use.num_blocks
-            counts[f"tenant_evicted_blocks:{label}"] = use.num_evicted - before.num_evicted
-            counts[f"tenant_refused_stores:{label}"] = use.num_refused - before.num_refused
-            counts[f"tenant_retained_blocks:{label}"] = use.num_retained
-            counts[f"tenant_lost_retained_blocks:{label}"] = use.num_retained_lost - before.num_retained_lost
-        return counts

@@ -26,6 +26,7 @@ from kvoffload.observe.records import (
     over_time,
 )
 from kvoffload.observe.server import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
+from kvoffload.observe.usage import Bill, add_bills
 from kvoffload.printable import printable
 from kvoffload.units import age, counted
 
@@ -166,6 +167,8 @@ class Findings:
     servers: list[RunningServer]
     malformed: int
     warnings: list[str]
+    bill: Bill
+    """The bills of all servers together."""
     now: float
     """The time from which ``--last`` counts back: for a log, that of its last record."""
 
@@ -290,7 +293,9 @@ def _findings(
     records.sort(key=lambda record: record.time)
     if now is None:
         now = records[-1].time if records else 0.0
-    return Findings(records, servers, malformed, warnings, now)
+    # Of a server that is in several logs, the last one is the latest.
+    bills = {server: bill for reading in readings for server, bill in reading.bills.items()}
+    return Findings(records, servers, malformed, warnings, add_bills(bills.values()), now)
 
 
 # As JSON.

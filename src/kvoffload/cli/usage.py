@@ -12,12 +12,16 @@ import click
 
 from kvoffload.cli.explain import find_records
 from kvoffload.cli.terminal import console_of, json_option, say, table_of
-from kvoffload.observe.records import Usage, by_tenant
 from kvoffload.observe.server import RecordsError
+from kvoffload.observe.usage import Usage, by_tenant, total_of
 from kvoffload.printable import printable
+from kvoffload.units import compact, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+GIB_HOUR = (1 << 30) * 3600
+"""Byte-seconds."""
 
 
 @click.command()
@@ -41,31 +45,68 @@ def usage(logs: tuple[BinaryIO, ...], pid: int | None, tenant: str | None, as_js
     for warning in found.warnings:
         say("usage", warning, "yellow")
     records = [record for record in found.records if tenant in (None, record.tenant)]
-    tenants, total = by_tenant(records), Usage.of(None, records)
+    bill = {name: tiers for name, tiers in found.bill.items() if tenant in (None, name)}
+    tenants, total = by_tenant(records, bill), total_of(records, bill)
     if as_json:
         report = {"tenants": list(map(dataclasses.asdict, tenants)), "total": dataclasses.asdict(total)}
         click.echo(json.dumps(report, indent=2))
         return
+    _show(tenants, total)
+
+
+def _show(tenants: Sequence[Usage], total: Usage) -> None:
     console = console_of()
-    console.print(_table(tenants, total))
-    console.print("Prompt tokens, except those stored and retained, which are of blocks. A server keeps its latest")
-    console.print("4,096 requests; a log keeps all.", style="dim")
+    rows = list(tenants) if len(tenants) == 1 else [*tenants, total]
+    console.print(_found_table(rows, total))
+    console.print("Prompt tokens, and where they were found. Saved: time to compute what was loaded.\n", style="dim")
+    console.print(_stored_table(rows, total))
+    console.print("Tokens. A server keeps its latest 4,096 requests, a log all.", style="dim")
+    if total.tiers:
+        console.print()
+        console.print(_tiers_table(rows, total))
+        console.print("Since the server's start. Moved: between device and host, or from and to the tier.", style="dim")
 
 
-def _table(tenants: Sequence[Usage], total: Usage) -> Table:
+def _found_table(rows: Sequence[Usage], total: Usage) -> Table:
     tiers = list(total.tier_tokens)
-    where = ["on the\ndevice", "in host\nmemory", *(f"in\n{printable(tier)}" for tier in tiers)]
-    table = table_of("tenant", "requests", "asked", *where, "computed", "stored", "retained", "retentions\nrefused")
-    rows = tenants if len(tenants) == 1 else [*tenants, total]
+    table = table_of("tenant", "requests", "asked", "device", "host", *map(printable, tiers), "computed", "saved")
     for each in rows:
-        name = "total" if each is total else "-" if each.tenant is None else printable(each.tenant)
         found = each.device_tokens, each.host_tokens, *(each.tier_tokens.get(tier, 0) for tier in tiers)
-        amounts = (each.tokens_asked, *found, each.tokens_computed, each.stored_tokens, each.retained_tokens)
+        numbers = each.requests, each.tokens_asked, *found, each.tokens_computed
         table.add_row(
-            name,
-            f"{each.requests:,}",
-            *(f"{amount:,}" for amount in amounts),
-            f"{each.retentions_refused:,}",
-            style="bold" if each is total else None,
+            *_begin(each, total),
+            *map(compact, numbers),
+            f"{each.saved_s:,.{int(each.saved_s < 100)}f} s",
+            style=_style(each, total),
         )
     return table
+
+
+def _stored_table(rows: Sequence[Usage], total: Usage) -> Table:
+    table = table_of("tenant", "stored", "retained", "requests\nretained", "retentions\nrefused")
+    for each in rows:
+        numbers = each.stored_tokens, each.retained_tokens, each.retentions, each.retentions_refused
+        table.add_row(*_begin(each, total), *map(compact, numbers), style=_style(each, total))
+    return table
+
+
+def _tiers_table(rows: Sequence[Usage], total: Usage) -> Table:
+    table = table_of("tenant", "tier", "held,\nGiB hours", "retained,\nGiB hours", "moved")
+    for each in rows:
+        for tier, usage in each.tiers.items():
+            table.add_row(
+                *_begin(each, total),
+                printable(tier),
+                *(f"{amount / GIB_HOUR:,.2f}" for amount in (usage.byte_seconds, usage.retained_byte_seconds)),
+                format_bytes(int(usage.moved_bytes)),
+                style=_style(each, total),
+            )
+    return table
+
+
+def _begin(usage: Usage, total: Usage) -> tuple[str]:
+    return ("total" if usage is total else "-" if usage.tenant is None else printable(usage.tenant),)
+
+
+def _style(usage: Usage, total: Usage) -> str | None:
+    return "bold" if usage is total else None

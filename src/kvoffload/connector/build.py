@@ -76,6 +76,7 @@ def build_scheduler(
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
             spans=_make_spans(engine.trace_headers, host_pools.block_bytes),
+            block_bytes=host_pools.block_bytes,
         )
         opened.pop_all()
     logger.info("kvoffload: host pool of %s", host_pools.describe(is_exclusive))
@@ -143,6 +144,7 @@ def _make_manager(
                 else TierSettings(entry.lookup_deadline_ms, admission(entry.store_threshold, [entry]))
                 for _, entry in tiers
             ],
+            tenants=tenants,
         ),
     )
 

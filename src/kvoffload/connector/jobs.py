@@ -27,10 +27,10 @@ class Job:
     none."""
     lease: LoadStoreSpec
     """The host slots that it reads or fills, as the manager handed them out."""
-    keys: Sequence[OffloadKey] = ()
-    """What a load copies."""
+    keys: Sequence[OffloadKey]
+    """What it copies."""
     blocks: Sequence[tuple[RequestState, Block]] = ()
-    """What a store copies, if events are to describe it."""
+    """What a store copies, in more detail, if events are to describe it."""
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
     began: int = field(default_factory=time.time_ns)
@@ -60,7 +60,7 @@ class JobTable:
         self.jobs[job_id] = job
         for state in job.states:
             state.num_jobs += 1
-        for key in job.keys:
+        for key in () if job.is_store else job.keys:
             self.keys_loading[key] = self.keys_loading.get(key, 0) + 1
         return job_id
 
@@ -98,7 +98,7 @@ class JobTable:
         job = self.jobs.pop(job_id)
         for state in job.states:
             state.num_jobs -= 1
-        for key in job.keys:
+        for key in () if job.is_store else job.keys:
             left = self.keys_loading[key] - 1
             if left:
                 self.keys_loading[key] = left

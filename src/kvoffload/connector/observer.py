@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey, Retained
+from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.history import MAX_PENDING_EVENTS
 from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.tenants import HOST
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, Layout
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
-from kvoffload.observe.server import log_record
+from kvoffload.observe.server import log_bill, log_record, logs_bills
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
+from kvoffload.observe.usage import Bill, bill_of
+from kvoffload.tiering.rates import MovingRate
 
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
+BILL_EVERY_S = 60.0
+"""How often the usage of tenants is logged, at the level DEBUG."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens. A shorter prompt says little about how fast the engine computes."""
 
@@ -101,7 +109,8 @@ class RequestObserver:
     manager, takes part in a decision: whether to load or to compute.
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
-    ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription.
+    ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription. ``moved``
+    counts the bytes that are copied for tenants, in blocks of ``block_bytes`` on all ranks.
     """
 
     def __init__(
@@ -113,6 +122,8 @@ class RequestObserver:
         spans: RequestSpans | None,
         describes_blocks: bool,
         clock: Callable[[], float],
+        moved: MovedBytes,
+        block_bytes: int,
     ) -> None:
         self.metrics = metrics
         self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
@@ -122,6 +133,12 @@ class RequestObserver:
         self._recorder = recorder
         self._spans = spans
         self._clock = clock
+        self._moved = moved
+        self._block_bytes = block_bytes
+        self._speed = MovingRate()
+        """At which prompts are computed, in tokens per second."""
+        self._bill_at = -math.inf
+        """When the bill is to be logged again."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._descriptions: OrderedDict[OffloadKey, BlockDescription] = OrderedDict()
@@ -224,6 +241,7 @@ class RequestObserver:
                 if tokens >= MIN_PREFILL_SAMPLE:
                     seconds = self._clock() - prefill.since
                     self._manager.observe_prefill(tokens, seconds)
+                    self._speed.add(tokens, seconds)
                     if req_id in self._requests:
                         self._requests[req_id].prefill = tokens, seconds
 
@@ -242,7 +260,12 @@ class RequestObserver:
             reason = MissReason.ADAPTER_UNKNOWN
         if reason is not None:
             self.metrics.add("misses", label=reason)
+        saved_s = self._speed.seconds_for(num_external_tokens)
+        if saved_s:
+            self.metrics.add("saved_seconds", saved_s)
         if state.tenant is not None:
+            if saved_s:
+                self.metrics.add("tenant_saved_seconds", saved_s, label=state.tenant)
             self.metrics.add("tenant_asked_tokens", state.request.num_tokens, label=state.tenant)
             self.metrics.add("tenant_hit_tokens", num_external_tokens, label=state.tenant)
         self.metrics.add("asked_tokens", state.request.num_tokens)
@@ -262,6 +285,7 @@ class RequestObserver:
             tier_tokens,
             missed_in,
             state.tenant,
+            saved_s=saved_s,
         )
         self.records.append(record)
         log_record(record)
@@ -301,6 +325,9 @@ class RequestObserver:
 
     def copied(self, jobs: Sequence[Job]) -> None:
         """Observes jobs that have ended."""
+        for job in jobs:
+            if not job.failed:
+                self._moved.add(HOST, job.keys, repeat(self._block_bytes))
         if self._spans is None:
             return
         for job in jobs:
@@ -344,6 +371,15 @@ class RequestObserver:
     def read_metrics(self) -> None:
         """Sets gauges and adds the manager's counts."""
         self.metrics.take_in(self._manager.take_counts())
+        self.metrics.take_in(self._moved.take())
+        if logs_bills() and self._clock() >= self._bill_at:
+            self._bill_at = self._clock() + BILL_EVERY_S
+            log_bill(self.bill())
+
+    def bill(self) -> Bill:
+        """Returns what the blocks of each tenant took of each tier until metrics were last read. Any thread may call
+        it."""
+        return bill_of(self.metrics.totals())
 
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""
@@ -353,5 +389,7 @@ class RequestObserver:
             logger.warning(message)
 
     def close(self) -> None:
+        if logs_bills():
+            log_bill(self.bill())
         if self._recorder is not None:
             self._recorder.close()

@@ -96,6 +96,8 @@ class RequestOptions:
     """Whose request it is; None: its ``cache_salt`` may say."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
+    is_sent: bool = False
+    """Whether the client sent options. It gets an answer then."""
     ignored: tuple[str, ...] = ()
     """Options that were left out: names of OPTIONS, and UNKNOWN once for all others."""
 
@@ -124,7 +126,7 @@ class RequestOptions:
             ignored.append(UNKNOWN)
         if ignored:
             logger.debug("kvoffload: options of a request are not valid and are left out: %s", ", ".join(ignored))
-        return cls(**known, remote_decode=remote_decode, ignored=tuple(ignored))
+        return cls(**known, remote_decode=remote_decode, is_sent=sent is not None, ignored=tuple(ignored))
 
     def hints(self, namespace: bytes) -> Hints | None:
         """Returns what is known about the next use of its blocks; None if nothing is. ``namespace`` is that of its

@@ -192,19 +192,18 @@ class RequestState:
         return match
 
     def usage(self) -> dict[str, Any]:
-        """Returns what it has found and had retained, for the answer to its client."""
+        """Returns what it has found and had retained, for the answer to its client; nothing before it has a record."""
         record = self.record
         if record is None:
             return {}
-        where = (
-            {"retain_refused": record.retain_refused} if record.retain_refused else {"retained_in": record.retained_in}
-        )
+        retention = {"retained_in": record.retained_in, "retain_refused": record.retain_refused}
         return {
             "device_tokens": record.device_tokens,
             "host_tokens": record.host_tokens,
             "tier_tokens": dict(record.tier_tokens),
+            "saved_s": record.saved_s,
             "retained_tokens": record.retained_tokens,
-            **{name: str(value) for name, value in where.items() if value is not None},
+            **{name: str(value) for name, value in retention.items() if value is not None},
         }
 
     def end_wait(self) -> None:

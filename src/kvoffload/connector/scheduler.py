@@ -25,6 +25,7 @@ from kvoffload.abc import (
     Request,
     ScheduledStep,
 )
+from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapter_book import AdapterBook
 from kvoffload.connector.device_blocks import DeviceBlocks
@@ -71,7 +72,7 @@ class OffloadingConnectorScheduler:
 
     ``tenants`` says what precedes every block hash. ``is_exclusive``: blocks are stored when they leave the device, for
     a ``manager`` made for that. ``recorder`` gets every request that was given device blocks, when it ends; ``spans``
-    gets every request.
+    gets every request. ``block_bytes``: of one block on all ranks, for the bills of tenants.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -88,6 +89,7 @@ class OffloadingConnectorScheduler:
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
         spans: RequestSpans | None = None,
+        block_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -101,7 +103,15 @@ class OffloadingConnectorScheduler:
         self.changes = self.jobs.changes
         self.held = HeldRequests()
         self.observer = RequestObserver(
-            manager, self.layout, Metrics(self._read_metrics), recorder, spans, engine.enable_events, clock
+            manager,
+            self.layout,
+            Metrics(self._read_metrics),
+            recorder,
+            spans,
+            engine.enable_events,
+            clock,
+            MovedBytes(self._tenants),
+            block_bytes,
         )
         device = DeviceBlocks(keeps_states=engine.enable_events) if is_exclusive else None
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, device, engine.next_free)
@@ -281,8 +291,8 @@ class OffloadingConnectorScheduler:
         """``(False, None)``: the engine may free the blocks at once, fences protect what is being stored.
 
         True for a request with ``do_remote_decode``: its blocks stay until all of it is in the host pool,
-        at most the load deadline, and then it is reported once. A request that asks for its blocks to be retained gets
-        an answer beside that, under the key PARAM.
+        at most the load deadline, and then it is reported once. The answer to a client that has sent options says,
+        under the key PARAM, what its request has found and had retained.
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
@@ -291,7 +301,7 @@ class OffloadingConnectorScheduler:
         self.stores.end(state)
         retained = self.stores.retain(state)
         self.observer.end(state, retained)
-        answer = None if retained is None or not state.options.retain_s else {PARAM: state.usage()}
+        answer = {PARAM: state.usage()} if state.options.is_sent and state.record is not None else None
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
             if state.options.remote_decode:

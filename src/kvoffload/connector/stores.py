@@ -407,12 +407,13 @@ class StorePlanner:
         if [block.key for _, block in new] != output.keys_to_store:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if new:
-            job_id, spec = self._new_job(new, states, output.store_spec)
+            job_id, spec = self._new_job(new, states, output)
             specs[job_id] = spec
 
     def _new_job(
-        self, new: list[tuple[RequestState | None, Block]], states: Sequence[RequestState], lease: LoadStoreSpec
+        self, new: list[tuple[RequestState | None, Block]], states: Sequence[RequestState], output: PrepareStoreOutput
     ) -> tuple[int, TransferSpec]:
+        lease = output.store_spec
         num_groups, host = len(self._layout.groups), lease
         if num_groups > 1:
             order = sorted(range(len(new)), key=lambda i: new[i][1].group)
@@ -431,7 +432,7 @@ class StorePlanner:
                 ids += block.device_blocks
         described = [(state, block) for state, block in new if state is not None]
         described = described if self._observer.describes_blocks else []
-        job = Job(True, states, lease, blocks=described, device_blocks=frozenset(ids))
+        job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids))
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
         return self._jobs.add(job), TransferSpec(states[0].context.req_id if states else "", host, device)
 

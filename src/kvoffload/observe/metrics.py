@@ -44,6 +44,9 @@ METRICS: dict[str, MetricSpec] = {
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
     "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
     "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),
+    "saved_seconds": MetricSpec(
+        "counter", "Time in which the engine would have computed what was loaded, by its measured speed"
+    ),
     "misses": MetricSpec("counter", "Requests that missed, by the reason of their first missing block", "reason"),
     "wait_seconds": MetricSpec(
         "counter", "Time that requests waited for lower tiers, or for blocks that were loaded for another request"
@@ -93,6 +96,21 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "tenant_lost_retained_blocks": MetricSpec(
         "counter", "Retained blocks of the tenant that the tier has lost before their time", "tenant,tier"
+    ),
+    "tenant_byte_seconds": MetricSpec(
+        "counter", "Bytes of the tenant in the tier times the seconds for which they were held", "tenant,tier"
+    ),
+    "tenant_retained_byte_seconds": MetricSpec(
+        "counter", "The same for blocks that are charged to the tenant's retention quota", "tenant,tier"
+    ),
+    "tenant_moved_bytes": MetricSpec(
+        "counter",
+        "Bytes of whole blocks that were copied for the tenant between device and host memory (host), or read from and "
+        "written to the tier",
+        "tenant,tier",
+    ),
+    "tenant_saved_seconds": MetricSpec(
+        "counter", "Time in which the engine would have computed what was loaded for the tenant", "tenant"
     ),
     "retentions": MetricSpec(
         "counter",
@@ -158,6 +176,10 @@ class Metrics:
         """Returns the totals since the start, and the gauges."""
         self._read()
         return dict(self._totals)
+
+    def totals(self) -> list[tuple[str, float]]:
+        """Returns the totals as they were last read. Any thread may call it."""
+        return list(self._totals.items())
 
     def take(self) -> dict[str, float]:
         """Returns what changed since the last call: the increase of each counter, the new value of each gauge."""

@@ -64,6 +64,8 @@ class RequestRecord:
     missed_in: str | None = None
     tenant: str | None = None
     engine: str | None = None
+    saved_s: float | None = field(default=None, compare=False)
+    """How long the engine would have computed what was loaded, by its measured speed; None while that is unknown."""
     stored_tokens: int = field(default=0, compare=False)
     """Tokens of the blocks that it has stored in host memory itself."""
     retained_tokens: int = field(default=0, compare=False)
@@ -96,6 +98,7 @@ class RequestRecord:
             None if data.get("missed_in") is None else _text(data, "missed_in"),
             None if data.get("tenant") is None else _text(data, "tenant"),
             None if data.get("engine") is None else _text(data, "engine"),
+            None if data.get("saved_s") is None else _number(data, "saved_s", _MAX_TIME),
             _tokens(data, "stored_tokens") if "stored_tokens" in data else 0,
             _tokens(data, "retained_tokens") if "retained_tokens" in data else 0,
             None if data.get("retained_in") is None else _text(data, "retained_in"),
@@ -121,6 +124,8 @@ class RequestRecord:
             above = f"on device or in {printable(self.engine)}'s host memory"
         text = f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} {above}"
         text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.tier_tokens.items())
+        if self.saved_s:
+            text += f", which saved about {self.saved_s:.3g} s"
         if self.retain_refused is not None:
             text += f"; not retained: {self.retain_refused}"
         elif self.retained_in is not None:
@@ -136,49 +141,6 @@ class RequestRecord:
 def in_tier(tier: str) -> str:
     """Returns where a block is that ``tier`` holds, in words. Another process may have made up the name."""
     return "on disk" if tier == DISK else f"in {printable(tier)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What the requests of one tenant asked for and found, in prompt tokens, and what they stored and had retained;
-    ``tenant`` None: requests without one, or the total."""
-
-    tenant: str | None
-    requests: int
-    tokens_asked: int
-    device_tokens: int
-    host_tokens: int
-    tier_tokens: Mapping[str, int]
-    tokens_computed: int
-    stored_tokens: int
-    retained_tokens: int
-    retentions: int
-    """Requests whose blocks were retained."""
-    retentions_refused: int
-
-    @classmethod
-    def of(cls, tenant: str | None, records: Sequence[RequestRecord]) -> Usage:
-        return cls(
-            tenant,
-            len(records),
-            sum(record.tokens_asked for record in records),
-            sum(record.device_tokens for record in records),
-            sum(record.host_tokens for record in records),
-            sum_by_tier(records),
-            sum(record.tokens_missing for record in records),
-            sum(record.stored_tokens for record in records),
-            sum(record.retained_tokens for record in records),
-            sum(record.retained_in is not None for record in records),
-            sum(record.retain_refused is not None for record in records),
-        )
-
-
-def by_tenant(records: Iterable[RequestRecord]) -> list[Usage]:
-    """Returns the usage of each tenant, the one that asked for the most tokens first."""
-    groups: dict[str | None, list[RequestRecord]] = {}
-    for record in records:
-        groups.setdefault(record.tenant, []).append(record)
-    return sorted((Usage.of(tenant, group) for tenant, group in groups.items()), key=lambda each: -each.tokens_asked)
 
 
 @dataclass(frozen=True, slots=True)

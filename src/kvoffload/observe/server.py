@@ -21,10 +21,14 @@ from typing import Any
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.usage import Bill, read_bill, to_json
 from kvoffload.printable import printable
 
 LOG_MARKER = "kvoffload: record "
 """Precedes a record, in JSON, on a line of a log."""
+BILL_MARKER = "kvoffload: usage "
+"""Precedes the bill of a server since its start, in JSON, on a line of a log."""
+_THIS_SERVER = f"{os.getpid()}-{time.time_ns()}"
 CLIENT_DEADLINE_S = 5.0
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
@@ -59,12 +63,19 @@ class RecordServer:
 
     It listens on the Unix socket ``<pid>-<name>`` in a directory that only this user may enter: ``kvoffload`` in
     XDG_RUNTIME_DIR, else ``/tmp/kvoffload-<uid>``. One daemon thread answers one client at a time, in pieces, for at
-    most CLIENT_DEADLINE_S. That thread calls ``source``; other threads may append to the sequence that it returns.
-    Nothing raises: if no socket or thread can be made, one warning says so and nothing is served.
+    most CLIENT_DEADLINE_S. With the records it sends ``bill()``, what tenants took of each tier. That thread calls
+    ``source`` and ``bill``; other threads may append to the sequence that ``source`` returns. Nothing raises: if no
+    socket or thread can be made, one warning says so and nothing is served.
     """
 
-    def __init__(self, source: Callable[[], Sequence[RequestRecord]], name: str) -> None:
+    def __init__(
+        self,
+        source: Callable[[], Sequence[RequestRecord]],
+        name: str,
+        bill: Callable[[], Bill] = dict,
+    ) -> None:
         self._source = source
+        self._bill = bill
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._client: socket.socket | None = None
@@ -120,7 +131,7 @@ class RecordServer:
     def _answer(self, client: socket.socket) -> None:
         deadline = time.monotonic() + CLIENT_DEADLINE_S
         records = self._copy()
-        header = {"kvoffload_records": _FORMAT, "count": len(records)}
+        header = {"kvoffload_records": _FORMAT, "count": len(records), "usage": to_json(self._bill())}
         _send(client, [header], deadline)
         # In pieces, so that the engine's thread can take the interpreter lock in between.
         for i in range(0, len(records), _RECORDS_PER_SEND):
@@ -214,21 +225,26 @@ def peer(sock: socket.socket) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Reading:
-    """Records from one source, the number of malformed entries, and descriptions of the first few of those."""
+    """Records and bills from one source, the number of malformed entries, and descriptions of the first few."""
 
     records: list[RequestRecord] = field(default_factory=list)
+    bills: dict[str, Bill] = field(default_factory=dict)
+    """The latest of each server."""
     malformed: int = 0
     faults: list[str] = field(default_factory=list)
 
     def take(self, text: str, where: str) -> None:
-        """Adds the record that ``text`` begins with, or counts it as malformed."""
+        """Adds the record, or the bill, that ``text`` begins with, or counts it as malformed."""
         try:
             if len(text) > MAX_LINE_BYTES:
                 raise ValueError(f"longer than {MAX_LINE_BYTES:,} characters")
             data, _ = json.JSONDecoder().raw_decode(text)
             if not isinstance(data, dict):
                 raise ValueError("not a JSON object")
-            self.records.append(RequestRecord.from_dict(data))
+            if "usage" in data:
+                self.bills[str(data.get("server", where))] = read_bill(data["usage"])
+            else:
+                self.records.append(RequestRecord.from_dict(data))
         except (ValueError, RecursionError) as error:
             self.malformed += 1
             if len(self.faults) < MAX_FAULTS_LISTED:
@@ -298,6 +314,8 @@ def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
     if not isinstance(count, int):
         raise RecordsError(f"{server} answered in another format: use the version of kvoffload that it runs")
     reading, number = Reading(), 0
+    if announced.get("usage"):
+        reading.take(header.decode("utf-8", "replace"), str(server))
     # What a server sends beyond its announcement is not read.
     for number, line in zip(range(1, count + 1), lines, strict=False):
         reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}")
@@ -347,14 +365,26 @@ def log_record(record: RequestRecord) -> None:
         logger.debug("%s%s", LOG_MARKER, json.dumps(record.to_dict()))
 
 
+def logs_bills() -> bool:
+    """Whether ``log_bill`` logs anything."""
+    return logger.isEnabledFor(logging.DEBUG)
+
+
+def log_bill(bill: Bill) -> None:
+    """Logs the bill of this server at the level DEBUG, as ``read_log`` reads it, if there is one."""
+    if bill:
+        logger.debug("%s%s", BILL_MARKER, json.dumps({"server": _THIS_SERVER, "usage": to_json(bill)}))
+
+
 def read_log(lines: Iterable[bytes], name: str) -> Reading:
-    """Returns the records in a log called ``name``: JSON after LOG_MARKER anywhere in a line, or alone on a line."""
+    """Returns the records and bills in a log called ``name``: JSON after LOG_MARKER or BILL_MARKER anywhere in a line,
+    or a record alone on a line."""
     reading = Reading()
     for number, line in enumerate(lines, 1):
         text = line.decode("utf-8", "replace")
-        _, marker, logged = text.partition(LOG_MARKER + "{")
-        if marker:
-            reading.take("{" + logged, f"{name}:{number}")
+        logged = next((found for each in (LOG_MARKER, BILL_MARKER) if (found := text.partition(each + "{"))[1]), None)
+        if logged is not None:
+            reading.take("{" + logged[2], f"{name}:{number}")
         elif text.startswith("{") and '"req_id"' in text:
             reading.take(text, f"{name}:{number}")
     return reading

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.abc import OffloadKey, TierError
-from kvoffload.cache.tenants import TenantCounts
+from kvoffload.cache.bills import TenantCounts
+from kvoffload.cache.manager import READ_STATE_EVERY_S
 from kvoffload.tiering.events import Count
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.promotion import Promotion, ReadBatch
@@ -287,7 +289,9 @@ class TierState:
         self._num_failed_lookups = 0
         self._totals: dict[str, float] = {}
         """The totals that the tier keeps itself, when they were last counted."""
-        self._tenants = TenantCounts()
+        self._tenants = TenantCounts(self.name)
+        self._tenants_at = -math.inf
+        """When the counts of its tenants are read again."""
 
     @property
     def can_read(self) -> bool:
@@ -314,7 +318,7 @@ class TierState:
         """Whether the tier has blocks to read or to write that it has not reported yet."""
         return bool(self.reads or self.writes.writing)
 
-    def take_gauges(self) -> dict[str, float]:
+    def take_gauges(self, now: float) -> dict[str, float]:
         """Counts what the tier itself has counted, and returns its gauges and the counts of its tenants."""
         stats, name = self.tier.stats(), self.name
         failed = self.tier.num_failed_lookups
@@ -323,11 +327,15 @@ class TierState:
             self._totals[counter] = total
         sizes = {"blocks": stats.num_blocks, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes}
         is_paused = self.breaker.is_paused or not stats.is_connected
+        of_tenants = {}
+        if stats.tenant_uses and now >= self._tenants_at:
+            self._tenants_at = now + READ_STATE_EVERY_S
+            of_tenants = self._tenants.take(stats.tenant_uses, self.tier.block_bytes, now)
         return {
             **{f"tier_{gauge}:{name}": size for gauge, size in sizes.items() if size is not None},
             f"tier_off:{name}": float(self.breaker.is_off),
             f"tier_paused:{name}": float(is_paused and not self.breaker.is_off),
-            **self._tenants.take(name, stats.tenant_uses),
+            **of_tenants,
         }
 
     # Reads.

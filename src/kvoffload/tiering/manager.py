@@ -33,8 +33,10 @@ from kvoffload.abc import (
     Tier,
 )
 from kvoffload.abc.tier import HIT, PENDING, RETRY
+from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
+from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
@@ -82,6 +84,8 @@ class TieringSettings:
     """A block counts as missing if a tier does not say within this time whether it holds it."""
     tiers: Sequence[TierSettings] = ()
     """What differs per tier, by default nothing."""
+    tenants: Tenants | None = None
+    """For whom the bytes that are moved are counted, by default for nobody."""
     write_share: float = WRITE_SHARE
     backlog_share: float = BACKLOG_SHARE
 
@@ -115,6 +119,7 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host = host
         self._counts = TierCounts()
+        self._moved = MovedBytes(settings.tenants or Tenants(b""))
         self._origins = Origins()
         self._clock = clock
         self.tiers = _make_states(host, tiers, settings, self._counts, self._origins, clock, random)
@@ -133,7 +138,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._gate = LoadGate(self.tiers, settings.kv_groups, self._promoter, self._rates, self._reasons, clock)
         max_writing = max(1, int(host.num_blocks * settings.write_share) // max(1, len(tiers)))
         self._chains = RequestChains(self.tiers, max_writing, clock)
-        self._steps = TierSteps(self.tiers, self._promoter, self._chains, self._origins, clock, self._note_written)
+        self._steps = TierSteps(
+            self.tiers, self._promoter, self._chains, self._origins, self._moved, clock, self._note_written
+        )
         self._unwritten = UnwrittenPins(host, clock)
         self._on_device: set[OffloadKey] = set()
         """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
@@ -276,28 +283,36 @@ class TieredOffloadingManager(OffloadingManager):
             return Retained(None)
         answer = self.host.retain(keys, req_context)
         session, seconds = hints.session, 0.0 if hints.drop else hints.retain_s or 0.0
-        for tier in self.tiers:
-            if tier.breaker.is_off or answer.refusal is RetainRefusal.NOTHING:
-                continue
-            if answer.refusal is None:
-                # What it keeps for the session is to end, or was replaced.
-                tier.tier.retain((), session, 0.0)
-                continue
-            lacking = [
-                key for key, lacks in zip(keys, (tier.tier.contains(keys) != HIT).tolist(), strict=True) if lacks
-            ]
-            if len(lacking) > self._unwritten.num_free:
-                refusal: RetainRefusal | None = RetainRefusal.NOT_WRITTEN
-            else:
-                refusal = tier.tier.retain(keys, session, seconds)
+        if answer.refusal is RetainRefusal.NOTHING:
+            return answer
+        asked = [tier for tier in self.tiers if not tier.breaker.is_off]
+        for tier in asked if answer.refusal is not None else ():
+            refusal = self._retain_in(tier, keys, session, seconds)
             if refusal is None:
                 answer = Retained(None, tier.name, len(keys))
-                self._unwritten.add(lacking)
-                if session is not None:
-                    self.host.retention.end(session)
-            elif refusal is not RetainRefusal.NO_QUOTA:
+                break
+            if refusal is not RetainRefusal.NO_QUOTA:
                 answer = Retained(refusal)
+        if answer.refusal is None and session is not None:
+            # What is kept elsewhere for the session is to end, or was replaced.
+            if answer.tier not in (None, HOST):
+                self.host.retention.end(session)
+            for tier in asked:
+                if tier.name != answer.tier:
+                    tier.tier.retain((), session, 0.0)
         return answer
+
+    def _retain_in(
+        self, tier: TierState, keys: Sequence[OffloadKey], session: int | None, seconds: float
+    ) -> RetainRefusal | None:
+        """Retains ``keys`` in a tier. What it has not got yet stays in host memory until it is written."""
+        lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
+        if len(lacking) > self._unwritten.num_free:
+            return RetainRefusal.NOT_WRITTEN
+        refusal = tier.tier.retain(keys, session, seconds)
+        if refusal is None:
+            self._unwritten.add(lacking)
+        return refusal
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
@@ -371,8 +386,9 @@ class TieredOffloadingManager(OffloadingManager):
                 yield from tier.tier.events.take()
 
     def take_counts(self) -> Mapping[str, float]:
-        gauges = [each for tier in self.tiers for each in tier.take_gauges().items()]
-        return {**self.host.take_counts(), **self._counts.take(), **dict(gauges)}
+        now = self._clock()
+        gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
+        return {**self.host.take_counts(), **self._counts.take(), **self._moved.take(), **dict(gauges)}
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         return explain_miss(key, self.host.explain_miss(key), self._reasons.explain(key), self.tiers)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvoffload.abc import OffloadKey, TierResult
+from kvoffload.cache.bills import MovedBytes
 from kvoffload.tiering.health import TierState
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import waiting_for
@@ -28,6 +29,7 @@ class TierSteps:
         promoter: Promoter,
         chains: RequestChains,
         origins: Origins,
+        moved: MovedBytes,
         clock: Callable[[], float],
         written: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
@@ -40,6 +42,7 @@ class TierSteps:
         self._promoter = promoter
         self._chains = chains
         self._origins = origins
+        self._moved = moved
         self._clock = clock
         self._written = written
         self._has_changed = False
@@ -76,6 +79,7 @@ class TierSteps:
                 self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
         for ended in (writes, reads):
             tier.judge(ended, self._clock())
+            self._moved.add(tier.name, ended.good.keys, ended.good.nbytes)
         return bool(reads)
 
     def wait(self, timeout_s: float) -> bool:

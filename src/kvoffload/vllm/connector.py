@@ -166,7 +166,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = build_scheduler(layout.config, engine, pools, fingerprint(parts))
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
-        self._records = RecordServer(lambda: scheduler.records, engine_id or "0")
+        self._records = RecordServer(lambda: scheduler.records, engine_id or "0", scheduler.observer.bill)
 
     @property
     def connector_scheduler(self) -> OffloadingConnectorScheduler:
