@@ -6,6 +6,7 @@ import errno
 import functools
 import importlib
 import inspect
+import json
 import math
 import os
 import re
@@ -19,12 +20,16 @@ from typing import Any
 import click
 
 from kvoffload.abc import ConfigError
+from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli import EXTRA
-from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say
+from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say, table_of
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
+from kvoffload.lab.replay import Contract, ReplayResult
 from kvoffload.lab.trace import Trace, TraceError
+from kvoffload.printable import printable
+from kvoffload.settings import shown
 from kvoffload.units import age, counted, format_bytes
 
 MAX_PROBLEMS_SHOWN = 5
@@ -33,6 +38,7 @@ DEFAULT_POLICY = "auto"
 OPTIONS = {
     "block_tokens": "--block-tokens",
     "capacity_blocks": "--capacity",
+    "device": "--device",
     "device_blocks": "--device",
     "disk": "--disk",
     "disk_blocks": "--disk",
@@ -124,6 +130,73 @@ speed_options = gathered(
     _speed("--host-speed", DEFAULT_SPEEDS.host_bytes_per_s / 1e9, "GB/S", "Speed of loads from RAM to the device."),
     _speed("--disk-speed", DEFAULT_SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "Speed of loads from disk to RAM."),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class GivenContract:
+    """Options for what tenants were promised, and for what clients knew."""
+
+    tenants: str | None
+    no_hints: bool
+
+    def checked(self, trace: Trace, model: ModelShape) -> Contract:
+        """Returns the contract in a replay of ``trace``. Raises ConfigError if ``--tenants`` is wrong."""
+        uses_hints = trace.has_hints and not self.no_hints
+        if self.tenants is None:
+            return Contract(uses_hints=uses_hints)
+        if not trace.num_tenants:
+            raise ConfigError("--tenants: no request of this trace names its tenant; leave the option out")
+        text = self.tenants
+        try:
+            if not text.lstrip().startswith("{"):
+                text = Path(text).read_text()
+            entries = json.loads(text)
+        except OSError as error:
+            raise ConfigError(
+                f"--tenants={shown(text)}: cannot be read ({error.strerror}); give JSON or a file"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"--tenants={shown(self.tenants)}: is not JSON ({error})") from error
+        return Contract(load_tenants(entries), max(1, int(trace.block_tokens * model.bytes_per_token)), uses_hints)
+
+
+contract_options = gathered(
+    "promised",
+    GivenContract,
+    click.option(
+        "--tenants",
+        metavar="JSON",
+        help="The option tenants of a server, as JSON or the name of a file, with shares of host and disk.",
+    ),
+    click.option("--no-hints", is_flag=True, help="Leave out what the clients of the trace knew and had retained."),
+)
+
+
+def show_contract(result: ReplayResult, without: ReplayResult) -> None:
+    """Shows what each tenant finds with tenants' shares and hints, and without."""
+    console = console_of()
+    table = table_of("tenant", "requests", "asked", "found, %", "without shares\nand hints, %", "difference,\npoints")
+    for tenant, before in zip(result.tenants, without.tenants, strict=True):
+        table.add_row(
+            printable(tenant.name),
+            f"{tenant.requests:,}",
+            f"{tenant.tokens_asked:,}",
+            f"{tenant.found_pct:.2f}",
+            f"{before.found_pct:.2f}",
+            f"{tenant.found_pct - before.found_pct:+.2f}",
+        )
+    found, before_all = result.prefix_hit_tokens_pct, without.prefix_hit_tokens_pct
+    table.add_row(
+        "all",
+        f"{result.requests:,}",
+        f"{result.prompt_tokens:,}",
+        f"{found:.2f}",
+        f"{before_all:.2f}",
+        f"{found - before_all:+.2f}",
+        style="bold",
+    )
+    console.print("\nWhat the contract brings and costs", style="bold")
+    console.print(table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvoffload.abc import ConfigError
-from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
+    GivenContract,
     GivenSpeeds,
     Output,
     Source,
+    contract_options,
     described,
     errors,
     gathered,
@@ -26,6 +25,7 @@ from kvoffload.cli.lab import (
     output_options,
     progress,
     requests_in,
+    show_contract,
     speed_options,
     trace_options,
 )
@@ -37,6 +37,7 @@ from kvoffload.lab.policies import policy_class
 from kvoffload.lab.replay import (
     CLAIRVOYANT,
     ENGINE_POLICY,
+    NO_CONTRACT,
     Contract,
     ReplayConfig,
     ReplayResult,
@@ -45,8 +46,6 @@ from kvoffload.lab.replay import (
     run_class,
 )
 from kvoffload.lab.trace import Trace
-from kvoffload.printable import printable
-from kvoffload.settings import shown
 from kvoffload.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -66,8 +65,6 @@ class Grid:
     disk: str | None
     store_threshold: int | None
     host_contents: str
-    tenants: str | None
-    no_hints: bool
 
 
 @click.command(short_help="Compare policies and capacities on a trace.")
@@ -101,13 +98,8 @@ class Grid:
         show_default=True,
         help="Whether host memory repeats what the device holds, or, with --device, does not.",
     ),
-    click.option(
-        "--tenants",
-        metavar="JSON",
-        help="The option tenants of a server, as JSON or the name of a file, with shares of host and disk.",
-    ),
-    click.option("--no-hints", is_flag=True, help="Leave out what the clients of the trace knew and had retained."),
 )
+@contract_options
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
 @speed_options
 @trace_options("TRACE")
@@ -121,6 +113,7 @@ class Grid:
 def replay(
     source: Source,
     grid: Grid,
+    promised: GivenContract,
     model: str | None,
     speeds: GivenSpeeds,
     bound: bool,
@@ -144,10 +137,10 @@ def replay(
         requests = requests_in("replay", source)
         measured_speeds = measured(checked, requests)
         sizes = _Sizes(requests, shape, grid)
-        contract = _contract(grid, requests, shape)
+        contract = promised.checked(requests, shape)
         configs = sizes.configs(names, grid.store_threshold, contract)
         # One configuration is compared with the same one without tenants and hints.
-        has_contract = len(configs) == 1 and contract != NO_CONTRACT
+        has_contract = len(configs) == 1 and contract.counts_in(requests)
         plain = [replace(config, contract=NO_CONTRACT) for config in configs] if has_contract else []
         with progress("replaying") as on_progress:
             results = replay_many(
@@ -168,7 +161,7 @@ def replay(
         else:
             _show(requests, shape, results, sizes)
             if without:
-                _show_contract(results[0], without[0])
+                show_contract(results[0], without[0])
 
         def page() -> str:
             from kvoffload.lab.page import render_page
@@ -179,28 +172,6 @@ def replay(
 
 
 # Options.
-
-
-NO_CONTRACT = Contract(uses_hints=False)
-
-
-def _contract(grid: Grid, trace: Trace, model: ModelShape) -> Contract:
-    """Raises ConfigError if ``--tenants`` is wrong."""
-    uses_hints = trace.has_hints and not grid.no_hints
-    if grid.tenants is None:
-        return Contract(uses_hints=uses_hints)
-    if not trace.num_tenants:
-        raise ConfigError("--tenants: no request of this trace names its tenant; leave the option out")
-    text = grid.tenants
-    try:
-        if not text.lstrip().startswith("{"):
-            text = Path(text).read_text()
-        tenants = load_tenants(json.loads(text))
-    except OSError as error:
-        raise ConfigError(f"--tenants={shown(text)}: cannot be read ({error.strerror}); give JSON or a file") from error
-    except ValueError as error:
-        raise ConfigError(f"--tenants={shown(grid.tenants)}: is not JSON ({error})") from error
-    return Contract(tenants, max(1, int(trace.block_tokens * model.bytes_per_token)), uses_hints)
 
 
 def _policies(text: str, bound: bool) -> list[str]:
@@ -387,33 +358,6 @@ def tier_table(tiers: Sequence[TierUse]) -> Table:
             f"{tier.evicted_blocks:,}",
         )
     return table
-
-
-def _show_contract(result: ReplayResult, without: ReplayResult) -> None:
-    """Shows what each tenant finds with tenants' shares and hints, and without."""
-    console = console_of()
-    table = table_of("tenant", "requests", "asked", "found, %", "without shares\nand hints, %", "difference,\npoints")
-    for tenant, before in zip(result.tenants, without.tenants, strict=True):
-        table.add_row(
-            printable(tenant.name),
-            f"{tenant.requests:,}",
-            f"{tenant.tokens_asked:,}",
-            f"{tenant.found_pct:.2f}",
-            f"{before.found_pct:.2f}",
-            f"{tenant.found_pct - before.found_pct:+.2f}",
-        )
-    found, before_all = result.prefix_hit_tokens_pct, without.prefix_hit_tokens_pct
-    table.add_row(
-        "all",
-        f"{result.requests:,}",
-        f"{result.prompt_tokens:,}",
-        f"{found:.2f}",
-        f"{before_all:.2f}",
-        f"{found - before_all:+.2f}",
-        style="bold",
-    )
-    console.print("\nWhat the contract brings and costs", style="bold")
-    console.print(table)
 
 
 def _misses(result: ReplayResult) -> str:

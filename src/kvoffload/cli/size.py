@@ -11,9 +11,11 @@ import click
 from kvoffload.abc import ConfigError
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
+    GivenContract,
     GivenSpeeds,
     Output,
     Source,
+    contract_options,
     described,
     errors,
     gathered,
@@ -24,6 +26,7 @@ from kvoffload.cli.lab import (
     positive,
     progress,
     requests_in,
+    show_contract,
     speed_options,
     trace_options,
 )
@@ -76,6 +79,7 @@ class Goal:
         help="Disk to try, such as none,1TiB.  [default: none if --ram is given, else none and powers of two]",
     ),
 )
+@contract_options
 @speed_options
 @gathered(
     "goal",
@@ -104,6 +108,7 @@ def size(
     model: str | None,
     kv_dtype: str | None,
     tried: Tried,
+    promised: GivenContract,
     speeds: GivenSpeeds,
     goal: Goal,
     jobs: int | None,
@@ -134,11 +139,13 @@ def size(
                 "trace does not say it; give --prefill-speed, the tokens of a long prompt per second until its first "
                 "token, or take a trace that record_trace of this version has recorded"
             )
+        contract = promised.checked(requests, shape)
         with progress("sizing") as on_progress:
             sizing = find_size(
                 requests,
                 shape,
                 choices,
+                contract=contract,
                 speeds=measured_speeds,
                 prices=prices,
                 target_p95_s=target_s,
@@ -212,6 +219,8 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
     for warning in sizing.warnings:
         console.print(f"{warning}\n", style="yellow")
     console.print(settings_table(sizing))
+    if sizing.comparison is not None:
+        show_contract(*sizing.comparison)
     console.print(f"\n{footnote(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim")
 
 

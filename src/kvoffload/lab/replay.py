@@ -11,6 +11,7 @@ The disk is always fast enough, and a request waits for all blocks that it can p
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import os
 import time
@@ -45,8 +46,9 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.cache.tenants import HOST, Shares, TenantConfig, Tenants
+from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
 from kvoffload.config import HostContents
+from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
@@ -60,6 +62,8 @@ from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, Tier
 
 CLAIRVOYANT = "clairvoyant"
 """The policy that knows the rest of the trace: an upper bound, only for replays."""
+DISK = "disk"
+"""The tier below host memory, in the shares of tenants."""
 ENGINE_POLICY = "vllm:"
 """Begins the names of policies that are replayed in the manager of vLLM, which must be installed."""
 REPORT_EVERY = 256
@@ -84,8 +88,25 @@ class Contract:
     uses_hints: bool = True
     """Whether hints of the trace are given to the managers, and its requests for retention."""
 
+    def counts_in(self, trace: Trace) -> bool:
+        """Returns whether a replay of ``trace`` may find something else with this contract than without any."""
+        return bool(self.tenants) or (self.uses_hints and trace.has_hints)
+
+    def shares(self, tier: str, num_blocks: int) -> Shares:
+        """Returns the shares of ``tier``, in blocks. Raises ConfigError if they do not fit into ``num_blocks``."""
+        return Tenants(b"", self.tenants).shares(tier, num_blocks, self.block_bytes)
+
+    def least_blocks(self, tier: str) -> int:
+        """Returns how many blocks ``tier`` needs to have room for all that is guaranteed and may be retained. Raises
+        ConfigError if a share has no room for one block."""
+        if not self.tenants:
+            return 0
+        shares = self.shares(tier, MAX_BLOCKS)
+        return max(MAX_BLOCKS - shares.num_unclaimed, math.ceil(sum(shares.retain) / RETAIN_SHARE))
+
 
 DEFAULT_CONTRACT = Contract()
+NO_CONTRACT = Contract(uses_hints=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,8 +448,7 @@ class Run:
         self.trace = trace
         self.config = config
         self.now = 0.0
-        # More blocks than the trace can fill would only make the arrays larger.
-        self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
+        self.capacity = self.useful_blocks(HOST, config.capacity_blocks)
         uses_own = hints is None and config.contract.uses_hints and trace.has_hints
         self.hints: Callable[[int], Hints | None] | None = trace.hints if uses_own else None
         """Returns the hints of a request."""
@@ -464,8 +484,8 @@ class Run:
         self.manager: OffloadingManager = self.host
         self.store_step = max(1, trace.num_accesses)
         if config.disk_blocks:
-            disk_blocks = min(config.disk_blocks, max(1, trace.num_distinct))
-            shares = self.shares("disk", disk_blocks)
+            disk_blocks = self.useful_blocks(DISK, config.disk_blocks)
+            shares = self.shares(DISK, disk_blocks)
             self.tier = CatalogTier(disk_blocks, 1, path_of(config.policy), self.clock, shares=shares)
             self.manager = TieredOffloadingManager(
                 self.host, [self.tier], TieringSettings([trace.block_tokens]), clock=self.clock
@@ -479,6 +499,11 @@ class Run:
         """Whether a tier, an admission or the host looks at the request of a call."""
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)
+
+    def useful_blocks(self, tier: str, num_blocks: int) -> int:
+        """Returns ``num_blocks``, or fewer: more than the trace can fill and the shares of ``tier`` need would only
+        make the arrays larger."""
+        return min(num_blocks, max(1, self.trace.num_distinct, self.config.contract.least_blocks(tier)))
 
     def make_policy(self, tier: str, capacity: int) -> CachePolicy:
         name, shares = self.config.policy, self.shares(tier, capacity)
@@ -735,15 +760,25 @@ class ExclusiveRun(Run):
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
 
 
-def _device(trace: Trace, num_blocks: int) -> DeviceCache:
+def least_device_blocks(trace: Trace) -> int:
+    """Returns how many device blocks the longest request needs at once."""
+    return int(_device_blocks_of(trace).max(initial=0))
+
+
+def _device_blocks_of(trace: Trace) -> Ints:
+    """Returns how many device blocks each request needs."""
     held: Ints = -(-(trace.input_tokens + trace.output_tokens) // trace.block_tokens)
-    longest = int(held.max(initial=0))
+    return held
+
+
+def _device(trace: Trace, num_blocks: int) -> DeviceCache:
+    longest = least_device_blocks(trace)
     if longest > num_blocks:
         raise ConfigError(
             f"device_blocks={num_blocks}: the longest request needs {longest} at once, so no engine could serve it; "
             f"use {longest} or more, or leave the device out"
         )
-    used = min(num_blocks, max(1, int(held.sum())))
+    used = min(num_blocks, max(1, int(_device_blocks_of(trace).sum())))
     if used > MAX_DEVICE_BLOCKS:
         raise ConfigError(f"device_blocks={num_blocks}: a replay supports at most {MAX_DEVICE_BLOCKS:,}; use fewer")
     return DeviceCache(used, trace.num_distinct)
@@ -761,7 +796,7 @@ class _TraceShares(Shares):
 
 def _shares(trace: Trace, contract: Contract, tier: str, num_blocks: int) -> Shares:
     """Returns the shares of ``tier``, in blocks. A block belongs to the tenant that asks for it first."""
-    made = Tenants(b"", contract.tenants).shares(tier, num_blocks, contract.block_bytes)
+    made = contract.shares(tier, num_blocks)
     # Recorded traces have hashes in place of names.
     index = {each: i for i, name in enumerate(made.names) for each in (name, str(name_hash(name)))}
     other = len(made.names) - 1

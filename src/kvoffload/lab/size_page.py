@@ -11,7 +11,7 @@ from kvoffload.lab.figures import BLUE, GREEN, INK, MUTED, PURPLE, STYLE, make_f
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.page import render
-from kvoffload.lab.sizing import Prices, Sizing, footnote, milliseconds
+from kvoffload.lab.sizing import Prices, Sizing, caches, footnote, milliseconds
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes
 
@@ -41,7 +41,7 @@ def curve_plot(sizing: Sizing) -> str:
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = make_figure(height=4.0, rows=1)
         blocks = _spread(len(sizing.lru_pct) - 1)
-        lru = sizing.policy == "lru"
+        lru = sizing.curve.policy == "lru"
         look = {"color": CURVE} if lru else {"color": MUTED, "linewidth": 1.2, "linestyle": (0, (4, 3))}
         ax.plot(blocks * size_of, sizing.lru_pct[blocks], label="lru", **look)
         if not lru:
@@ -68,10 +68,9 @@ def curve_plot(sizing: Sizing) -> str:
         tried = _share_by_size(sizing)
         ax.scatter(list(tried), list(tried.values()), s=34, color=CURVE, zorder=3, linewidths=0)
         best = sizing.best
-        for name, amount, colour, marker in (
-            ("RAM", best.ram_bytes, RAM, "D"),
-            ("disk", best.disk_bytes, DISK, "^"),
-        ):
+        above, below = caches(best.ram_bytes, best.disk_bytes, sizing.device_bytes)
+        above_name = "RAM" if above == best.ram_bytes else "device and RAM"
+        for name, amount, colour, marker in ((above_name, above, RAM, "D"), ("disk", below, DISK, "^")):
             if amount:
                 ax.axvline(amount, color=colour, linewidth=1.2, alpha=0.5)
                 ax.scatter([amount], [tried[amount]], s=80, color=colour, marker=marker, zorder=4)
@@ -99,9 +98,11 @@ def curve_plot(sizing: Sizing) -> str:
 
 
 def _share_by_size(sizing: Sizing) -> dict[int, float]:
-    """Returns the percentage that each size that was tried serves alone."""
+    """Returns the percentage that each size that was tried serves alone. RAM and device count as one cache."""
     by_blocks = dict(zip(sizing.curve.capacities, sizing.curve.hit_pct.tolist(), strict=True))
-    sizes = sorted({amount for each in sizing.settings for amount in (each.ram_bytes, each.disk_bytes) if amount})
+    device = sizing.device_bytes
+    tried = {amount for each in sizing.settings for amount in caches(each.ram_bytes, each.disk_bytes, device)}
+    sizes = sorted(tried - {0})
     return {amount: by_blocks[min(amount // sizing.block_bytes, sizing.curve.capacities[-1])] for amount in sizes}
 
 

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvoffload.abc import ConfigError
-from kvoffload.config import INCLUSIVE_FROM
+from kvoffload.cache.tenants import HOST
+from kvoffload.config import INCLUSIVE_FROM, HostContents
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
-from kvoffload.lab.trace import Floats, Progress, Trace
+from kvoffload.lab.replay import (
+    DISK,
+    NO_CONTRACT,
+    Contract,
+    ReplayConfig,
+    ReplayResult,
+    least_device_blocks,
+    part,
+    replay_many,
+)
+from kvoffload.lab.trace import Floats, Ints, Progress, Trace
 from kvoffload.tiering.promoter import PROMOTION_SHARE
 from kvoffload.units import format_bytes
 
 MAX_SETTINGS = 1000
+MAX_MORE = 3
+"""Replays after those of all settings: the best one without the contract, with more RAM, and with more disk."""
 KNEE_SHARE = 0.9
 """The largest default RAM finds this share of what an unlimited cache finds."""
 ALL_SHARE = 0.98
@@ -86,6 +99,18 @@ class Setting:
         return f"{format_bytes(self.ram_bytes)} RAM{disk}"
 
 
+class Comparison(NamedTuple):
+    """Replays of one setting with a contract and without."""
+
+    result: ReplayResult
+    without: ReplayResult
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what each tenant finds, and all about the replay without the contract, for JSON."""
+        by_tenant = [dataclasses.asdict(tenant) for tenant in self.result.tenants]
+        return {**({"by_tenant": by_tenant} if by_tenant else {}), "without_contract": self.without.to_dict()}
+
+
 @dataclass(frozen=True, eq=False)
 class Sizing:
     """The result of sizing. ``chosen`` is one of ``settings``, or None if none meets the target."""
@@ -108,8 +133,13 @@ class Sizing:
     """``best`` with twice the disk, if it has one."""
     warnings: tuple[str, ...]
     curve: Curve
+    """Without a contract. Of ``policy``; of LRU if the settings were replayed with a contract."""
     lru_pct: Floats
     """Percent of prompt tokens that LRU serves, by capacity in blocks, from 0 to all distinct blocks."""
+    comparison: Comparison | None
+    """What the contract brings and costs in ``best``; None without a contract."""
+    device_bytes: int
+    """The engine's own cache on the device; 0: counted as a part of RAM."""
 
     @property
     def best(self) -> Setting:
@@ -150,8 +180,13 @@ class Sizing:
                     self.curve.capacities, self.curve.hit_pct.tolist(), self.curve.bound_pct.tolist(), strict=True
                 )
             ],
+            **({} if self.comparison is None else {"curve_policy": self.curve.policy, **self.comparison.to_dict()}),
             "warnings": list(self.warnings),
         }
+
+
+Pair: TypeAlias = tuple[int, int]
+"""RAM and disk of one setting, in bytes."""
 
 
 def size(
@@ -159,6 +194,7 @@ def size(
     model: ModelShape,
     choices: Choices = DEFAULT_CHOICES,
     *,
+    contract: Contract = NO_CONTRACT,
     speeds: Speeds = DEFAULT_SPEEDS,
     prices: Prices = DEFAULT_PRICES,
     target_p95_s: float | None = None,
@@ -170,7 +206,12 @@ def size(
     The disk gets a copy of all that is written to RAM, and both see every use, so each holds what it would hold alone:
     a request finds the longer of the two prefixes. Device and RAM that do not repeat each other count as one cache.
     Blocks from disk need room in RAM: a request gets at most
-    ``PROMOTION_SHARE`` of RAM from disk. Requests are served one after the other. Raises ConfigError.
+    ``PROMOTION_SHARE`` of RAM from disk. Requests are served one after the other.
+
+    With a ``contract`` that counts in the trace, every setting is replayed instead, so the numbers are exact;
+    ``nothing`` and ``ceiling`` are without it. Its shares are divided into blocks as RAM is, whatever its
+    ``block_bytes``. Default sizes that have no room for them are left out. Raises ConfigError, also if sizes that are
+    given have no room for the shares.
     """
     block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
     for name, sizes in (("ram", choices.ram), ("disk", choices.disk), ("device", [choices.device])):
@@ -180,41 +221,69 @@ def size(
                     f"{name}={format_bytes(amount)}: too small for one block of {format_bytes(block_bytes)} "
                     f"({trace.block_tokens} tokens of {model.name}); give many times that"
                 )
+    contract = dataclasses.replace(contract, block_bytes=block_bytes)
+    has_contract = contract.counts_in(trace)
+    if has_contract and choices.device:
+        _check_device(choices.device, least_device_blocks(trace) * block_bytes)
     asked = max(1, int(trace.input_tokens.sum()))
     lru_pct = 100.0 * LRUCurve(trace).total_hit_tokens() / asked
-    pairs = _pairs(choices, *_default_sizes(lru_pct, block_bytes))
+    all_pairs = _pairs(choices, *_default_sizes(lru_pct, block_bytes))
+    pairs = _with_room(all_pairs, choices, contract)
     footprint = trace.num_distinct * block_bytes
     tried = [(ram * r, disk * d) for ram, disk in pairs for r, d in ((1, 1), (2, 1), (1, 2))]
-    amounts = {amount for pair in (*tried, (footprint, 0), (0, 0)) for amount in _caches(*pair, choices.device)}
+    amounts = {amount for pair in (*tried, (footprint, 0), (0, 0)) for amount in caches(*pair, choices.device)}
     amounts.add(choices.device)
     capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts if amount}
-    curve = hit_curve(trace, choices.policy, sorted(capacities), processes=processes, on_progress=on_progress)
-    evaluate = _Evaluator(trace, model, speeds, prices, block_bytes, curve, choices.device)
-    settings = [evaluate(ram_bytes, disk_bytes) for ram_bytes, disk_bytes in pairs]
-    nothing = evaluate(0, 0)
+    # LRU's curve takes no replays, and where nothing is evicted, all policies find the same.
+    curve_policy = "lru" if has_contract else choices.policy
+    curve = hit_curve(trace, curve_policy, sorted(capacities), processes=processes, on_progress=on_progress)
+    on_curve = _OnCurve(trace, block_bytes, curve, choices.device)
+    evaluate = _Evaluator(trace, model, speeds, prices)
+    nothing, ceiling = evaluate([(0, 0), (footprint, 0)], on_curve)
+    find: _Find = on_curve
+    replays: _InReplays | None = None
+    if has_contract:
+        most = len(pairs) + MAX_MORE
+        find = replays = _InReplays(trace, model, speeds, choices, contract, processes, on_progress, most)
+    settings = evaluate(pairs, find)
     chosen = _choose(settings, nothing, target_p95_s)
     best = chosen or _fastest(settings)
+    more = [(2 * best.ram_bytes, best.disk_bytes)]
+    if best.disk_bytes:
+        more.append((best.ram_bytes, 2 * best.disk_bytes))
+    comparison = None if replays is None else replays.compare((best.ram_bytes, best.disk_bytes), beside=more)
+    more_ram, *more_disk = evaluate(more, find)
     return Sizing(
         policy=choices.policy,
         block_bytes=block_bytes,
         footprint_bytes=footprint,
-        ceiling=evaluate(footprint, 0),
+        ceiling=ceiling,
         nothing=nothing,
         settings=tuple(settings),
         target_p95_s=target_p95_s,
         chosen=chosen,
-        more_ram=evaluate(2 * best.ram_bytes, best.disk_bytes),
-        more_disk=evaluate(best.ram_bytes, 2 * best.disk_bytes) if best.disk_bytes else None,
-        warnings=tuple(_warnings(footprint, max((*choices.ram, *choices.disk), default=0))),
+        more_ram=more_ram,
+        more_disk=more_disk[0] if more_disk else None,
+        warnings=(
+            *_left_out(len(all_pairs) - len(pairs)),
+            *_warnings(footprint, max((*choices.ram, *choices.disk), default=0)),
+        ),
         curve=curve,
         lru_pct=lru_pct,
+        comparison=comparison,
+        device_bytes=choices.device,
     )
 
 
-def _caches(ram_bytes: int, disk_bytes: int, device_bytes: int) -> tuple[int, int]:
+def caches(ram_bytes: int, disk_bytes: int, device_bytes: int) -> tuple[int, int]:
     """Returns the size of the cache that device and RAM are together, and that of the disk."""
-    is_exclusive = not disk_bytes and ram_bytes < INCLUSIVE_FROM * device_bytes
+    is_exclusive = _is_exclusive(ram_bytes, disk_bytes, device_bytes)
     return ram_bytes + device_bytes if is_exclusive else max(ram_bytes, device_bytes), disk_bytes
+
+
+def _is_exclusive(ram_bytes: int, disk_bytes: int, device_bytes: int) -> bool:
+    """Whether RAM does not repeat what the device holds."""
+    return not disk_bytes and ram_bytes < INCLUSIVE_FROM * device_bytes
 
 
 def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[int]]:
@@ -230,7 +299,7 @@ def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[i
     return ram, sorted({0, knee, everything})
 
 
-def _pairs(choices: Choices, default_ram: Sequence[int], default_disk: Sequence[int]) -> list[tuple[int, int]]:
+def _pairs(choices: Choices, default_ram: Sequence[int], default_disk: Sequence[int]) -> list[Pair]:
     """Returns RAM and disk of every setting, ordered by size."""
     disks = sorted(set(choices.disk or ((0,) if choices.ram else default_disk)))
     rams = sorted(set(choices.ram or default_ram))
@@ -244,21 +313,108 @@ def _pairs(choices: Choices, default_ram: Sequence[int], default_disk: Sequence[
     return pairs if choices.ram or not useful else useful
 
 
+def _check_device(device_bytes: int, least: int) -> None:
+    """Raises ConfigError if the longest request, which needs ``least`` bytes, has no room on the device."""
+    if device_bytes < least:
+        raise ConfigError(
+            f"device={format_bytes(device_bytes)}: the longest request needs {format_bytes(least)} at once, so no "
+            "engine could serve it; give that or more, or leave the device out"
+        )
+
+
+def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> list[Pair]:
+    """Returns the settings that have room for the shares of the tenants. Raises ConfigError if sizes were given that
+    have none, or if no setting has."""
+    if not contract.tenants:
+        return list(pairs)
+    block_bytes = contract.block_bytes
+    least_ram, least_disk = (contract.least_blocks(tier) * block_bytes for tier in (HOST, DISK))
+    for ram_bytes, disk_bytes in pairs:
+        if choices.ram:
+            contract.shares(HOST, ram_bytes // block_bytes)
+        if choices.disk and disk_bytes:
+            contract.shares(DISK, disk_bytes // block_bytes)
+        if least_disk and not disk_bytes and (choices.disk or choices.ram):
+            raise ConfigError(
+                f"disk=none: the shares of the tenants need {format_bytes(least_disk)} of disk; give a disk, or remove "
+                "these shares"
+            )
+    roomy = [pair for pair in pairs if pair[0] >= least_ram and pair[1] >= least_disk]
+    if not roomy:
+        ram, disk = (format_bytes(max(sizes)) for sizes in zip(*pairs, strict=True))
+        needed = f"{format_bytes(least_ram)} of RAM"
+        if least_disk:
+            needed += f" and {format_bytes(least_disk)} of disk"
+        raise ConfigError(
+            f"ram={ram}, disk={disk}: the largest sizes tried have no room for the shares of the tenants, "
+            f"which need {needed}; give larger sizes, or lower the shares"
+        )
+    return roomy
+
+
+class _Found(NamedTuple):
+    """What the requests of a trace find of one setting."""
+
+    device_tokens: Floats | Ints
+    """Per request, as those in RAM and on disk."""
+    ram_tokens: Floats | Ints
+    disk_tokens: Floats | Ints
+    device_pct: float
+    """Of all prompt tokens, as the others."""
+    ram_pct: float
+    served_pct: float
+    bound_pct: float
+
+
+_Find: TypeAlias = Callable[[Sequence[Pair]], Iterable[_Found]]
+"""Says what requests find of each setting."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Evaluator:
-    """Makes the Setting of a choice of RAM and disk."""
+    """Makes settings of what requests find of them."""
 
     trace: Trace
     model: ModelShape
     speeds: Speeds
     prices: Prices
+
+    def __call__(self, pairs: Sequence[Pair], find: _Find) -> list[Setting]:
+        return [self._setting(*pair, found) for pair, found in zip(pairs, find(pairs), strict=True)]
+
+    def _setting(self, ram_bytes: int, disk_bytes: int, found: _Found) -> Setting:
+        tokens = found.device_tokens, found.ram_tokens, found.disk_tokens
+        seconds = ttft_seconds(self.model, self.speeds, self.trace.input_tokens, *tokens)
+        p50, p95 = np.percentile(seconds, (50, 95))
+        return Setting(
+            ram_bytes=ram_bytes,
+            disk_bytes=disk_bytes,
+            served_pct=found.served_pct,
+            device_pct=found.device_pct,
+            ram_pct=found.ram_pct,
+            bound_pct=found.bound_pct,
+            ttft_mean_s=float(seconds.mean()),
+            ttft_p50_s=float(p50),
+            ttft_p95_s=float(p95),
+            price=(ram_bytes * self.prices.ram_per_gib + disk_bytes * self.prices.disk_per_gib) / (1 << 30),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _OnCurve:
+    """Reads off a curve what requests find."""
+
+    trace: Trace
     block_bytes: int
     curve: Curve
     device_bytes: int
 
-    def __call__(self, ram_bytes: int, disk_bytes: int) -> Setting:
+    def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
+        return (self._found(*pair) for pair in pairs)
+
+    def _found(self, ram_bytes: int, disk_bytes: int) -> _Found:
         on_device, device_pct, _ = self._at(self.device_bytes)
-        in_ram, ram_pct, ram_bound = self._at(_caches(ram_bytes, disk_bytes, self.device_bytes)[0])
+        in_ram, ram_pct, ram_bound = self._at(caches(ram_bytes, disk_bytes, self.device_bytes)[0])
         served, served_pct, bound = in_ram, ram_pct, ram_bound
         if disk_bytes:
             on_disk, disk_pct, disk_bound = self._at(disk_bytes)
@@ -267,22 +423,9 @@ class _Evaluator:
             bound = max(ram_bound, disk_bound)
             served_pct = self._percent(either) if bound == 0 else max(ram_pct, disk_pct)
             served_pct -= self._percent(either - served)
-        tokens = self.trace.input_tokens
         on_device = np.minimum(on_device, in_ram)
-        seconds = ttft_seconds(self.model, self.speeds, tokens, on_device, in_ram - on_device, served - in_ram)
-        p50, p95 = np.percentile(seconds, (50, 95))
-        return Setting(
-            ram_bytes=ram_bytes,
-            disk_bytes=disk_bytes,
-            served_pct=served_pct,
-            device_pct=device_pct,
-            ram_pct=ram_pct - device_pct,
-            bound_pct=bound,
-            ttft_mean_s=float(seconds.mean()),
-            ttft_p50_s=float(p50),
-            ttft_p95_s=float(p95),
-            price=(ram_bytes * self.prices.ram_per_gib + disk_bytes * self.prices.disk_per_gib) / (1 << 30),
-        )
+        tokens = on_device, in_ram - on_device, served - in_ram
+        return _Found(*tokens, device_pct, ram_pct - device_pct, served_pct, bound)
 
     def _at(self, amount: int) -> tuple[Floats, float, float]:
         """Returns, for a cache of ``amount`` bytes, the tokens found per request, the percentage of all tokens, and its
@@ -303,6 +446,77 @@ class _Evaluator:
         return 100.0 * float(tokens.sum()) / max(1, int(self.trace.input_tokens.sum()))
 
 
+@dataclass(frozen=True, slots=True)
+class _InReplays:
+    """Replays each setting once, with a contract, for what requests find."""
+
+    trace: Trace
+    model: ModelShape
+    speeds: Speeds
+    choices: Choices
+    contract: Contract
+    processes: int | None
+    on_progress: Progress | None
+    most: int
+    """The number of replays, for progress. ``compare`` comes last and completes it."""
+    _results: dict[tuple[Pair, bool], ReplayResult] = field(default_factory=dict)
+    """By setting, and whether it was replayed with the contract."""
+
+    def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
+        return map(self._found, self._replayed([(pair, True) for pair in pairs]))
+
+    def compare(self, pair: Pair, beside: Sequence[Pair]) -> Comparison:
+        """Returns the results with the contract and without. ``beside``: what will be asked for next; it is replayed at
+        the same time."""
+        asked = [(pair, True), (pair, False), *((each, True) for each in beside)]
+        return Comparison(*self._replayed(asked, end=1.0)[:2])
+
+    def _replayed(self, asked: Sequence[tuple[Pair, bool]], end: float | None = None) -> list[ReplayResult]:
+        """``end``: the progress of the whole work after that."""
+        new = [each for each in dict.fromkeys(asked) if each not in self._results]
+        start = len(self._results) / self.most
+        if end is None:
+            end = start + len(new) / self.most
+        results = replay_many(
+            self.trace,
+            [self._config(*each) for each in new],
+            model=self.model,
+            speeds=self.speeds,
+            processes=self.processes,
+            on_progress=part(self.on_progress, start, end),
+        )
+        self._results.update(zip(new, results, strict=True))
+        return [self._results[each] for each in asked]
+
+    def _config(self, pair: Pair, has_contract: bool) -> ReplayConfig:
+        ram_bytes, disk_bytes = pair
+        block_bytes, device_bytes = self.contract.block_bytes, self.choices.device
+        is_exclusive = _is_exclusive(ram_bytes, disk_bytes, device_bytes)
+        return ReplayConfig(
+            self.choices.policy,
+            ram_bytes // block_bytes,
+            device_bytes // block_bytes,
+            disk_bytes // block_bytes,
+            host_contents=HostContents.EXCLUSIVE if is_exclusive else HostContents.INCLUSIVE,
+            contract=self.contract if has_contract else NO_CONTRACT,
+        )
+
+    def _found(self, result: ReplayResult) -> _Found:
+        device_pct, ram_pct = (
+            100.0 * tokens / max(1, result.prompt_tokens)
+            for tokens in (result.device_hit_tokens, result.host_hit_tokens)
+        )
+        return _Found(
+            result.device_tokens,
+            result.host_tokens,
+            result.disk_tokens,
+            device_pct,
+            ram_pct,
+            result.prefix_hit_tokens_pct,
+            bound_pct=0.0,
+        )
+
+
 def _choose(settings: Sequence[Setting], nothing: Setting, target_p95_s: float | None) -> Setting | None:
     """Returns the cheapest setting that meets the target or, without a target, that saves nearly as much time as the
     best."""
@@ -316,6 +530,13 @@ def _choose(settings: Sequence[Setting], nothing: Setting, target_p95_s: float |
 
 def _fastest(settings: Sequence[Setting]) -> Setting:
     return min(settings, key=lambda setting: (setting.ttft_p95_s, setting.price))
+
+
+def _left_out(settings: int) -> list[str]:
+    if not settings:
+        return []
+    have = "setting has" if settings == 1 else "settings have"
+    return [f"{settings} default {have} no room for the shares of the tenants and were left out."]
 
 
 def _warnings(footprint: int, largest: int) -> list[str]:
@@ -379,9 +600,12 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
             f" * marks the cheapest setting that saves {100 * GOOD_SHARE:.0f}% of the time to first token that the "
             "fastest one saves."
         )
+    replayed = (
+        "" if sizing.comparison is None else " Every setting was replayed with the tenants' shares and the hints."
+    )
     return (
         f"Percentages are of prompt tokens, with the policy {sizing.policy} in RAM and on disk; the disk also has a "
-        f"copy of everything in RAM.{rule} TTFT is an estimate without queueing: prefill at "
+        f"copy of everything in RAM.{replayed}{rule} TTFT is an estimate without queueing: prefill at "
         f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({speeds.prefill_origin}), loads at "
         f"{speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and "
         f"{speeds.disk_bytes_per_s / 1e9:g} GB/s from disk. Without a cache, p50 is {milliseconds(nothing.ttft_p50_s)} "

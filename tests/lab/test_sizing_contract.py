@@ -1,0 +1,230 @@
+"""Sizing with tenants' shares, hints and retention of a trace: compared with replays, and what it does without room."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvoffload.abc import ConfigError
+from kvoffload.cache.tenants import HOST, TenantConfig
+from kvoffload.cli.replay import replay as replay_command
+from kvoffload.cli.size import size as size_command
+from kvoffload.config import HostContents
+from kvoffload.lab.latency import Speeds
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.replay import DISK, NO_CONTRACT, Contract, ReplayConfig, replay
+from kvoffload.lab.sizing import Choices, Setting, Sizing, size
+from kvoffload.lab.trace import Trace
+from tests.lab.test_contract import write
+
+MIB, GIB = 1 << 20, 1 << 30
+MODEL = ModelShape("model", bytes_per_token=GIB / 16, linear_flops_per_token=1e10, attention_flops_per_pair=0.0)
+"""A block of 16 tokens takes 1 GiB."""
+SPEEDS = Speeds(prefill_tokens_per_s=1000.0, host_bytes_per_s=100e9, disk_bytes_per_s=20e9)
+RETAINED = Contract((TenantConfig("search", {HOST: 20 * GIB}, {}, {HOST: 20 * GIB}),), GIB)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("traces") / "t.jsonl")
+
+
+@pytest.fixture(scope="module")
+def trace(path: Path) -> Trace:
+    """The search retains its blocks."""
+    return read_trace(path).between(0.0, 0.08)
+
+
+@pytest.fixture(scope="module")
+def answer(trace: Trace) -> Sizing:
+    return size(trace, MODEL, Choices(ram=[60 * GIB]), contract=RETAINED, speeds=SPEEDS, processes=1)
+
+
+def tokens(setting: Setting, trace: Trace) -> list[float]:
+    asked = int(trace.input_tokens.sum())
+    return [pct / 100 * asked for pct in (setting.device_pct, setting.ram_pct, setting.disk_pct)]
+
+
+@pytest.mark.parametrize(
+    ("ram", "disk", "device", "contents"),
+    [
+        (60, 0, 0, HostContents.INCLUSIVE),
+        (60, 120, 0, HostContents.INCLUSIVE),
+        (60, 0, 16, HostContents.EXCLUSIVE),
+        (128, 0, 16, HostContents.INCLUSIVE),
+        (60, 120, 16, HostContents.INCLUSIVE),
+    ],
+)
+@pytest.mark.parametrize("contract", [RETAINED, Contract()], ids=["tenants", "hints"])
+def test_the_result_equals_a_replay(
+    trace: Trace, ram: int, disk: int, device: int, contents: HostContents, contract: Contract
+) -> None:
+    choices = Choices("auto", [ram * GIB], [disk * GIB], device * GIB)
+    (setting,) = size(trace, MODEL, choices, contract=contract, speeds=SPEEDS, processes=1).settings
+    config = ReplayConfig("auto", ram, device, disk, host_contents=contents, contract=contract)
+    result = replay(trace, config, model=MODEL, speeds=SPEEDS)
+    found = [result.device_hit_tokens, result.host_hit_tokens, result.disk_hit_tokens]
+    assert tokens(setting, trace) == pytest.approx(found, abs=1e-6)
+    assert setting.served_pct == result.prefix_hit_tokens_pct
+    assert (setting.ttft_p50_s, setting.ttft_p95_s) == (result.ttft_p50_s, result.ttft_p95_s)
+    assert setting.bound_pct == 0.0
+
+
+def test_a_device_without_room_for_the_longest_request_is_named(trace: Trace) -> None:
+    choices = Choices(ram=[60 * GIB], device=11 * GIB)
+    with pytest.raises(ConfigError, match="device=11 GiB: the longest request needs 12 GiB at once"):
+        size(trace, MODEL, choices, contract=RETAINED)
+
+
+def test_retention_moves_hits_between_tenants(answer: Sizing, trace: Trace) -> None:
+    assert answer.comparison is not None
+    result, without = answer.comparison
+    change = {
+        after.name: after.tokens_found - before.tokens_found
+        for after, before in zip(result.tenants, without.tenants, strict=True)
+    }
+    assert change["search"] > 0 > change["chat"]
+    assert change["flood"] == 0
+    assert answer.best.served_pct == result.prefix_hit_tokens_pct
+    alone = size(trace, MODEL, Choices(ram=[60 * GIB]), speeds=SPEEDS).best
+    assert alone.served_pct == without.prefix_hit_tokens_pct != answer.best.served_pct
+
+
+def test_nothing_changes_without_a_contract(trace: Trace) -> None:
+    choices = Choices(ram=[60 * GIB, 90 * GIB], disk=[0, 120 * GIB])
+    plain = size(trace, MODEL, choices)
+    assert plain.comparison is None
+    assert "by_tenant" not in plain.to_dict()
+    synthetic = read_trace("synthetic:chat?requests=100")
+    assert not synthetic.has_hints
+    assert size(synthetic, MODEL, contract=Contract()).to_dict() == size(synthetic, MODEL).to_dict()
+    hinted = size(trace, MODEL, choices, contract=Contract(), processes=1)
+    assert hinted.comparison is not None
+    assert (hinted.nothing, hinted.ceiling) == (plain.nothing, plain.ceiling)
+
+
+def test_default_sizes_without_room_are_left_out(trace: Trace) -> None:
+    trace = trace.between(0.0, 0.4)
+    small = Contract((TenantConfig("search", {HOST: 40 * GIB}),))
+    with_room = size(trace, MODEL, Choices("lru"), contract=small, processes=1)
+    everything = size(trace, MODEL, Choices("lru"))
+    sizes = [(each.ram_bytes, each.disk_bytes) for each in everything.settings]
+    left = [(ram, disk) for ram, disk in sizes if ram >= 40 * GIB]
+    assert [(each.ram_bytes, each.disk_bytes) for each in with_room.settings] == left != sizes
+    warning = f"{len(sizes) - len(left)} default settings have no room for the shares of the tenants and were left out."
+    assert with_room.warnings == (warning,)
+    on_disk = Contract((TenantConfig("search", {}, {}, {DISK: 20 * GIB}),))
+    assert all(each.disk_bytes for each in size(trace, MODEL, Choices("lru"), contract=on_disk).settings)
+    large = Contract((TenantConfig("search", {HOST: 100 * GIB}, {}, {DISK: GIB << 10}),))
+    needed = r"^ram=\d+ \w+, disk=\d+ \w+: .* need 100 GiB of RAM and 2 TiB of disk; give larger sizes"
+    with pytest.raises(ConfigError, match=needed):
+        size(trace, MODEL, contract=large)
+
+
+@pytest.mark.parametrize(
+    ("choices", "tenant", "message"),
+    [
+        (Choices(ram=[99 * GIB]), TenantConfig("a", {HOST: 100 * GIB}), "100 GiB of host are guaranteed"),
+        (Choices(ram=[99 * GIB]), TenantConfig("a", {}, {}, {HOST: 50 * GIB}), "50 blocks may be retained"),
+        (Choices(ram=[99 * GIB, 1 << 40]), TenantConfig("a", {HOST: 100 * GIB}), "100 GiB of host are guaranteed"),
+        (Choices(disk=[99 * GIB]), TenantConfig("a", {DISK: 100 * GIB}), "100 GiB of disk are guaranteed"),
+        (Choices(ram=[99 * GIB]), TenantConfig("a", {DISK: 100 * GIB}), "^disk=none: .* need 100 GiB of disk; give"),
+        (Choices(), TenantConfig("a", {HOST: MIB}), "has no room for one block; write 1 GiB or more"),
+    ],
+)
+def test_given_sizes_without_room_are_refused(
+    trace: Trace, choices: Choices, tenant: TenantConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        size(trace, MODEL, choices, contract=Contract((tenant,)))
+
+
+@pytest.mark.parametrize("tier", [HOST, DISK])
+@pytest.mark.parametrize(("guaranteed", "retain"), [([0, 0], [0, 0]), ([7, 5], [0, 4]), ([1, 0], [9, 6]), ([3], [3])])
+def test_the_least_blocks_are_those_that_the_shares_fit_into(
+    tier: str, guaranteed: list[int], retain: list[int]
+) -> None:
+    contract = Contract(
+        tuple(
+            TenantConfig(f"t{i}", {tier: g} if g else {}, {}, {tier: r} if r else {})
+            for i, (g, r) in enumerate(zip(guaranteed, retain, strict=True))
+        )
+    )
+    least = contract.least_blocks(tier)
+    contract.shares(tier, max(1, least))
+    if least > 1:
+        with pytest.raises(ConfigError):
+            contract.shares(tier, least - 1)
+    assert NO_CONTRACT.least_blocks(tier) == 0
+
+
+@pytest.mark.parametrize("disk", [0, 10_000])
+def test_shares_that_are_larger_than_the_trace_fit_where_there_is_room(trace: Trace, disk: int) -> None:
+    amount = 4 * trace.num_distinct
+    tiers = (HOST, DISK) if disk else (HOST,)
+    contract = Contract((TenantConfig("search", dict.fromkeys(tiers, amount)),))
+    found = replay(trace, ReplayConfig("lru", amount, disk_blocks=disk, contract=contract))
+    plain = replay(trace, ReplayConfig("lru", amount, disk_blocks=disk, contract=NO_CONTRACT))
+    assert found.prefix_hit_tokens == plain.prefix_hit_tokens
+    with pytest.raises(ConfigError, match="guaranteed"):
+        replay(trace, ReplayConfig("lru", amount - 1, disk_blocks=disk, contract=contract))
+
+
+def test_progress_ends_when_all_replays_have_ended(trace: Trace) -> None:
+    shares: list[float] = []
+    choices = Choices(ram=[60 * GIB, 90 * GIB])
+    size(trace, MODEL, choices, contract=RETAINED, processes=1, on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert 0.0 < shares[0] < shares[-1] == 1.0
+
+
+def run(command: Any, *arguments: str) -> str:
+    result = CliRunner().invoke(command, list(arguments), env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+SHARES = json.dumps({"search": {"guaranteed": {"host": "200MiB"}, "retain": {"host": "200MiB"}}})
+
+
+def test_both_commands_say_the_same(path: Path) -> None:
+    given = "--policy", "lru", "--tenants", SHARES, "--jobs", "1", "--json"
+    sized = json.loads(run(size_command, str(path), "--ram", "600MiB", *given))
+    (replayed,) = json.loads(run(replay_command, str(path), "--capacity", "600MiB", *given))
+    assert sized["by_tenant"] == replayed["by_tenant"]
+    for entry in (sized, replayed):
+        del entry["without_contract"]["seconds"]
+    assert sized["without_contract"] == replayed["without_contract"]
+    assert sized["chosen"]["served_pct"] == replayed["prefix_hit_tokens_pct"]
+    assert sized["curve_policy"] == "lru"
+    assert not math.isclose(sized["chosen"]["served_pct"], sized["without_contract"]["prefix_hit_tokens_pct"])
+
+
+def test_what_the_contract_costs_the_others_is_shown(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "size.html"
+    options = "--policy", "lru", "--ram", "600MiB", "--jobs", "1", "--device", "80MiB", "--html", str(page)
+    shown = run(size_command, str(path), "--tenants", SHARES, *options)
+    assert "What the contract brings and costs" in shown
+    assert "Every setting was replayed with the tenants' shares and the hints." in " ".join(shown.split())
+    assert "with LRU and without the tenants' shares" in " ".join(page.read_text().split())
+    plain = run(size_command, str(path), "--no-hints", *options)
+    assert "What the contract" not in plain
+    assert "replayed" not in plain
+    assert "tenants' shares" not in page.read_text()
+
+
+@pytest.mark.parametrize("command", [size_command, replay_command])
+def test_wrong_shares_are_not_called_wrong_json(path: Path, command: Any) -> None:
+    wrong = json.dumps({"search": {"retain": {"host": "1TiB"}, "quota": {"host": "1TiB"}}})
+    result = CliRunner().invoke(command, [str(path), "--tenants", wrong])
+    assert result.exit_code == 2
+    assert ": tenants.search.retain.host=1099511627776 (1 TiB): more than half of its quota" in result.output
+    broken = CliRunner().invoke(command, [str(path), "--tenants", wrong[:-1]])
+    assert "is not JSON" in broken.output
