@@ -821,6 +821,24 @@ def aborts(config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "aborted": aborted, **engine.state()}
 
 
+def queued(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds all prompts while a long request runs."""
+    engine = Engine(config)
+    core, names, answers = engine.llm.llm_engine, [f"r{i}" for i in range(PROMPTS)], {}
+    core.add_request("long", {"prompt_token_ids": list(range(5, 25))}, engine.sampling(max_tokens=400))
+    core.step()
+    for name, prompt in zip(names, engine.prompts, strict=True):
+        core.add_request(name, {"prompt_token_ids": prompt}, engine.sampling())
+    while core.has_unfinished_requests():
+        answers |= {output.request_id: answer(output) for output in core.step() if output.finished}
+        if "long" not in answers:
+            # So that the disk's threads get the processor.
+            time.sleep(0.001)
+    result = {"outputs": [[answers[name] for name in names]], **engine.state()}
+    engine.close()
+    return result
+
+
 def failed_load(config: dict[str, Any]) -> dict[str, Any]:
     """Fails the whole load of a prompt that takes more than half of the device's blocks.
 
@@ -1563,6 +1581,7 @@ SCENARIOS = {
         updates,
         adapters,
         retained,
+        queued,
         endless,
         refusals,
         fingerprints,

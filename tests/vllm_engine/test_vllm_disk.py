@@ -216,3 +216,13 @@ def test_a_directory_serves_one_server_at_a_time(run: Runner, expected: list[Any
     check_answers(third, expected)
     assert found(third) > 0
     assert disk_tokens(third) > 0
+
+
+def test_what_waits_in_the_queue_is_read_from_disk_before_its_turn(
+    run: Runner, expected: list[Any], copied: Path
+) -> None:
+    result = run("queued", connector=with_disk(copied), engine={"max_num_seqs": 1})
+    check_answers(result, expected)
+    read, used = (result["metrics"][f"prefetched_{what}"] for what in ("blocks", "used_blocks"))
+    assert read >= used > 0
+    assert sum(record["host_tokens"] for record in result["records"][1:]) >= used * BLOCK_SIZE // 2

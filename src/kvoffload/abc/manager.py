@@ -229,6 +229,15 @@ class OffloadingManager(ABC):
         retained when they are. Returns where, or why not. By default nothing can be retained."""
         return Retained(RetainRefusal.NO_QUOTA)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether ``expect`` has an effect."""
+        return False
+
+    def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """A request that waits in the engine's queue will ask for ``keys``, its chain. Blocks that only lower tiers hold
+        may be read before it does. Does nothing by default."""
+
     @abstractmethod
     def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
         """Releases the blocks that were promoted for a request, because it has got its device blocks or has ended.

@@ -38,6 +38,7 @@ from kvoffload.connector.lookups import Lookups, look_up
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.options import PARAM
+from kvoffload.connector.queue import QueuedRequests
 from kvoffload.connector.request import RequestState, Storing
 from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
@@ -132,6 +133,7 @@ class OffloadingConnectorScheduler:
             clock,
             self.stores.bring_back,
         )
+        self.queued = QueuedRequests(manager, self._make_state)
         self._clock = clock
         self._next = UpcomingStep()
         self.metrics.set("pool_blocks", manager.num_blocks)
@@ -147,6 +149,12 @@ class OffloadingConnectorScheduler:
         return self.observer.records
 
     # Lookup.
+
+    @guarded(lambda self, request: None)
+    def on_new_request(self, request: Request) -> None:
+        """Takes note of a request that the engine has queued. If the engine does not look it up in its next step, what
+        lower tiers hold of it is read ahead. An engine need not call this."""
+        self.queued.add(request)
 
     @guarded(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -198,6 +206,8 @@ class OffloadingConnectorScheduler:
         meta.check_weights = self.shelf.begin_step(has_tokens)
         meta.questions = self.adapters.take_questions()
         meta.computes_with = self.adapters.computes_with(step.num_scheduled_tokens, self.requests)
+        if self.queued:
+            self.queued.read_ahead()
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
         for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
@@ -296,6 +306,9 @@ class OffloadingConnectorScheduler:
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
+            state = self.queued.take(request.request_id)
+            if state is not None:
+                self.manager.release_request(state.context)
             return False, None
         self.manager.release_request(state.context)
         self.stores.end(state)
@@ -372,14 +385,17 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            engine_options = self.engine.engine_options
-            options = None if engine_options is None else engine_options(request)
-            adapter = self.adapters.begin(request)
-            most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
-            state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
+            state = (self.queued.take(request.request_id) if self.queued else None) or self._make_state(request)
             self.requests[request.request_id] = state
             self.observer.begin(state)
         return state
+
+    def _make_state(self, request: Request) -> RequestState:
+        engine_options = self.engine.engine_options
+        options = None if engine_options is None else engine_options(request)
+        adapter = self.adapters.begin(request)
+        most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
+        return RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
 
     @guarded(lambda self: None)
     def _read_metrics(self) -> None:
@@ -398,3 +414,4 @@ class OffloadingConnectorScheduler:
         self._next.break_off(self.jobs, self.held)
         self.jobs.clear()
         self.stores.clear()
+        self.queued.clear()

@@ -192,6 +192,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._rates.observe_prefill(num_tokens, seconds)
 
     def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
+        if self.prefetcher.expected:
+            self.prefetcher.forget(req_context)
         promotion = self._promoter.release(req_context)
         if promotion is None:
             return {}
@@ -272,7 +274,7 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host.end_chain(keys, stored, req_context)
         if req_context is not None and req_context.hints is not None and not self._steps.is_off:
-            self.prefetcher.expect(keys, req_context)
+            self.prefetcher.expect_return(keys, req_context)
         self._chains.end(keys, stored, req_context, keys if chain is None else chain)
         self._chains.write()
 
@@ -301,6 +303,13 @@ class TieredOffloadingManager(OffloadingManager):
                 if tier.name != answer.tier:
                     tier.tier.retain((), session, 0.0)
         return answer
+
+    @property
+    def reads_ahead(self) -> bool:
+        return not self._steps.is_off
+
+    def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.prefetcher.expect_now(keys, req_context)
 
     def _retain_in(
         self, tier: TierState, keys: Sequence[OffloadKey], session: int | None, seconds: float

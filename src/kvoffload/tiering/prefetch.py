@@ -31,6 +31,8 @@ QUEUE_SLACK = 256
 """The queue is rebuilt when it has this many entries more than twice the number of chains."""
 LEAD_S = 2.0
 """A chain is read this long before its expected use. What is read earlier takes the room of blocks that others need."""
+QUEUED_S = 10.0
+"""What was read for a request in the engine's queue is held for this long."""
 HELD_SHARE = 0.25
 """At most this share of the host's blocks, and of those that a tenant can have, is held for expected uses."""
 LEAST_USED = 0.5
@@ -58,20 +60,22 @@ class _Held(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """A chain that a request is expected to use at ``returns_at``."""
+    """A chain that a request is expected to use."""
 
     name: int | str
     keys: Sequence[OffloadKey]
     context: ReqContext
     """The request that its promotions are for."""
-    returns_at: float
+    until: float
+    """What was read for it is not held any longer."""
     num_left: int
     """Blocks that may still be read for it. Some may be evicted before they are used, and are not read again."""
 
 
 class Prefetcher:
     """Promotes what ``tiers`` hold of expected chains and ``host`` lacks, head first, while no request waits for a
-    tier. What was read is pinned until its use, or until LEAD_S after the expected time.
+    tier: those whose clients have said when they return, and those of requests in the engine's queue. What was read is
+    pinned until its use, or until LEAD_S after the expected time.
 
     The chain of a session takes the place of its former one, and a request of the session ends the wait. Models with
     several KV cache groups are left out. ``is_on_device`` says which blocks the device holds in place of the host.
@@ -129,24 +133,32 @@ class Prefetcher:
 
     # Requests.
 
-    def expect(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def expect_return(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Takes note of the end of a request, which has used the chain ``keys``, if it says when that is used next."""
         hints = context.hints
-        if hints is None or hints.drop or hints.expect_return_s is None or not self._max_held:
+        if hints is None or hints.drop or hints.expect_return_s is None:
             return
-        likely = hints.p_return is None or hints.p_return >= LEAST_LIKELY
-        if not likely or not keys or len(keys) > self._max_keys or seem_of_several_groups(keys):
-            return
+        is_likely = hints.p_return is None or hints.p_return >= LEAST_LIKELY
         name = context.req_id if hints.session is None else hints.session
         self._forget(name)
-        returns_at = self._clock() + hints.expect_return_s
         number = next(self._order)
-        if not self._is_worth_it and number % PROBE_EVERY:
+        if is_likely and (self._is_worth_it or number % PROBE_EVERY == 0):
+            returns_at = self._clock() + hints.expect_return_s
+            self._add(name, keys, number, returns_at - LEAD_S, returns_at + LEAD_S)
+
+    def expect_now(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        """Takes note of a request that waits in the engine's queue and will use the chain ``keys``."""
+        now = self._clock()
+        self.forget(context)
+        self._add(context.req_id, keys, next(self._order), now, now + QUEUED_S)
+
+    def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, due: float, until: float) -> None:
+        if not keys or not self._max_held or len(keys) > self._max_keys or seem_of_several_groups(keys):
             return
-        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, len(keys))
+        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), until, len(keys))
         self.expected[name] = chain
         self._num_keys += len(keys)
-        heapq.heappush(self._queue, (returns_at - LEAD_S, number, chain))
+        heapq.heappush(self._queue, (due, number, chain))
         while len(self.expected) > MAX_CHAINS or self._num_keys > self._max_keys:
             self._forget(next(iter(self.expected)))
         if len(self._queue) > 2 * len(self.expected) + QUEUE_SLACK:
@@ -161,11 +173,16 @@ class Prefetcher:
         if chain is not None:
             self._num_keys -= len(chain.keys)
 
+    def forget(self, context: ReqContext) -> None:
+        """Takes note of a request that is not expected any more, because it is looked up or has ended."""
+        self._forget(context.req_id)
+        if context.hints is not None and context.hints.session is not None:
+            self._forget(context.hints.session)
+
     def used(self, keys: Collection[OffloadKey], context: ReqContext | None) -> None:
         """Takes note of a request that uses ``keys``."""
-        hints = None if context is None else context.hints
-        if hints is not None and hints.session is not None:
-            self._forget(hints.session)
+        if context is not None:
+            self.forget(context)
         if self.held:
             used = [key for key in keys if key in self.held]
             self._count("prefetched_used_blocks", len(used))
@@ -237,7 +254,7 @@ class Prefetcher:
         while self._queue and self._queue[0][0] <= now:
             chain = self._queue[0][2]
             if self._is_expected(chain):
-                if now <= chain.returns_at + LEAD_S and self._begin_batch(chain, now):
+                if now <= chain.until and self._begin_batch(chain, now):
                     return
                 self._forget(chain.name)
             heapq.heappop(self._queue)
@@ -277,7 +294,7 @@ class Prefetcher:
         arrived = [] if promotion is None else list(promotion.pinned)
         if self._is_expected(chain):
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
-            self._hold(arrived, chain.returns_at + LEAD_S)
+            self._hold(arrived, chain.until)
         self._promoter.release(chain.context)
         self._count("prefetched_blocks", len(arrived))
         self._not_before = now + (now - self._began) * (1 / TIME_SHARE - 1)

@@ -300,6 +300,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 manager.switch_off_tiers(error)
         return self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def on_new_request(self, request: Request) -> None:
+        self.connector_scheduler.on_new_request(request)
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.connector_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
