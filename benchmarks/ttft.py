@@ -1,5 +1,6 @@
 """Time to first token in real vLLM if the prompt is computed, on the device, or in host memory; in one process or more;
-and under device pressure, with host memory that repeats the device and with host memory that does not.
+under device pressure, with host memory that repeats the device and with host memory that does not; and of sessions that
+return from disk at a known time, and of the requests beside them, with and without the hint.
 
 On a CPU, the engine's own thread makes the copies. To measure the benefit of waiting in idle steps, a second thread
 makes them too, with and without the wait. Each engine runs in a child process.
@@ -45,6 +46,11 @@ PRESSED, PRESSED_BLOCKS = "256MiB", 128
 NUM_PROMPTS, NUM_ANSWERED, ANSWER_TOKENS = 20, 80, 24
 """Under device pressure: different prompts, more than both have room for, and requests for any of them."""
 
+RETURNING, RETURNING_BLOCKS = "128MiB", 64
+"""Host memory and device cache where sessions return. Together they have room for half of the sessions."""
+NUM_SESSIONS, RETURN_S, OTHER_TOKENS = 20, 8.0, 256
+"""Each session returns this long after its end. Beside them one other request runs at any time."""
+
 
 def main(out: Path, quick: bool) -> None:
     rows = []
@@ -62,6 +68,7 @@ def main(out: Path, quick: bool) -> None:
                 rows.append(Row(f"{mode}: host hit{name}", seconds["host"] * 1e3, "ms", "over a device hit", ratio))
         config = {"model": directory, "engine": {}, "connector": "KVOffloadConnector", "answered": NUM_ANSWERED}
         rows += _pressure_rows(config, 1 if quick else 3)
+        rows += _return_rows(config, 1 if quick else 3)
     publish("ttft", f"Time to first token of a prompt of {PROMPT_TOKENS} tokens, p50", rows, out)
 
 
@@ -144,6 +151,91 @@ def _pressed(config: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def _return_rows(config: dict[str, Any], num_runs: int) -> list[Row]:
+    """Rows with and without the hint, measured in turn. A ratio above 1 says that with the hint there is more of it."""
+    runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    seconds = 20.0 if num_runs == 1 else 60.0
+    for _ in range(num_runs):
+        for has_hints, of_kind in runs.items():
+            of_kind.append(_in_child({**config, "hinted": has_hints, "seconds": seconds}, MODES["one process"][1]))
+    rows = []
+    for name in runs[True][0]:
+        without, hinted = (statistics.median(run[name] for run in runs[kind]) for kind in (False, True))
+        unit = "%" if "found" in name else "ms"
+        rows.append(Row(f"returns from disk, no hint: {name}", without, unit))
+        rows.append(Row(f"returns from disk, hint: {name}", hinted, unit, "times without", hinted / without))
+    return rows
+
+
+def _returning(config: dict[str, Any], directory: str) -> dict[str, float]:
+    """Serves sessions that return every RETURN_S seconds, and another request after the other beside them."""
+    disk = {"disk_dir": directory, "disk_bytes": "2GiB", "load_only_if_faster": False}
+    llm = start_llm(
+        config["model"],
+        connector({"host_bytes": RETURNING, **disk}),
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=RETURNING_BLOCKS + 1,
+        max_model_len=PROMPT_TOKENS + BLOCK_SIZE,
+        max_num_batched_tokens=PROMPT_TOKENS + BLOCK_SIZE,
+    )
+    core: Any = llm.llm_engine
+    half: Any = core.engine_core.engine_core.scheduler.connector.connector_scheduler
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, 500, PROMPT_TOKENS).tolist() for _ in range(NUM_SESSIONS)]
+    begun = time.perf_counter()
+    due = {s: begun + s * RETURN_S / NUM_SESSIONS for s in range(NUM_SESSIONS)}
+    arrived: dict[str, float] = {}
+    has_token: set[str] = set()
+    first_tokens: dict[str, list[float]] = {"session": [], "other": []}
+    number, end = 0, begun + 2 * RETURN_S + config["seconds"]
+    before: dict[str, float] = {}
+
+    def add(name: str, prompt: list[int], num_tokens: int, **options: Any) -> None:
+        params = sampling(num_tokens, logprobs=None)
+        if options:
+            params.extra_args = {"kv_transfer_params": {"kvoffload": options}}
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+        arrived[name] = time.perf_counter()
+
+    while (now := time.perf_counter()) < end:
+        if not before and now >= begun + 2 * RETURN_S:
+            # Each session has been there twice.
+            before, first_tokens = half.metrics.snapshot(), {"session": [], "other": []}
+        for s in [s for s, at in due.items() if at <= now]:
+            del due[s]
+            add(
+                f"session-{s}",
+                prompts[s],
+                1,
+                session=str(s),
+                **({"expect_return_s": RETURN_S} if config["hinted"] else {}),
+            )
+        if not any(request.startswith("other") for request in arrived):
+            number += 1
+            add(f"other-{number}", rng.integers(5, 500, OTHER_TOKENS).tolist(), 16)
+        for output in core.step():
+            kind, _, of = output.request_id.partition("-")
+            if output.request_id not in has_token:
+                has_token.add(output.request_id)
+                first_tokens[kind].append(time.perf_counter() - arrived[output.request_id])
+            if output.finished:
+                del arrived[output.request_id]
+                has_token.remove(output.request_id)
+                if kind == "session":
+                    due[int(of)] = time.perf_counter() + RETURN_S
+    spent = {name: total - before.get(name, 0) for name, total in half.metrics.snapshot().items()}
+    found = {"in host memory": spent.get("host_hit_tokens", 0), "on disk": spent.get("tier_hit_tokens:disk", 0)}
+    asked = len(first_tokens["session"]) * PROMPT_TOKENS
+    return {
+        **{f"tokens of sessions found {where}": 100 * tokens / asked for where, tokens in found.items()},
+        "time to first token of sessions, p50": 1e3 * statistics.median(first_tokens["session"]),
+        **{
+            f"time to first token of other requests, p{p}": 1e3 * float(np.percentile(first_tokens["other"], p))
+            for p in (50, 99)
+        },
+    }
+
+
 def _in_child(config: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
     variables = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", **environment}
     with tempfile.NamedTemporaryFile("r") as result:
@@ -189,7 +281,15 @@ def _measure(config: dict[str, Any]) -> dict[str, float]:
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
+def _run(config: dict[str, Any]) -> dict[str, float]:
+    if "contents" in config:
+        return _pressed(config)
+    if "hinted" in config:
+        with tempfile.TemporaryDirectory() as directory:
+            return _returning(config, directory)
+    return _measure(config)
+
+
 if __name__ == "__main__":
-    _config = json.loads(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps(_pressed(_config) if "contents" in _config else _measure(_config)))
+    Path(sys.argv[2]).write_text(json.dumps(_run(json.loads(sys.argv[1]))))
     os._exit(0)

@@ -41,6 +41,7 @@ HEALTHY = {
     "kvoffload:store_failures_total": "0+5x96",
     "kvoffload:load_failures_total": "0x96",
     "kvoffload:refused_stores_total": "0x96",
+    "kvoffload:tenant_lost_retained_blocks_total:disk": "0x96",
     "kvoffload:late_promotions_total": "0x96",
     "kvoffload:tier_hit_tokens_total:disk": "0+50000x96",
     "kvoffload:tier_off:disk": "0x96",
@@ -73,6 +74,7 @@ FAULTS: dict[str, dict[str, str]] = {
     "KvoffloadLookupFailures": {"kvoffload:tier_lookup_failures_total:disk": "0+300x96"},
     "KvoffloadLatePromotions": {"kvoffload:late_promotions_total": "0+15x96"},
     "KvoffloadDroppedWrites": {"kvoffload:tier_dropped_writes_total:disk": "0+500x96"},
+    "KvoffloadLostRetained": {"kvoffload:tenant_lost_retained_blocks_total:disk": "0x93 1x3"},
     "KvoffloadNoRoom": {"kvoffload:refused_stores_total": "0+5x96"},
     "KvoffloadEvictedTooEarly": {"kvoffload:misses_total:evicted": "0+200x96"},
     "KvoffloadFewHits": {

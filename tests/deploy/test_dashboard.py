@@ -166,6 +166,7 @@ class Growing:
             "reason": list(map(str, MissReason)),
             "rule": ["lru", "lirs"],
             "option": ["drop"],
+            "answer": ["host", "over_quota"],
         }
         values |= {"tenant": ["search", "other"], "tenant,tier": ["search,host", "other,host"]}
         for name, spec in METRICS.items():

@@ -824,7 +824,7 @@ def aborts(config: dict[str, Any]) -> dict[str, Any]:
 def queued(config: dict[str, Any]) -> dict[str, Any]:
     """Adds all prompts while a long request runs."""
     engine = Engine(config)
-    core, names, answers = engine.llm.llm_engine, [f"r{i}" for i in range(PROMPTS)], {}
+    core, names, answers = engine.llm.llm_engine, [f"r{i}" for i in range(PROMPTS)], dict[str, Any]()
     core.add_request("long", {"prompt_token_ids": list(range(5, 25))}, engine.sampling(max_tokens=400))
     core.step()
     for name, prompt in zip(names, engine.prompts, strict=True):

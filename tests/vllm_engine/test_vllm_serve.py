@@ -103,6 +103,8 @@ NONSENSE: dict[str, Any] = {
     "hints of other kinds": {"kvoffload": {"session": 7, "drop": "yes", "expect_return_s": [60]}},
     "a long name": {"kvoffload": {"session": "s" * 100_000}},
     "a return in the past": {"kvoffload": {"expect_return_s": -1}},
+    "more likely than certain": {"kvoffload": {"p_return": 1.5}},
+    "retained for ever": {"kvoffload": {"retain_s": float(1 << 40)}},
     "deep within a hint": {"kvoffload": {"session": nested(50), "drop": nested(50), "expect_return_s": nested(50)}},
 }
 NUM_OPTIONS = 5

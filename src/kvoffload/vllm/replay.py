@@ -75,5 +75,8 @@ class VLLMRun(Run):
             self.evicted += len(output.evicted_keys)
             self.gone.record(output.evicted_keys, MissReason.EVICTED)
 
+    def prefetch_until(self, now: float) -> None:
+        """vLLM's manager prefetches nothing."""
+
     def take_counts(self) -> Mapping[str, float]:
         return {}
