@@ -48,7 +48,8 @@ class CatalogTier(Tier):
 
     def stats(self) -> TierStats:
         size, num_blocks = self._block_bytes, self._catalog.num_blocks
-        return TierStats(self._capacity * size, num_blocks, num_blocks * size, self._catalog.num_evicted)
+        uses = self._catalog.tenant_uses()
+        return TierStats(self._capacity * size, num_blocks, num_blocks * size, self._catalog.num_evicted, True, uses)
 
     @property
     def is_busy(self) -> bool:
