@@ -36,9 +36,3 @@ def test_bytes_are_counted_for_the_tenant_that_the_key_names() -> None:
         "tenant_moved_bytes:other,disk": 11,
     }
     assert moved.take() == {}
-
-
-def test_without_tenants_nothing_is_counted() -> None:
-    moved = MovedBytes(Tenants(b"n" * NAMESPACE_BYTES))
-    moved.add("host", [b"k" * 24], [10])
-    assert moved.take() == {}

@@ -235,8 +235,8 @@ class OffloadingManager(ABC):
         return False
 
     def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """A request that waits in the engine's queue will ask for ``keys``, its chain. Blocks that only lower tiers hold
-        may be read before it does. Does nothing by default."""
+        """A request that waits in the engine's queue will ask for ``keys``, its chain. Blocks that only lower tiers
+        hold may be read before it does. Does nothing by default."""
 
     @abstractmethod
     def release_request(self, req_context: ReqContext) -> Mapping[str, int]:

@@ -39,7 +39,7 @@ class TenantCounts:
 
 class MovedBytes:
     """The bytes that were moved for each of ``tenants`` since that was last taken, by names of METRICS: between device
-    and host memory, and from and to lower tiers."""
+    and host memory, and from and to lower tiers. Some tenants are configured."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
@@ -47,9 +47,7 @@ class MovedBytes:
         """Bytes by "TENANT,TIER"."""
 
     def add(self, tier: str, keys: Iterable[OffloadKey], nbytes: Iterable[int]) -> None:
-        """Adds blocks, each of so many bytes. Without configured tenants nothing is counted."""
-        if not self._tenants.names:
-            return
+        """Adds blocks, each of so many bytes."""
         by_namespace: Counter[bytes] = Counter()
         for key, size in zip(keys, nbytes, strict=False):
             by_namespace[key[:NAMESPACE_BYTES]] += size

@@ -110,7 +110,7 @@ class RequestObserver:
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
     ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription. ``moved``
-    counts the bytes that are copied for tenants, in blocks of ``block_bytes`` on all ranks.
+    counts the bytes that are copied for tenants, in blocks of ``block_bytes`` on all ranks; None if there are none.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RequestObserver:
         spans: RequestSpans | None,
         describes_blocks: bool,
         clock: Callable[[], float],
-        moved: MovedBytes,
+        moved: MovedBytes | None,
         block_bytes: int,
     ) -> None:
         self.metrics = metrics
@@ -325,9 +325,10 @@ class RequestObserver:
 
     def copied(self, jobs: Sequence[Job]) -> None:
         """Observes jobs that have ended."""
-        for job in jobs:
-            if not job.failed:
-                self._moved.add(HOST, job.keys, repeat(self._block_bytes))
+        moved = self._moved
+        for job in jobs if moved is not None else ():
+            if moved is not None and not job.failed:
+                moved.add(HOST, job.keys, repeat(self._block_bytes))
         if self._spans is None:
             return
         for job in jobs:
@@ -371,6 +372,8 @@ class RequestObserver:
     def read_metrics(self) -> None:
         """Sets gauges and adds the manager's counts."""
         self.metrics.take_in(self._manager.take_counts())
+        if self._moved is None:
+            return
         self.metrics.take_in(self._moved.take())
         if logs_bills() and self._clock() >= self._bill_at:
             self._bill_at = self._clock() + BILL_EVERY_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 
 from kvoffload.abc import OffloadingManager, Request
@@ -22,30 +22,33 @@ class QueuedRequests:
     def __init__(self, manager: OffloadingManager, make_state: Callable[[Request], RequestState]) -> None:
         self._manager = manager
         self._make_state = make_state
-        self._new: OrderedDict[str, Request] = OrderedDict()
-        self._expected: dict[str, RequestState] = {}
-
-    def __len__(self) -> int:
-        return len(self._new) + len(self._expected)
+        self.requests: dict[str, RequestState | None] = {}
+        """By id, with the states that were made. Read only for others."""
+        self.new: deque[Request] = deque()
+        """Those that no step has followed yet, and some that were taken. Read only for others."""
 
     def add(self, request: Request) -> None:
-        if self._manager.reads_ahead and len(self) < MAX_QUEUED:
-            self._new[request.request_id] = request
+        if self._manager.reads_ahead and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
+            self.requests[request.request_id] = None
+            self.new.append(request)
 
     def take(self, req_id: str) -> RequestState | None:
         """Removes a request that is looked up, or ends before. Returns its state if that was made."""
-        self._new.pop(req_id, None)
-        return self._expected.pop(req_id, None)
+        return self.requests.pop(req_id, None)
 
     def clear(self) -> None:
-        self._new.clear()
-        self._expected.clear()
+        self.requests.clear()
+        self.new.clear()
 
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
-        for _ in range(min(NEW_PER_STEP, len(self._new))):
-            req_id, request = self._new.popitem(last=False)
-            state = self._expected[req_id] = self._make_state(request)
+        num_left = NEW_PER_STEP
+        while self.new and num_left:
+            request = self.new.popleft()
+            if request.request_id not in self.requests:
+                continue
+            num_left -= 1
+            state = self.requests[request.request_id] = self._make_state(request)
             if state.may_load and state.adapter is None and len(state.blocks.keys) == 1:
                 state.extend_keys()
                 num_loadable = state.blocks.layout.num_final(0, min(request.num_tokens - 1, state.blocks.max_tokens))

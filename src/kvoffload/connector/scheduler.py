@@ -111,7 +111,7 @@ class OffloadingConnectorScheduler:
             spans,
             engine.enable_events,
             clock,
-            MovedBytes(self._tenants),
+            MovedBytes(self._tenants) if self._tenants.names else None,
             block_bytes,
         )
         device = DeviceBlocks(keeps_states=engine.enable_events) if is_exclusive else None
@@ -206,7 +206,7 @@ class OffloadingConnectorScheduler:
         meta.check_weights = self.shelf.begin_step(has_tokens)
         meta.questions = self.adapters.take_questions()
         meta.computes_with = self.adapters.computes_with(step.num_scheduled_tokens, self.requests)
-        if self.queued:
+        if self.queued.new:
             self.queued.read_ahead()
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
         for req_id in (preempted := tuple(step.preempted)):
@@ -385,7 +385,9 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            state = (self.queued.take(request.request_id) if self.queued else None) or self._make_state(request)
+            state = (self.queued.take(request.request_id) if self.queued.requests else None) or self._make_state(
+                request
+            )
             self.requests[request.request_id] = state
             self.observer.begin(state)
         return state

@@ -119,7 +119,7 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host = host
         self._counts = TierCounts()
-        self._moved = MovedBytes(settings.tenants or Tenants(b""))
+        self._moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
         self._origins = Origins()
         self._clock = clock
         self.tiers = _make_states(host, tiers, settings, self._counts, self._origins, clock, random)
@@ -395,9 +395,9 @@ class TieredOffloadingManager(OffloadingManager):
                 yield from tier.tier.events.take()
 
     def take_counts(self) -> Mapping[str, float]:
-        now = self._clock()
+        now, moved = self._clock(), {} if self._moved is None else self._moved.take()
         gauges = [each for tier in self.tiers for each in tier.take_gauges(now).items()]
-        return {**self.host.take_counts(), **self._counts.take(), **self._moved.take(), **dict(gauges)}
+        return {**self.host.take_counts(), **self._counts.take(), **moved, **dict(gauges)}
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         return explain_miss(key, self.host.explain_miss(key), self._reasons.explain(key), self.tiers)

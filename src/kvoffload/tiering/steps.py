@@ -29,7 +29,7 @@ class TierSteps:
         promoter: Promoter,
         chains: RequestChains,
         origins: Origins,
-        moved: MovedBytes,
+        moved: MovedBytes | None,
         clock: Callable[[], float],
         written: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
@@ -79,7 +79,8 @@ class TierSteps:
                 self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
         for ended in (writes, reads):
             tier.judge(ended, self._clock())
-            self._moved.add(tier.name, ended.good.keys, ended.good.nbytes)
+            if self._moved is not None:
+                self._moved.add(tier.name, ended.good.keys, ended.good.nbytes)
         return bool(reads)
 
     def wait(self, timeout_s: float) -> bool:
