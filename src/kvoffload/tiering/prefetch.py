@@ -33,8 +33,9 @@ LEAD_S = 2.0
 """A chain is read this long before its expected use. What is read earlier takes the room of blocks that others need."""
 QUEUED_S = 10.0
 """What was read for a request in the engine's queue is held for this long."""
-HELD_SHARE = 0.25
-"""At most this share of the host's blocks, and of those that a tenant can have, is held for expected uses."""
+HELD_SHARE = 0.5
+"""At most this share of what a tenant can have in the host, and of the blocks that nothing else pins, is held for
+expected uses. So as many blocks as are held can leave for stores, loads and promotions."""
 LEAST_USED = 0.5
 """If less of what was read of late was used, the estimates of clients are of no use: then only one chain of PROBE_EVERY
 is prefetched."""
@@ -202,28 +203,29 @@ class Prefetcher:
         return self._num_used >= LEAST_USED * (self._num_used + self._num_wasted)
 
     def _hold(self, keys: Sequence[OffloadKey], until: float) -> None:
-        """Pins ready blocks of one tenant, as many as may be held."""
+        """Pins ready blocks."""
         keys = [key for key in keys if key not in self.held]
-        if not keys:
-            return
-        keys = keys[: self._room(keys[0])]
         slots = self._host.prepare_load(keys).slots.tolist()
         self.held.update((key, _Held(slot, until)) for key, slot in zip(keys, slots, strict=True))
-        self._num_held[keys[0][:NAMESPACE_BYTES]] += len(keys)
+        self._num_held.update(key[:NAMESPACE_BYTES] for key in keys)
 
     def _let_go(self, keys: Sequence[OffloadKey]) -> None:
         if not keys:
             return
         held = [self.held.pop(key) for key in keys]
-        for key in keys:
-            self._num_held[key[:NAMESPACE_BYTES]] -= 1
+        self._num_held.subtract(key[:NAMESPACE_BYTES] for key in keys)
         self._num_held = +self._num_held
         self._host.complete_load(self._host.lease([each.slot for each in held]))
 
     def _room(self, key: OffloadKey) -> int:
         """Returns how many more blocks of the tenant of ``key`` may be held."""
         most = int(self._host.most_blocks(key) * HELD_SHARE)
-        return max(0, min(self._max_held - len(self.held), most - self._num_held[key[:NAMESPACE_BYTES]]))
+        return max(0, min(-self._num_excess, most - self._num_held[key[:NAMESPACE_BYTES]]))
+
+    @property
+    def _num_excess(self) -> int:
+        """How many blocks are held that others have no room beside. Below 0: so many more may be held."""
+        return len(self.held) - int(HELD_SHARE * (len(self.held) + self._host.num_available_blocks))
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
         """Takes note of blocks that are about to be dropped."""
@@ -242,6 +244,8 @@ class Prefetcher:
     def poll(self) -> None:
         """Ends a batch that has arrived, and begins the next one if it is time and no request waits for a tier."""
         now = self._clock()
+        if self.held and self._num_excess > 0:
+            self._let_go(list(itertools.islice(reversed(self.held), self._num_excess)))
         if self.reading is not None and not self._end_batch(self.reading, now):
             return
         if self.held and now >= self._sweep_at:
@@ -279,7 +283,7 @@ class Prefetcher:
             # A shared medium may be asked, and knows at a later step.
             return search.is_unanswered
         nbytes = self._tiers[int(found.sources[0])].tier.block_bytes
-        n = min(room, chain.num_left, max(1, BATCH_BYTES // nbytes))
+        n = min(len(found.keys), room, chain.num_left, max(1, BATCH_BYTES // nbytes))
         chain.num_left -= n
         self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
         self.reading, self._began = chain, now
