@@ -260,6 +260,7 @@ class ModelEngine:
             raise Hang(f"after {MAX_STEPS} steps: {len(batcher.waiting)} waiting, {len(batcher.running)} running")
         if self._todo and self.random.random() < 0.4:
             batcher.waiting.append(self._todo.pop(0))
+            self.scheduler.on_new_request(batcher.waiting[-1])
         if batcher.requests and self.random.random() < self.scenario.abort_chance:
             self._finish(self.random.choice(batcher.requests))
         if self.steps < MAX_RESET_STEP and self.random.random() < self.scenario.reset_chance:

@@ -721,7 +721,13 @@ class Run:
 
 
 class ExclusiveRun(Run):
-    """A replay in which host memory does not repeat what the device holds."""
+    """A replay in which host memory does not repeat what the device holds. As when serving, the blocks of requests with
+    hints are stored at once, because hints concern blocks in host memory, and not again when they leave the device."""
+
+    def make_managers(self) -> None:
+        super().make_managers()
+        self._noted: set[int] = set()
+        """What is stored when it leaves the device, by its ids in the trace."""
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
         host, manager, device = self.host, self.manager, self.device
@@ -746,15 +752,20 @@ class ExclusiveRun(Run):
         manager.note_device(left=self._keys(left))
         computed = set(use.chain)
         # They leave from the tail of their chain. If there is not room for all, the heads are stored.
-        lost = self._keys([block for block in reversed(left) if block not in computed])
+        lost = self._keys([block for block in reversed(left) if block in self._noted and block not in computed])
+        self._noted.difference_update(left)
         absent = [key for key in lost if key not in host.table]
         self.store(absent[: host.num_available_blocks], None, leaving=True)
         host.complete_load(lease)
-        stored = self.store(chain[: self.capacity], context)[0] if manager.wants_every_block else ()
+        has_hints = context is not None and context.hints is not None
+        is_stored = manager.wants_every_block or has_hints
+        stored = self.store(chain[: self.capacity], context)[0] if is_stored else ()
         self.end(chain, stored, context)
         while self.tier is not None and self.tier.is_busy:
             manager.poll()
-        manager.note_device(held=self._keys(use.chain))
+        if not has_hints:
+            self._noted.update(use.chain)
+            manager.note_device(held=self._keys(use.chain))
 
     def _keys(self, blocks: list[int]) -> list[OffloadKey]:
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
