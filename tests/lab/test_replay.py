@@ -220,31 +220,35 @@ def test_if_there_is_no_room_for_all_that_leaves_the_device_the_heads_are_stored
     assert result.host_tokens.tolist() == [0, 0, SIZE, SIZE]
 
 
-@pytest.mark.parametrize("has_hints", [True, False], ids=["hints", "no hints"])
-def test_what_requests_with_hints_store_does_not_wait_until_it_leaves_the_device(has_hints: bool) -> None:
-    # [7, 8, 9] evicts 2 and 3 from the device, and [5, 6] then 9 and 8.
-    trace = make([[1, 2, 3], [7, 8, 9], [5, 6]])
-    hints = [Hints(2) if has_hints else None, None, None]
-    result = replay(trace, exclusive("lru", 8, 4), hints=hints)
-    # 1, 2 and 3 at once, then 9 and 8. Without hints: 3 and 2, then 9 and 8.
-    assert result.stored_blocks == (5 if has_hints else 4)
-    # 3 returns to the device and leaves it with another request's chain: it is in host memory still.
-    trace = make([[1, 2, 3], [1, 2, 3], [7, 8, 9]])
-    result = replay(trace, exclusive("lru", 8, 4), hints=hints)
-    assert result.device_tokens.tolist() == [0, 2 * SIZE, 0]
-    assert result.stored_blocks == (3 if has_hints else 2)
+def test_what_requests_with_hints_store_does_not_wait_until_it_leaves_the_device() -> None:
+    # [7, 8, 9] evicts 1, 2 and 3 from host memory, the last request 3, 2 and 1 from the device.
+    trace = make([[1, 2, 3], [7, 8, 9], [10, 11, 12, 13, 14]])
+    stored = [
+        replay(trace, exclusive("lru", 3, 8), hints=hints).stored_blocks
+        for hints in ([Hints(2), Hints(3), None], [None] * 3)
+    ]
+    assert stored == [6, 3], "at once, and not again; without hints when they leave"
+
+
+def test_a_request_without_hints_has_the_blocks_of_others_stored_when_they_leave_the_device() -> None:
+    trace = make([[1, 2, 3], [7, 8, 9], [1, 2, 3], [10, 11, 12, 13, 14]])
+    result = replay(trace, exclusive("lru", 3, 8), hints=[Hints(2), Hints(3), None, None])
+    assert result.device_tokens.tolist() == [0, 0, 2 * SIZE, 0]
+    # 9, 8 and 7 leave for the last request; for a longer one also 3, 2 and 1, which a request without hints has used.
+    longer = make([[1, 2, 3], [7, 8, 9], [1, 2, 3], [10, 11, 12, 13, 14, 15, 16, 17]])
+    again = replay(longer, exclusive("lru", 3, 8), hints=[Hints(2), Hints(3), None, None])
+    assert (result.stored_blocks, again.stored_blocks) == (6, 9)
 
 
 def test_with_exclusive_contents_hints_concern_what_is_in_host_memory() -> None:
-    """A chain of which a request is the last one leaves first, and so the other one is found."""
+    """Chains of which a request is the last one leave first, and so the other one is found."""
     trace = make([[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [1, 2, 3]])
-    last = Hints(3, drop=True)
+    last = [Hints(3 + i, drop=True) for i in range(3)]
     found = [
-        replay(trace, exclusive("lru", 6, 3), hints=hints).host_tokens.tolist()
-        for hints in ([Hints(2), last, last, last, Hints(2)], [Hints(2), *[None] * 3, Hints(2)])
+        replay(trace, exclusive("lru", 6, 3), hints=[Hints(2), *others, Hints(2)]).host_tokens.tolist()
+        for others in (last, [None] * 3)
     ]
-    assert found[0] == [0, 0, 0, 0, 3 * SIZE]
-    assert found[1] == [0, 0, 0, 0, 0]
+    assert found == [[0, 0, 0, 0, 3 * SIZE], [0] * 5]
 
 
 @pytest.mark.parametrize("seed", range(6))
