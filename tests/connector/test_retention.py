@@ -214,9 +214,9 @@ def leading(flags: Iterable[bool]) -> int:
 
 
 def test_random_calls_exceed_no_quota_and_lose_nothing_that_was_promised(tmp_path: Path) -> None:
-    """Hints, drops, retentions, tenants, resets and restarts. A promise holds for what the tier had when it was made, up
-    to a block that was dropped: what is behind it cannot be found. A restart ends those of the host, and after a reset
-    those of the disk: its blocks may be of other weights."""
+    """Hints, drops, retentions, tenants, resets and restarts. A promise holds for what the tier had when it was made,
+    up to a block that was dropped: what is behind it cannot be found. A restart ends those of the host, and after a
+    reset those of the disk: its blocks may be of other weights."""
     rng, server, was_reset = random.Random(3), Server(tmp_path), False
     promised: dict[object, tuple[str, list[OffloadKey]]] = {}
     for step in range(1500 * scaled(1)):
