@@ -6,7 +6,15 @@ import pytest
 
 from kvoffload.abc import Hints, OffloadKey, ReqContext
 from kvoffload.tiering import prefetch
-from kvoffload.tiering.prefetch import HELD_SHARE, JUDGED_BLOCKS, LEAD_S, MAX_CHAINS, PROBE_EVERY
+from kvoffload.tiering.prefetch import (
+    BATCH_S,
+    HELD_SHARE,
+    JUDGED_BLOCKS,
+    LEAD_S,
+    MAX_CHAINS,
+    PROBE_EVERY,
+    TIME_SHARE,
+)
 from tests.tiering.rig import Rig, chain
 
 RETURNS_IN_S = 100.0
@@ -56,6 +64,80 @@ def test_a_chain_is_in_the_host_before_its_use_and_not_long_before(rig: Rig) -> 
     assert not is_watching(rig)
     rig.fill_host("others")
     assert num_in_host(rig, keys) == 0, "and not longer"
+
+
+def make_steps(rig: Rig, seconds: float) -> None:
+    """Makes four steps per second. What a step begins to read has arrived at the next one."""
+    for _ in range(int(4 * seconds)):
+        rig.clock.now += 0.25
+        rig.settle()
+
+
+def measure_reads(rig: Rig, keys: list[OffloadKey]) -> None:
+    """Has a chain prefetched and used, so that it is known how long that takes, and leaves the host without it."""
+    end(rig, keys, hints(1))
+    make_steps(rig, RETURNS_IN_S + LEAD_S - 1)
+    assert num_in_host(rig, keys) == len(keys)
+    rig.manager.touch(keys, ReqContext("measured", hints=Hints(1)))
+    rig.fill_host()
+    assert num_in_host(rig, keys) == 0
+
+
+def test_a_chain_that_takes_long_to_read_is_begun_earlier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "BATCH_BYTES", 1)
+    rig.tier.seconds_per_block = 0.25
+    keys, seconds = chain("b", 10), 10 * 0.25 / TIME_SHARE
+    rig.store_below(keys)
+    measure_reads(rig, chain("a", 5))
+    end(rig, keys, hints())
+    make_steps(rig, RETURNS_IN_S - LEAD_S - 1.5 * seconds)
+    assert num_in_host(rig, keys) == 0, "not long before"
+    make_steps(rig, 1.5 * seconds + 1)
+    assert num_in_host(rig, keys) == 10
+
+
+def test_a_chain_of_which_more_is_missing_is_begun_earlier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "BATCH_BYTES", 1)
+    rig.tier.seconds_per_block = 0.25
+    rig.store_below(chain("b", 12))
+    measure_reads(rig, chain("a", 5))
+    end(rig, chain("a", 6), hints(1))
+    end(rig, chain("b", 12), hints(2))
+    make_steps(rig, RETURNS_IN_S - LEAD_S - 4)
+    assert num_in_host(rig, chain("a", 6)) == 0 < num_in_host(rig, chain("b", 12))
+
+
+def test_what_leaves_the_device_after_a_look_at_its_chain_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "BATCH_BYTES", 1)
+    rig = Rig(host_blocks=32, tier_blocks=128, device_blocks=16)
+    rig.tier.seconds_per_block = 0.25
+    for name in "ab":
+        rig.store_below(chain(name, 5))
+    measure_reads(rig, chain("a", 5))
+    end(rig, chain("b", 5), hints())
+    rig.manager.note_device(held=chain("b", 5))
+    make_steps(rig, RETURNS_IN_S - LEAD_S - 1)
+    assert num_in_host(rig, chain("b", 5)) == 0
+    rig.manager.note_device(left=chain("b", 5))
+    make_steps(rig, LEAD_S + 2)
+    assert num_in_host(rig, chain("b", 5)) > 0
+
+
+def test_a_slow_tier_reads_few_blocks_at_a_time(rig: Rig) -> None:
+    """A request that comes meanwhile waits for no more than BATCH_S, or one block."""
+    keys = chain("a", 6)
+    rig.tier.seconds_per_block = 2.5 * BATCH_S
+    measure_reads(rig, keys)
+    end(rig, keys, hints())
+    rig.clock.now += RETURNS_IN_S - 1
+    num_read = []
+    for _ in range(6):
+        before = len(rig.tier.reads)
+        rig.clock.now += 0.1
+        rig.settle()
+        num_read.append(len(rig.tier.reads) - before)
+    assert sum(num_read) == 6
+    assert max(num_read) == 2
 
 
 def test_without_its_use_the_blocks_are_let_go(rig: Rig) -> None:

@@ -22,6 +22,7 @@ from kvoffload.tiering.health import TierState
 from kvoffload.tiering.lookup import LoadGate, Search, look_up
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import Located
+from kvoffload.tiering.rates import MovingRate
 
 MAX_CHAINS = 4096
 """Chains whose return is expected. Beyond it the oldest is forgotten."""
@@ -30,7 +31,8 @@ KEYS_PER_BLOCK = 8
 QUEUE_SLACK = 256
 """The queue is rebuilt when it has this many entries more than twice the number of chains."""
 LEAD_S = 2.0
-"""A chain is read this long before its expected use. What is read earlier takes the room of blocks that others need."""
+"""A chain has been read this long before its expected use. What is read earlier takes the room of blocks that others
+need."""
 QUEUED_S = 10.0
 """What was read for a request in the engine's queue is held for this long."""
 HELD_SHARE = 0.5
@@ -44,8 +46,11 @@ JUDGED_BLOCKS = 1024
 """So many blocks are judged before the older ones count half."""
 SWEEP_EVERY_S = 0.5
 """How often blocks whose time is over are looked for."""
-BATCH_BYTES = 8 << 20
-"""Bytes that are read at a time, at least one block: a request that comes meanwhile waits for no more."""
+BATCH_S = 0.01
+"""What a tier can read in this time is read at a time, at least one block: a request that comes meanwhile waits no
+longer."""
+BATCH_BYTES = 32 << 20
+"""And at most so many bytes, or one block. How fast a tier is may not be known yet."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
 LEAST_LIKELY = 0.5
@@ -67,6 +72,8 @@ class _Expected:
     keys: Sequence[OffloadKey]
     context: ReqContext
     """The request that its promotions are for."""
+    returns_at: float
+    """When it is used."""
     until: float
     """What was read for it is not held any longer."""
     num_left: int
@@ -114,6 +121,10 @@ class Prefetcher:
         self.reading: _Expected | None = None
         """The chain of the batch that is being read."""
         self._began = 0.0
+        self._read_s = 0.0
+        """How long its tier takes for it; 0 if that is unknown."""
+        self._pace = MovingRate()
+        """Blocks that are read per second of the clock, with what passes between two batches."""
         self._not_before = -math.inf
         """When the next batch may be read."""
         self._sweep_at = -math.inf
@@ -145,7 +156,7 @@ class Prefetcher:
         number = next(self._order)
         if is_likely and (self._is_worth_it or number % PROBE_EVERY == 0):
             returns_at = self._clock() + hints.expect_return_s
-            self._add(name, keys, number, returns_at - LEAD_S, returns_at + LEAD_S)
+            self._add(name, keys, number, returns_at, returns_at + LEAD_S)
 
     def expect_now(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Takes note of a request that waits in the engine's queue and will use the chain ``keys``."""
@@ -153,18 +164,22 @@ class Prefetcher:
         self.forget(context)
         self._add(context.req_id, keys, next(self._order), now, now + QUEUED_S)
 
-    def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, due: float, until: float) -> None:
+    def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, returns_at: float, until: float) -> None:
         if not keys or not self._max_held or len(keys) > self._max_keys or seem_of_several_groups(keys):
             return
-        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), until, len(keys))
+        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, until, len(keys))
         self.expected[name] = chain
         self._num_keys += len(keys)
-        heapq.heappush(self._queue, (due, number, chain))
+        heapq.heappush(self._queue, (self._due(returns_at, len(keys)), number, chain))
         while len(self.expected) > MAX_CHAINS or self._num_keys > self._max_keys:
             self._forget(next(iter(self.expected)))
         if len(self._queue) > 2 * len(self.expected) + QUEUE_SLACK:
             self._queue = [entry for entry in self._queue if self._is_expected(entry[2])]
             heapq.heapify(self._queue)
+
+    def _due(self, returns_at: float, num_missing: int) -> float:
+        """Returns when so many blocks are to be read for a use at ``returns_at``."""
+        return returns_at - LEAD_S - (self._pace.seconds_for(num_missing) or 0.0)
 
     def _is_expected(self, chain: _Expected) -> bool:
         return self.expected.get(chain.name) is chain
@@ -256,38 +271,53 @@ class Prefetcher:
         if self.next_due > now or now < self._not_before or not self._promoter.is_idle:
             return
         while self._queue and self._queue[0][0] <= now:
-            chain = self._queue[0][2]
-            if self._is_expected(chain):
-                if now <= chain.until and self._begin_batch(chain, now):
-                    return
-                self._forget(chain.name)
+            _, number, chain = self._queue[0]
+            is_expected = self._is_expected(chain)
+            due = self._begin_batch(chain, now) if is_expected and now <= chain.until else math.inf
+            if due <= now:
+                return
+            if due < math.inf:
+                heapq.heapreplace(self._queue, (due, number, chain))
+                continue
             heapq.heappop(self._queue)
+            if is_expected:
+                self._forget(chain.name)
 
-    def _begin_batch(self, chain: _Expected, now: float) -> bool:
-        """Returns False if there is nothing to read, or nothing more."""
+    def _begin_batch(self, chain: _Expected, now: float) -> float:
+        """Reads the next blocks of ``chain`` if it is time. Returns when to look at it again: infinity if nothing is to
+        be read any more."""
         keys = chain.keys
         if self._host.is_behind_device:
             first = next((i for i, key in enumerate(keys) if not self._is_on_device(key)), len(keys))
             keys = keys[first:]
-        if not keys or not chain.num_left:
-            return False
+        if not chain.num_left:
+            return math.inf
+        if not keys:
+            # They may leave the device before their use.
+            due = self._due(chain.returns_at, 0)
+            return due if due > now else math.inf
         room = self._room(keys[0])
         if not room:
             # It may come when others have been used.
-            return True
+            return now
         search = Search(self._host, self._tiers, self._reasons, now)
         states, found = look_up(search, keys, Need.RUN, self._promoter, self._gate)
         # What the host has of it counts as used now, so that it does not leave for the rest.
         self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())
+        due = self._due(chain.returns_at, len(found.keys))
+        if due > now:
+            return due
         if not found.keys:
             # A shared medium may be asked, and knows at a later step.
-            return search.is_unanswered
-        nbytes = self._tiers[int(found.sources[0])].tier.block_bytes
-        n = min(len(found.keys), room, chain.num_left, max(1, BATCH_BYTES // nbytes))
+            return now if search.is_unanswered else math.inf
+        tier = self._tiers[int(found.sources[0])]
+        n = tier.estimator.num_blocks_within(BATCH_S, max(1, BATCH_BYTES // tier.tier.block_bytes))
+        n = min(n, len(found.keys), room, chain.num_left)
+        self._read_s = tier.estimator.seconds_to_read(n) or 0.0
         chain.num_left -= n
         self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
         self.reading, self._began = chain, now
-        return True
+        return now
 
     def _end_batch(self, chain: _Expected, now: float) -> bool:
         """Takes in the batch that was read for ``chain``. Returns False if it is still under way."""
@@ -301,7 +331,8 @@ class Prefetcher:
             self._hold(arrived, chain.until)
         self._promoter.release(chain.context)
         self._count("prefetched_blocks", len(arrived))
-        self._not_before = now + (now - self._began) * (1 / TIME_SHARE - 1)
+        self._not_before = self._began + (self._read_s or now - self._began) / TIME_SHARE
+        self._pace.add(len(arrived), max(now, self._not_before) - self._began)
         if not arrived:
             # It was not read in time, or others have taken its room.
             self._forget(chain.name)
