@@ -10,13 +10,13 @@ from kvoffload.cache.tenants import TenantConfig, Tenants
 
 def test_a_tenant_is_billed_for_what_it_held_at_the_last_call() -> None:
     counts = TenantCounts("host")
-    first = counts.take([TenantUse("a", 10, 0, 0, 4), TenantUse("b", 0, 0, 0)], 100, 1e6)
-    assert first["tenant_byte_seconds:a,host"] == first["tenant_retained_byte_seconds:a,host"] == 0
-    second = counts.take([TenantUse("a", 2, 0, 0, 0), TenantUse("b", 7, 0, 0)], 100, 1e6 + 3)
+    first = counts.take([TenantUse("a", 10, 0, 0, 4, 0, 100), TenantUse("b", 0, 0, 0)], 100, 1e6)
+    assert first["tenant_byte_seconds:a,host"] == 0
+    second = counts.take([TenantUse("a", 2, 0, 0, 0, 0, 107), TenantUse("b", 7, 0, 0)], 100, 1e6 + 3)
     assert second["tenant_byte_seconds:a,host"] == 10 * 100 * 3
-    assert second["tenant_retained_byte_seconds:a,host"] == 4 * 100 * 3
+    assert second["tenant_retained_byte_seconds:a,host"] == 100 * 7
     assert second["tenant_byte_seconds:b,host"] == 0
-    third = counts.take([TenantUse("a", 2, 0, 0), TenantUse("b", 7, 0, 0)], 100, 1e6 + 4)
+    third = counts.take([TenantUse("a", 2, 0, 0, 0, 0, 107), TenantUse("b", 7, 0, 0)], 100, 1e6 + 4)
     assert (third["tenant_byte_seconds:a,host"], third["tenant_byte_seconds:b,host"]) == (200, 700)
     assert third["tenant_retained_byte_seconds:a,host"] == 0
 

@@ -194,6 +194,79 @@ def test_chains_of_several_groups_and_states_are_released_whole() -> None:
     assert manager.table.num_evictable == manager.table.num_held
 
 
+def test_states_of_a_session_do_not_pile_up() -> None:
+    """Each request names the last state of the one before, and its own."""
+    manager = make()
+    for turn in range(1, 9):
+        states = [make_offload_key(namespace("a") + f"{i:012}".encode(), 1) for i in (turn - 1, turn)]
+        retain(manager, [*chain("a", 1, turn), *states], 60.0, session=5)
+        manager.check_integrity()
+    assert manager.retention.num_charged[0] <= 8 + 3
+    manager.retain([], context(0.0, session=5))
+    assert manager.retention.num_charged[0] == 0
+
+
+def test_a_shorter_retention_of_the_same_session_shortens_its_blocks() -> None:
+    manager, keys = make(), chain("a", 1, 6)
+    manager.retention.take_changes()
+    retain(manager, keys, 3600.0, session=5)
+    retain(manager, keys[:5], 60.0, session=5)
+    changes = manager.retention.take_changes()
+    now = manager.retention._clock()
+    assert sorted(changes.values()) == [0.0] + [now + 60.0] * 5
+
+
+def test_many_retentions_that_end_together_take_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MAX_ENDED_AT_ONCE", 4)
+    clock = Clock()
+    manager = make(clock=clock)
+    for session in range(10):
+        retain(manager, chain("a", 100 + session, 5)[4:], 60.0, session=2 + session)
+    clock.now += 61
+    manager.retention.expire()
+    assert len(manager.retention) == 6
+    # Who needs the room gets it.
+    retain(manager, chain("a", 1, 16), 60.0, session=50)
+    assert len(manager.retention) == 1
+    manager.check_integrity()
+
+
+def test_ended_sessions_leave_the_queue() -> None:
+    manager = make()
+    for session in range(3 * retention.QUEUE_SLACK):
+        retain(manager, chain("a", 1, 5), 60.0, session=2 + session)
+        manager.retain([], context(0.0, session=2 + session))
+    manager.check_integrity()
+    assert not manager.retention.by_name
+
+
+def test_what_was_charged_is_counted_to_its_end() -> None:
+    clock = Clock()
+    manager = make(clock=clock)
+    retain(manager, chain("a", 1, 6), 60.0)
+    clock.now += 3600
+    use = manager.tenant_uses()[0]
+    assert (use.num_retained, use.retained_block_s) == (0, 6 * 60)
+
+
+def test_what_finds_no_room_or_fails_to_be_stored_is_lost_and_not_charged() -> None:
+    manager, keys = make(), chain("a", 1, 8)
+    output = manager.prepare_store(keys[:6], context(60.0))
+    assert output is not None
+    assert manager.retain(keys, context(60.0)).refusal is None
+    manager.end_chain(keys, output.keys_to_store, context(60.0))
+    assert (manager.retention.num_charged[0], manager.retention.num_lost[0]) == (6, 2)
+    manager.complete_store(output.store_spec, success=False)
+    assert (manager.retention.num_charged[0], manager.retention.num_lost[0]) == (0, 8)
+    manager.check_integrity()
+    # A later request can have them retained.
+    retain(manager, keys, 60.0)
+    assert manager.retention.num_charged[0] == 8
+    flood(manager)
+    assert manager.lookup(keys) == 8
+    manager.check_integrity()
+
+
 def test_guarantees_hold_beside_what_others_retain() -> None:
     manager = make(num_blocks=64, retain=(32, 0, 0), guaranteed=(0, 32, 0))
     retain(manager, chain("a", 1, 32), 60.0)
@@ -260,10 +333,13 @@ class Adversary:
         self.promised = {name: entry for name, entry in self.promised.items() if entry[0] > now}
         manager.retention.expire()
         kept = {key for _, keys in self.promised.values() for key in keys}
-        charged = [sum(key.startswith(namespace(name)) for key in kept) for name in NAMES]
-        assert charged == manager.retention.num_charged
-        assert all(n <= most for n, most in zip(charged, (16, 8, 0), strict=True))
         present = {key for key in kept if manager.lookup([key]) == 1}
+        charged = manager.retention.num_charged
+        # What has left, and was not stored again at the end of a request that asked for it, is not charged any more.
+        for name, n in zip(NAMES, charged, strict=True):
+            least, most = (sum(key.startswith(namespace(name)) for key in keys) for keys in (present, kept))
+            assert least <= n <= most
+        assert all(n <= most for n, most in zip(charged, (16, 8, 0), strict=True))
         assert kept - present <= self.gone
         self.gone = kept - present
 

@@ -74,6 +74,19 @@ def test_a_request_that_ends_in_the_queue_leaves_nothing() -> None:
     rig.manager.check_integrity()
 
 
+def test_a_name_that_is_used_again_stands_for_the_new_request() -> None:
+    rig = tiered()
+    for i in range(queue.NEW_PER_STEP - 1):
+        rig.half.on_new_request(FakeRequest(f"o{i}", prompt(9, start=1000 * i + 2000)))
+    ended, new = FakeRequest("r", prompt(9)), FakeRequest("r", prompt(9, start=500))
+    rig.half.on_new_request(ended)
+    rig.half.request_finished(ended)
+    rig.half.on_new_request(new)
+    steps(rig)
+    assert rig.look_up(new) == (0, False)
+    assert rig.half.requests["r"].request is new
+
+
 def test_the_queue_and_the_work_per_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "MAX_QUEUED", 10)
     rig = tiered(10)

@@ -168,12 +168,12 @@ def test_the_disk_counts_what_it_has_moved_and_held_for_each_tenant(server: Serv
     moved = {name: counts[f"tenant_moved_bytes:{name},disk"] for name in NAMES}
     assert sum(moved.values()) == counts["tier_write_bytes:disk"] + counts.get("tier_read_bytes:disk", 0)
     assert min(moved.values()) > 0
-    server.manager._clock = lambda: time.monotonic() + 3600
+    server.manager._clock = server.disk.catalog.retention._clock = lambda: time.monotonic() + 3500
     later = server.manager.take_counts()
-    held = {name: counts[f"tenant_blocks:{name},disk"] * 3600 * server.disk.block_bytes for name in NAMES}
+    held = {name: counts[f"tenant_blocks:{name},disk"] * 3500 * server.disk.block_bytes for name in NAMES}
     assert {name: later[f"tenant_byte_seconds:{name},disk"] for name in NAMES} == pytest.approx(held, rel=0.1)
     retained = later["tenant_retained_byte_seconds:b,disk"] / server.disk.block_bytes
-    assert retained == pytest.approx(6 * 3600, rel=0.1)
+    assert retained == pytest.approx(6 * 3500, rel=0.1)
     assert later["tenant_retained_byte_seconds:other,disk"] == 0
 
 

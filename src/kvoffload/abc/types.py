@@ -206,6 +206,8 @@ class TenantUse(NamedTuple):
     """Blocks that are charged to its retention quota."""
     num_retained_lost: int = 0
     """Retained blocks that were lost before their time, since the start."""
+    retained_block_s: int = 0
+    """Blocks that were charged to its retention quota, times seconds, since the start."""
 
 
 class RetainRefusal(enum.StrEnum):

@@ -20,7 +20,8 @@ class TenantCounts:
         self._taken_at = 0.0
 
     def take(self, uses: Sequence[TenantUse], block_bytes: int, now: float) -> dict[str, float]:
-        """``now`` is in seconds. Between two calls a tenant is billed for what it held at the first one."""
+        """``now`` is in seconds. Between two calls a tenant is billed for the blocks that it held at the first
+        one."""
         counts: dict[str, float] = {}
         seconds, self._taken_at = now - self._taken_at, now
         for use in uses:
@@ -33,7 +34,9 @@ class TenantCounts:
             counts[f"tenant_retained_blocks:{label}"] = use.num_retained
             counts[f"tenant_lost_retained_blocks:{label}"] = use.num_retained_lost - before.num_retained_lost
             counts[f"tenant_byte_seconds:{label}"] = before.num_blocks * block_bytes * seconds
-            counts[f"tenant_retained_byte_seconds:{label}"] = before.num_retained * block_bytes * seconds
+            counts[f"tenant_retained_byte_seconds:{label}"] = (
+                use.retained_block_s - before.retained_block_s
+            ) * block_bytes
         return counts
 
 

@@ -256,8 +256,11 @@ class PolicyOffloadingManager(HostOffloadingManager):
             freed = self.table.being_written(slots)
             known = freed[~self.table.is_dropped(freed)]
             self.policy.remove(known)
-            self.history.misses.record(self.table.key_of[known].tolist(), MissReason.COPY_FAILED)
+            failed = self.table.key_of[known].tolist()
+            self.history.misses.record(failed, MissReason.COPY_FAILED)
             self.table.remove(freed)
+            if self.retention.num_absent:
+                self.retention.give_up(failed)
         if len(freed):
             self.backend.free(freed)
 
@@ -313,11 +316,15 @@ class PolicyOffloadingManager(HostOffloadingManager):
         if found is None:
             found = self.table.find(keys)
         slots, new = self.table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
+        hints = None if req_context is None else req_context.hints
+        if self.retention.num_absent and hints is not None and hints.retain_s:
+            # Its last stores have begun: what is not being written now does not come any more.
+            self.retention.give_up(list(compress(keys, (found < 0).tolist())))
         if self.is_behind_device and (absent := list(compress(keys, (found < 0).tolist()))):
             # The device has served this use. When they leave it they are new here, whatever the policy knows of them.
             self.policy.refuse(absent[::-1])
         self.policy.reorder(slots, new)
-        self._hints.ended(slots, new, None if req_context is None else req_context.hints)
+        self._hints.ended(slots, new, hints)
 
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         hints = req_context.hints
@@ -374,7 +381,11 @@ class PolicyOffloadingManager(HostOffloadingManager):
         kept = self.retention
         kept.expire()
         return [
-            use._replace(num_retained=kept.num_charged[t], num_retained_lost=kept.num_lost[t])
+            use._replace(
+                num_retained=kept.num_charged[t],
+                num_retained_lost=kept.num_lost[t],
+                retained_block_s=kept.block_seconds(t),
+            )
             for t, use in enumerate(self.room.uses())
         ]
 

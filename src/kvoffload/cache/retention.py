@@ -11,7 +11,7 @@ from itertools import count
 import numpy as np
 
 from kvoffload.abc import IntegrityError, OffloadKey, RetainRefusal, Slots
-from kvoffload.cache.keys import GROUP_BYTES
+from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.table import BlockTable
 
 MAX_RETAIN_S = 30 * 86_400.0
@@ -20,7 +20,11 @@ MAX_RETENTIONS = 1 << 17
 """Retentions of all tenants together. Each may have an equal part of them; beyond that new ones are refused."""
 QUEUE_SLACK = 256
 """The queue is rebuilt when it has this many entries more than twice the number of retentions."""
+MAX_ENDED_AT_ONCE = 4096
+"""Retentions that one call ends at most, so that no step takes long if many end together."""
 _NOBODY = -1
+_UNKNOWN = OffloadKey(b"")
+"""The parent of a block that was restored."""
 ABSENT = -1
 """The slot of a block that is to be retained and is not ready, or was lost."""
 
@@ -30,8 +34,10 @@ class _Node:
     """One retained block."""
 
     parent: OffloadKey | None
-    """The block before it in its chain, which stays at least as long."""
+    """The block before it in its chain, which stays at least as long; _UNKNOWN if nobody has said it."""
     tenant: int
+    is_charged: bool = True
+    """Whether it is still promised."""
     num_uses: int = 0
     """Blocks behind it, and retentions that end with it."""
     slot: int = ABSENT
@@ -60,8 +66,8 @@ class Retention:
     refused as a whole. Blocks that are being written are pinned when they become ready. A block that is lost is charged
     until the retention ends, and is pinned again when it is stored again.
 
-    ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``spare``: blocks that are neither
-    guaranteed to nor retained for anybody, in which ``restore`` may exceed a quota that has become smaller.
+    ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``restore`` may exceed a quota that has
+    become smaller: by ``spare`` blocks in all, and tenant ``t`` has ``most[t]`` then.
     """
 
     def __init__(
@@ -73,12 +79,14 @@ class Retention:
         unpin: Callable[[Slots], None],
         clock: Callable[[], float],
         spare: int = 0,
+        most: Sequence[int] = (),
     ) -> None:
         self._table = table
         self._quotas = list(quotas)
         self._most = list(quotas)
         """The quotas, or what was restored beyond them."""
         self._spare = spare
+        self._most_restored = list(most or quotas)
         self._tenant_of = tenant_of
         self._pin = pin
         self._unpin = unpin
@@ -91,6 +99,12 @@ class Retention:
         self._queue: list[tuple[float, int, _Retention]] = []
         """A heap, the first to end first. Retentions that have ended before their time may still be in it."""
         self._order = count()
+        self._lone_groups: set[int] = set()
+        """KV cache groups of which requests keep different blocks, so that these are no chains: states."""
+        self._block_seconds = [0.0] * len(quotas)
+        """Charged blocks per tenant, times seconds."""
+        self._counted_at = clock()
+        """Until when these are counted."""
         self.num_charged = [0] * len(quotas)
         """Blocks per tenant."""
         self.num_absent = 0
@@ -127,6 +141,9 @@ class Retention:
             return RetainRefusal.NOTHING
         tenant = self._tenant_of(keys[0])
         refusal = self._refusal(keys, session, tenant)
+        while refusal is not None and self.next_end <= self._clock():
+            self.expire()
+            refusal = self._refusal(keys, session, tenant)
         if refusal is not None:
             self.num_refused[tenant] += 1
             return refusal
@@ -135,19 +152,25 @@ class Retention:
         before = self._pop(retention.name)
         if before is not None and session is None:
             retention.until = until = max(until, before.until)
-        for chain in _by_group(keys):
-            self._add_chain(retention, chain, tenant)
+        self._count(self._clock())
+        for group, chain in _by_group(keys):
+            if group in self._lone_groups:
+                for key in chain:
+                    self._add_chain(retention, [key], tenant, group)
+            else:
+                self._add_chain(retention, chain, tenant, group)
         self._enqueue(retention)
-        if before is not None:
-            self._release(before)
+        covered = [before]
         if session is None:
             # Those of shorter chains that end no later: the new one keeps all of theirs.
             of_chain = set(keys)
             for key in keys[:-1]:
-                covered = self.by_name.get(key)
-                if covered is not None and covered.until <= until and of_chain.issuperset(covered.ends):
-                    self._pop(key)
-                    self._release(covered)
+                shorter = self.by_name.get(key)
+                if shorter is not None and shorter.until <= until and of_chain.issuperset(shorter.ends):
+                    covered.append(self._pop(key))
+        self._release([each for each in covered if each is not None])
+        if before is not None and before.until > until:
+            self._shorten(retention)
         self._pin_ready(keys)
         return None
 
@@ -158,7 +181,7 @@ class Retention:
         before = self.by_name.get(keys[-1] if session is None else session)
         if before is None and self._num_of[tenant] >= MAX_RETENTIONS // len(self._quotas):
             return RetainRefusal.TOO_MANY
-        num_new = sum(key not in self._nodes for key in set(keys))
+        num_new = sum((node := self._nodes.get(key)) is None or not node.is_charged for key in set(keys))
         if self.num_charged[tenant] + num_new <= quota:
             return None
         num_freed = 0 if before is None else self._num_freed(before, set(keys), tenant)
@@ -170,31 +193,47 @@ class Retention:
         num_freed = 0
         for end in retention.ends:
             key: OffloadKey | None = end
-            while key is not None and key not in kept:
+            while key and key not in kept:
                 fewer[key] = fewer.get(key, 0) + 1
-                if fewer[key] < self._nodes[key].num_uses:
+                node = self._nodes[key]
+                if fewer[key] < node.num_uses:
                     break
-                num_freed += self._nodes[key].tenant == tenant
-                key = self._nodes[key].parent
+                num_freed += node.is_charged and node.tenant == tenant
+                key = node.parent
         return num_freed
 
-    def _add_chain(self, retention: _Retention, chain: Sequence[OffloadKey], tenant: int) -> None:
+    def _add_chain(self, retention: _Retention, chain: Sequence[OffloadKey], tenant: int, group: int) -> None:
         parent: OffloadKey | None = None
         for key in chain:
             node = self._nodes.get(key)
             if node is None:
-                self._nodes[key] = _Node(parent, tenant)
-                self.num_charged[tenant] += 1
-                self.num_absent += 1
+                node = self._nodes[key] = _Node(parent, tenant, is_charged=False)
                 if parent is not None:
                     self._nodes[parent].num_uses += 1
-            elif parent is not None and node.parent != parent:
-                # Not a chain: of the states of recurrent layers, requests keep different ones.
-                self._end_with(retention, parent)
-            self._prolong(self._nodes[key], retention.until)
+            elif node.parent == _UNKNOWN and parent is not None:
+                node.parent = parent
+                self._nodes[parent].num_uses += 1
+            elif node.parent not in (parent, _UNKNOWN):
+                self._lone_groups.add(group)
+                if parent is not None:
+                    self._end_with(retention, parent)
+            if not node.is_charged:
+                node.is_charged = True
+                self.num_charged[node.tenant] += 1
+                self.num_absent += 1
+            self._prolong(node, retention.until)
             parent = key
         if parent is not None:
             self._end_with(retention, parent)
+
+    def _shorten(self, retention: _Retention) -> None:
+        """Takes the time of a retention that has taken the place of a longer one over for blocks that no other has."""
+        for end in retention.ends:
+            key: OffloadKey | None = end
+            while key and (node := self._nodes[key]).num_uses == 1:
+                node.until = retention.until
+                self._note(node.slot, node.until)
+                key = node.parent
 
     def _prolong(self, node: _Node, until: float) -> None:
         if until > node.until:
@@ -219,13 +258,20 @@ class Retention:
         self.by_name[retention.name] = retention
         self._num_of[retention.tenant] += 1
         heapq.heappush(self._queue, (retention.until, next(self._order), retention))
+        self._compact()
+
+    def _compact(self) -> None:
         if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
             self._queue = [entry for entry in self._queue if self.by_name.get(entry[2].name) is entry[2]]
             heapq.heapify(self._queue)
 
     def _pin_ready(self, keys: Iterable[OffloadKey]) -> None:
         """Pins those of ``keys`` that are retained, ready, and not pinned yet."""
-        nodes = {key: node for key in keys if (node := self._nodes.get(key)) is not None and node.slot == ABSENT}
+        nodes = {
+            key: node
+            for key in keys
+            if (node := self._nodes.get(key)) is not None and node.slot == ABSENT and node.is_charged
+        }
         slots = self._table.find(list(nodes))
         found = np.flatnonzero(slots >= 0)
         found = found[self._table.is_loadable(slots[found])]
@@ -246,7 +292,9 @@ class Retention:
         """Ends the retention of a session, if there is one."""
         retention = self._pop(session)
         if retention is not None:
-            self._release(retention)
+            self._count(self._clock())
+            self._release([retention])
+            self._compact()
 
     def _pop(self, name: int | OffloadKey) -> _Retention | None:
         retention = self.by_name.pop(name, None)
@@ -255,31 +303,59 @@ class Retention:
         return retention
 
     def expire(self) -> None:
-        """Ends the retentions whose time is over."""
+        """Ends retentions whose time is over, at most MAX_ENDED_AT_ONCE."""
         now = self._clock()
-        while self._queue and self._queue[0][0] <= now:
+        if self.next_end > now:
+            return
+        ended: list[_Retention] = []
+        freed: list[int] = []
+        while self._queue and self._queue[0][0] <= now and len(ended) < MAX_ENDED_AT_ONCE:
             retention = heapq.heappop(self._queue)[2]
             if self.by_name.get(retention.name) is retention:
                 self._pop(retention.name)
-                self._release(retention)
+                ended.append(retention)
+                self._count(retention.until)
+                freed += self._freed(retention)
+        self._let_go(freed)
 
-    def _release(self, retention: _Retention) -> None:
+    def _release(self, retentions: Iterable[_Retention]) -> None:
+        self._let_go([slot for retention in retentions for slot in self._freed(retention)])
+
+    def _freed(self, retention: _Retention) -> list[int]:
+        """Forgets what only ``retention`` retains. Returns the slots of those of these blocks that are pinned."""
         freed: list[int] = []
         for end in retention.ends:
             key: OffloadKey | None = end
-            while key is not None:
+            while key:
                 node = self._nodes[key]
                 node.num_uses -= 1
                 if node.num_uses:
                     break
                 del self._nodes[key]
-                self.num_charged[node.tenant] -= 1
-                if node.slot == ABSENT:
-                    self.num_absent -= 1
-                else:
+                if node.slot != ABSENT:
                     freed.append(node.slot)
+                self._discharge(node)
                 key = node.parent
-        self._let_go(freed)
+        return freed
+
+    def _discharge(self, node: _Node) -> None:
+        if node.is_charged:
+            self.num_charged[node.tenant] -= 1
+            self.num_absent -= node.slot == ABSENT
+            node.is_charged = False
+
+    def _count(self, now: float) -> None:
+        """Counts what was charged until ``now``."""
+        seconds = now - self._counted_at
+        if seconds > 0:
+            self._counted_at = now
+            for tenant, num_blocks in enumerate(self.num_charged):
+                self._block_seconds[tenant] += num_blocks * seconds
+
+    def block_seconds(self, tenant: int) -> int:
+        """Returns how many blocks times seconds were charged to a tenant since the start."""
+        self._count(self._clock())
+        return int(self._block_seconds[tenant])
 
     def _let_go(self, slots: list[int]) -> None:
         for slot in slots:
@@ -299,8 +375,19 @@ class Retention:
         self.num_absent += len(lost)
         self._let_go(lost)
 
+    def give_up(self, keys: Iterable[OffloadKey]) -> None:
+        """Those of ``keys`` that are retained and not there will not come: they are not charged any more, and are
+        counted as lost."""
+        self._count(self._clock())
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is not None and node.slot == ABSENT and node.is_charged:
+                self._discharge(node)
+                self.num_lost[node.tenant] += 1
+
     def clear(self) -> None:
         """Ends all retentions: every block is about to be dropped."""
+        self._count(self._clock())
         pinned = []
         for node in self._nodes.values():
             if node.slot != ABSENT:
@@ -318,6 +405,7 @@ class Retention:
         """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
         quotas, those that end first are lost, unless nobody needs their room."""
         now, by_end = self._clock(), dict[float, list[OffloadKey]]()
+        self._count(now)
         for i in np.argsort(seconds, kind="stable")[::-1].tolist():
             by_end.setdefault(seconds[i], []).append(keys[i])
         for left, of_end in by_end.items():
@@ -325,12 +413,15 @@ class Retention:
             for key in of_end:
                 tenant = self._tenant_of(key)
                 if self.num_charged[tenant] >= self._most[tenant]:
-                    if not self._spare:
+                    if not self._spare or self._most[tenant] >= self._most_restored[tenant]:
                         self.num_lost[tenant] += 1
                         continue
                     self._spare -= 1
                     self._most[tenant] += 1
-                self._add_chain(retention, [key], tenant)
+                self._nodes[key] = _Node(_UNKNOWN, tenant, until=retention.until)
+                self.num_charged[tenant] += 1
+                self.num_absent += 1
+                self._end_with(retention, key)
             if retention.ends:
                 self._enqueue(retention)
         self._pin_ready(keys)
@@ -339,8 +430,8 @@ class Retention:
         """Raises IntegrityError if a quota is exceeded, or pins and counts do not match. O(retained blocks)."""
         charged, uses = [0] * len(self._quotas), dict.fromkeys(self._nodes, 0)
         for key, node in self._nodes.items():
-            charged[node.tenant] += 1
-            if node.parent is not None:
+            charged[node.tenant] += node.is_charged
+            if node.parent:
                 uses[node.parent] += 1
             if node.slot != ABSENT and (self._table.get(key) != node.slot or self._table.ref_cnt[node.slot] < 1):
                 raise IntegrityError("a retained block has left before its time")
@@ -351,7 +442,7 @@ class Retention:
             raise IntegrityError("blocks are retained for nobody, or not as long as promised")
         if charged != self.num_charged or any(n > most for n, most in zip(charged, self._most, strict=True)):
             raise IntegrityError("a tenant has more blocks retained than it may")
-        if self.num_absent != sum(node.slot == ABSENT for node in self._nodes.values()):
+        if self.num_absent != sum(node.is_charged and node.slot == ABSENT for node in self._nodes.values()):
             raise IntegrityError("the number of retained blocks that are absent is wrong")
         most = MAX_RETENTIONS // len(self._quotas)
         if +self._num_of != Counter(each.tenant for each in self.by_name.values()) or any(
@@ -362,9 +453,9 @@ class Retention:
             raise IntegrityError("the queue of retentions is too long")
 
 
-def _by_group(keys: Sequence[OffloadKey]) -> Iterable[list[OffloadKey]]:
-    """Returns the keys of each KV cache group, in order."""
-    groups: dict[bytes, list[OffloadKey]] = {}
+def _by_group(keys: Sequence[OffloadKey]) -> Iterable[tuple[int, list[OffloadKey]]]:
+    """Returns each KV cache group with its keys, in order."""
+    groups: dict[int, list[OffloadKey]] = {}
     for key in dict.fromkeys(keys):
-        groups.setdefault(key[-GROUP_BYTES:], []).append(key)
-    return groups.values()
+        groups.setdefault(key_group_idx(key), []).append(key)
+    return groups.items()

@@ -14,6 +14,7 @@ from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.retention import Retention
 from kvoffload.cache.table import BlockTable
+from kvoffload.cache.tenants import RETAIN_SHARE
 
 Flags = npt.NDArray[np.bool_]
 NO_SLOTS = np.empty(0, dtype=np.int64)
@@ -180,7 +181,9 @@ class SharedRoom(Room):
         self, pin: Callable[[Slots], None], unpin: Callable[[Slots], None], clock: Callable[[], float]
     ) -> Retention:
         shares = self._tenants.shares
-        return Retention(self._table, shares.retain, self._tenants.tenant, pin, unpin, clock, shares.num_unclaimed)
+        most = [int(RETAIN_SHARE * quota) for quota in shares.quota]
+        spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
+        return Retention(self._table, shares.retain, self._tenants.tenant, pin, unpin, clock, spare, most)
 
 
 def room_of(

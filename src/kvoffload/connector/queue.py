@@ -22,33 +22,39 @@ class QueuedRequests:
     def __init__(self, manager: OffloadingManager, make_state: Callable[[Request], RequestState]) -> None:
         self._manager = manager
         self._make_state = make_state
-        self.requests: dict[str, RequestState | None] = {}
-        """By id, with the states that were made. Read only for others."""
+        self.requests: dict[str, Request] = {}
+        """By id. Read only for others."""
         self.new: deque[Request] = deque()
         """Those that no step has followed yet, and some that were taken. Read only for others."""
+        self._states: dict[str, RequestState] = {}
+        """Of those that the manager expects."""
 
     def add(self, request: Request) -> None:
         if self._manager.reads_ahead and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
-            self.requests[request.request_id] = None
+            self.requests[request.request_id] = request
             self.new.append(request)
 
-    def take(self, req_id: str) -> RequestState | None:
+    def take(self, request: Request) -> RequestState | None:
         """Removes a request that is looked up, or ends before. Returns its state if that was made."""
-        return self.requests.pop(req_id, None)
+        self.requests.pop(request.request_id, None)
+        state = self._states.pop(request.request_id, None)
+        # An engine may use an id again.
+        return state if state is not None and state.request is request else None
 
     def clear(self) -> None:
         self.requests.clear()
         self.new.clear()
+        self._states.clear()
 
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
         num_left = NEW_PER_STEP
         while self.new and num_left:
             request = self.new.popleft()
-            if request.request_id not in self.requests:
+            if self.requests.get(request.request_id) is not request:
                 continue
             num_left -= 1
-            state = self.requests[request.request_id] = self._make_state(request)
+            state = self._states[request.request_id] = self._make_state(request)
             if state.may_load and state.adapter is None and len(state.blocks.keys) == 1:
                 state.extend_keys()
                 num_loadable = state.blocks.layout.num_final(0, min(request.num_tokens - 1, state.blocks.max_tokens))

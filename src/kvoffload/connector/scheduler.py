@@ -306,7 +306,7 @@ class OffloadingConnectorScheduler:
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
-            state = self.queued.take(request.request_id)
+            state = self.queued.take(request)
             if state is not None:
                 self.manager.release_request(state.context)
             return False, None
@@ -385,9 +385,7 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            state = (self.queued.take(request.request_id) if self.queued.requests else None) or self._make_state(
-                request
-            )
+            state = (self.queued.take(request) if self.queued.requests else None) or self._make_state(request)
             self.requests[request.request_id] = state
             self.observer.begin(state)
         return state

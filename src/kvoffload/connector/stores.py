@@ -112,6 +112,9 @@ class StorePlanner:
         keys: list[OffloadKey] = []
         if state.may_store and state.touched and hints.retain_s:
             state.extend_keys()
+            # What has left host memory since is stored again with its last blocks.
+            state.blocks.restart_stores()
+            state.blocks.loaded = None
             keys = state.blocks.computed_keys(state.state_ends)
         return self._manager.retain(keys, state.context)
 
@@ -338,9 +341,12 @@ class StorePlanner:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
             if due.blocks and due.state.storing is not Storing.REFUSED:
-                # Only single blocks with all of their device blocks can share a job.
-                block = due.blocks[0]
-                is_single = len(due.blocks) == 1 and len(block.device_blocks) == factors[block.group]
+                # Only single blocks with all of their device blocks can share a job. What is to be retained is stored
+                # whatever it seems to be worth.
+                block, is_retained = due.blocks[0], bool(due.state.options.retain_s)
+                is_single = (
+                    len(due.blocks) == 1 and len(block.device_blocks) == factors[block.group] and not is_retained
+                )
                 (single if is_single else chains).append(due)
                 continue
             if due.blocks:
