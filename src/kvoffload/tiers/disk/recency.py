@@ -119,10 +119,14 @@ class Recency:
         self._marks = np.zeros(num_slots, dtype=np.uint64)
         self._changed = np.zeros(-(-num_slots // PAGE_SLOTS), dtype=np.bool_)
         """Per page: whether the file lacks some of ``_last_use``."""
+        self._has_new_marks = np.zeros_like(self._changed)
+        """Per page: whether the file lacks some of ``_marks``, and the page has not failed since."""
+        self._turn = 0
+        """The page whose turn it is among those without new marks."""
         self.has_changes = False
         """Whether there is something to write."""
         self.is_urgent = False
-        """Whether some of that are marks, which a kill must not lose."""
+        """Whether some of that are marks, which a kill must not lose, and whose pages have not failed."""
 
     def load(self, num_slots: int) -> tuple[Sequences, Marks]:
         """Reads the recency file. Returns the last use of each of ``num_slots`` slots, 0 if none was written, and its
@@ -152,24 +156,34 @@ class Recency:
         """Notes the marks of blocks. The file gets them in the next ``write``."""
         self._marks[slots] = marks
         self._changed[slots // PAGE_SLOTS] = True
+        self._has_new_marks[slots // PAGE_SLOTS] = True
         self.has_changes = self.is_urgent = True
 
     def write(self, num_slots: int, everything: bool) -> None:
-        """Writes pages that have changed, at most MAX_PAGES of them unless ``everything`` is True. ``num_slots``: slots
-        that exist. Raises OSError."""
+        """Writes pages that have changed, at most MAX_PAGES of them unless ``everything`` is True: those with new marks
+        first, the others in turn. ``num_slots``: slots that exist. Raises OSError; the page that has failed waits for
+        its turn like one without marks, so that it holds up no other."""
         # Before the pages are looked at: a use that is noted from here on sets it again.
         self.has_changes = self.is_urgent = False
-        pages = np.flatnonzero(self._changed)
+        marked = np.flatnonzero(self._has_new_marks)
+        others = np.flatnonzero(self._changed & ~self._has_new_marks)
+        in_turn = np.roll(others, -np.searchsorted(others, self._turn))
+        most = len(self._changed) if everything else MAX_PAGES
         try:
-            for page in (pages if everything else pages[:MAX_PAGES]).tolist():
+            for page in marked[:most].tolist():
+                self._write_page(page, num_slots)
+            for page in in_turn[: max(0, most - len(marked))].tolist():
+                self._turn = page + 1
                 self._write_page(page, num_slots)
         finally:
-            if self._changed.any():
+            if self._has_new_marks.any():
+                self.has_changes = self.is_urgent = True
+            elif self._changed.any():
                 self.has_changes = True
 
     def _write_page(self, page: int, num_slots: int) -> None:
         first, stop = page * PAGE_SLOTS, min((page + 1) * PAGE_SLOTS, num_slots)
-        self._changed[page] = False
+        self._changed[page] = self._has_new_marks[page] = False
         try:
             self._file.write(first, self._last_use[first:stop], self._marks[first:stop])
         except OSError:
