@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import OffloadKey, RetainRefusal
+from kvoffload.cache.retention import MAX_RETAIN_S
 from kvoffload.cache.tenants import OTHER, Shares
 from kvoffload.tiers.disk.recency import mark, retained_until
+from kvoffload.tiers.disk.tier import MAX_CLOCK_STEP_S
 from tests.clock import Clock
 from tests.tiers.disk.test_tier import Rig, capacity, key
 
@@ -88,6 +90,30 @@ def test_blocks_that_are_written_later_are_retained_from_then_on(rig: TimedRig) 
     assert rig.present(10) == [1, 2, 3, 5, 6]
 
 
+def test_a_block_whose_write_ends_while_the_tier_is_closed_stays_retained(rig: TimedRig) -> None:
+    rig.tier.retain(keys(1, 2, 5), 7, 100.0)
+    rig.tier.write(keys(5), np.array([0]))
+    rig.restart()
+    assert rig.num_retained() == 3
+    rig.flood()
+    assert rig.present(10) == [1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("step", "num_retained"), [(0.0, 2), (-2.0, 2), (1.0 - MAX_CLOCK_STEP_S, 2), (-1.0 - MAX_CLOCK_STEP_S, 0)]
+)
+def test_the_longest_time_outlives_a_wall_clock_that_steps_back(rig: TimedRig, step: float, num_retained: int) -> None:
+    rig.wall.now += 0.5
+    rig.tier.retain(keys(1, 2), 7, MAX_RETAIN_S)
+    rig.drain()
+    rig.wall.now += step
+    rig.restart()
+    assert rig.num_retained() == num_retained
+    rig.advance(MAX_RETAIN_S + 1.0)
+    rig.drain()
+    assert rig.num_retained() == 0
+
+
 def test_a_retention_that_has_ended_early_is_not_there_after_a_restart(rig: TimedRig) -> None:
     rig.tier.retain(keys(1, 2), 7, 100.0)
     rig.tier.retain(keys(3, 4), 8, 100.0)
@@ -115,6 +141,19 @@ def test_a_smaller_quota_ends_no_retention_and_begins_no_new_one(rig: TimedRig, 
     assert rig.present(10) == kept
     refusal = rig.tier.retain(keys(30), 8, 100.0)
     assert refusal is (RetainRefusal.OVER_QUOTA if most == 1 else None)
+
+
+def test_what_a_smaller_quota_has_ended_does_not_come_back_with_a_larger_one(rig: TimedRig) -> None:
+    rig.tier.retain(keys(1, 2), 7, 100.0)
+
+    def none_to_spare(num_blocks: int, block_bytes: int) -> Shares:
+        return Shares((OTHER,), {}, (num_blocks,), (num_blocks,), num_blocks, (0,))
+
+    rig.restart(shares=none_to_spare)
+    assert rig.num_retained() == 0
+    rig.drain()
+    rig.restart(shares=shares(6))
+    assert rig.num_retained() == 0
 
 
 def test_a_reset_ends_all_and_so_does_another_quota_of_none(rig: TimedRig) -> None:

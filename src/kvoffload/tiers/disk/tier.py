@@ -45,6 +45,8 @@ CLOSE_DEADLINE_S = 5.0
 """Time for the transfers under way when the tier is closed."""
 FINISH_DEADLINE_S = 2.0
 """Time for the writes after them."""
+MAX_CLOCK_STEP_S = 86_400.0
+"""How far the wall clock may have stepped back since blocks were retained for the longest time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +174,23 @@ class DiskTier(Tier):
             ]
             now = self._wall_clock()
             self.catalog.restore_retained(kept, [retained[key] - now for key in kept])
+        # What is restored gets its marks again. The others would retain blocks once there is more room.
+        marked = np.flatnonzero(marks[: self.files.num_slots])
+        if len(marked):
+            self._recency.note_marks(marked, np.zeros(len(marked), dtype=np.uint64))
         free = np.ones(self.files.num_allocated, dtype=np.bool_)
         free[slots] = False
         free[left_out] = True
         self.catalog.add_free(np.flatnonzero(free))
         return np.concatenate((stale, left_out))
 
-    def _found_retained(self, keys: Sequence[OffloadKey], marks: Marks) -> dict[OffloadKey, int]:
-        """Returns until when, in seconds since 1970, which blocks are retained by their marks."""
+    def _found_retained(self, keys: Sequence[OffloadKey], marks: Marks) -> dict[OffloadKey, float]:
+        """Returns until when, in seconds since 1970, which blocks are retained by their marks: for MAX_RETAIN_S from
+        now on at most."""
         now = self._wall_clock()
+        last, last_found = now + MAX_RETAIN_S, now + MAX_RETAIN_S + MAX_CLOCK_STEP_S
         untils = {keys[i]: retained_until(keys[i], int(marks[i])) for i in np.flatnonzero(marks).tolist()}
-        return {key: until for key, until in untils.items() if now < until <= now + MAX_RETAIN_S}
+        return {key: min(until, last) for key, until in untils.items() if now < until <= last_found}
 
     @property
     def block_bytes(self) -> int:
@@ -269,9 +277,11 @@ class DiskTier(Tier):
         return results
 
     def _note_retained(self) -> None:
-        """Notes for the next process which blocks are retained until when. What this one closes stays retained."""
-        if self._closed:
-            return
+        """Notes for the next process which blocks are retained until when. What this one has closed stays retained."""
+        if not self._closed:
+            self._note_marks()
+
+    def _note_marks(self) -> None:
         slots, keys, untils = self.catalog.take_retained()
         if len(slots):
             ahead = self._wall_clock() - self._clock()
@@ -342,6 +352,9 @@ class DiskTier(Tier):
         self._maintenance.submit()
         return refusal
 
+    def give_up(self, keys: Sequence[OffloadKey]) -> None:
+        self.catalog.give_up(keys)
+
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._maintenance.empty_records(self.catalog.drop(keys))
         self._maintenance.submit()
@@ -378,6 +391,7 @@ class DiskTier(Tier):
         self._maintenance.close()
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
+        self._note_marks()
         self.catalog.reset()
         if not all_ended or not self._finish(FINISH_DEADLINE_S):
             # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock
