@@ -15,12 +15,17 @@ import pytest
 from kvoffload import KVGroup, OffloadConfig, build_scheduler
 from kvoffload.abc import Hints, OffloadKey, ReqContext, Retained, RetainRefusal, States
 from kvoffload.abc.tier import HIT
+from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import make_offload_key, namespace
-from kvoffload.cache.tenants import Tenants
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.testing.scale import scaled
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk.tier import DiskTier
+from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt, start_together
 
 SLOT, HOST_BLOCKS, FINGERPRINT, DEADLINE_S = 4096, 64, "ab" * 32, 60.0
 NAMES = ("a", "b", "other")
@@ -258,3 +263,53 @@ def test_random_calls_exceed_no_quota_and_lose_nothing_that_was_promised(tmp_pat
             server.check()
     assert promised
     server.manager.shutdown()
+
+
+# The scheduler half.
+
+RETAINED = {"kvoffload": {"retain_s": 3600}}
+
+
+def half_with(num_blocks: int, admission: ReuseFilter | None = None) -> Rig:
+    """A scheduler half whose requests may have half of the host's blocks retained."""
+    shares = Shares((OTHER,), {}, (0,), (num_blocks,), num_blocks, (num_blocks // 2,))
+    manager = PolicyOffloadingManager(
+        HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks, shares), admission=admission
+    )
+    return Rig(manager=manager, options={"tenants": Tenants(b"", [TenantConfig(OTHER)])})
+
+
+def test_requests_that_decode_together_are_retained_whatever_the_filter_says() -> None:
+    rig = half_with(64, ReuseFilter(2))
+    requests = [FakeRequest(f"r{i}", prompt(8, start=100 * i), RETAINED) for i in range(2)]
+    rig.report(*start_together(rig, *requests).stores)
+    for i in range(9):
+        for request in requests:
+            request.tokens.append(1000 + request.num_tokens)
+        more = {request.request_id: [12 + 10 * n + i // 4] for n, request in enumerate(requests)} if i % 4 == 0 else {}
+        rig.report(*rig.step(dict.fromkeys(requests, 1), more=more).stores)
+    for request in requests:
+        _, answer = rig.half.request_finished(request)
+        assert answer is not None
+        assert answer["kvoffload"]["retained_tokens"] == 16
+    rig.report(*rig.step().stores)
+    assert rig.manager.retention.num_charged == [8]
+    assert rig.manager.retention.num_absent == 0
+
+
+def test_what_has_left_host_memory_meanwhile_is_stored_again() -> None:
+    rig = half_with(16)
+    request = FakeRequest("r", prompt(16), RETAINED)
+    rig.report(*rig.start(request).stores)
+    for i in range(3):
+        other = FakeRequest(f"o{i}", prompt(32, start=1000 * (i + 1)))
+        rig.report(*rig.start(other).stores)
+        rig.half.request_finished(other)
+        rig.step()
+    assert rig.manager.lookup(rig.half.requests["r"].blocks.keys[0]) == 0
+    keys = list(rig.half.requests["r"].blocks.keys[0])
+    rig.half.request_finished(request)
+    rig.report(*rig.step().stores)
+    assert rig.manager.lookup(keys) == len(keys) == 4
+    assert rig.manager.retention.num_charged == [4]
+    assert rig.manager.retention.num_absent == 0

@@ -20,7 +20,7 @@ MAX_RETENTIONS = 1 << 17
 """Retentions of all tenants together. Each may have an equal part of them; beyond that new ones are refused."""
 QUEUE_SLACK = 256
 """The queue is rebuilt when it has this many entries more than twice the number of retentions."""
-MAX_ENDED_AT_ONCE = 4096
+MAX_ENDED_AT_ONCE = 1024
 """Retentions that one call ends at most, so that no step takes long if many end together."""
 _NOBODY = -1
 _UNKNOWN = OffloadKey(b"")

@@ -21,7 +21,7 @@ from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
-from kvoffload.observe.server import log_bill, log_record, logs_bills
+from kvoffload.observe.server import log_bill, log_record, logs_bills, new_server_id
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 from kvoffload.observe.usage import Bill, bill_of
@@ -137,6 +137,7 @@ class RequestObserver:
         self._block_bytes = block_bytes
         self._speed = MovingRate()
         """At which prompts are computed, in tokens per second."""
+        self._server_id = new_server_id()
         self._bill_at = -math.inf
         """When the bill is to be logged again."""
         self._requests: dict[str, _Observed] = {}
@@ -377,7 +378,7 @@ class RequestObserver:
         self.metrics.take_in(self._moved.take())
         if logs_bills() and self._clock() >= self._bill_at:
             self._bill_at = self._clock() + BILL_EVERY_S
-            log_bill(self.bill())
+            log_bill(self.bill(), self._server_id)
 
     def bill(self) -> Bill:
         """Returns what the blocks of each tenant took of each tier until metrics were last read. Any thread may call
@@ -393,6 +394,6 @@ class RequestObserver:
 
     def close(self) -> None:
         if logs_bills():
-            log_bill(self.bill())
+            log_bill(self.bill(), self._server_id)
         if self._recorder is not None:
             self._recorder.close()
