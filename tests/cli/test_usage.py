@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,6 +168,20 @@ def test_the_latest_bill_of_each_server_counts(tmp_path: Path) -> None:
     assert ["total", "disk", "1.00", "0.00", "0", "bytes"] in rows
     only_b = usage_of(RECORDS, tmp_path, "--tenant", "b", "--json", bills=bills)
     assert set(only_b["total"]["tiers"]) == {"disk"}
+
+
+def test_engines_of_one_process_have_a_bill_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvoffload")
+    moved = 0.0
+    for _ in range(2):
+        used = Rig(options={"tenants": TENANTS, "block_bytes": BLOCK_BYTES})
+        play(used, 10)
+        used.half.metrics.snapshot()
+        used.half.observer.close()
+        moved += sum(tiers["host"].moved_bytes for tiers in used.half.observer.bill().values())
+    (tmp_path / "log").write_text("\n".join(map(logging.Formatter().format, caplog.records)))
+    report = json.loads(CliRunner().invoke(usage, [str(tmp_path / "log"), "--json"]).output)
+    assert report["total"]["tiers"]["host"]["moved_bytes"] == moved > 0
 
 
 @pytest.mark.parametrize("wrong", ["[]", '{"a": 1}', '{"a": {"host": {"byte_seconds": -1}}}', '{"a": {"host": []}}'])

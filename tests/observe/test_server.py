@@ -33,10 +33,12 @@ from kvoffload.observe.server import (
     RecordsError,
     RecordServer,
     RunningServer,
+    log_bill,
     read_log,
     read_records,
     running_servers,
 )
+from kvoffload.observe.usage import MAX_ENTRIES, Bill, TierUsage, add_bills
 
 TIMEOUT_S = 60.0
 
@@ -114,8 +116,10 @@ def serve() -> Iterator[Callable[..., RecordServer]]:
     """Starts a server in this process."""
     with contextlib.ExitStack() as stack:
 
-        def run(source: Callable[[], Sequence[RequestRecord]], name: str = "here") -> RecordServer:
-            server = RecordServer(source, name)
+        def run(
+            source: Callable[[], Sequence[RequestRecord]], name: str = "here", bill: Callable[[], Bill] = dict
+        ) -> RecordServer:
+            server = RecordServer(source, name, bill)
             stack.callback(server.close)
             return server
 
@@ -166,6 +170,20 @@ def test_records_of_a_child_process_are_read(start: Start) -> None:
         reading = read_records(server, TIMEOUT_S)
         assert reading.records == [record(i) for i in range(200)]
         assert (reading.malformed, reading.faults) == (0, [])
+
+
+def largest_bill() -> Bill:
+    usage = TierUsage(1.2345678901234567e15, 1.2345678901234567e14, 123456789012345.6)
+    tiers = [f"tier-{i}".ljust(63, "x") for i in range(MAX_ENTRIES // 32)]
+    return {f"tenant-{i}".ljust(63, "x"): dict.fromkeys(tiers, usage) for i in range(32)}
+
+
+def test_the_largest_bill_arrives(serve: Callable[..., RecordServer]) -> None:
+    bill = largest_bill()
+    serve(lambda: [record(1)], bill=lambda: bill)
+    reading = read_records(here(), TIMEOUT_S)
+    assert (reading.records, reading.malformed) == ([record(1)], 0)
+    assert add_bills({tenant: {tier: used}} for (_, tenant, tier), used in reading.usage.items()) == bill
 
 
 def test_a_server_may_have_no_records(start: Start) -> None:
@@ -521,6 +539,11 @@ def test_an_incomplete_answer_is_an_error(answer: Answer) -> None:
         read_records(answer(lines(header(3), record(1).to_dict(), record(2).to_dict())), TIMEOUT_S)
 
 
+def test_an_incomplete_bill_is_an_error(answer: Answer) -> None:
+    with pytest.raises(RecordsError, match="stopped before the end of its usage"):
+        read_records(answer(lines({**header(1), "usage_count": 2}, record(1).to_dict(), {"usage": {}})), TIMEOUT_S)
+
+
 def test_an_endless_answer_is_cut_off(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_ANSWER_BYTES", 1 << 20)
     with pytest.raises(RecordsError, match="more than 1,048,576 bytes"):
@@ -627,6 +650,33 @@ def test_a_malformed_record_is_counted_and_its_line_named(line: str, fault: str)
     (described,) = reading.faults
     assert described.startswith("server.log:2: ")
     assert re.search(fault, described)
+
+
+@pytest.fixture
+def logged_bills(caplog: pytest.LogCaptureFixture) -> Callable[[], records.Reading]:
+    caplog.set_level(logging.DEBUG, "kvoffload")
+    return lambda: read_text("\n".join(map(logging.Formatter().format, caplog.records)))
+
+
+def test_the_largest_bill_is_found_in_a_log(logged_bills: Callable[[], records.Reading]) -> None:
+    bill = largest_bill()
+    log_bill(bill, "s")
+    reading = logged_bills()
+    assert reading.malformed == 0
+    assert reading.usage == {("s", tenant, tier): bill[tenant][tier] for tenant in bill for tier in bill[tenant]}
+
+
+def test_the_usage_that_is_kept_of_a_log_is_bounded(
+    logged_bills: Callable[[], records.Reading], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_USAGE_KEPT", 3)
+    for server in "abcde":
+        for seconds in (1.0, 2.0):
+            log_bill({"t": {"host": TierUsage(seconds)}}, server)
+    reading = logged_bills()
+    assert reading.usage == {(server, "t", "host"): TierUsage(2.0) for server in "abc"}
+    assert reading.malformed == 4
+    assert "more than 3 entries" in reading.faults[0]
 
 
 def test_descriptions_of_malformed_records_are_bounded() -> None:

@@ -294,8 +294,9 @@ def _findings(
     if now is None:
         now = records[-1].time if records else 0.0
     # Of a server that is in several logs, the last one is the latest.
-    bills = {server: bill for reading in readings for server, bill in reading.bills.items()}
-    return Findings(records, servers, malformed, warnings, add_bills(bills.values()), now)
+    latest = {entry: used for reading in readings for entry, used in reading.usage.items()}
+    bill = add_bills({tenant: {tier: used}} for (_, tenant, tier), used in latest.items())
+    return Findings(records, servers, malformed, warnings, bill, now)
 
 
 # As JSON.

@@ -21,18 +21,19 @@ from typing import Any
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.observe.records import RequestRecord
-from kvoffload.observe.usage import Bill, read_bill, to_json
+from kvoffload.observe.usage import Bill, TierUsage, parts_of, read_bill, to_json
 from kvoffload.printable import printable
 
 LOG_MARKER = "kvoffload: record "
 """Precedes a record, in JSON, on a line of a log."""
 BILL_MARKER = "kvoffload: usage "
-"""Precedes the bill of a server since its start, in JSON, on a line of a log."""
-_THIS_SERVER = f"{os.getpid()}-{time.time_ns()}"
+"""Precedes a part of the bill of a server since its start, in JSON, on a line of a log."""
 CLIENT_DEADLINE_S = 5.0
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
 MAX_FAULTS_LISTED = 5
+MAX_USAGE_KEPT = 1 << 16
+"""Entries of bills, of all servers together, that are kept from one source."""
 PROC_NET_UNIX = Path("/proc/net/unix")
 
 # Num RefCount Protocol Flags Type St Inode Path: only a listener has these flags.
@@ -50,6 +51,7 @@ _COPY_TRIES = 100
 _RECORDS_PER_SEND = 64
 _RETRY_S = 1.0
 _CONNECT_RETRY_S = 0.001
+_engines = itertools.count()
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class RecordServer:
 
     It listens on the Unix socket ``<pid>-<name>`` in a directory that only this user may enter: ``kvoffload`` in
     XDG_RUNTIME_DIR, else ``/tmp/kvoffload-<uid>``. One daemon thread answers one client at a time, in pieces, for at
-    most CLIENT_DEADLINE_S. With the records it sends ``bill()``, what tenants took of each tier. That thread calls
+    most CLIENT_DEADLINE_S. After the records it sends ``bill()``, what tenants took of each tier. That thread calls
     ``source`` and ``bill``; other threads may append to the sequence that ``source`` returns. Nothing raises: if no
     socket or thread can be made, one warning says so and nothing is served.
     """
@@ -130,12 +132,14 @@ class RecordServer:
 
     def _answer(self, client: socket.socket) -> None:
         deadline = time.monotonic() + CLIENT_DEADLINE_S
-        records = self._copy()
-        header = {"kvoffload_records": _FORMAT, "count": len(records), "usage": to_json(self._bill())}
+        records, bill = self._copy(), list(parts_of(self._bill()))
+        header = {"kvoffload_records": _FORMAT, "count": len(records), "usage_count": len(bill)}
         _send(client, [header], deadline)
         # In pieces, so that the engine's thread can take the interpreter lock in between.
         for i in range(0, len(records), _RECORDS_PER_SEND):
             _send(client, [record.to_dict() for record in records[i : i + _RECORDS_PER_SEND]], deadline)
+        for part in bill:
+            _send(client, [{"usage": to_json(part)}], deadline)
 
     def _copy(self) -> list[RequestRecord]:
         for _ in range(_COPY_TRIES):
@@ -225,16 +229,17 @@ def peer(sock: socket.socket) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Reading:
-    """Records and bills from one source, the number of malformed entries, and descriptions of the first few."""
+    """Records and usage from one source, the number of malformed entries, and descriptions of the first few."""
 
     records: list[RequestRecord] = field(default_factory=list)
-    bills: dict[str, Bill] = field(default_factory=dict)
-    """The latest of each server."""
+    usage: dict[tuple[str, str, str], TierUsage] = field(default_factory=dict)
+    """The latest, by server, tenant and tier."""
     malformed: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def take(self, text: str, where: str) -> None:
-        """Adds the record, or the bill, that ``text`` begins with, or counts it as malformed."""
+    def take(self, text: str, where: str, server: str | None = None) -> None:
+        """Adds the record, or the part of a bill, that ``text`` begins with, or counts it as malformed. ``server``:
+        whose bill that is; None: it says so itself."""
         try:
             if len(text) > MAX_LINE_BYTES:
                 raise ValueError(f"longer than {MAX_LINE_BYTES:,} characters")
@@ -242,7 +247,7 @@ class Reading:
             if not isinstance(data, dict):
                 raise ValueError("not a JSON object")
             if "usage" in data:
-                self.bills[str(data.get("server", where))] = read_bill(data["usage"])
+                self._take_usage(server or str(data.get("server", where)), read_bill(data["usage"]))
             else:
                 self.records.append(RequestRecord.from_dict(data))
         except (ValueError, RecursionError) as error:
@@ -250,6 +255,12 @@ class Reading:
             if len(self.faults) < MAX_FAULTS_LISTED:
                 fault = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
                 self.faults.append(printable(f"{where}: {fault}"))
+
+    def _take_usage(self, server: str, bill: Bill) -> None:
+        entries = {(server, tenant, tier): usage for tenant, tiers in bill.items() for tier, usage in tiers.items()}
+        if len(self.usage) + sum(entry not in self.usage for entry in entries) > MAX_USAGE_KEPT:
+            raise ValueError(f"more than {MAX_USAGE_KEPT:,} entries of usage")
+        self.usage |= entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,18 +320,19 @@ def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
     try:
         announced = json.loads(header)
         count = announced["count"] if announced["kvoffload_records"] == _FORMAT else None
+        usage_count = announced.get("usage_count", 0)
     except (ValueError, RecursionError, TypeError, KeyError):
-        count = None
-    if not isinstance(count, int):
+        count = usage_count = None
+    if not isinstance(count, int) or not isinstance(usage_count, int):
         raise RecordsError(f"{server} answered in another format: use the version of kvoffload that it runs")
     reading, number = Reading(), 0
-    if announced.get("usage"):
-        reading.take(header.decode("utf-8", "replace"), str(server))
     # What a server sends beyond its announcement is not read.
-    for number, line in zip(range(1, count + 1), lines, strict=False):
-        reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}")
+    for number, line in zip(range(1, count + usage_count + 1), lines, strict=False):
+        reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}", str(server))
     if number < count:
         raise RecordsError(f"{server} stopped after {number} of {count} records: try again")
+    if number < count + usage_count:
+        raise RecordsError(f"{server} stopped before the end of its usage of tiers: try again")
     return reading
 
 
@@ -370,10 +382,15 @@ def logs_bills() -> bool:
     return logger.isEnabledFor(logging.DEBUG)
 
 
-def log_bill(bill: Bill) -> None:
-    """Logs the bill of this server at the level DEBUG, as ``read_log`` reads it, if there is one."""
-    if bill:
-        logger.debug("%s%s", BILL_MARKER, json.dumps({"server": _THIS_SERVER, "usage": to_json(bill)}))
+def new_server_id() -> str:
+    """Returns the name of a bill in logs, which no other engine of this process or another has."""
+    return f"{os.getpid()}-{time.time_ns()}-{next(_engines)}"
+
+
+def log_bill(bill: Bill, server: str) -> None:
+    """Logs the bill of ``server`` at the level DEBUG, as ``read_log`` reads it, if there is one."""
+    for part in parts_of(bill):
+        logger.debug("%s%s", BILL_MARKER, json.dumps({"server": server, "usage": to_json(part)}))
 
 
 def read_log(lines: Iterable[bytes], name: str) -> Reading:

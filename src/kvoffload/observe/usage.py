@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -11,6 +11,8 @@ from kvoffload.observe.records import RequestRecord, sum_by_tier
 
 MAX_ENTRIES = 4096
 """Pairs of a tenant and a tier in the bill of one server."""
+ENTRIES_PER_PART = 64
+"""So few that a part of a bill fits into one line of a log."""
 _MAX_AMOUNT = 1e30
 
 
@@ -43,6 +45,16 @@ def bill_of(totals: Iterable[tuple[str, float]]) -> Bill:
             tenant, _, tier = label.partition(",")
             found.setdefault(tenant, {}).setdefault(tier, {})[known[name]] = total
     return {tenant: {tier: TierUsage(**each) for tier, each in tiers.items()} for tenant, tiers in found.items()}
+
+
+def parts_of(bill: Bill) -> Iterator[Bill]:
+    """Yields bills of at most ENTRIES_PER_PART entries that are ``bill`` together."""
+    entries = [(tenant, tier, usage) for tenant, tiers in bill.items() for tier, usage in tiers.items()]
+    for start in range(0, len(entries), ENTRIES_PER_PART):
+        part: dict[str, dict[str, TierUsage]] = {}
+        for tenant, tier, usage in entries[start : start + ENTRIES_PER_PART]:
+            part.setdefault(tenant, {})[tier] = usage
+        yield part
 
 
 def read_bill(data: object) -> Bill:
