@@ -6,13 +6,16 @@ import pytest
 
 from kvoffload.abc import Hints, OffloadKey, ReqContext
 from kvoffload.tiering import prefetch
+from kvoffload.tiering.lookup import look_up
 from kvoffload.tiering.prefetch import (
     BATCH_S,
     HELD_SHARE,
     JUDGED_BLOCKS,
     LEAD_S,
     MAX_CHAINS,
+    MAX_JUDGED,
     PROBE_EVERY,
+    SWEEP_EVERY_S,
     TIME_SHARE,
 )
 from tests.tiering.rig import Rig, chain
@@ -211,7 +214,7 @@ def test_the_room_is_bounded_and_given_back_by_uses() -> None:
     assert held == [6, 6, 4, 0]
     assert sum(held) == 32 * HELD_SHARE
     rig.manager.touch(chain("n0", 6), ReqContext("next", hints=Hints(10)))
-    wait(rig, 0.1)
+    wait(rig, SWEEP_EVERY_S)
     assert num_in_host(rig, chain("n2", 6)) == 6
     rig.manager.check_integrity()
 
@@ -249,6 +252,52 @@ def test_what_is_held_gives_way_to_what_is_pinned_meanwhile() -> None:
     assert 0 < num_in_host(rig, chain("a", 16)) < 16, "of the chain that is held, the tail left"
     rig.manager.release_request(waiting)
     rig.manager.complete_load(loading)
+
+
+def test_a_tenant_without_room_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(host_blocks=32, tier_blocks=256)
+    small, other = chain("s", 6), chain("o", 6)
+    monkeypatch.setattr(rig.host, "most_blocks", lambda key: 1 if key[:1] == b"s" else 32)
+    for keys in (small, other):
+        for i in range(0, 6, 3):
+            rig.store_below(keys[: i + 3])
+    end(rig, small, hints(10))
+    end(rig, other, hints(11, expect_return_s=RETURNS_IN_S + 0.1))
+    wait(rig, RETURNS_IN_S - 1)
+    assert (num_in_host(rig, small), num_in_host(rig, other)) == (0, 6)
+
+
+def test_wrong_estimates_of_one_tenant_are_not_held_against_another() -> None:
+    rig = Rig(host_blocks=32, tier_blocks=256)
+    prefetcher = rig.manager.prefetcher
+    prefetcher._judge(chain("liar", 1) * JUDGED_BLOCKS, is_used=False)
+    others = chain("others", 1)
+    assert not prefetcher._is_worth_it(chain("liar", 1)[0])
+    assert prefetcher._is_worth_it(others[0])
+    for i in range(2 * MAX_JUDGED):
+        prefetcher._judge(chain(f"{i:08}", 1), is_used=False)
+    assert len(prefetcher._judged) == MAX_JUDGED
+
+
+def test_of_a_long_chain_each_batch_looks_at_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "PIECE", 3)
+    monkeypatch.setattr(prefetch, "BATCH_BYTES", 1)
+    rig, keys = Rig(host_blocks=64, tier_blocks=256), chain("a", 12)
+    rig.store_below(keys)
+    looks = []
+
+    def counting(search: object, of: list[OffloadKey], *others: object) -> object:
+        looks.append(len(of))
+        return look_up(search, of, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prefetch, "look_up", counting)
+    end(rig, keys, hints())
+    wait(rig, RETURNS_IN_S - 1)
+    for _ in range(4):
+        wait(rig, 0.1)
+    assert num_in_host(rig, keys) == 12
+    assert looks[0] == 12
+    assert set(looks[1:]) <= {1, 2, 3}
 
 
 def test_estimates_that_prove_wrong_end_most_of_it() -> None:

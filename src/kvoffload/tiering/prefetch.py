@@ -51,6 +51,12 @@ BATCH_S = 0.01
 longer."""
 BATCH_BYTES = 32 << 20
 """And at most so many bytes, or one block. How fast a tier is may not be known yet."""
+MAX_LOOKS = 8
+"""Chains that one step looks at."""
+PIECE = 1024
+"""Keys that are looked up for a batch, after the first one of a chain."""
+MAX_JUDGED = 64
+"""Tenants of whom is known how much of what was read was used."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
 LEAST_LIKELY = 0.5
@@ -76,7 +82,9 @@ class _Expected:
     """When it is used."""
     until: float
     """What was read for it is not held any longer."""
-    num_left: int
+    begins_at: int = 0
+    """The index of the first key that is still to be looked up."""
+    num_left: int = 0
     """Blocks that may still be read for it. Some may be evicted before they are used, and are not read again."""
 
 
@@ -116,8 +124,9 @@ class Prefetcher:
         self._queue: list[tuple[float, int, _Expected]] = []
         """A heap by the time at which each is to be read. Some may not be expected any more."""
         self._order = itertools.count()
-        self._num_used = self._num_wasted = 0
-        """Of the blocks that were read, weighted."""
+        self._judged: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        """By the namespace of their tenant, how many blocks that were read were used, and how many were not, weighted.
+        The tenant that was judged last is the last one."""
         self.reading: _Expected | None = None
         """The chain of the batch that is being read."""
         self._began = 0.0
@@ -154,7 +163,7 @@ class Prefetcher:
         name = context.req_id if hints.session is None else hints.session
         self._forget(name)
         number = next(self._order)
-        if is_likely and (self._is_worth_it or number % PROBE_EVERY == 0):
+        if is_likely and keys and (self._is_worth_it(keys[0]) or number % PROBE_EVERY == 0):
             returns_at = self._clock() + hints.expect_return_s
             self._add(name, keys, number, returns_at, returns_at + LEAD_S)
 
@@ -167,7 +176,7 @@ class Prefetcher:
     def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, returns_at: float, until: float) -> None:
         if not keys or not self._max_held or len(keys) > self._max_keys or seem_of_several_groups(keys):
             return
-        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, until, len(keys))
+        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, until, num_left=len(keys))
         self.expected[name] = chain
         self._num_keys += len(keys)
         heapq.heappush(self._queue, (self._due(returns_at, len(keys)), number, chain))
@@ -202,20 +211,23 @@ class Prefetcher:
         if self.held:
             used = [key for key in keys if key in self.held]
             self._count("prefetched_used_blocks", len(used))
-            self._judge(len(used), 0)
+            self._judge(used, is_used=True)
             self._let_go(used)
 
-    def _judge(self, num_used: int, num_wasted: int) -> None:
-        self._num_used += num_used
-        self._num_wasted += num_wasted
-        if self._num_used + self._num_wasted > JUDGED_BLOCKS:
-            self._num_used //= 2
-            self._num_wasted //= 2
+    def _judge(self, keys: Sequence[OffloadKey], is_used: bool) -> None:
+        for tenant, num_blocks in Counter(key[:NAMESPACE_BYTES] for key in keys).items():
+            used, wasted = self._judged.pop(tenant, (0, 0))
+            used, wasted = (used + num_blocks, wasted) if is_used else (used, wasted + num_blocks)
+            if used + wasted > JUDGED_BLOCKS:
+                used, wasted = used // 2, wasted // 2
+            self._judged[tenant] = used, wasted
+        while len(self._judged) > MAX_JUDGED:
+            self._judged.popitem(last=False)
 
-    @property
-    def _is_worth_it(self) -> bool:
-        """Whether enough of what was read of late was used."""
-        return self._num_used >= LEAST_USED * (self._num_used + self._num_wasted)
+    def _is_worth_it(self, key: OffloadKey) -> bool:
+        """Whether enough of what was read of late for the tenant of ``key`` was used."""
+        used, wasted = self._judged.get(key[:NAMESPACE_BYTES], (0, 0))
+        return used >= LEAST_USED * (used + wasted)
 
     def _hold(self, keys: Sequence[OffloadKey], until: float) -> None:
         """Pins ready blocks."""
@@ -266,11 +278,13 @@ class Prefetcher:
         if self.held and now >= self._sweep_at:
             self._sweep_at = now + SWEEP_EVERY_S
             late = [key for key, held in self.held.items() if held.until < now]
-            self._judge(0, len(late))
+            self._judge(late, is_used=False)
             self._let_go(late)
         if self.next_due > now or now < self._not_before or not self._promoter.is_idle:
             return
-        while self._queue and self._queue[0][0] <= now:
+        for _ in range(MAX_LOOKS):
+            if self.next_due > now:
+                return
             _, number, chain = self._queue[0]
             is_expected = self._is_expected(chain)
             due = self._begin_batch(chain, now) if is_expected and now <= chain.until else math.inf
@@ -286,27 +300,33 @@ class Prefetcher:
     def _begin_batch(self, chain: _Expected, now: float) -> float:
         """Reads the next blocks of ``chain`` if it is time. Returns when to look at it again: infinity if nothing is to
         be read any more."""
-        keys = chain.keys
-        if self._host.is_behind_device:
-            first = next((i for i, key in enumerate(keys) if not self._is_on_device(key)), len(keys))
-            keys = keys[first:]
-        if not chain.num_left:
+        if not chain.num_left or chain.begins_at >= len(chain.keys):
             return math.inf
+        room = self._room(chain.keys[0])
+        if not room:
+            # It may come when others have been used.
+            return now + SWEEP_EVERY_S
+        begins_at, is_first_look = chain.begins_at, not chain.begins_at
+        if is_first_look and self._host.is_behind_device:
+            on_device = itertools.takewhile(self._is_on_device, chain.keys)
+            begins_at = sum(1 for _ in on_device)
+        # Later looks are at what follows the last block that was read.
+        keys = chain.keys[begins_at:] if is_first_look else chain.keys[begins_at : begins_at + PIECE]
         if not keys:
             # They may leave the device before their use.
             due = self._due(chain.returns_at, 0)
             return due if due > now else math.inf
-        room = self._room(keys[0])
-        if not room:
-            # It may come when others have been used.
-            return now
         search = Search(self._host, self._tiers, self._reasons, now)
         states, found = look_up(search, keys, Need.RUN, self._promoter, self._gate)
-        # What the host has of it counts as used now, so that it does not leave for the rest.
-        self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())
-        due = self._due(chain.returns_at, len(found.keys))
-        if due > now:
-            return due
+        if is_first_look:
+            # What the host has of it counts as used now, so that it does not leave for the rest.
+            self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())
+            due = self._due(chain.returns_at, len(found.keys))
+            if due > now:
+                return due
+        if not found.keys and not is_first_look and (states == HIT).all():
+            chain.begins_at = begins_at + len(keys)
+            return now
         if not found.keys:
             # A shared medium may be asked, and knows at a later step.
             return now if search.is_unanswered else math.inf
@@ -315,6 +335,7 @@ class Prefetcher:
         n = min(n, len(found.keys), room, chain.num_left)
         self._read_s = tier.estimator.seconds_to_read(n) or 0.0
         chain.num_left -= n
+        chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
         self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
         self.reading, self._began = chain, now
         return now
