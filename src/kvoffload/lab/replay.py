@@ -598,9 +598,9 @@ class Run:
                 manager.poll()
 
     def end(self, chain: list[OffloadKey], stored: Sequence[OffloadKey], context: ReqContext | None) -> None:
-        self.manager.end_chain(chain, stored, context)
         if context is not None and (hints := context.hints) and (hints.drop or hints.retain_s is not None):
             self.manager.retain(chain[: self.capacity], context)
+        self.manager.end_chain(chain, stored, context)
 
     def context(self, request: int) -> ReqContext:
         return ReqContext(str(request), hints=None if self.hints is None else self.hints(request))

@@ -51,6 +51,8 @@ BATCH_S = 0.01
 longer."""
 BATCH_BYTES = 32 << 20
 """And at most so many bytes, or one block. How fast a tier is may not be known yet."""
+BATCH_BLOCKS = 128
+"""The most blocks of a batch, so that no step takes long."""
 MAX_LOOKS = 8
 """Chains that one step looks at."""
 PIECE = 1024
@@ -331,7 +333,7 @@ class Prefetcher:
             # A shared medium may be asked, and knows at a later step.
             return now if search.is_unanswered else math.inf
         tier = self._tiers[int(found.sources[0])]
-        n = tier.estimator.num_blocks_within(BATCH_S, max(1, BATCH_BYTES // tier.tier.block_bytes))
+        n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         n = min(n, len(found.keys), room, chain.num_left)
         self._read_s = tier.estimator.seconds_to_read(n) or 0.0
         chain.num_left -= n
