@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from kvoffload.abc import RetainRefusal
 from kvoffload.cache.tenants import TenantConfig, Tenants
-from kvoffload.cli.usage import usage
+from kvoffload.cli.usage import MAX_ROWS, MAX_TIER_COLUMNS, usage
 from kvoffload.connector import observer
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.usage import Bill, TierUsage, Usage, by_tenant, to_json
@@ -182,6 +183,32 @@ def test_engines_of_one_process_have_a_bill_each(tmp_path: Path, caplog: pytest.
     (tmp_path / "log").write_text("\n".join(map(logging.Formatter().format, caplog.records)))
     report = json.loads(CliRunner().invoke(usage, [str(tmp_path / "log"), "--json"]).output)
     assert report["total"]["tiers"]["host"]["moved_bytes"] == moved > 0
+
+
+def test_a_log_of_many_tenants_and_tiers_is_shown_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    found = [
+        RequestRecord(1.0, f"r{i}", 1 + 16 * i, 0, 0, disk_tokens=1, tier_tokens={f"tier-{i}": 1}, tenant=f"t{i}")
+        for i in range(3000)
+    ]
+    bills: list[tuple[str, Bill]] = [
+        (f"s{i}", {f"t{i}-{j}": {f"tier-{i}-{j}": TierUsage(GIB_HOURS)} for j in range(10)}) for i in range(300)
+    ]
+    shown = usage_of(found, tmp_path, bills=bills)
+    assert len(shown.splitlines()) < 6 * MAX_ROWS
+    assert "The total includes 5,744 tenants with fewer tokens" in shown
+    assert f"Only {MAX_ROWS} rows of tenants and of the total" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert max(map(len, rows)) < 2 * MAX_TIER_COLUMNS
+    assert len([row for row in rows if row[:1] == ["total"]]) == 2 + MAX_ROWS
+    assert len(usage_of(found, tmp_path, "--json", bills=bills)["tenants"]) == 6000
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(json.dumps(replace(RECORDS[0], tenant="k\xfcche").to_dict()) + "\n")
+    result = CliRunner(charset="ascii").invoke(usage, [str(tmp_path / "log")])
+    assert result.exit_code == 0
+    assert "k\\xfcche" in result.output
 
 
 @pytest.mark.parametrize("wrong", ["[]", '{"a": 1}', '{"a": {"host": {"byte_seconds": -1}}}', '{"a": {"host": []}}'])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -28,9 +30,13 @@ def print_json(report: object) -> None:
 
 
 def console_of(stderr: bool = False) -> Console:
-    """Returns a console that prints text unchanged, without markup, emoji or highlighting."""
+    """Returns a console that prints text unchanged, without markup, emoji or highlighting. Characters that the encoding
+    of the terminal lacks are escaped."""
     from rich.console import Console
 
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 

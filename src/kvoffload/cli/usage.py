@@ -15,13 +15,16 @@ from kvoffload.cli.terminal import console_of, json_option, say, table_of
 from kvoffload.observe.server import RecordsError
 from kvoffload.observe.usage import Usage, by_tenant, total_of
 from kvoffload.printable import printable
-from kvoffload.units import compact, format_bytes
+from kvoffload.units import compact, counted, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GIB_HOUR = (1 << 30) * 3600
 """Byte-seconds."""
+MAX_ROWS = 256
+"""Rows of tenants that a table shows. A server has at most 33 tenants, but a log need not come from one."""
+MAX_TIER_COLUMNS = 32
 
 
 @click.command()
@@ -56,22 +59,33 @@ def usage(logs: tuple[BinaryIO, ...], pid: int | None, tenant: str | None, as_js
 
 def _show(tenants: Sequence[Usage], total: Usage) -> None:
     console = console_of()
-    rows = list(tenants) if len(tenants) == 1 else [*tenants, total]
+    rows = list(tenants) if len(tenants) == 1 else [*tenants[:MAX_ROWS], total]
     console.print(_found_table(rows, total))
+    if len(tenants) > MAX_ROWS:
+        left = counted(len(tenants) - MAX_ROWS, "tenant")
+        console.print(f"The total includes {left} with fewer tokens, which --json lists.", style="dim")
     console.print("Prompt tokens, and where they were found. Saved: time to compute what was loaded.\n", style="dim")
     console.print(_stored_table(rows, total))
     console.print("Tokens. A server keeps its latest 4,096 requests, a log all.", style="dim")
     if total.tiers:
         console.print()
-        console.print(_tiers_table(rows, total))
+        held = [(each, tier) for each in rows if each is not total for tier in each.tiers]
+        of_total = [(each, tier) for each in rows if each is total for tier in each.tiers]
+        console.print(_tiers_table([*held[:MAX_ROWS], *of_total[:MAX_ROWS]], total))
+        if len(held) > MAX_ROWS or len(of_total) > MAX_ROWS:
+            console.print(f"Only {MAX_ROWS} rows of tenants and of the total are shown; --json lists all.", style="dim")
         console.print("Since the server's start. Moved: between device and host, or from and to the tier.", style="dim")
 
 
 def _found_table(rows: Sequence[Usage], total: Usage) -> Table:
     tiers = list(total.tier_tokens)
-    table = table_of("tenant", "requests", "asked", "device", "host", *map(printable, tiers), "computed", "saved")
+    shown, others = tiers[:MAX_TIER_COLUMNS], tiers[MAX_TIER_COLUMNS:]
+    titles = [*map(printable, shown), *(["other\ntiers"] if others else [])]
+    table = table_of("tenant", "requests", "asked", "device", "host", *titles, "computed", "saved")
     for each in rows:
-        found = each.device_tokens, each.host_tokens, *(each.tier_tokens.get(tier, 0) for tier in tiers)
+        found = [each.device_tokens, each.host_tokens, *(each.tier_tokens.get(tier, 0) for tier in shown)]
+        if others:
+            found.append(sum(each.tier_tokens.get(tier, 0) for tier in others))
         numbers = each.requests, each.tokens_asked, *found, each.tokens_computed
         table.add_row(
             *_begin(each, total),
@@ -90,17 +104,17 @@ def _stored_table(rows: Sequence[Usage], total: Usage) -> Table:
     return table
 
 
-def _tiers_table(rows: Sequence[Usage], total: Usage) -> Table:
+def _tiers_table(rows: Sequence[tuple[Usage, str]], total: Usage) -> Table:
     table = table_of("tenant", "tier", "held,\nGiB hours", "retained,\nGiB hours", "moved")
-    for each in rows:
-        for tier, usage in each.tiers.items():
-            table.add_row(
-                *_begin(each, total),
-                printable(tier),
-                *(f"{amount / GIB_HOUR:,.2f}" for amount in (usage.byte_seconds, usage.retained_byte_seconds)),
-                format_bytes(int(usage.moved_bytes)),
-                style=_style(each, total),
-            )
+    for each, tier in rows:
+        usage = each.tiers[tier]
+        table.add_row(
+            *_begin(each, total),
+            printable(tier),
+            *(f"{amount / GIB_HOUR:,.2f}" for amount in (usage.byte_seconds, usage.retained_byte_seconds)),
+            format_bytes(int(usage.moved_bytes)),
+            style=_style(each, total),
+        )
     return table
 
 
