@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -509,6 +510,33 @@ def test_shares_that_cannot_be_kept_are_refused() -> None:
         shares(10, (6, 5, 0))
     with pytest.raises(ConfigError, match=r"tenants\.a: its quota has room for 0 blocks; raise it"):
         shares(10, (0, 0, 0), (0, 10, 10))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "wrong"),
+    [
+        ((50, 50), (50, 0), "tenants.a.retain.disk=50 (50 bytes): leaves it no block"),
+        ((0, 50), (50, 0), "tenants.a.retain.disk=50 (50 bytes): leaves it no block"),
+        ((90, 40), (0, 10), "raise its guaranteed.disk above it, or raise the budget of disk"),
+        ((50, 50), (49, 0), None),
+        ((50, 49), (50, 0), None),
+        ((50, 0), (50, 0), None),
+    ],
+)
+def test_what_a_tenant_may_retain_leaves_it_a_block(a: tuple[int, int], b: tuple[int, int], wrong: str | None) -> None:
+    """Each has a guarantee and a retention quota, of 100 blocks."""
+    tenants = Tenants(
+        b"",
+        [
+            TenantConfig(name, {"disk": guaranteed} if guaranteed else {}, {}, {"disk": retain} if retain else {})
+            for name, (guaranteed, retain) in (("a", a), ("b", b))
+        ],
+    )
+    if wrong is None:
+        tenants.shares("disk", 100, 1)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(wrong)):
+            tenants.shares("disk", 100, 1)
 
 
 # A policy that is told how many blocks it holds.

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from kvoffload.abc import ConfigError, OffloadKey
@@ -272,6 +272,10 @@ class Tenants:
         """Returns the name in metrics of the tenant whose keys begin with ``namespace``."""
         return self._labels.get(namespace, self._other)
 
+    def num_retaining(self, tiers: Sequence[str]) -> int:
+        """Returns how many tenants may have blocks retained in some of ``tiers``."""
+        return sum(any(tenant.retain.get(tier) for tier in tiers) for tenant in self._configured.values())
+
     def shares(self, tier: str, num_blocks: int, block_bytes: int, engines: int = 1) -> Shares:
         """Returns the shares of ``tier``, which has ``num_blocks`` blocks on this one of ``engines`` engines, each of
         which has an equal part of every share. Raises ConfigError for shares that cannot be kept."""
@@ -294,7 +298,7 @@ class Tenants:
                 f"tenants: {wanted} of {tier} are guaranteed, and its budget has room for {there} of blocks; lower "
                 "some, or raise the budget"
             )
-        return Shares(
+        made = Shares(
             self.names,
             {tenant.namespace: i for i, tenant in enumerate(self._named.values())},
             tuple(each or 0 for each in guaranteed),
@@ -303,6 +307,15 @@ class Tenants:
             tuple(each or 0 for each in retain),
             block_bytes,
         )
+        without = replace(made, retain=(0,) * len(self.names))
+        for i, tenant in enumerate(configured):
+            if retain[i] and made.sure_blocks(i) < 1 <= without.sure_blocks(i):
+                raise ConfigError(
+                    f"tenants.{tenant.name}.retain.{tier}={tenant.retain[tier]} ({format_bytes(tenant.retain[tier])}): "
+                    "leaves it no block that is not retained, so it could store nothing; lower it, raise its "
+                    f"guaranteed.{tier} above it, or raise the budget of {tier}"
+                )
+        return made
 
 
 def _digest(salt: str) -> str:
