@@ -167,6 +167,8 @@ def test_what_a_session_has_in_another_tier_ends_when_it_is_replaced(server: Ser
 
 def test_the_disk_counts_what_it_has_moved_and_held_for_each_tenant(server: Server) -> None:
     for name in NAMES:
+        server.serve(server.keys(name, 1, 6))
+        server.settle()
         server.serve(server.keys(name, 1, 6), retain(3))
         server.flood(name, is_written=True)
     counts = dict(server.manager.take_counts())
@@ -201,7 +203,10 @@ def test_what_is_not_written_yet_survives_a_flood_before_it_is(server: Server) -
 
 def test_a_restart_keeps_what_the_disk_retains(server: Server) -> None:
     kept, others = server.keys("b", 1, 6), server.keys("b", 2, 6)
-    server.serve(kept, retain(4))
+    for keys in (kept, kept[:4]):
+        server.serve(keys)
+        server.settle()
+    assert server.serve(kept, retain(4)) == Retained(None, "disk", 6)
     server.serve(others)
     server.settle()
     for _ in range(2):

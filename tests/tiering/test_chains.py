@@ -86,3 +86,50 @@ def test_the_check_finds_a_chain_in_the_wrong_queue() -> None:
     a.state = STARTED
     with pytest.raises(IntegrityError, match="wrong one"):
         backlog.check_integrity()
+
+
+def test_a_chain_with_promised_blocks_comes_first_and_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c, d = chain("a"), chain("b"), chain("c"), chain("d")
+    backlog = backlog_of(a, b, c, d)
+    backlog.move(d, STARTED)
+    backlog.promise(a, a.keys[:2])
+    assert backlog.next() is a
+    monkeypatch.setattr(chains, "MAX_CHAINS", 2)
+    assert backlog.excess() is b
+    backlog.move(b, ChainState.GONE)
+    assert backlog.excess() is None
+    backlog.settle(a.keys[:1])
+    backlog.check_integrity()
+    assert backlog.next() is a
+    backlog.settle(a.keys)
+    backlog.check_integrity()
+    assert backlog.next() is d
+    assert backlog.excess() is a
+
+
+def test_a_promised_block_belongs_to_the_chain_that_was_offered_last() -> None:
+    a, b = chain("a"), chain("b")
+    backlog = backlog_of(a, b)
+    backlog.promise(a, [b"x", b"y"])
+    backlog.promise(b, [b"y", b"z"])
+    assert (a.promised, b.promised) == ({b"x"}, {b"y", b"z"})
+    backlog.move(a, ChainState.GONE)
+    backlog.move(b, ChainState.WAITING, [b"b0"])
+    backlog.check_integrity()
+    assert not backlog.is_ready
+    backlog.wake([b"b0"])
+    assert backlog.next() is b
+    backlog.check_integrity()
+
+
+def test_a_chain_of_an_ended_request_is_held_until_its_promised_blocks_are_there() -> None:
+    whole, part = chain("a"), chain("b")
+    whole.is_whole = True
+    backlog = backlog_of(whole, part)
+    for each in (whole, part):
+        backlog.promise(each, each.keys[:1])
+        backlog.move(each, ChainState.HELD)
+    assert not backlog.is_ready
+    backlog.settle(whole.keys + part.keys)
+    assert (whole.state, part.state) == (ChainState.GONE, ChainState.HELD)
+    backlog.check_integrity()

@@ -106,7 +106,9 @@ RESULT_LIES: dict[str, Sequence[Any]] = {
     "begun": [each for each in NUMBERS if each not in (0.5, -1)],
     "ended": [each for each in NUMBERS if each not in (0.5, -1)],
 }
-NO_ANSWER = {"touch", "delete", "reset", "wait", "close", "check_integrity"}
+SELDOM_ASKED = {"check_integrity", "wait", "close", "give_up_retained"}
+"""What ``use`` does not call."""
+NO_ANSWER = {"touch", "delete", "give_up_retained", "reset", "wait", "close", "check_integrity"}
 
 
 class Liar:
@@ -208,13 +210,21 @@ def test_lies_are_known_for_every_answer() -> None:
     assert RESULT_LIES.keys() == set(TierResult._fields)
 
 
-@pytest.mark.parametrize("method", sorted((LIES.keys() | NO_ANSWER) - {"check_integrity", "wait", "close"}))
+@pytest.mark.parametrize("method", sorted((LIES.keys() | NO_ANSWER) - SELDOM_ASKED))
 def test_a_method_that_raises_switches_the_tier_off_and_nothing_else(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(**{method: boom})
     use(rig)
     assert f"{'poll' if method == 'num_failed_lookups' else method} of the" in caplog.text
+    assert_only_one_is_lost(rig, caplog.text)
+
+
+def test_a_tier_that_raises_when_it_is_to_give_up_blocks_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(retain=lambda *args: None, give_up_retained=boom)
+    assert rig.manager.retain(chain("x", 2), ReqContext("r", hints=Hints(7, retain_s=1.0))).tier == "memory"
+    use(rig)
+    assert "give_up_retained of the" in caplog.text
     assert_only_one_is_lost(rig, caplog.text)
 
 

@@ -156,6 +156,11 @@ class Tier(ABC):
         default a tier retains nothing."""
         return RetainRefusal.NO_QUOTA
 
+    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
+        """Those of ``keys`` that it is to retain and has not got will not be written: they are charged no more, and
+        count as lost. By default a tier retains nothing."""
+        return None
+
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared

@@ -77,6 +77,9 @@ class CatalogTier(Tier):
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         return self._catalog.retain(keys, session, seconds)
 
+    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
+        self._catalog.give_up_retained(keys)
+
     def take_evicted(self) -> list[OffloadKey]:
         return self._catalog.take_removed()
 

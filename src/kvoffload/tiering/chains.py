@@ -22,7 +22,8 @@ class ChainState(enum.Enum):
     WAITING = enum.auto()
     """Its next block is not in the host yet, or is being written for another chain."""
     HELD = enum.auto()
-    """The tier holds all of it, or is writing the rest. Its request may bring a longer one."""
+    """The tier holds all of it, or is writing the rest. Its request may bring a longer one, or promised blocks of it
+    are being written."""
     GONE = enum.auto()
     """It is not in the backlog."""
 
@@ -74,6 +75,8 @@ class Chain:
     """When this many units are done, all of them are looked up again if the tier has lost blocks since."""
     losses: int = 0
     """Blocks that the tier had lost when the units that are done were last looked up."""
+    promised: set[OffloadKey] = field(default_factory=set)
+    """Blocks that it is to bring to the tier because the tier retains them."""
     num_writes_before: int = field(init=False)
     """Writes for its request before it was offered."""
 
@@ -87,13 +90,22 @@ class Chain:
 
 class Backlog:
     """The chains with blocks that may still have to be written: at most MAX_CHAINS and ``max_keys`` keys, but at least
-    one chain. A chain that is STARTED comes first, then the FRESH one that was offered last."""
+    one chain. A chain that is STARTED comes first, then the FRESH one that was offered last.
+
+    Chains with promised blocks come before all others, and are never dropped. They do not count, but a promised block
+    belongs to one chain only: the one that was offered last."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._num_keys = 0
         self._chains: dict[Chain, None] = {}
         """Every chain that is not GONE, the oldest first."""
+        self._bringing: dict[OffloadKey, Chain] = {}
+        """The chain to which each promised block belongs."""
+        self._num_promising = 0
+        """Chains with promised blocks."""
+        self._urgent: dict[Chain, None] = {}
+        """Those of them that are FRESH or STARTED."""
         self._by_request: dict[str, Chain] = {}
         self._queues: dict[ChainState, dict[Chain, None]] = {ChainState.STARTED: {}, ChainState.FRESH: {}}
         self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
@@ -105,7 +117,7 @@ class Backlog:
     @property
     def is_ready(self) -> bool:
         """Whether there is a chain to be written now."""
-        return any(self._queues.values())
+        return bool(self._urgent) or any(self._queues.values())
 
     @property
     def awaited(self) -> Collection[OffloadKey]:
@@ -117,6 +129,8 @@ class Backlog:
 
     def next(self) -> Chain | None:
         """Returns the chain to be written next."""
+        if self._urgent:
+            return next(iter(self._urgent))
         return next(iter(self._queues[ChainState.STARTED]), None) or next(
             reversed(self._queues[ChainState.FRESH]), None
         )
@@ -124,24 +138,62 @@ class Backlog:
     def excess(self) -> Chain | None:
         """Returns the chain to be dropped because a bound is exceeded: the oldest, one that is not STARTED if
         possible."""
-        if len(self._chains) < 2 or (len(self._chains) <= MAX_CHAINS and self._num_keys <= self._max_keys):
+        num_chains = len(self._chains) - self._num_promising
+        if num_chains < 2 or (num_chains <= MAX_CHAINS and self._num_keys <= self._max_keys):
             return None
-        others = (chain for chain in self._chains if chain.state is not ChainState.STARTED)
-        return next(others, next(iter(self._chains)))
+        oldest = None
+        for chain in self._chains:
+            if not chain.promised:
+                if chain.state is not ChainState.STARTED:
+                    return chain
+                oldest = oldest or chain
+        return oldest
+
+    def promise(self, chain: Chain, keys: Collection[OffloadKey]) -> None:
+        """``chain`` is to bring ``keys`` to the tier, in place of the chains that were to until now."""
+        self.settle(keys)
+        self._queues.get(chain.state, {}).pop(chain, None)
+        chain.promised = set(keys)
+        self._bringing.update(dict.fromkeys(chain.promised, chain))
+        self._num_promising += 1
+        self._num_keys -= len(chain.keys)
+        if chain.state in self._queues:
+            self._urgent[chain] = None
+
+    def settle(self, keys: Collection[OffloadKey]) -> None:
+        """``keys`` are promised no more, because the tier has them, or will not get them."""
+        for chain in [self._take(key) for key in keys if key in self._bringing]:
+            if chain is not None:
+                self._num_promising -= 1
+                self._num_keys += len(chain.keys)
+                if chain in self._urgent:
+                    del self._urgent[chain]
+                    self._queues[chain.state][chain] = None
+                elif chain.state is ChainState.HELD and (chain.is_whole or chain.request is None):
+                    self.move(chain, ChainState.GONE)
+
+    def _take(self, key: OffloadKey) -> Chain | None:
+        """Takes a promised block from its chain. Returns the chain if that was the last one."""
+        chain = self._bringing.pop(key)
+        chain.promised.discard(key)
+        return None if chain.promised else chain
 
     def move(self, chain: Chain, state: ChainState, waits_for: Sequence[OffloadKey] = ()) -> None:
         """Brings ``chain`` into ``state``. WAITING, it waits until ``wake`` names one of ``waits_for``."""
+        if chain.promised and state is ChainState.GONE:
+            self.settle(list(chain.promised))
         for key in dict.fromkeys(chain.waits_for):
             waiting = self._waiting[key]
             del waiting[chain]
             if not waiting:
                 del self._waiting[key]
         self._queues.get(chain.state, {}).pop(chain, None)
+        self._urgent.pop(chain, None)
         if (chain.state is ChainState.GONE) is not (state is ChainState.GONE):
             self._add_or_remove(chain, state)
         chain.state, chain.waits_for = state, waits_for
         if state in self._queues:
-            self._queues[state][chain] = None
+            (self._urgent if chain.promised else self._queues[state])[chain] = None
         for key in waits_for:
             self._waiting.setdefault(key, {})[chain] = None
 
@@ -171,9 +223,15 @@ class Backlog:
             chain: chain.state for chain in self._chains if chain.state is ChainState.HELD
         }
         states |= {chain: state for state, queue in self._queues.items() for chain in queue}
+        states |= {chain: chain.state for chain in self._urgent}
         for waiting in self._waiting.values():
             states |= dict.fromkeys(waiting, ChainState.WAITING)
         if states != {chain: chain.state for chain in self._chains}:
             raise IntegrityError("a chain of the backlog is in no queue, or in the wrong one")
-        if self._num_keys != sum(len(chain.keys) for chain in self._chains):
+        if self._num_keys != sum(len(chain.keys) for chain in self._chains if not chain.promised):
             raise IntegrityError("the backlog has miscounted the keys of its chains")
+        promised = {key: chain for chain in self._chains for key in chain.promised}
+        if self._bringing != promised or self._num_promising != len(set(promised.values())):
+            raise IntegrityError("a promised block belongs to no chain, or to several")
+        if any(chain.promised for queue in self._queues.values() for chain in queue):
+            raise IntegrityError("a chain with promised blocks does not come first")

@@ -102,6 +102,9 @@ class GuardedTier(Tier):
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         return self._ask("retain", _CANNOT_RETAIN, _check_refusal, keys, session, seconds)
 
+    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
+        self._ask("give_up_retained", None, None, keys)
+
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._ask("delete", None, None, keys)
         if self.events is not None:

@@ -122,7 +122,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._moved = MovedBytes(settings.tenants) if settings.tenants is not None and settings.tenants.names else None
         self._origins = Origins()
         self._clock = clock
-        self.tiers = _make_states(host, tiers, settings, self._counts, self._origins, clock, random)
+        guarded = [GuardedTier(tier, host.history.has_events) for tier in tiers]
+        self._unwritten = UnwrittenPins(host, guarded, clock, settings.tenants)
+        self.tiers = _make_states(host, guarded, settings, self._unwritten, self._counts, self._origins, clock, random)
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._promoter = Promoter(
@@ -141,7 +143,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._steps = TierSteps(
             self.tiers, self._promoter, self._chains, self._origins, self._moved, clock, self._note_written
         )
-        self._unwritten = UnwrittenPins(host, clock)
         self._on_device: set[OffloadKey] = set()
         """What the device holds of the requests that have ended, if ``host`` does not repeat it."""
         self.prefetcher = Prefetcher(
@@ -207,7 +208,8 @@ class TieredOffloadingManager(OffloadingManager):
         With ``timeout_s`` it then waits until some request has all the blocks that it waits for, until more blocks can
         be written, or until a tier may have answered."""
         if self._unwritten.slots:
-            self._unwritten.expire()
+            for tier in self.tiers:
+                tier.writes.expire()
         prefetcher = self.prefetcher
         if prefetcher.expected or prefetcher.held or prefetcher.reading:
             prefetcher.poll()
@@ -316,11 +318,11 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> RetainRefusal | None:
         """Retains ``keys`` in a tier. What it has not got yet stays in host memory until it is written."""
         lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
-        if len(lacking) > self._unwritten.num_free:
+        if lacking and not (tier.takes_chains and self._unwritten.has_room(lacking)):
             return RetainRefusal.NOT_WRITTEN
         refusal = tier.tier.retain(keys, session, seconds)
         if refusal is None:
-            self._unwritten.add(lacking)
+            self._unwritten.of_tiers[tier.index].add(lacking)
         return refusal
 
     def prepare_store(
@@ -347,8 +349,6 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.note_device(written, left)
 
     def _note_written(self, keys: Sequence[OffloadKey]) -> None:
-        if self._unwritten.slots:
-            self._unwritten.written(keys)
         if not self._on_device.isdisjoint(keys):
             self.note_device(held=[key for key in keys if key in self._on_device])
 
@@ -429,9 +429,8 @@ class TieredOffloadingManager(OffloadingManager):
     def _reset_host(self) -> None:
         self.prefetcher.clear()
         self._promoter.release_all()
-        self._unwritten.clear()
-        self.host.reset()
         self._chains.clear()
+        self.host.reset()
 
     def _leave_shared_tiers(self) -> None:
         for tier in self.tiers:
@@ -475,22 +474,22 @@ class TieredOffloadingManager(OffloadingManager):
 
 def _make_states(
     host: PolicyOffloadingManager,
-    tiers: Sequence[Tier],
+    tiers: Sequence[GuardedTier],
     settings: TieringSettings,
+    unwritten: UnwrittenPins,
     counts: TierCounts,
     origins: Origins,
     clock: Callable[[], float],
     random: Callable[[], float],
 ) -> tuple[TierState, ...]:
     states = []
-    for i, each in enumerate(tiers):
+    for i, tier in enumerate(tiers):
         own = settings.tiers[i] if settings.tiers else TierSettings()
-        tier = GuardedTier(each, host.history.has_events)
         count = counts.of(tier.name)
         estimator = ReadEstimator(tier.block_bytes)
         is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
         which = WriteSettings(settings.kv_groups, own.admission, is_worth, settings.backlog_share)
-        writes = WriteThrough(host, tier, which, count, clock)
+        writes = WriteThrough(host, tier, which, unwritten.of_tiers[i], count, clock)
         lookup_ms = settings.lookup_deadline_ms if own.lookup_deadline_ms is None else own.lookup_deadline_ms
         deadlines = Deadlines(settings.load_deadline_ms / 1000, lookup_ms / 1000)
         states.append(TierState(i, tier, writes, estimator, deadlines, count, random))

@@ -93,8 +93,6 @@ class RequestChains:
         num_held_back = self._uses.end(context)
         if context is not None:
             self._touched.pop(context.req_id, None)
-        hints = None if context is None else context.hints
-        is_retained = hints is not None and bool(hints.retain_s)
         head, tail = keys[:num_held_back], keys[num_held_back:]
         for tier in self._on():
             if tail:
@@ -102,7 +100,7 @@ class RequestChains:
             if head:
                 tier.tier.touch(head)
             if not _ends_session(context):
-                tier.writes.offer(chain, _request(context), is_whole=True, is_retained=is_retained)
+                tier.writes.offer(chain, _request(context), is_whole=True)
 
     def waits(self, promotion: Promotion) -> None:
         """A request waits for a promotion, which may bring all of its chain."""

@@ -2,46 +2,66 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey
+from kvoffload.abc import IntegrityError, OffloadKey, Tier
 from kvoffload.abc.tier import HIT
+from kvoffload.cache.keys import NAMESPACE_BYTES
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.tenants import Tenants
 
 UNWRITTEN_SHARE = 0.125
-"""At most this share of the host's blocks waits, pinned, to be written to a tier that retains it."""
+"""At most this share of the host's blocks waits, pinned, to be written to tiers that retain it."""
 WRITE_WITHIN_S = 30.0
-"""A block that was not written within this time is not pinned any more, and may be lost."""
+"""A block that was not written within this time is not pinned any more, and not retained."""
 _NOT_PINNED = -1
 
 
 class UnwrittenPins:
-    """Pins blocks in ``host`` until ``written`` names them, at most WRITE_WITHIN_S each."""
+    """Pins blocks in ``host`` until the tiers that are to retain them have them, see PromisedBlocks.
 
-    def __init__(self, host: PolicyOffloadingManager, clock: Callable[[], float]) -> None:
+    Of ``tenants``, each that may have blocks retained in ``tiers`` may have an equal part of them.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[Tier],
+        clock: Callable[[], float],
+        tenants: Tenants | None = None,
+    ) -> None:
         self._host = host
-        self._clock = clock
+        self._tenants = tenants
+        num_retaining = 0 if tenants is None else tenants.num_retaining([tier.name for tier in tiers])
         self.most = max(1, int(host.num_blocks * UNWRITTEN_SHARE))
+        self._most_each = max(1, self.most // max(1, num_retaining))
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
-        self._deadlines: OrderedDict[OffloadKey, float] = OrderedDict()
-        """The first to end first."""
+        self._num_of: Counter[str | None] = Counter()
+        """Blocks by tenant."""
+        self.of_tiers = [PromisedBlocks(self, tier, clock) for tier in tiers]
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that may be added."""
-        return self.most - len(self.slots)
+    def has_room(self, keys: Collection[OffloadKey]) -> bool:
+        """Returns whether ``keys``, of one chain, may be added. Those that wait already count once."""
+        num_new = sum(key not in self.slots for key in set(keys))
+        if not num_new:
+            return True
+        of_tenant = self._num_of[self._tenant(next(iter(keys)))]
+        return num_new <= min(self.most - len(self.slots), self._most_each - of_tenant)
 
-    def add(self, keys: Sequence[OffloadKey]) -> None:
-        """Pins ``keys``, at most ``num_free``, as soon as they are ready in the host."""
-        deadline = self._clock() + WRITE_WITHIN_S
+    def _tenant(self, key: OffloadKey) -> str | None:
+        return None if self._tenants is None else self._tenants.label_of(key[:NAMESPACE_BYTES])
+
+    def add(self, keys: Collection[OffloadKey]) -> None:
+        """Pins ``keys``, for which there is room, as soon as they are ready in the host."""
         for key in keys:
-            self.slots.setdefault(key, _NOT_PINNED)
-            self._deadlines[key] = deadline
-            self._deadlines.move_to_end(key)
+            if key not in self.slots:
+                self.slots[key] = _NOT_PINNED
+                self._num_of[self._tenant(key)] += 1
         self.entered(keys)
 
     def entered(self, keys: Collection[OffloadKey]) -> None:
@@ -52,24 +72,56 @@ class UnwrittenPins:
             pinned = [waiting[i] for i in ready]
             self.slots.update(zip(pinned, self._host.prepare_load(pinned).slots.tolist(), strict=True))
 
-    def written(self, keys: Collection[OffloadKey]) -> None:
-        """Unpins those of ``keys`` that were pinned."""
-        slots = [self.slots.pop(key) for key in keys if key in self.slots]
-        for key in keys:
-            self._deadlines.pop(key, None)
-        if slots := [slot for slot in slots if slot != _NOT_PINNED]:
+    def release(self, keys: Collection[OffloadKey]) -> None:
+        """Unpins those of ``keys`` for which no tier waits any more."""
+        over = [key for key in keys if not any(key in promised.deadlines for promised in self.of_tiers)]
+        for key in over:
+            self._num_of[self._tenant(key)] -= 1
+        if slots := [slot for slot in map(self.slots.pop, over) if slot != _NOT_PINNED]:
             self._host.complete_load(self._host.lease(slots))
 
-    def expire(self) -> None:
-        """Unpins blocks that were not written in time."""
-        now = self._clock()
-        while self._deadlines and next(iter(self._deadlines.values())) <= now:
-            self.written([next(iter(self._deadlines))])
-
-    def clear(self) -> None:
-        self.written(list(self.slots))
-
     def check_integrity(self) -> None:
-        """Raises IntegrityError if more blocks are pinned than may be, or their deadlines are not known."""
-        if len(self.slots) > self.most or self.slots.keys() != self._deadlines.keys():
-            raise IntegrityError("blocks are pinned for writing beyond their bound, or for ever")
+        """Raises IntegrityError if more blocks are pinned than may be, or no tier waits for them."""
+        waiting = {key for promised in self.of_tiers for key in promised.deadlines}
+        num_of = Counter(map(self._tenant, self.slots))
+        if self.slots.keys() != waiting or +self._num_of != num_of:
+            raise IntegrityError("blocks are pinned for writing for ever, or miscounted")
+        if len(self.slots) > self.most or max(num_of.values(), default=0) > self._most_each:
+            raise IntegrityError("more blocks are pinned for writing than may be")
+
+
+class PromisedBlocks:
+    """What ``tier`` has promised to retain and has not got yet, each for at most WRITE_WITHIN_S."""
+
+    def __init__(self, pins: UnwrittenPins, tier: Tier, clock: Callable[[], float]) -> None:
+        self._pins = pins
+        self._tier = tier
+        self._clock = clock
+        self.deadlines: OrderedDict[OffloadKey, float] = OrderedDict()
+        """Read only for others. The first to end first."""
+
+    def add(self, keys: Collection[OffloadKey]) -> None:
+        """The tier retains ``keys`` from now on; see ``UnwrittenPins.has_room``."""
+        deadline = self._clock() + WRITE_WITHIN_S
+        for key in keys:
+            self.deadlines[key] = deadline
+            self.deadlines.move_to_end(key)
+        self._pins.add(keys)
+
+    def written(self, keys: Collection[OffloadKey]) -> None:
+        """The tier has ``keys`` now."""
+        ended = [key for key in keys if self.deadlines.pop(key, None) is not None]
+        if ended:
+            self._pins.release(ended)
+
+    def give_up(self, keys: Collection[OffloadKey]) -> None:
+        """Those of ``keys`` that the tier has not got yet will not be written: it does not retain them any more."""
+        lost = [key for key in keys if key in self.deadlines]
+        if lost:
+            self.written(lost)
+            self._tier.give_up_retained(lost)
+
+    def late(self) -> list[OffloadKey]:
+        """Returns the blocks that were not written in time."""
+        now = self._clock()
+        return list(takewhile(lambda key: self.deadlines[key] <= now, self.deadlines))

@@ -24,6 +24,7 @@ from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, 
 from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes
 from kvoffload.tiering.rates import Ended
 from kvoffload.tiering.tier_blocks import TierBlocks
+from kvoffload.tiering.unwritten import PromisedBlocks
 
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
@@ -101,6 +102,9 @@ class WriteThrough:
     cannot be written now stay in the backlog while the host holds them. A block of which the tier does not know yet
     whether it holds it is written, since the tier then finds out, but nothing is deleted because of it.
 
+    Chains with blocks of ``promised``, which the tier has promised to retain, are written first and up to the last of
+    these, whatever the admission says. If that fails they are written again until ``promised`` ends.
+
     ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
     """
 
@@ -109,11 +113,13 @@ class WriteThrough:
         host: PolicyOffloadingManager,
         tier: Tier,
         settings: WriteSettings,
+        promised: PromisedBlocks,
         count: Callable[[str, float], None],
         clock: Callable[[], float],
     ) -> None:
         self._host = host
         self._tier = tier
+        self._promised = promised
         self._layout = ChainLayout(settings.groups)
         self._count = count
         self._clock = clock
@@ -168,10 +174,10 @@ class WriteThrough:
         if self._admission is not None:
             self._admission.count(keys, req_context)
 
-    def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool, is_retained: bool = False) -> None:
+    def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
         which blocks end. It takes the place of the chain that was offered for the same request before. If the tier
-        holds all of it, there is nothing to do. With ``is_retained`` the admission is not asked."""
+        holds all of it, there is nothing to do."""
         before = self.backlog.of_request(request)
         if before is not None:
             state = ChainState.STARTED if before.state is ChainState.STARTED else ChainState.FRESH
@@ -182,11 +188,17 @@ class WriteThrough:
             state = ChainState.FRESH
         keys = list(keys)
         by_group = self._layout.split(keys)
-        num_units = self._num_writable(by_group, None if is_retained else self._admission)
+        num_units, waiting = self._num_writable(by_group), self._promised.deadlines
+        promised = [key for key in keys if key in waiting] if waiting else []
+        if promised:
+            num_units = max(num_units, self._num_promised(by_group))
         if num_units == 0:
             return
         history = History() if before is None else before.history
-        self.backlog.move(Chain(keys, by_group, num_units, is_whole, request, history), state)
+        chain = Chain(keys, by_group, num_units, is_whole, request, history)
+        self.backlog.move(chain, state)
+        if promised:
+            self.backlog.promise(chain, promised)
         self._pace.progress_at = self._clock()
         while (excess := self.backlog.excess()) is not None:
             self._drop(excess)
@@ -198,20 +210,36 @@ class WriteThrough:
             return False
         return bool((self._tier.contains(keys) == HIT).all())
 
-    def _num_writable(self, by_group: Sequence[Sequence[OffloadKey]], admission: Admission | None) -> int:
+    def _num_writable(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
         """Returns how many leading units of a chain the tier may be given: what it has room for, since the tail of a
-        longer chain would evict its head, and what ``admission`` accepts, since nothing behind could be found."""
+        longer chain would evict its head, and what the admission accepts, since nothing behind could be found."""
         layout = self._layout
         num_units = layout.num_units(by_group)
         most_blocks = self._tier.most_blocks(by_group[0][0]) if num_units else None
         if most_blocks is not None:
             num_units = min(num_units, max(0, most_blocks - layout.num_states) // layout.kv_blocks_per_unit)
-        if admission is not None:
+        if self._admission is not None:
             for keys, per_unit in zip(by_group, layout.blocks_per_unit, strict=True):
-                accepted = admission.accepts(keys[: num_units * per_unit])
+                accepted = self._admission.accepts(keys[: num_units * per_unit])
                 if not all(accepted):
                     num_units = accepted.index(False) // per_unit
         return num_units
+
+    def _num_promised(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+        """Returns how many leading units of a chain have all that is promised of it."""
+        waiting, num_units = self._promised.deadlines, 0
+        for keys, per_unit in zip(by_group, self._layout.blocks_per_unit, strict=True):
+            last = next((i for i in range(len(keys) - 1, -1, -1) if keys[i] in waiting), -1)
+            num_units = max(num_units, last // per_unit + 1)
+        return min(num_units, self._layout.num_units(by_group))
+
+    def expire(self) -> None:
+        """Gives up promised blocks that were not written in time."""
+        self._give_up(self._promised.late())
+
+    def _give_up(self, keys: Collection[OffloadKey]) -> None:
+        self.backlog.settle(keys)
+        self._promised.give_up(keys)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when ``keys`` have become ready in the host."""
@@ -228,9 +256,10 @@ class WriteThrough:
         self._blocks.num_lost += num_blocks
 
     def clear(self) -> None:
-        """Empties the backlog. Writes in progress continue, but belong to no chain."""
+        """Empties the backlog. Writes in progress continue, but belong to no chain. Gives up what is promised."""
         for chain in list(self.backlog):
             self.backlog.move(chain, ChainState.GONE)
+        self._promised.give_up(list(self._promised.deadlines))
         for history in self._blocks.history_of.values():
             history.chain = None
 
@@ -250,7 +279,7 @@ class WriteThrough:
             plan = self._plan(chain)
             keys = plan.keys[: room - len(begun)]
             if keys:
-                if self._is_evicted_again(chain):
+                if not chain.promised and self._is_evicted_again(chain):
                     self._drop(chain)
                     continue
                 taken = self._blocks.begin(keys, chain.history)
@@ -285,6 +314,8 @@ class WriteThrough:
         self._pace.progressed(self._clock())
         self._count_results(writes)
         histories = self._blocks.end(writes.keys)
+        if self._promised.deadlines:
+            self._keep(writes.good.keys)
         failed: dict[History, bool] = {}
         """The requests of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
@@ -301,6 +332,11 @@ class WriteThrough:
             history.num_failures += is_failure
             if history.chain is not None:
                 self._rewrite(history.chain)
+
+    def _keep(self, keys: Sequence[OffloadKey]) -> None:
+        """The tier has ``keys``, and what is promised of them."""
+        self.backlog.settle(keys)
+        self._promised.written(keys)
 
     def _count_results(self, writes: Ended) -> None:
         # Those of no bytes were held by a shared medium already.
@@ -340,14 +376,16 @@ class WriteThrough:
             return
         if self._host.explain_miss(holes[0]).reason is MissReason.EVICTED:
             self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=False))
+        if chain.promised:
+            self._give_up([key for key in chain.promised if key not in self.writing])
         self._blocks.delete_unreachable(chain)
         self._finish(chain)
 
     def _finish(self, chain: Chain) -> None:
-        if not chain.is_whole and chain.request is not None:
+        if chain.promised or (not chain.is_whole and chain.request is not None):
             self.backlog.move(chain, ChainState.HELD)
-            return
-        self.backlog.move(chain, ChainState.GONE)
+        else:
+            self.backlog.move(chain, ChainState.GONE)
         if chain.is_whole and chain.history.num_writes > chain.num_writes_before:
             # Blocks written after the request had ended are newer than those before them in the chain.
             self._tier.touch(chain.keys, list(chain.history.fates))
@@ -355,7 +393,7 @@ class WriteThrough:
     def _rewrite(self, chain: Chain) -> None:
         """A write has failed: looks the chain up again from its head, so that writing continues where the tier lacks a
         block, or cuts it off there."""
-        if chain.history.num_failures > MAX_REWRITES:
+        if not chain.promised and chain.history.num_failures > MAX_REWRITES:
             self._blocks.delete_unreachable(chain)
             self.backlog.move(chain, ChainState.GONE)
         else:
@@ -364,6 +402,8 @@ class WriteThrough:
 
     def _drop(self, chain: Chain) -> None:
         self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=True))
+        if chain.promised:
+            self._give_up(list(chain.promised))
         self.backlog.move(chain, ChainState.GONE)
         self._blocks.delete_unreachable(chain)
 

@@ -175,7 +175,9 @@ class Catalog:
         self._unpin(slots)
 
     def cancel_writes(self, slots: Slots) -> None:
-        """Undoes ``begin_writes``, except the evictions."""
+        """Undoes ``begin_writes``, except the evictions. What is to be retained may be written again."""
+        known = slots[~self._table.is_dropped(slots)]
+        self._manager.drop(self._table.key_of[known].tolist())
         self._manager.complete_store(self._manager.lease(slots), success=False)
 
     def _unpin(self, slots: Slots) -> None:
@@ -207,6 +209,10 @@ class Catalog:
         if session is not None:
             retention.end(session)
         return None
+
+    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
+        """See ``Tier.give_up_retained``."""
+        self.retention.give_up(keys)
 
     def restore_retained(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
         """Retains blocks that a former process has retained, each for so many ``seconds`` from now on."""

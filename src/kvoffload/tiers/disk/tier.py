@@ -352,8 +352,8 @@ class DiskTier(Tier):
         self._maintenance.submit()
         return refusal
 
-    def give_up(self, keys: Sequence[OffloadKey]) -> None:
-        self.catalog.give_up(keys)
+    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
+        self.catalog.give_up_retained(keys)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._maintenance.empty_records(self.catalog.drop(keys))
