@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import Hints, OffloadKey, ReqContext, Retained, RetainRefusal, Slots, TierError, TierResult
+from kvoffload.abc import Hints, KVGroup, OffloadKey, ReqContext, Retained, RetainRefusal, Slots, TierError, TierResult
 from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import make_offload_key
@@ -61,6 +61,7 @@ class Rig:
         disk_blocks: int = 800,
         guaranteed: Mapping[str, int] | None = None,
         settings: Sequence[TierSettings] = (),
+        groups: Sequence[KVGroup] = (KVGroup(16),),
     ) -> None:
         self.clock, disks = Clock(), [f"disk-{i}" for i in range(len(retain))]
         config: dict[str, Any] = {}
@@ -81,25 +82,29 @@ class Rig:
         self.manager = TieredOffloadingManager(
             host,
             self.disks,
-            TieringSettings([16.0], load_only_if_faster=False, tiers=settings, tenants=self.tenants),
+            TieringSettings(
+                [16.0] * len(groups), groups, load_only_if_faster=False, tiers=settings, tenants=self.tenants
+            ),
             clock=self.clock,
             random=lambda: 0.0,
         )
         self.num_requests = 0
 
-    def keys(self, tenant: str, conversation: int, length: int) -> list[OffloadKey]:
+    def keys(self, tenant: str, conversation: int, length: int, group: int = 0) -> list[OffloadKey]:
         start = self.tenants.of(tenant).namespace
-        return [make_offload_key(start + f"{conversation:016}{i:016}".encode(), 0) for i in range(length)]
+        return [make_offload_key(start + f"{conversation:016}{i:016}".encode(), group) for i in range(length)]
 
-    def serve(self, keys: list[OffloadKey], hints: Hints | None = None) -> Retained | None:
+    def serve(
+        self, keys: list[OffloadKey], hints: Hints | None = None, chain: list[OffloadKey] | None = None
+    ) -> Retained | None:
         self.num_requests += 1
         context, manager = ReqContext(f"r{self.num_requests}", hints=hints), self.manager
-        manager.touch(keys, context)
+        manager.touch(keys, context, chain)
         output = manager.prepare_store(keys, context)
         answer = None if hints is None else manager.retain(keys, context)
         if output is not None:
             manager.complete_store(output.store_spec, context)
-        manager.end_chain(keys, () if output is None else output.keys_to_store, context)
+        manager.end_chain(keys, () if output is None else output.keys_to_store, context, chain)
         manager.poll()
         manager.check_integrity()
         return answer
@@ -284,3 +289,53 @@ def test_however_often_a_waiting_chain_is_renewed_only_one_comes_first() -> None
     backlog = rig.manager.tiers[0].writes.backlog
     assert sum(bool(chain.promised) for chain in backlog) == 1
     assert sum(len(chain.keys) for chain in backlog) <= 2 * HOST_BLOCKS + 16
+
+
+def test_blocks_behind_the_last_state_are_no_loss() -> None:
+    """They are written when a later request brings a state behind them."""
+    rig = Rig({"a": 50}, groups=(KVGroup(16), KVGroup(16, state=True)))
+    kv, states = (rig.keys("a", 1, 10, group) for group in range(2))
+    whole = [key for pair in zip(kv, states, strict=True) for key in pair]
+    kept = [*kv[:7], states[6], *kv[7:9]]
+    assert rig.serve(kept, retain(2), whole[:18]) == Retained(None, "disk-0", 10)
+    rig.wait(2)
+    assert rig.on_disk(kept) == 8
+    assert rig.kept() == (10, 0)
+    assert not rig.manager._unwritten.slots
+    rig.wait(WRITE_WITHIN_S + 1)
+    rig.serve([*kv, states[9]], None, whole)
+    rig.wait(2)
+    assert rig.on_disk(kept) == 10
+    rig.flood("a", times=300)
+    assert rig.on_disk(kept) == 10
+    assert rig.kept() == (10, 0)
+
+
+def test_a_promised_state_that_never_comes_is_lost() -> None:
+    rig = Rig({"a": 50}, groups=(KVGroup(16), KVGroup(16, state=True)))
+    kv, states = (rig.keys("a", 1, 8, group) for group in range(2))
+    whole = [key for pair in zip(kv, states, strict=True) for key in pair]
+    context = ReqContext("r", hints=retain(2))
+    assert rig.manager.retain([*kv[:4], states[3], *kv[4:], states[7]], context).tier == "disk-0"
+    output = rig.manager.prepare_store([*kv, states[3]], context)
+    assert output is not None
+    rig.manager.complete_store(output.store_spec, context)
+    rig.manager.end_chain([*kv, states[3]], output.keys_to_store, context, whole)
+    rig.wait(2)
+    assert rig.on_disk([*kv, *states]) == 5
+    assert rig.kept() == (5, 5)
+
+
+def test_a_block_that_two_disks_wait_for_stays_until_both_have_it() -> None:
+    """The session is retained in the first one, and then, since it has grown, in the other."""
+    rig = Rig({"a": 8}, {"a": 50}, rates=[40.0, 1.0])
+    keys = rig.keys("a", 1, 9)
+    assert rig.serve(keys[:8], retain(2)) == Retained(None, "disk-0", 8)
+    assert rig.serve(keys, retain(2)) == Retained(None, "disk-1", 9)
+    rig.wait(0.5)
+    assert rig.on_disk(keys, 0) == 9
+    assert len(rig.manager._unwritten.slots) == 9
+    rig.wait(10)
+    assert rig.on_disk(keys, 1) == 9
+    assert not rig.manager._unwritten.slots
+    assert (rig.kept(0), rig.kept(1)) == ((0, 0), (9, 0))

@@ -19,6 +19,7 @@ from kvoffload.abc import (
     TierError,
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
+from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, Fate, History
 from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes
@@ -334,7 +335,7 @@ class WriteThrough:
                 self._rewrite(history.chain)
 
     def _keep(self, keys: Sequence[OffloadKey]) -> None:
-        """The tier has ``keys``, and what is promised of them."""
+        """The tier has ``keys``, or need not have them now, and keeps what is promised of them."""
         self.backlog.settle(keys)
         self._promised.written(keys)
 
@@ -376,13 +377,22 @@ class WriteThrough:
             return
         if self._host.explain_miss(holes[0]).reason is MissReason.EVICTED:
             self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=False))
-        if chain.promised:
+        if chain.promised and not self._is_state_to_come(chain, holes):
             self._give_up([key for key in chain.promised if key not in self.writing])
         self._blocks.delete_unreachable(chain)
         self._finish(chain)
 
+    def _is_state_to_come(self, chain: Chain, holes: Sequence[OffloadKey]) -> bool:
+        """Returns whether a later request may bring one of ``holes``: they are states that were not promised."""
+        is_state = self._layout.groups[key_group_idx(holes[0])].state if self._layout.num_states else False
+        return is_state and chain.promised.isdisjoint(holes)
+
     def _finish(self, chain: Chain) -> None:
-        if chain.promised or (not chain.is_whole and chain.request is not None):
+        is_over = chain.is_whole or chain.request is None
+        if chain.promised and is_over:
+            # Without a state behind them no lookup could use the others.
+            self._keep([key for key in chain.promised if key not in self.writing])
+        if chain.promised or not is_over:
             self.backlog.move(chain, ChainState.HELD)
         else:
             self.backlog.move(chain, ChainState.GONE)
