@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm.version")
 
 from kvoffload.connector.options import RequestOptions
-from kvoffload.vllm.cache_hints import MAX_BODY_BYTES, CacheHints, rewritten
+from kvoffload.vllm.cache_hints import MAX_BODY_BYTES, MAX_MARKS, CacheHints, rewritten
 
 pytestmark = pytest.mark.vllm
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -73,6 +73,31 @@ def test_vllm_passes_the_options_on_in_each_api() -> None:
     assert anthropic.kv_transfer_params == {"kvoffload": {"retain_s": 300}}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"\\u00e9 \u00e9 \\ud83d\\ude00"',
+        "1.50",
+        "1e400",
+        "9" * 5000,
+        "[" * 900 + "]" * 900,
+        '{"prompt_cache_key": null,\n "c" : [ "cache_control" ]}',
+    ],
+)
+def test_other_values_are_copied_as_they_are(value: str) -> None:
+    body = f'{{"prompt_cache_key": "k", "x": {value}, "kv_transfer_params": {{"y": {value}}}}}'.encode()
+    changed = rewritten(body) or b""
+    assert changed.count(value.encode()) == 2
+    assert b'{"session":"k"}' in changed
+    assert len(changed) < len(body) + 50
+
+
+def test_only_the_last_parts_are_looked_at_for_marks() -> None:
+    marked, parts = text(cache_control=MARK), [text()] * MAX_MARKS
+    assert options_of({**ASK, "messages": [{"content": [marked, *parts[:-2], marked]}]}) == {"retain_s": 300}
+    assert options_of({**ASK, "messages": [{"content": [marked, *parts]}]}) is None
+
+
 def serve(
     chunks: list[bytes], path: str = "/v1/chat/completions", headers: Any = ()
 ) -> tuple[bytes, dict[bytes, bytes]]:
@@ -96,7 +121,9 @@ def serve(
     async def send(message: Any) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-length", b"1"), *headers]}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path}
+    if headers is not None:
+        scope["headers"] = [(b"content-length", b"1"), *headers]
     asyncio.run(CacheHints(app)(scope, receive, send))
     return got["body"], got["headers"]
 
@@ -110,6 +137,11 @@ def test_a_body_in_pieces_is_rewritten_with_its_length() -> None:
     assert headers[b"content-length"] == str(len(body)).encode()
 
 
+def test_a_request_without_headers_is_rewritten_too() -> None:
+    body, headers = serve([BODY], headers=None)
+    assert headers == {b"content-length": str(len(body)).encode()}
+
+
 @pytest.mark.parametrize(
     ("chunks", "path", "headers"),
     [
@@ -117,6 +149,12 @@ def test_a_body_in_pieces_is_rewritten_with_its_length() -> None:
         ([BODY], "/v1/completions", [(b"content-encoding", b"gzip")]),
         ([b"{", b"no json"], "/v1/completions", ()),
         ([b"[" * 100_000], "/v1/completions", ()),
+        ([b'{"prompt_cache_key": "k", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"], "/v1/completions", ()),
+        ([b'{"prompt_cache_key": "\\ud800"}'], "/v1/completions", ()),
+        ([b'{"prompt_cache_key": "k", "a": "\\ud800"}'], "/v1/completions", ()),
+        ([b'{"prompt_cache_key": "k", "\xff": 1}'], "/v1/completions", ()),
+        ([b'{"prompt_cache_key": "k"} {}'], "/v1/completions", ()),
+        ([json.dumps({**ASK, "prompt_cache_key": "k"}).encode("utf-16")], "/v1/completions", ()),
         ([b"\xff\xfe"], "/v1/completions", ()),
         ([BODY[:-1], b" " * MAX_BODY_BYTES, b"}"], "/v1/completions", ()),
         ([b""], "/v1/completions", ()),
