@@ -280,6 +280,7 @@ def test_each_tenant_that_may_retain_has_an_equal_part_of_what_may_wait() -> Non
     for name in "ab":
         assert rig.serve(rig.keys(name, 2, part), retain(3)) == Retained(None, "disk-0", part)
         assert rig.serve(rig.keys(name, 4, 1), retain(5)) == Retained(RetainRefusal.NOT_WRITTEN)
+    assert rig.serve(rig.keys("other", 6, 1), retain(7)) == Retained(RetainRefusal.NO_QUOTA)
 
 
 def test_however_often_a_waiting_chain_is_renewed_only_one_comes_first() -> None:

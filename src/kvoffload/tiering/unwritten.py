@@ -36,9 +36,9 @@ class UnwrittenPins:
     ) -> None:
         self._host = host
         self._tenants = tenants
-        num_retaining = 0 if tenants is None else tenants.num_retaining([tier.name for tier in tiers])
+        self._retaining = {None} if tenants is None else {*tenants.retaining([tier.name for tier in tiers])}
         self.most = max(1, int(host.num_blocks * UNWRITTEN_SHARE))
-        self._most_each = max(1, self.most // max(1, num_retaining))
+        self._most_each = max(1, self.most // max(1, len(self._retaining)))
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
         self._num_of: Counter[str | None] = Counter()
@@ -46,12 +46,12 @@ class UnwrittenPins:
         self.of_tiers = [PromisedBlocks(self, tier, clock) for tier in tiers]
 
     def has_room(self, keys: Collection[OffloadKey]) -> bool:
-        """Returns whether ``keys``, of one chain, may be added. Those that wait already count once."""
+        """Returns whether ``keys``, of one chain, may be added. Those that wait already count once. Of tenants that may
+        have nothing retained there are none to be added."""
+        tenant = self._tenant(next(iter(keys)))
         num_new = sum(key not in self.slots for key in set(keys))
-        if not num_new:
-            return True
-        of_tenant = self._num_of[self._tenant(next(iter(keys)))]
-        return num_new <= min(self.most - len(self.slots), self._most_each - of_tenant)
+        most = min(self.most - len(self.slots), self._most_each - self._num_of[tenant])
+        return num_new <= max(0, most) or tenant not in self._retaining
 
     def _tenant(self, key: OffloadKey) -> str | None:
         return None if self._tenants is None else self._tenants.label_of(key[:NAMESPACE_BYTES])
