@@ -64,7 +64,7 @@ def _show(tenants: Sequence[Usage], total: Usage) -> None:
     if len(tenants) > MAX_ROWS:
         left = counted(len(tenants) - MAX_ROWS, "tenant")
         console.print(f"The total includes {left} with fewer tokens, which --json lists.", style="dim")
-    console.print("Prompt tokens, and where they were found. Saved: time to compute what was loaded.\n", style="dim")
+    console.print("Prompt tokens. Saved: how long the engine would have computed what was loaded.\n", style="dim")
     console.print(_stored_table(rows, total))
     console.print("Tokens. A server keeps its latest 4,096 requests, a log all.", style="dim")
     if total.tiers:
@@ -74,7 +74,7 @@ def _show(tenants: Sequence[Usage], total: Usage) -> None:
         console.print(_tiers_table([*held[:MAX_ROWS], *of_total[:MAX_ROWS]], total))
         if len(held) > MAX_ROWS or len(of_total) > MAX_ROWS:
             console.print(f"Only {MAX_ROWS} rows of tenants and of the total are shown; --json lists all.", style="dim")
-        console.print("Since the server's start. Moved: between device and host, or from and to the tier.", style="dim")
+        console.print("Since the server's start. Moved: from and to the device (host), or the tier.", style="dim")
 
 
 def _found_table(rows: Sequence[Usage], total: Usage) -> Table:
