@@ -138,6 +138,21 @@ def test_shares_that_do_not_fit_are_named(tmp_path: Path) -> None:
         found(read_trace(write(tmp_path / "t.jsonl")), Contract((TenantConfig("search", {"host": 1000}),)))
 
 
+def test_the_least_room_for_shares_is_enough() -> None:
+    for guaranteed, retain in ((4, 4), (2, 4), (4, 0), (0, 3)):
+        tenants = (TenantConfig("a", {"host": guaranteed}, {}, {"host": retain}), TenantConfig("b", {"host": 4}))
+        contract = Contract(tuple(map(without_empty, tenants)))
+        least = contract.least_blocks("host")
+        assert contract.shares("host", least).names == ("a", "b", "other")
+        with pytest.raises(ConfigError):
+            contract.shares("host", least - 1)
+
+
+def without_empty(tenant: TenantConfig) -> TenantConfig:
+    kept = ({tier: n for tier, n in amounts.items() if n} for amounts in tenant.shares.values())
+    return TenantConfig(tenant.name, *kept)
+
+
 def test_load_trace_has_hints(tmp_path: Path) -> None:
     from kvoffload.lab.columns import Folder
 

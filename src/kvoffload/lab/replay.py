@@ -102,7 +102,9 @@ class Contract:
         if not self.tenants:
             return 0
         shares = self.shares(tier, MAX_BLOCKS)
-        return max(MAX_BLOCKS - shares.num_unclaimed, math.ceil(sum(shares.retain) / RETAIN_SHARE))
+        # A tenant that has all retained that it may needs one more.
+        claimed = MAX_BLOCKS - shares.num_unclaimed + any(shares.retain)
+        return max(claimed, math.ceil(sum(shares.retain) / RETAIN_SHARE))
 
 
 DEFAULT_CONTRACT = Contract()
