@@ -66,8 +66,8 @@ class Retention:
     refused as a whole. Blocks that are being written are pinned when they become ready. A block that is lost is charged
     until the retention ends, and is pinned again when it is stored again.
 
-    ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``restore`` may exceed a quota that has
-    become smaller: by ``spare`` blocks in all, and tenant ``t`` has ``most[t]`` then.
+    ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``restore`` may exceed quotas that have
+    become smaller, by ``spare`` blocks in all: up to ``most[t]`` blocks for tenant ``t``.
     """
 
     def __init__(
@@ -110,9 +110,7 @@ class Retention:
         self.num_absent = 0
         """Charged blocks that are not ready."""
         self.num_lost = [0] * len(quotas)
-        """Ready retained blocks per tenant that were lost since the start."""
-        self.num_refused = [0] * len(quotas)
-        """Requests per tenant that were refused since the start."""
+        """Retained blocks per tenant that were lost, or did not come, since the start."""
         self.changes: dict[int, float] | None = None
         """Until when the blocks in those slots are retained for which that has changed; None: nobody wants to know."""
         self._restored = count(-1, -1)
@@ -120,9 +118,6 @@ class Retention:
 
     def __len__(self) -> int:
         return len(self.by_name)
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._nodes
 
     @property
     def next_end(self) -> float:
@@ -145,7 +140,6 @@ class Retention:
             self.expire()
             refusal = self._refusal(keys, session, tenant)
         if refusal is not None:
-            self.num_refused[tenant] += 1
             return refusal
         until = self._clock() + seconds
         retention = _Retention(keys[-1] if session is None else session, tenant, until)
