@@ -149,8 +149,8 @@ def test_the_least_room_for_shares_is_enough() -> None:
 
 
 def without_empty(tenant: TenantConfig) -> TenantConfig:
-    kept = ({tier: n for tier, n in amounts.items() if n} for amounts in tenant.shares.values())
-    return TenantConfig(tenant.name, *kept)
+    guaranteed, quota, retain = ({tier: n for tier, n in of.items() if n} for of in tenant.shares.values())
+    return TenantConfig(tenant.name, guaranteed, quota, retain)
 
 
 def test_load_trace_has_hints(tmp_path: Path) -> None:
