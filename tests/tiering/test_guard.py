@@ -62,7 +62,16 @@ LIES: dict[str, Sequence[Any]] = {
     "num_failed_lookups": NUMBERS,
     "block_bytes": NUMBERS,
     "most_blocks": NUMBERS[1:],
-    "stats": (None, {}, (None,) * 6, [TierStats()]),
+    "stats": (None, {}, (None,) * 5, [TierStats()]),
+    "tenant_uses": (
+        None,
+        7,
+        [None],
+        [("a", 1)],
+        [TenantUse("a", 1, 1, 1)] * 100,
+        *([TenantUse(name, 1, 1, 1)] for name in NAMES),
+        *([TenantUse("a", *amounts)] for x in NUMBERS for amounts in ((x, 1, 1), (1, x, 1), (1, 1, x))),
+    ),
     "contains": (
         None,
         HIT,
@@ -87,15 +96,6 @@ STATS_LIES: dict[str, Sequence[Any]] = {
     "used_bytes": NUMBERS[1:],
     "num_evicted": NUMBERS,
     "is_connected": (None, 1, "yes", [], float("nan")),
-    "tenant_uses": (
-        None,
-        7,
-        [None],
-        [("a", 1)],
-        [TenantUse("a", 1, 1, 1)] * 100,
-        *([TenantUse(name, 1, 1, 1)] for name in NAMES),
-        *([TenantUse("a", *amounts)] for x in NUMBERS for amounts in ((x, 1, 1), (1, x, 1), (1, 1, x))),
-    ),
 }
 RESULT_LIES: dict[str, Sequence[Any]] = {
     "key": (None, 7, "key", [], float("nan"), chain("other", 1)[0]),

@@ -125,7 +125,7 @@ class Rig:
 
     def kept(self, disk: int = 0) -> tuple[int, int]:
         """Returns how many blocks of all tenants are charged, and how many were lost."""
-        uses = self.disks[disk].stats().tenant_uses
+        uses = self.disks[disk].tenant_uses()
         return sum(use.num_retained for use in uses), sum(use.num_retained_lost for use in uses)
 
 

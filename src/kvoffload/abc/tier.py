@@ -75,8 +75,6 @@ class TierStats(NamedTuple):
     is_connected: bool = True
     """Whether the medium could be reached when the tier last looked. A tier that is not connected answers MISS and
     takes nothing on, and so has no failures that show it."""
-    tenant_uses: Sequence[TenantUse] = ()
-    """What each tenant holds; empty in a tier of which tenants have no shares."""
 
 
 class Tier(ABC):
@@ -113,6 +111,10 @@ class Tier(ABC):
     @abstractmethod
     def stats(self) -> TierStats:
         """Returns how full the tier is and what it has done so far. ``capacity_bytes`` does not change."""
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        """Returns what each tenant holds; nothing, by default, in a tier of which tenants have no shares."""
+        return ()
 
     def most_blocks(self, key: OffloadKey) -> int | None:
         """Returns how many blocks of one chain, to which ``key`` belongs, the tier can hold at once. By default as many

@@ -102,8 +102,9 @@ class Contract:
         if not self.tenants:
             return 0
         shares = self.shares(tier, MAX_BLOCKS)
-        # A tenant that has all retained that it may needs one more.
-        claimed = MAX_BLOCKS - shares.num_unclaimed + any(shares.retain)
+        # A tenant that has all of its blocks retained needs one more.
+        needs_more = any(retain and retain >= own for own, retain in zip(shares.guaranteed, shares.retain, strict=True))
+        claimed = MAX_BLOCKS - shares.num_unclaimed + needs_more
         return max(claimed, math.ceil(sum(shares.retain) / RETAIN_SHARE))
 
 

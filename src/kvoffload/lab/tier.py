@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from kvoffload.abc import OffloadKey, RetainRefusal, Slots, States, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import OffloadKey, RetainRefusal, Slots, States, TenantUse, Tier, TierError, TierResult, TierStats
 from kvoffload.cache.tenants import Shares
 from kvoffload.tiers.catalog import Catalog
 
@@ -48,8 +48,10 @@ class CatalogTier(Tier):
 
     def stats(self) -> TierStats:
         size, num_blocks = self._block_bytes, self._catalog.num_blocks
-        uses = self._catalog.tenant_uses()
-        return TierStats(self._capacity * size, num_blocks, num_blocks * size, self._catalog.num_evicted, True, uses)
+        return TierStats(self._capacity * size, num_blocks, num_blocks * size, self._catalog.num_evicted)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        return self._catalog.tenant_uses()
 
     @property
     def is_busy(self) -> bool:

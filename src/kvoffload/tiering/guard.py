@@ -76,6 +76,9 @@ class GuardedTier(Tier):
         self._stats = self._ask("stats", self._stats, _check_stats)
         return self._stats
 
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        return self._ask("tenant_uses", (), _check_uses)
+
     def most_blocks(self, key: OffloadKey) -> int | None:
         return self._ask("most_blocks", None, _check_count_or_none, key)
 
@@ -258,15 +261,18 @@ def _check_results(results: list[TierResult]) -> set[tuple[OffloadKey, bool]]:
 def _check_stats(answer: Any) -> TierStats:
     if not isinstance(answer, TierStats):
         raise TypeError(f"must be a TierStats, not {reprlib.repr(answer)}")
-    uses = _listed(answer.tenant_uses)
-    # The configured ones, and all others together.
-    if len(uses) > MAX_TENANTS + 1:
-        raise ValueError(f"has {len(uses)} tenants, at most {MAX_TENANTS + 1} can exist")
     return TierStats(
         _check_count_or_none(answer.capacity_bytes),
         _check_count_or_none(answer.num_blocks),
         _check_count_or_none(answer.used_bytes),
         _check_count(answer.num_evicted),
         _check_flag(answer.is_connected),
-        [TenantUse(_check_name(name), *map(_check_count, counts)) for name, *counts in uses],
     )
+
+
+def _check_uses(answer: Any) -> list[TenantUse]:
+    uses = _listed(answer)
+    # The configured ones, and all others together.
+    if len(uses) > MAX_TENANTS + 1:
+        raise ValueError(f"has {len(uses)} tenants, at most {MAX_TENANTS + 1} can exist")
+    return [TenantUse(_check_name(name), *map(_check_count, counts)) for name, *counts in uses]

@@ -328,9 +328,9 @@ class TierState:
         sizes = {"blocks": stats.num_blocks, "used_bytes": stats.used_bytes, "capacity_bytes": stats.capacity_bytes}
         is_paused = self.breaker.is_paused or not stats.is_connected
         of_tenants = {}
-        if stats.tenant_uses and now >= self._tenants_at:
+        if now >= self._tenants_at:
             self._tenants_at = now + READ_STATE_EVERY_S
-            of_tenants = self._tenants.take(stats.tenant_uses, self.tier.block_bytes, now)
+            of_tenants = self._tenants.take(self.tier.tenant_uses(), self.tier.block_bytes, now)
         return {
             **{f"tier_{gauge}:{name}": size for gauge, size in sizes.items() if size is not None},
             f"tier_off:{name}": float(self.breaker.is_off),

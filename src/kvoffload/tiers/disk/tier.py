@@ -18,6 +18,7 @@ from kvoffload.abc import (
     RetainRefusal,
     Slots,
     States,
+    TenantUse,
     Tier,
     TierError,
     TierResult,
@@ -203,8 +204,10 @@ class DiskTier(Tier):
             catalog.num_blocks,
             files.used_bytes,
             catalog.num_evicted,
-            tenant_uses=catalog.tenant_uses(),
         )
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        return self.catalog.tenant_uses()
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self.catalog.most_blocks(key)

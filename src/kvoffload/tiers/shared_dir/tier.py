@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ConfigError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import ConfigError, OffloadKey, Slots, States, TenantUse, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.blockio import JOB_BYTES
@@ -206,6 +206,9 @@ class SharedDirTier(Tier):
             num_blocks=0 if self._state is _State.FORGOTTEN else stats.num_blocks,
             num_evicted=self._num_evicted_before + stats.num_evicted,
         )
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        return self.own.tenant_uses()
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self.own.most_blocks(key)
