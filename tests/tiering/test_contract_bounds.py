@@ -45,7 +45,7 @@ def test_tables_are_bounded_with_ten_thousand_sessions_of_33_tenants() -> None:
     answers = set()
     for number in range(NUM_SESSIONS):
         tenant = tenants.of(rng.choice(names))
-        length = rng.randrange(1, 6)
+        length = rng.randrange(1, 4)
         keys: list[OffloadKey] = [
             make_offload_key(tenant.namespace + f"{number:016}{i:016}".encode(), 0) for i in range(length)
         ]

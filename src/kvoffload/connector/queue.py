@@ -15,9 +15,9 @@ NEW_PER_STEP = 4
 
 
 class QueuedRequests:
-    """The requests that the engine has announced and not looked up yet. For those that it does not look up in its next
-    step either, in the order in which they came, the manager is told to expect them. Models with several KV cache
-    groups, and requests with adapters, are left out."""
+    """The requests that the engine has announced and not looked up yet. Those that it does not look up in its next step
+    either are announced to the manager, in the order in which they came. Models with several KV cache groups, and
+    requests with adapters, are left out."""
 
     def __init__(self, manager: OffloadingManager, make_state: Callable[[Request], RequestState]) -> None:
         self._manager = manager
