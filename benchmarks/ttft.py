@@ -46,9 +46,9 @@ PRESSED, PRESSED_BLOCKS = "256MiB", 128
 NUM_PROMPTS, NUM_ANSWERED, ANSWER_TOKENS = 20, 80, 24
 """Under device pressure: different prompts, more than both have room for, and requests for any of them."""
 
-RETURNING, RETURNING_BLOCKS = "128MiB", 64
+RETURNING, RETURNING_BLOCKS = "64MiB", 32
 """Host memory and device cache where sessions return. Together they have room for half of the sessions."""
-NUM_SESSIONS, RETURN_S, OTHER_TOKENS = 20, 8.0, 256
+NUM_SESSIONS, RETURN_S, OTHER_TOKENS = 8, 16.0, 128
 """Each session returns this long after its end. Beside them one other request runs at any time."""
 
 
