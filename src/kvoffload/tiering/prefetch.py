@@ -85,9 +85,8 @@ class _Expected:
     until: float
     """What was read for it is not held any longer."""
     begins_at: int = 0
-    """The index of the first key that is still to be looked up."""
-    num_left: int = 0
-    """Blocks that may still be read for it. Some may be evicted before they are used, and are not read again."""
+    """The index of the first key that is still to be looked up. What was read may be evicted before it is used, and
+    is not read again."""
 
 
 class Prefetcher:
@@ -178,7 +177,7 @@ class Prefetcher:
     def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, returns_at: float, until: float) -> None:
         if not keys or not self._max_held or len(keys) > self._max_keys or seem_of_several_groups(keys):
             return
-        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, until, num_left=len(keys))
+        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, until)
         self.expected[name] = chain
         self._num_keys += len(keys)
         heapq.heappush(self._queue, (self._due(returns_at, len(keys)), number, chain))
@@ -302,7 +301,7 @@ class Prefetcher:
     def _begin_batch(self, chain: _Expected, now: float) -> float:
         """Reads the next blocks of ``chain`` if it is time. Returns when to look at it again: infinity if nothing is to
         be read any more."""
-        if not chain.num_left or chain.begins_at >= len(chain.keys):
+        if chain.begins_at >= len(chain.keys):
             return math.inf
         room = self._room(chain.keys[0])
         if not room:
@@ -334,9 +333,8 @@ class Prefetcher:
             return now if search.is_unanswered else math.inf
         tier = self._tiers[int(found.sources[0])]
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
-        n = min(n, len(found.keys), room, chain.num_left)
+        n = min(n, len(found.keys), room)
         self._read_s = tier.estimator.seconds_to_read(n) or 0.0
-        chain.num_left -= n
         chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
         self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
         self.reading, self._began = chain, now
