@@ -19,6 +19,7 @@ from kvoffload.abc.policy import Access, CachePolicy, Eviction
 from kvoffload.abc.tier import States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.transfer import PageGroup, Transfer, TransferResult
 from kvoffload.abc.types import (
+    Awaited,
     BlockHash,
     BlockStatus,
     ByteArray,
@@ -41,6 +42,7 @@ from kvoffload.abc.types import (
 __all__ = [
     "Access",
     "Admission",
+    "Awaited",
     "Backend",
     "BlockDescription",
     "BlockHash",

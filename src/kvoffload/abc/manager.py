@@ -229,6 +229,12 @@ class OffloadingManager(ABC):
         retained when they are. Returns where, or why not. By default nothing can be retained."""
         return Retained(RetainRefusal.NO_QUOTA)
 
+    def hand_over(self, keys: Sequence[OffloadKey]) -> Mapping[str, str]:
+        """Another server waits for ``keys``, the chain of a request that has ended, head first. They are written first
+        to the tiers that other servers use. Returns where they are looked for, by the name of each such tier, see
+        ``Tier.hand_over``. By default there are none."""
+        return {}
+
     @property
     def reads_ahead(self) -> bool:
         """Whether ``expect`` has an effect."""

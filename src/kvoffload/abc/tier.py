@@ -25,6 +25,10 @@ POLL_INTERVAL_S = 0.001
 """How long ``Tier.wait`` sleeps by default."""
 
 
+MAX_PLACE_CHARS = 64
+"""Characters of what ``Tier.hand_over`` returns."""
+
+
 class TierError(enum.StrEnum):
     """Why one block could not be read or written."""
 
@@ -157,6 +161,17 @@ class Tier(ABC):
         from then on. 0 seconds: ends what it keeps for the session. Returns why not, and changes nothing then. By
         default a tier retains nothing."""
         return RetainRefusal.NO_QUOTA
+
+    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+        """Another process waits for ``keys``, which a shared tier holds or will be given soon: it should find each as
+        soon as it is written. Returns where it is to look for them, for ``look_for``; by default it need not know."""
+        return ""
+
+    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+        """A request waits for ``keys``, which the tier has said to lack and another process is writing in ``place``:
+        the medium is asked for them again if it was last asked ``pause_s`` seconds ago or earlier. By default
+        ``contains`` always knows."""
+        return None
 
     def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
         """Those of ``keys`` that it is to retain and has not got will not be written: they are charged no more, and

@@ -128,6 +128,20 @@ class Hints:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """Blocks that another server hands over to a request: it stores them in a tier that both use.
+
+    Between ``since`` and ``until``, by the manager's clock, a block of ``keys`` that shared tiers lack may still come.
+    ``places`` says by name of the tier where it is looked for, see ``Tier.hand_over``.
+    """
+
+    keys: frozenset[OffloadKey]
+    places: Mapping[str, str]
+    since: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReqContext:
     """The request that a manager call is made for, with the ``kv_transfer_params`` of its client.
 
@@ -138,6 +152,7 @@ class ReqContext:
     kv_transfer_params: Mapping[str, Any] | None = None
     may_wait: bool = True
     hints: Hints | None = None
+    awaited: Awaited | None = None
 
 
 class LookupState(enum.IntEnum):

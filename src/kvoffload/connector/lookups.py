@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvoffload.abc import OffloadingManager, OffloadKey
 from kvoffload.connector.adapter_book import AdapterBook
+from kvoffload.connector.handover import Patience
 from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.request import Changes, Match, RequestState
@@ -37,6 +38,7 @@ class Lookups:
     clock: Callable[[], float]
     bring_back: Callable[[RequestState, int], bool]
     """See StorePlanner."""
+    patience: Patience = field(default_factory=Patience)
 
     @property
     def contents(self) -> int:
@@ -86,6 +88,8 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
         wait := _wait(lookups, state, computed)
     ):
         return wait
+    if state.handover is not None:
+        state.await_blocks(lookups.clock(), lookups.patience.wait_s(lookups.deadline_s))
     may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
     hit = longest(lookups.manager, lookups.layout, state, computed, may_wait)
     if not hit.is_known or (

@@ -12,6 +12,7 @@ import xxhash
 
 from kvoffload.abc import Hints, Request
 from kvoffload.cache.retention import MAX_RETAIN_S
+from kvoffload.connector.handover import is_handover
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ OPTIONS: Mapping[str, Callable[[object], bool]] = {
     "p_return": _is_number(1),
     "retain_s": _is_number(MAX_RETAIN_S),
     "tenant": _is_tenant,
+    "handover": is_handover,
 }
 """Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
 PERMISSIONS = {"store", "load"}
@@ -94,6 +96,8 @@ class RequestOptions:
     """Seconds after its end for which its blocks are to be retained; 0: they need not be any more."""
     tenant: str | None = None
     """Whose request it is; None: its ``cache_salt`` may say."""
+    handover: Mapping[str, Any] | None = None
+    """What another server hands over to it, see ``Handover.from_option``."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
     is_sent: bool = False

@@ -8,9 +8,10 @@ from enum import Enum, auto
 from itertools import zip_longest
 from typing import Any
 
-from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
+from kvoffload.abc import Awaited, BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import NO_ADAPTER, Adapter, Digests, variant
+from kvoffload.connector.handover import Handover
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.options import RequestOptions
 from kvoffload.observe.records import RequestRecord
@@ -118,6 +119,8 @@ class RequestState:
     """Jobs in progress."""
     record: RequestRecord | None = None
     """Made when it is first given device blocks."""
+    handover: Handover | None = None
+    """What another server hands over to it."""
 
     @classmethod
     def new(
@@ -140,7 +143,10 @@ class RequestState:
         namespace = tenant.namespace + NO_ADAPTER if has_adapters else tenant.namespace
         blocks = RequestBlocks(request, layout, namespace, most, min(most, longest))
         context = ReqContext(request.request_id, params, hints=options.hints(tenant.namespace))
-        return cls(request, context, options, blocks, adapter, tenant=tenant.label, may_load=options.load)
+        handover = None if options.handover is None else Handover.from_option(options.handover)
+        return cls(
+            request, context, options, blocks, adapter, tenant=tenant.label, may_load=options.load, handover=handover
+        )
 
     @property
     def has_keys(self) -> bool:
@@ -179,6 +185,14 @@ class RequestState:
         if not is_same and self.storing is Storing.REFUSED:
             self.storing = Storing.ALLOWED
         return is_same
+
+    def await_blocks(self, now: float, seconds: float) -> None:
+        """Makes its lookups wait for what is handed over to it, from ``now`` on, if its own keys are those."""
+        handover = self.handover
+        if handover is not None and self.context.awaited is None:
+            keys = handover.keys(self.blocks.layout, self.blocks.keys)
+            awaited = Awaited(keys or frozenset(), handover.places, now, now + seconds)
+            self.context = replace(self.context, awaited=awaited)
 
     def take_match(self) -> Match | None:
         """Called when device blocks were allocated. Returns the lookup that the engine has acted on; None if there was

@@ -31,6 +31,7 @@ from kvoffload.connector.adapter_book import AdapterBook
 from kvoffload.connector.device_blocks import DeviceBlocks
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.guarded import guarded
+from kvoffload.connector.handover import Handover
 from kvoffload.connector.jobs import HeldRequests, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.loads import LoadPlanner
@@ -58,6 +59,16 @@ WEIGHTS_CHANGED = (
     "kvoffload: THE WEIGHTS HAVE CHANGED in the running engine: all offloaded blocks are forgotten, and what is stored "
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
     "keeps the engine's own cache from answering with old KV"
+)
+
+
+OTHER_NAME = (
+    "kvoffload: a request was handed over under another name than this server gives its blocks, so it is computed: the "
+    "servers' models, versions, layouts or tenants differ; `kvoffload doctor` names the difference"
+)
+NOTHING_COMES = (
+    "kvoffload: several requests in a row have found nothing of what was handed over to them, so they wait less: check "
+    "that the servers use the same store, and that those that compute prompts can write to it"
 )
 
 
@@ -185,7 +196,25 @@ class OffloadingConnectorScheduler:
             self._fail_load(request, blocks, num_external_tokens)
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
+        if state.handover is not None and match is not None:
+            self._end_handover(state, state.handover, match.computed + num_external_tokens)
         state.end_wait()
+
+    def _end_handover(self, state: RequestState, handover: Handover, num_found: int) -> None:
+        """Notes how much of what was handed over to a request it has found."""
+        state.handover, awaited = None, state.context.awaited
+        if awaited is None:
+            return
+        patience, result = self.lookups.patience, "complete"
+        if not awaited.keys:
+            result = "other_name"
+        elif num_found < min(handover.tokens, state.request.num_tokens - 1):
+            result = "partial" if num_found else "none"
+        if awaited.keys:
+            patience.ended(bool(num_found))
+        if result == "other_name" or patience.is_lost:
+            self.observer.warn(OTHER_NAME if result == "other_name" else NOTHING_COMES)
+        self.metrics.add("handovers", label=result)
 
     def _fail_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Reports a promised load as failed, whatever state the request is in."""
@@ -301,8 +330,9 @@ class OffloadingConnectorScheduler:
         """``(False, None)``: the engine may free the blocks at once, fences protect what is being stored.
 
         True for a request with ``do_remote_decode``: its blocks stay until all of it is in the host pool,
-        at most the load deadline, and then it is reported once. The answer to a client that has sent options says,
-        under the key PARAM, what its request has found and had retained.
+        at most the load deadline, and then it is reported once. If a tier is shared, the answer is what a client sends
+        with the same request to the server that is to go on. The answer to a client that has sent options says, under
+        the key PARAM, what its request has found and had retained.
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
@@ -314,10 +344,15 @@ class OffloadingConnectorScheduler:
         self.stores.end(state)
         retained = self.stores.retain(state)
         self.observer.end(state, retained)
-        answer = {PARAM: state.usage()} if state.options.is_sent and state.record is not None else None
+        answer: dict[str, Any] | None = None
+        if state.options.is_sent and state.record is not None:
+            answer = {PARAM: state.usage()}
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
             if state.options.remote_decode:
+                if (handover := self.stores.hand_over(state)) is not None:
+                    self.metrics.add("handovers", label="sent")
+                    answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: handover.to_options()}
                 self.held.hold(state, self._clock() + self.lookups.deadline_s)
                 return True, answer
         return False, answer

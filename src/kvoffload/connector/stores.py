@@ -21,6 +21,7 @@ from kvoffload.abc import (
 )
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
 from kvoffload.connector.due import DueList
+from kvoffload.connector.handover import Handover, name_of
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.observer import RequestObserver
@@ -117,6 +118,27 @@ class StorePlanner:
             state.blocks.loaded = None
             keys = state.blocks.computed_keys(state.state_ends)
         return self._manager.retain(keys, state.context)
+
+    def hand_over(self, state: RequestState) -> Handover | None:
+        """Has the chain of a request that has ended written first to the tiers that other servers use. Returns what is
+        to be sent to the server that goes on; None if there is nothing."""
+        if not (state.may_store and state.touched and state.record is not None):
+            return None
+        blocks, layout = state.blocks, self._layout
+        state.extend_keys()
+        # What has left host memory since is stored again with its last blocks.
+        blocks.restart_stores()
+        blocks.loaded = None
+        # The other server knows the prompt only, and some blocks have a name when the tokens behind them are known.
+        prompt = min(state.record.tokens_asked, state.request.num_computed_tokens, blocks.max_stored_tokens)
+        ends = [layout.num_final(g, prompt) * size for g, size in enumerate(layout.block_tokens)]
+        ends += [prompt - layout.groups[g].lookahead for g in layout.ahead]
+        tokens = max(0, min(ends)) // layout.align * layout.align
+        if layout.states:
+            tokens = max((end for end in state.state_ends if end <= tokens), default=0)
+        name = name_of(layout, blocks.keys, tokens) if tokens else None
+        places = self._manager.hand_over(blocks.computed_keys(state.state_ends)) if name is not None else {}
+        return Handover(tokens, name, places) if name is not None and places else None
 
     def end_job(self, job: Job) -> None:
         """Ends a store that all workers have reported."""

@@ -112,6 +112,12 @@ METRICS: dict[str, MetricSpec] = {
     "tenant_saved_seconds": MetricSpec(
         "counter", "Time in which the engine would have computed what was loaded for the tenant", "tenant"
     ),
+    "handovers": MetricSpec(
+        "counter",
+        "Requests handed over to another server (sent), and requests of others by how much was found of what was "
+        "handed over (complete, partial, none, other_name)",
+        "result",
+    ),
     "retentions": MetricSpec(
         "counter",
         "Requests that asked for their blocks to be retained: by the tier that retains them, or why none does",

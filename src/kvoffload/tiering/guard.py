@@ -26,7 +26,7 @@ from kvoffload.abc import (
     TierResult,
     TierStats,
 )
-from kvoffload.abc.tier import MISS, PENDING, RETRY
+from kvoffload.abc.tier import MAX_PLACE_CHARS, MISS, PENDING, RETRY
 from kvoffload.cache.tenants import MAX_TENANTS
 from kvoffload.tiering.events import TierEvents
 
@@ -104,6 +104,12 @@ class GuardedTier(Tier):
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         return self._ask("retain", _CANNOT_RETAIN, _check_refusal, keys, session, seconds)
+
+    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+        return self._ask("hand_over", "", _check_place, keys)
+
+    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+        self._ask("look_for", None, None, keys, place, pause_s)
 
     def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
         self._ask("give_up_retained", None, None, keys)
@@ -185,6 +191,12 @@ def _check_name(answer: Any) -> str:
     if not isinstance(answer, str):
         raise TypeError(f"name must be a string, not {reprlib.repr(answer)}")
     return answer
+
+
+def _check_place(answer: Any) -> str:
+    if len(_check_name(answer)) > MAX_PLACE_CHARS:
+        raise ValueError(f"must have at most {MAX_PLACE_CHARS} characters, not {reprlib.repr(answer)}")
+    return str(answer)
 
 
 def _check_flag(answer: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import KVGroup, Miss, MissReason, Need, OffloadKey, States
+from kvoffload.abc import Awaited, KVGroup, Miss, MissReason, Need, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -24,6 +24,10 @@ from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import NONE, Located, Promotion, Sources
 from kvoffload.tiering.rates import LoadOrCompute
 
+LOOK_AGAIN_S = 0.005
+"""A tier looks again for a block that another server is to write after so long,"""
+LOOK_AGAIN_SHARE = 0.25
+"""or after this share of the time for which the request has waited, if that is longer."""
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
 
@@ -37,6 +41,8 @@ class Search:
     reasons: MissMemory
     now: float
     promotion: Promotion | None = None
+    awaited: Awaited | None = None
+    """What another server hands over to the request."""
     expecting: set[int] = field(default_factory=set)
     """The tiers that know already that the rest of the chain will be looked up."""
     is_unanswered: bool = False
@@ -153,6 +159,8 @@ def states_below(
             search.expecting.add(tier.index)
             names = [keys[i] for i in asked.tolist()] if len(asked) < len(keys) else keys
             answers = _in_time(search, tier, names, tier.tier.contains(names, ahead))
+            if search.awaited is not None and tier.tier.is_shared:
+                answers = _until_handed_over(search, search.awaited, tier, names, answers)
             is_news = states[asked] == MISS
             states[asked[is_news]] = answers[is_news]
             sources[asked[is_news & (answers == HIT)]] = tier.index
@@ -177,6 +185,24 @@ def _in_time(search: Search, tier: TierState, keys: Sequence[OffloadKey], states
     if num_failed:
         tier.count("lookup_failures", num_failed)
         tier.lookups_failed(num_failed, search.now)
+    return states
+
+
+def _until_handed_over(
+    search: Search, awaited: Awaited, tier: TierState, keys: Sequence[OffloadKey], states: States
+) -> States:
+    """Returns ``states``, the tier's answers, with RETRY for keys that another server is still to write there, and has
+    the tier look for them."""
+    if search.now >= awaited.until:
+        return states
+    lacking = [i for i in np.flatnonzero(states == MISS).tolist() if keys[i] in awaited.keys]
+    if lacking:
+        coming = [keys[i] for i in lacking]
+        search.reasons.record(coming[:1], MissReason.NOT_IN_TIME)
+        pause_s = max(LOOK_AGAIN_S, (search.now - awaited.since) * LOOK_AGAIN_SHARE)
+        tier.tier.look_for(coming, awaited.places.get(tier.name, ""), pause_s)
+        states = states.copy()
+        states[lacking] = RETRY
     return states
 
 
@@ -271,7 +297,9 @@ def _look_up_run(
     run = find_run(search, keys, promoter)
     states = np.zeros(len(keys), dtype=np.uint8)
     states[: run.num_ready] = HIT
-    worth = gate.worth_loading(run.below, search.promotion) if run.below.keys else NONE
+    worth = run.below
+    if run.below.keys and search.awaited is None:
+        worth = gate.worth_loading(run.below, search.promotion)
     if worth.keys or (run.is_unanswered and not run.below.keys):
         states[run.num_ready] = RETRY
     return states, worth
@@ -302,7 +330,7 @@ def _look_up_last(
     states = np.zeros(len(keys), dtype=np.uint8)
     if last.in_host >= 0:
         states[last.in_host] = HIT
-    if last.below.keys and gate.is_state_worth_loading(last):
+    if last.below.keys and (search.awaited is not None or gate.is_state_worth_loading(last)):
         coming = _with_room(search, last.below, promoter)
     if last.at > last.in_host and (coming.keys or not last.below.keys):
         states[last.at] = RETRY

@@ -169,7 +169,7 @@ class TieredOffloadingManager(OffloadingManager):
         if self._steps.is_off or not self._promoter.may_wait(promotion):
             return self.host.lookup_each(keys, req_context, need)
         self.host.admission.count(keys, req_context)
-        search = Search(self.host, self.tiers, self._reasons, self._clock(), promotion)
+        search = Search(self.host, self.tiers, self._reasons, self._clock(), promotion, req_context.awaited)
         states, coming = look_up(search, keys, need, self._promoter, self._gate)
         self._steps.is_asking |= search.is_unanswered
         if coming.keys:
@@ -305,6 +305,17 @@ class TieredOffloadingManager(OffloadingManager):
                 if tier.name != answer.tier:
                     tier.tier.retain((), session, 0.0)
         return answer
+
+    def hand_over(self, keys: Sequence[OffloadKey]) -> Mapping[str, str]:
+        """Blocks that a tier has not got yet stay in host memory until it has, if there is room for them."""
+        places = {}
+        for tier in self.tiers:
+            if tier.tier.is_shared and tier.takes_chains:
+                places[tier.name] = tier.tier.hand_over(keys)
+                lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
+                if lacking and self._unwritten.has_room(lacking):
+                    self._unwritten.of_tiers[tier.index].add(lacking)
+        return places
 
     @property
     def reads_ahead(self) -> bool:

@@ -57,6 +57,15 @@ class PresenceCache:
             self._until[key] = until
         _forget_oldest(self._until, self._max_known)
 
+    def forget_missing(self, keys: Iterable[OffloadKey], before: float) -> list[OffloadKey]:
+        """Forgets those of ``keys`` that count as missing since ``before`` or longer, and returns them. Those that are
+        missing until the end of a transfer are kept."""
+        latest = before + MISSING_TTL_S
+        forgotten = [key for key in keys if -latest <= self._until.get(key, 0.0) < 0.0]
+        for key in forgotten:
+            del self._until[key]
+        return forgotten
+
     def clear(self) -> None:
         self._until.clear()
 

@@ -18,6 +18,8 @@ from kvoffload.tiers.remote.messages import MAX_KEYS, Op, Status
 from kvoffload.tiers.remote.record import MAX_KEY_BYTES, RECORD_BYTES
 
 CLOSE_DEADLINE_S = 5.0
+MAX_LOOKED_FOR = 256
+"""Blocks that are asked for again at once. They are written in the order of their chain."""
 
 _ERRORS = {
     Status.MISSING: TierError.GONE,
@@ -94,6 +96,11 @@ class RemoteTier(Tier):
         if ahead:
             self._find(ahead)
         return self._find(keys)
+
+    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+        again = self._presence.forget_missing(keys[:MAX_LOOKED_FOR], self._clock() - pause_s)
+        if again and not self._is_off:
+            self._ask(again)
 
     def _find(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one state per key, and asks the store about unknown keys."""

@@ -15,14 +15,16 @@ REST_FACTOR = 20
 
 
 class Repeating:
-    """Calls ``do`` every ``interval_s`` on a daemon thread, which may hang in it, until ``stop``; then ``finish``."""
+    """Calls ``do`` every ``interval_s``, and after ``wake``, on a daemon thread, which may hang in it, until ``stop``;
+    then ``finish``."""
 
     def __init__(self, name: str, do: Callable[[], None], interval_s: float, finish: Callable[[], None]) -> None:
         self._name = name
         self._do = do
         self._interval_s = interval_s
         self._finish = finish
-        self._stopped = threading.Event()
+        self._is_stopped = False
+        self._woken = threading.Event()
         self._has_begun = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -32,16 +34,22 @@ class Repeating:
         """Waits until ``do`` was called once, at most ``timeout_s``."""
         self._has_begun.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Has ``do`` called again now. Any thread may call this."""
+        self._woken.set()
+
     def stop(self, timeout_s: float) -> None:
         """Ends the thread, and waits at most ``timeout_s`` for it."""
-        self._stopped.set()
+        self._is_stopped = True
+        self.wake()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
+        while not self._is_stopped:
+            self._woken.clear()
             self._try(self._do)
             self._has_begun.set()
-            self._stopped.wait(self._interval_s)
+            self._woken.wait(self._interval_s)
         self._try(self._finish)
 
     def _try(self, do: Callable[[], None]) -> None:

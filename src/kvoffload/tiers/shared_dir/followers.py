@@ -24,7 +24,7 @@ from kvoffload.tiers.disk.journal import JOURNAL_HEADER_BYTES, JournalHeader, ch
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile, aligned_buffer, read_fresh
 from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, SeatView
-from kvoffload.tiers.shared_dir.seats import seat_names, seat_number
+from kvoffload.tiers.shared_dir.seats import MAX_SEATS, seat_names, seat_number
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ class Follower:
         self._seats: dict[str, _FollowedSeat] = {}
         self._doubtful: deque[tuple[int, int]] = deque(maxlen=MAX_RECHECKS)
         """Numbers of seats, and slots, whose records are to be read again."""
+        self._wanted: dict[str, None] = {}
+        """Seats that ``follow_now`` has named since the last pass."""
+        self._next_pass = -float("inf")
         self._moved: tuple[Storage, str] | None = None
         """The directory, and the seat that is not followed, from the next pass on."""
 
@@ -71,8 +74,22 @@ class Follower:
         """Has the next pass read the record of a slot again. Any thread may call this."""
         self._doubtful.append((number, slot))
 
+    def follow_now(self, name: str) -> None:
+        """Has the next pass follow the seat ``name``, all others only when FOLLOW_S are over. Any thread may call
+        this."""
+        if len(self._wanted) < MAX_SEATS:
+            self._wanted[name] = None
+
     def follow(self) -> None:
         """Takes in the changes since the last call. Never raises because of the medium."""
+        wanted = [self._wanted.popitem()[0] for _ in range(len(self._wanted))]
+        now = self._clock()
+        if wanted and now < self._next_pass:
+            for name in wanted:
+                if name in self._seats:
+                    self._seats[name].follow()
+            return
+        self._next_pass = now + FOLLOW_S
         if self._moved is not None:
             moved, self._moved = self._moved, None
             self._leave()

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,8 @@ GONE_S = 5.0
 BAD_S = 600.0
 """A foreign block with wrong bytes is not found for so long."""
 MAX_HIDDEN = 4096
+MAX_HANDED_OVER = 1 << 16
+"""Blocks for which other processes wait; the oldest are forgotten. They are found with the next journal then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +121,16 @@ class SharedDirTier(Tier):
         self._reading: dict[OffloadKey, bool] = {}
         """Foreign blocks that are being read, and whether each was deleted meanwhile."""
         self._hidden = _Hidden(on.clock)
-        self._threads: list[Repeating] = []
+        self._handed_over: dict[OffloadKey, None] = {}
+        """Blocks for which another process waits, and which are not written yet, the oldest first."""
+        self._looked_at = -float("inf")
+        """When the follower was last asked to follow a seat at once."""
+        self._keeping: Repeating | None = None
+        self._following: Repeating | None = None
         if on.background:
-            self._threads = [
-                Repeating("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping),
-                Repeating("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close),
-            ]
-            self._threads[-1].wait_for_first(FIRST_FOLLOW_S)
+            self._keeping = Repeating("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping)
+            self._following = Repeating("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
+            self._following.wait_for_first(FIRST_FOLLOW_S)
 
     def _open_writer(self, root: Storage) -> Writer:
         """Takes a seat. Raises ConfigError and OSError."""
@@ -276,10 +282,37 @@ class SharedDirTier(Tier):
                 keys, slots = [keys[i] for i in absent.tolist()], slots[absent]
         return self.own.write(keys, slots)
 
+    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+        """Returns the name of the seat. The journal, by which others learn of blocks, is written as soon as a block
+        is."""
+        self._handed_over.update(dict.fromkeys(keys))
+        for key in list(islice(self._handed_over, max(0, len(self._handed_over) - MAX_HANDED_OVER))):
+            del self._handed_over[key]
+        self._write_journal_now()
+        return self.seat.name
+
+    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+        now = self._runs_on.clock()
+        if now - self._looked_at >= pause_s:
+            self._looked_at = now
+            self._follower.follow_now(place)
+            if self._following is not None:
+                self._following.wake()
+
+    def _write_journal_now(self) -> None:
+        if self._keeping is not None:
+            self._keeping.wake()
+
     def poll(self) -> list[TierResult]:
         if self.seat.is_lost and not self.own.files.read_only:
             self._give_up()
         results, foreign = self.own.poll(), self._reads.take_done()
+        if self._handed_over:
+            written = [result.key for result in results if result.key in self._handed_over and not result.is_read]
+            for key in written:
+                del self._handed_over[key]
+            if written:
+                self._write_journal_now()
         if self._state is _State.LOST and not self.own.has_jobs:
             self._use_new_seat()
         for result in foreign:
@@ -340,11 +373,12 @@ class SharedDirTier(Tier):
             return
         is_forgotten = self._state is _State.FORGOTTEN
         self._state = _State.CLOSED
-        if not self._threads:
+        if self._keeping is None or self._following is None:
             self._end_keeping()
             self._follower.close()
-        for thread in self._threads:
-            thread.stop(STOP_S)
+        else:
+            self._keeping.stop(STOP_S)
+            self._following.stop(STOP_S)
         self.own.close()
         if is_forgotten:
             self._reading = dict.fromkeys(self._reading, True)
