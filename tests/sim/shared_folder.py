@@ -12,16 +12,17 @@ Beside the laws of ``servers`` these must hold:
 from __future__ import annotations
 
 import errno
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
 
 from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.format import is_block_file
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
 from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.seats import HEARTBEAT_BYTES, HEARTBEAT_NAME, SILENT_S, Machine, seat_number
 from kvoffload.tiers.shared_dir.tier import STOP_S, SharedDirTier, Surroundings
 from tests.sim.engine import Leak
@@ -56,6 +57,8 @@ class SharedFolderMedium(SharedMedium):
         self.num_blocks = rng.choice((3, 6, 40, 100))
         """The budget of each server."""
         self.keeps_enough = self.num_blocks >= 40
+        self.has_real_intervals = False
+        """Whether the threads of servers rest as long as real ones."""
         self.slab_blocks = rng.choice((2, 10, 100))
         self.capacity_bytes = 0
         """The same in bytes, known when the first server has connected."""
@@ -224,6 +227,45 @@ class SharedFolderMedium(SharedMedium):
         return self.injected + Counter({"seats": len(self._seats())})
 
 
+class SteppedRepeating(Repeating):
+    """The thread of a simulated server, which runs whoever calls ``run``."""
+
+    def __init__(
+        self, do: Callable[[], None], interval_s: float, finish: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self._do = do
+        self._interval_s = interval_s
+        self._finish = finish
+        self._clock = clock
+        self._next = 0.0
+        self._is_running = False
+
+    def wait_for_first(self, timeout_s: float) -> None:
+        pass
+
+    def wake(self) -> None:
+        self._next = 0.0
+
+    def stop(self, timeout_s: float) -> None:
+        self._finish()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to run. Returns False until it has run then."""
+        if self._is_running or self._clock() < self._next:
+            return False
+        self._is_running = True
+        return True
+
+    def run(self) -> None:
+        self._next = math.inf
+        try:
+            self._do()
+        finally:
+            self._is_running = False
+            self._next = min(self._next, self._clock() + self._interval_s)
+
+
 class FolderConnection(Connection):
     """A server's mount of the directory and its tier there. ``client`` is killed with the server."""
 
@@ -248,9 +290,9 @@ class FolderConnection(Connection):
         """Whether the machine has not been started again since the server before."""
         self._kill_at = None if medium.is_calm or rng.random() < 0.8 else int(2 ** rng.uniform(3, 10))
         self._num_accesses = 0
-        self._intervals = {"keep": rng.choice((0.002, 0.02)), "follow": rng.choice((0.002, 0.02, 0.2))}
-        self._next = dict.fromkeys(self._intervals, 0.0)
-        self._busy: set[str] = set()
+        self._intervals = [rng.choice((0.002, 0.02)), rng.choice((0.002, 0.02, 0.2))]
+        """Of keeper and follower, shorter than real ones."""
+        self._repeated: list[SteppedRepeating] = []
 
     @property
     def has_seat(self) -> bool:
@@ -290,7 +332,7 @@ class FolderConnection(Connection):
                     random=rng.randbytes,
                     slab_bytes=medium.slab_blocks * block_bytes,
                     job_bytes=rng.choice((1, 3, 1000)) * block_bytes,
-                    background=False,
+                    repeat=self._repeat,
                 ),
             )
         except (OSError, ConfigError):
@@ -333,11 +375,9 @@ class FolderConnection(Connection):
         if self.tier is None or self.is_dead:
             return
         self.client.tick()
-        now = self.server.clock.now
-        for name, work in (("keep", self.tier.keep), ("follow", self.tier.follow)):
-            if now >= self._next[name] and name not in self._busy:
-                self._busy.add(name)
-                self.background.submit_read(lambda name=name, work=work: self._run(name, work))  # type: ignore[misc]
+        for each in self._repeated:
+            if each.is_due:
+                self.background.submit_read(each.run)
 
     def tick(self) -> None:
         self._submit()
@@ -347,12 +387,11 @@ class FolderConnection(Connection):
         self._submit()
         self.background.drain()
 
-    def _run(self, name: str, work: Callable[[], Any]) -> None:
-        try:
-            work()
-        finally:
-            self._busy.discard(name)
-            self._next[name] = self.server.clock.now + self._intervals[name]
+    def _repeat(self, name: str, do: Callable[[], None], interval_s: float, finish: Callable[[], None]) -> Repeating:
+        if not self.medium.has_real_intervals:
+            interval_s = self._intervals[len(self._repeated)]
+        self._repeated.append(SteppedRepeating(do, interval_s, finish, self.server.clock))
+        return self._repeated[-1]
 
     def end_faults(self) -> None:
         self._kill_at = None

@@ -202,7 +202,7 @@ class Pair:
                 wall_clock=client.wall_clock,
                 random=Random(number).randbytes,
                 slab_bytes=1 << 16,
-                background=False,
+                repeat=None,
             ),
         )
         self.tiers.append(tier)

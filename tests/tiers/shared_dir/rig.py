@@ -70,7 +70,7 @@ class Server:
                     "clock": time,
                     "wall_clock": time,
                     "random": Random(seed).randbytes,
-                    "background": False,
+                    "repeat": None,
                     **settings,
                 }
             ),

@@ -42,7 +42,7 @@ class TestTwoServers(SharedTierConformance):
             DirectoryStorage(path),
             TierContext(pools, FINGERPRINT),
             capacity(num_blocks, *(pool.shape[1] for pool in pools)),
-            surroundings=Surroundings(executor=executor, background=False),
+            surroundings=Surroundings(executor=executor, repeat=None),
         )
         self.executors[id(tier)] = executor
         self.opened.append(tier)

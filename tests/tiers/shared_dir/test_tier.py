@@ -25,7 +25,7 @@ from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
-from kvoffload.tiers.shared_dir.background import REST_S
+from kvoffload.tiers.shared_dir.background import REST_S, Repeating
 from kvoffload.tiers.shared_dir.foreign import IDLE_S, OpenSlabs, SeatView
 from kvoffload.tiers.shared_dir.seats import Claimant, Machine
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
@@ -62,7 +62,7 @@ class _SlowToList(DirectoryStorage):
 
 def test_the_first_request_finds_what_others_have_written(serve: Serve, tmp_path: Path) -> None:
     serve().write(1, 2)
-    opened = serve(background=True, storage=lambda root: _SlowToList(tmp_path / "shared"))
+    opened = serve(repeat=Repeating, storage=lambda root: _SlowToList(tmp_path / "shared"))
     with closing(opened.tier):
         assert opened.finds(1, 2) == [1, 2]
 

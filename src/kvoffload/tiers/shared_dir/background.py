@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,11 @@ class Repeating:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._is_stopped:
+        while True:
+            # In this order: ``stop`` wakes when it has set the flag.
             self._woken.clear()
+            if self._is_stopped:
+                break
             self._try(self._do)
             self._has_begun.set()
             self._woken.wait(self._interval_s)
@@ -59,6 +63,10 @@ class Repeating:
             if not self._has_failed:
                 logger.exception("kvoffload: the thread %s failed, which is a bug; its work is repeated", self._name)
             self._has_failed = True
+
+
+Repeat: TypeAlias = Callable[[str, Callable[[], None], float, Callable[[], None]], Repeating]
+"""Makes a Repeating."""
 
 
 class Rest:

@@ -29,7 +29,7 @@ from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.executor import Executor
-from kvoffload.tiers.shared_dir.background import Repeating
+from kvoffload.tiers.shared_dir.background import Repeat, Repeating
 from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
 from kvoffload.tiers.shared_dir.foreign import MAX_FOREIGN_BLOCKS, ForeignBlocks
 from kvoffload.tiers.shared_dir.reads import ForeignReads
@@ -56,8 +56,8 @@ MAX_HANDED_OVER = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a tier runs on. ``background`` False: there are no threads of the tier's own, and the caller calls ``keep``
-    and ``follow``. ``job_bytes``: blocks that are smaller share a job of this size."""
+    """What a tier runs on. ``repeat`` None: there are no threads of the tier's own, and the caller calls ``keep`` and
+    ``follow``. ``job_bytes``: blocks that are smaller share a job of this size."""
 
     machine: Machine = field(default_factory=Machine.this)
     executor: Executor = field(default_factory=lambda: IOThreads(name="kvoffload-shared-io"))
@@ -67,7 +67,7 @@ class Surroundings:
     slab_bytes: int = SLAB_BYTES
     job_bytes: int = JOB_BYTES
     max_foreign_blocks: int = MAX_FOREIGN_BLOCKS
-    background: bool = True
+    repeat: Repeat | None = Repeating
 
 
 class _State(enum.Enum):
@@ -127,9 +127,9 @@ class SharedDirTier(Tier):
         """When the follower was last asked to follow a seat at once."""
         self._keeping: Repeating | None = None
         self._following: Repeating | None = None
-        if on.background:
-            self._keeping = Repeating("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping)
-            self._following = Repeating("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
+        if on.repeat is not None:
+            self._keeping = on.repeat("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping)
+            self._following = on.repeat("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close)
             self._following.wait_for_first(FIRST_FOLLOW_S)
 
     def _open_writer(self, root: Storage) -> Writer:
@@ -292,10 +292,11 @@ class SharedDirTier(Tier):
         return self.seat.name
 
     def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+        # Whatever request has the follower woken next, it follows this seat too.
+        self._follower.follow_now(place)
         now = self._runs_on.clock()
         if now - self._looked_at >= pause_s:
             self._looked_at = now
-            self._follower.follow_now(place)
             if self._following is not None:
                 self._following.wake()
 
