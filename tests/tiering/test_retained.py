@@ -283,6 +283,19 @@ def test_each_tenant_that_may_retain_has_an_equal_part_of_what_may_wait() -> Non
     assert rig.serve(rig.keys("other", 6, 1), retain(7)) == Retained(RetainRefusal.NO_QUOTA)
 
 
+def test_what_is_handed_over_waits_within_the_same_bounds() -> None:
+    rig = Rig({}, rates=[0.1])
+    rig.manager.tiers[0].tier.is_shared = True
+    pins = rig.manager._unwritten
+    keys = rig.keys("a", 1, pins.most + 1)
+    for num_blocks, num_waiting in ((pins.most + 1, 0), (pins.most - 1, pins.most - 1), (pins.most, pins.most)):
+        rig.serve(keys[:num_blocks], retain(2))
+        assert rig.manager.hand_over(keys[:num_blocks]) == {"disk-0": ""}
+        assert len(pins.slots) == num_waiting
+        rig.manager.check_integrity()
+    assert rig.serve(rig.keys("b", 2, 1), retain(3)) == Retained(RetainRefusal.NO_QUOTA)
+
+
 def test_however_often_a_waiting_chain_is_renewed_only_one_comes_first() -> None:
     rig = Rig({"a": 50}, rates=[0.1])
     for _ in range(200):

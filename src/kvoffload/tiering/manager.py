@@ -329,7 +329,9 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> RetainRefusal | None:
         """Retains ``keys`` in a tier. What it has not got yet stays in host memory until it is written."""
         lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
-        if lacking and not (tier.takes_chains and self._unwritten.has_room(lacking)):
+        # A tenant that may have nothing retained is told so.
+        may_wait = tier.takes_chains and lacking and self._unwritten.has_room(lacking)
+        if lacking and not may_wait and self._unwritten.may_retain(lacking[0]):
             return RetainRefusal.NOT_WRITTEN
         refusal = tier.tier.retain(keys, session, seconds)
         if refusal is None:

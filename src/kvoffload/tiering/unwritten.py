@@ -1,4 +1,5 @@
-"""UnwrittenPins: what a tier is to retain and has not got yet stays in host memory until it has."""
+"""UnwrittenPins: what a tier is to retain, or to hand over to other servers, and has not got yet stays in host memory
+until it has."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.tenants import Tenants
 
 UNWRITTEN_SHARE = 0.125
-"""At most this share of the host's blocks waits, pinned, to be written to tiers that retain it."""
+"""At most this share of the host's blocks waits, pinned, to be written to such tiers."""
 WRITE_WITHIN_S = 30.0
 """A block that was not written within this time is not pinned any more, and not retained."""
 _NOT_PINNED = -1
 
 
 class UnwrittenPins:
-    """Pins blocks in ``host`` until the tiers that are to retain them have them, see PromisedBlocks.
+    """Pins blocks in ``host`` until the tiers to which they were promised have them, see PromisedBlocks.
 
-    Of ``tenants``, each that may have blocks retained in ``tiers`` may have an equal part of them.
+    Of ``tenants``, each that may have blocks retained in ``tiers`` may have an equal part of them; if a tier is shared,
+    all others have such a part together, for what they hand over.
     """
 
     def __init__(
@@ -38,23 +40,27 @@ class UnwrittenPins:
         self._tenants = tenants
         self._retaining = {None} if tenants is None else {*tenants.retaining([tier.name for tier in tiers])}
         self.most = max(1, int(host.num_blocks * UNWRITTEN_SHARE))
-        self._most_each = max(1, self.most // max(1, len(self._retaining)))
+        has_others = any(tier.is_shared for tier in tiers) and None not in self._retaining
+        self._most_each = max(1, self.most // max(1, len(self._retaining) + has_others))
         self.slots: dict[OffloadKey, int] = {}
         """Host slots, read only for others; _NOT_PINNED while a block is being copied to the host."""
         self._num_of: Counter[str | None] = Counter()
-        """Blocks by tenant."""
+        """Blocks by tenant; None: of all that may have nothing retained."""
         self.of_tiers = [PromisedBlocks(self, tier, clock) for tier in tiers]
 
     def has_room(self, keys: Collection[OffloadKey]) -> bool:
-        """Returns whether ``keys``, of one chain, may be added. Those that wait already count once. Of tenants that may
-        have nothing retained there are none to be added."""
-        tenant = self._tenant(next(iter(keys)))
+        """Returns whether ``keys``, of one chain, may be added. Those that wait already count once."""
         num_new = sum(key not in self.slots for key in set(keys))
-        most = min(self.most - len(self.slots), self._most_each - self._num_of[tenant])
-        return num_new <= max(0, most) or tenant not in self._retaining
+        most = min(self.most - len(self.slots), self._most_each - self._num_of[self._tenant(next(iter(keys)))])
+        return num_new <= max(0, most)
+
+    def may_retain(self, key: OffloadKey) -> bool:
+        """Returns whether the tenant of ``key`` may have blocks retained."""
+        return self._tenant(key) in self._retaining
 
     def _tenant(self, key: OffloadKey) -> str | None:
-        return None if self._tenants is None else self._tenants.label_of(key[:NAMESPACE_BYTES])
+        label = None if self._tenants is None else self._tenants.label_of(key[:NAMESPACE_BYTES])
+        return label if label in self._retaining else None
 
     def add(self, keys: Collection[OffloadKey]) -> None:
         """Pins ``keys``, for which there is room, as soon as they are ready in the host."""
@@ -91,7 +97,7 @@ class UnwrittenPins:
 
 
 class PromisedBlocks:
-    """What ``tier`` has promised to retain and has not got yet, each for at most WRITE_WITHIN_S."""
+    """What ``tier`` is to retain or to hand over and has not got yet, each for at most WRITE_WITHIN_S."""
 
     def __init__(self, pins: UnwrittenPins, tier: Tier, clock: Callable[[], float]) -> None:
         self._pins = pins
@@ -101,7 +107,7 @@ class PromisedBlocks:
         """Read only for others. The first to end first."""
 
     def add(self, keys: Collection[OffloadKey]) -> None:
-        """The tier retains ``keys`` from now on; see ``UnwrittenPins.has_room``."""
+        """The tier is promised ``keys`` from now on; see ``UnwrittenPins.has_room``."""
         deadline = self._clock() + WRITE_WITHIN_S
         for key in keys:
             self.deadlines[key] = deadline
