@@ -16,7 +16,7 @@ MAX_PLACES = 32
 MAX_HANDED_TOKENS = 1 << 32
 NAME_CHARS = 32
 MISSES_IN_A_ROW = 3
-"""After so many hand-overs of which no block has come, requests wait less, until one comes."""
+"""After so many hand-overs that were not found complete, requests wait less, until one is."""
 IMPATIENT_SHARE = 0.1
 """How much less."""
 
@@ -85,7 +85,7 @@ def name_of(layout: Layout, keys: Sequence[Sequence[OffloadKey]], tokens: int) -
 
 
 class Patience:
-    """How long requests wait for what is handed over to them: less if nothing came for several, so that servers with
+    """How long requests wait for what is handed over to them: less if several have waited in vain, so that servers with
     different stores, or a server that has died, cost little."""
 
     def __init__(self) -> None:
@@ -98,6 +98,6 @@ class Patience:
     def is_lost(self) -> bool:
         return self._num_misses >= MISSES_IN_A_ROW
 
-    def ended(self, has_come: bool) -> None:
-        """Notes whether a request has found any block that was handed over to it."""
-        self._num_misses = 0 if has_come else self._num_misses + 1
+    def ended(self, is_complete: bool) -> None:
+        """Notes whether a request has found all that was handed over to it."""
+        self._num_misses = 0 if is_complete else self._num_misses + 1

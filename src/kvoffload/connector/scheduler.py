@@ -211,7 +211,8 @@ class OffloadingConnectorScheduler:
         elif num_found < min(handover.tokens, state.request.num_tokens - 1):
             result = "partial" if num_found else "none"
         if awaited.keys:
-            patience.ended(bool(num_found))
+            # A part may be what this server has computed itself.
+            patience.ended(result == "complete")
         if result == "other_name" or patience.is_lost:
             self.observer.warn(OTHER_NAME if result == "other_name" else NOTHING_COMES)
         self.metrics.add("handovers", label=result)
@@ -352,7 +353,10 @@ class OffloadingConnectorScheduler:
             if state.options.remote_decode:
                 if (handover := self.stores.hand_over(state)) is not None:
                     self.metrics.add("handovers", label="sent")
-                    answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: handover.to_options()}
+                    # Routers send it on in place of what the client has sent.
+                    tenant = {} if state.options.tenant is None else {"tenant": state.options.tenant}
+                    options = {**handover.to_options(), **tenant}
+                    answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: options}
                 self.held.hold(state, self._clock() + self.lookups.deadline_s)
                 return True, answer
         return False, answer
