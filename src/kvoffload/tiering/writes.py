@@ -137,8 +137,9 @@ class WriteThrough:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a backlog and the tier makes progress."""
-        has_work = self.backlog.is_ready or not self.writing.isdisjoint(self.backlog.awaited)
+        """Whether there is a backlog, or promised blocks are being written, and the tier makes progress."""
+        urgent = (self.backlog.awaited, self._promised.deadlines)
+        has_work = self.backlog.is_ready or not all(map(self.writing.isdisjoint, urgent))
         return has_work and self._pace.is_patient(self._clock())
 
     def lacks(self, keys: Sequence[OffloadKey]) -> Bools:
