@@ -17,12 +17,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from kvoffload.abc import ByteArray, KVGroup, OffloadingManager, Tier
 from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.build import tokens_per_block
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
@@ -81,6 +83,8 @@ class LowerTiers:
     lookup_deadline_ms = 100.0
     load_only_if_faster = False
     write_share = WRITE_SHARE
+    tenants: Tenants | None = None
+    """What precedes every block hash. None: nothing."""
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
         """Returns the tiers. Called once, with all pools."""
@@ -170,6 +174,7 @@ class ModelEngine:
         self.scheduler = OffloadingConnectorScheduler(
             manager,
             spec,
+            tenants=self.lower.tenants,
             is_exclusive=is_exclusive,
             load_deadline_ms=s.load_deadline_ms,
             spans=spans,
@@ -193,6 +198,8 @@ class ModelEngine:
                 rank.worker.weights.watch = ModelWatch(lambda: self.version, rank.number, s.seed)
         self._has_woken_up = False
         """Whether it has, since the last step."""
+        self.on_end: Callable[[EngineRequest, dict[str, Any] | None], None] = lambda request, answer: None
+        """Called with each request that ends, and what its client is answered."""
         self._todo = make_requests(s, self.random, hash_block_size)
         if patch is not None:
             patch(self)
@@ -206,6 +213,7 @@ class ModelEngine:
                 tokens_per_block(parts),
                 groups=parts,
                 lookup_deadline_ms=lower.lookup_deadline_ms,
+                tenants=lower.tenants,
                 load_deadline_ms=self.scenario.load_deadline_ms,
                 load_only_if_faster=lower.load_only_if_faster,
                 write_share=lower.write_share,
@@ -390,13 +398,14 @@ class ModelEngine:
         (batcher.running if request in batcher.running else batcher.waiting).remove(request)
         if request.blocks:
             batcher.slide(request)
-        hold, _ = self.scheduler.request_finished(request, Allocation(request.blocks).get_block_ids())
+        hold, answer = self.scheduler.request_finished(request, Allocation(request.blocks).get_block_ids())
         if request.loading:
             self._aborted_loading.append(request)
         elif hold:
             self.held[request.request_id] = request
         else:
             batcher.release(request)
+        self.on_end(request, answer)
 
     # New weights, resets and sleeps.
 

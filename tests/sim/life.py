@@ -53,6 +53,10 @@ class Life:
     full_steps: range
     """Steps in which the engine gives device blocks to no request."""
 
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.weights)
+
 
 class LivingServer(LowerTiers):
     """One life under way. ``executors`` run the jobs of its tiers, ``watches`` are one per tier."""
@@ -66,7 +70,7 @@ class LivingServer(LowerTiers):
         self.lookup_deadline_ms = life.lookup_deadline_ms
         self.load_only_if_faster = life.load_only_if_faster
         self.write_share = life.write_share
-        self.fingerprint = fingerprint(life.weights)
+        self.fingerprint = life.fingerprint
         self.engine: ModelEngine
         self.executors: list[SteppedExecutor] = []
         self.watches: list[TierWatch] = []

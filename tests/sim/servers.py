@@ -236,6 +236,8 @@ class SharedMedium(ABC):
     kind: ClassVar[str]
     keeps_enough = True
     """Whether there is room for what servers store until others ask for it."""
+    handover_s = 0.3
+    """How long a request waits for blocks that another server is writing, at most."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -311,13 +313,17 @@ class SharingServer(LivingServer):
 
         def watched(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
             answer = ask(request, computed)
-            if answer[0] is None:
-                self.waited.add(request.request_id)
+            self.note_answer(request, computed, answer[0])
             return answer
 
         scheduler.get_num_new_matched_tokens = watched  # type: ignore[method-assign, assignment]
         if patch is not None:
             patch(self)
+
+    def note_answer(self, request: EngineRequest, computed: int, num_tokens: int | None) -> None:
+        """Called with each answer of the connector: tokens that can be loaded, or None if the request waits."""
+        if num_tokens is None:
+            self.waited.add(request.request_id)
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
         tiers: list[Tier] = []
@@ -360,7 +366,11 @@ class SharingServer(LivingServer):
             self.engine.turn()
             if not self.engine.has_requests:
                 # Steps only for writes: an idle engine takes its time.
-                self.clock.now += IDLE_STEP_S
+                self.clock.now += self.idle_step_s()
+
+    def idle_step_s(self) -> float:
+        """Returns how long a step without requests takes."""
+        return IDLE_STEP_S
 
     def finish(self) -> None:
         """Ends all transfers, when there is no work left. Raises Leak if something is still held."""
@@ -427,17 +437,21 @@ class Machine:
         self.server: SharingServer | None = None
         self.disk = SimulatedStorage(0, number)
         self.num_lives = 0
+        self.num_expected = 0
+        """Requests that are on their way to it."""
 
     @property
     def has_turn(self) -> bool:
         """Whether there is something to do for it: a start, a step, or an end."""
         if self.server is None:
             return bool(self.lives)
-        return self.server.engine.has_work or self.server.life.end != "stay"
+        return self.server.engine.has_work or (self.server.life.end != "stay" and not self.num_expected)
 
 
 class Servers:
     """The simulation of one plan. ``patch`` is called with each server that has started, and may plant a bug."""
+
+    server_class: ClassVar[type[SharingServer]] = SharingServer
 
     def __init__(self, plan: ServersPlan, medium: SharedMedium, patch: Patch[SharingServer] | None = None) -> None:
         self.plan = plan
@@ -446,8 +460,8 @@ class Servers:
         self.machines = [Machine(n, lives, 1000.0) for n, lives in enumerate(plan.machines)]
         self._patch = patch
         self._random = Random(f"turns {plan.seed}")
-        self._given: dict[int, set[OffloadKey]] = {}
-        """By weights, the blocks that some server was given to write."""
+        self._given: dict[str, set[OffloadKey]] = {}
+        """By fingerprint, the blocks that some server was given to write."""
         self._num_asked = 0
         medium.now = 1000.0
 
@@ -477,9 +491,14 @@ class Servers:
     def _run_all(self, is_storm: bool = False) -> None:
         """Runs until no server has anything to do."""
         for _ in range(MAX_TURNS):
+            due = self.deliver()
             ready = [machine for machine in self.machines if machine.has_turn]
-            if not ready:
+            if not ready and due == math.inf:
                 return
+            if not ready:
+                for machine in self.machines:
+                    self._idle(machine, max(machine.clock.now, due))
+                continue
             earliest = min(machine.clock.now for machine in ready)
             machine = self._random.choice([m for m in ready if m.clock.now <= earliest + CLOCK_SKEW_S])
             for other in self.machines:
@@ -494,6 +513,10 @@ class Servers:
             self.medium.tick()
             self.medium.check()
         raise Leak(f"after {MAX_TURNS} turns, servers still have work")
+
+    def deliver(self) -> float:
+        """Gives servers the requests that are due by their clocks. Returns when the next one is due."""
+        return math.inf
 
     def pass_time(self, seconds: float) -> None:
         """Lets time pass in which no request comes. Threads of the tiers go on."""
@@ -536,7 +559,8 @@ class Servers:
         server, life = machine.server, machine.server.life
         if server.engine.has_work:
             server.turn()
-        if life.end != "stay" and (server.engine.steps == life.end_at or not server.engine.has_work):
+        is_over = not (server.engine.has_work or machine.num_expected)
+        if life.end != "stay" and (server.engine.steps == life.end_at or is_over):
             if life.end == "close":
                 if not server.engine.has_work:
                     server.finish()
@@ -545,9 +569,9 @@ class Servers:
 
     def _start(self, machine: Machine, life: ServerLife) -> SharingServer:
         first = life.weights * WEIGHTS_APART + 1 + machine.number * 100_000 + machine.num_lives * 10_000
-        given = self._given.setdefault(life.weights, set())
+        given = self._given.setdefault(life.fingerprint, set())
         machine.num_lives += 1
-        server = SharingServer(
+        server = self.server_class(
             machine.number, life, self.medium, machine.disk, machine.clock, itertools.count(first), given
         )
         machine.server = server
@@ -617,10 +641,10 @@ class Servers:
 
     def _find_again(self) -> None:
         """Lets one server store blocks that another one must find. Raises NotFound."""
-        pair = self._pair()
-        if pair is None or not self.medium.keeps_enough:
+        pairs = self.pairs()
+        if not pairs or not self.medium.keeps_enough:
             return
-        writer, reader = pair
+        writer, reader = self._random.choice(pairs)
         watch = reader.shared_watch
         assert watch is not None
         before = watch.counts["reads of others"]
@@ -641,16 +665,15 @@ class Servers:
             self.pass_time(QUIET_S)
         raise NotFound(f"server {reader.number} finds nothing that server {writer.number} stores")
 
-    def _pair(self) -> tuple[SharingServer, SharingServer] | None:
-        """Returns two servers with the same weights that must find blocks."""
+    def pairs(self) -> list[tuple[SharingServer, SharingServer]]:
+        """Returns every two servers that must find each other's blocks."""
         servers = [machine.server for machine in self.machines if machine.server is not None]
         able = [server for server in servers if server.must_find]
-        pairs = [
+        return [
             (one, other)
             for one, other in itertools.permutations(able, 2)
-            if one.life.weights == other.life.weights and one.engine.version == other.engine.version
+            if one.fingerprint == other.fingerprint and one.engine.version == other.engine.version
         ]
-        return self._random.choice(pairs) if pairs else None
 
 
 def simulate_servers(make_medium: MakeMedium, seed: int, patch: Patch[SharingServer] | None = None) -> Counter[str]:

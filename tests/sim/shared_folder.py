@@ -309,20 +309,22 @@ class FolderConnection(Connection):
         block_bytes = sum(pool.shape[1] for pool in pools)
         slabs = -(-medium.num_blocks // medium.slab_blocks)
         blocks = medium.num_blocks * slot_cost(block_bytes)
-        medium.capacity_bytes = (
+        capacity_bytes = (
             FIXED_BYTES
             + journal_bytes(num_entries_for(medium.num_blocks))
             + HEARTBEAT_BYTES
             + slabs * SLAB_OVERHEAD_BYTES
             + blocks
         )
+        # Servers with other ranks have larger blocks.
+        medium.capacity_bytes = max(medium.capacity_bytes, capacity_bytes)
         rng = Random(server.life.scenario.seed)
         boot = f"{server.number}" if self._is_same_kernel else f"{server.number} {rng.random()}"
         try:
             self.tier = SharedDirTier(
                 self.client.storage(),
                 TierContext(pools, server.fingerprint, policy=server.life.scenario.policy),
-                medium.capacity_bytes,
+                capacity_bytes,
                 GONE_AFTER_S,
                 Surroundings(
                     machine=Machine(f"host-{server.number}", rng.randrange(1 << 15), boot),

@@ -49,6 +49,7 @@ class StoreMedium(SharedMedium):
         self.store = SimulatedStore(lambda: self.now, lease_s=rng.choice((0.0, 0.0, 0.1, 5.0)))
         self.faults = self.faults_kind() if is_calm else random_faults(rng, self.faults_kind)
         self.latency_s = rng.choice((0.0, 0.0, 0.002, 0.02))
+        self.handover_s += 20 * self.latency_s
         self.stall_s = rng.choice((0.01, 0.2, 30.0))
         self.death_s = rng.choice((0.0, 0.05, 1.0))
         self.start_s = rng.choice((0.0, 0.01, 0.5))
