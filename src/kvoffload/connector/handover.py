@@ -18,7 +18,9 @@ NAME_CHARS = 32
 MISSES_IN_A_ROW = 3
 """After so many hand-overs that were not found complete, requests wait less, until one is."""
 IMPATIENT_SHARE = 0.1
-"""How much less."""
+"""How much less,"""
+PATIENT_AGAIN = 8
+"""except one of so many: if blocks come again, but not as soon, it finds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ class Patience:
         self._num_misses = 0
 
     def wait_s(self, deadline_s: float) -> float:
-        return deadline_s if self._num_misses < MISSES_IN_A_ROW else deadline_s * IMPATIENT_SHARE
+        is_patient = self._num_misses < MISSES_IN_A_ROW or self._num_misses % PATIENT_AGAIN == 0
+        return deadline_s if is_patient else deadline_s * IMPATIENT_SHARE
 
     @property
     def is_lost(self) -> bool:
