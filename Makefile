@@ -49,6 +49,7 @@ SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engi
 	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
+HANDOVERS      := 2000
 STREAM_SCHEDULES := 2000
 # What the simulated servers of make soak share.
 MEDIA          := store object_store shared_dir
@@ -99,8 +100,9 @@ interface: $(VENV)/.stamp
 soak: $(VENV)/.tests install
 	$(DEV) tests.sim simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
+	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --handovers --seeds $(HANDOVERS) || exit 1; done
 	$(DEV) tests.sim streams --seeds $(STREAM_SCHEDULES)
-	$(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_stream_schedules.py -k planted -q -s
+	$(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_stream_schedules.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 

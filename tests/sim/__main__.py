@@ -1,8 +1,8 @@
 """``python -m tests.sim simulate --seeds N``: runs simulations and shows a progress bar.
 
 By default these are servers that start one after the other on a failing disk; with ``--servers KIND`` two to four
-servers that share a medium of that kind. ``python -m tests.sim streams --seeds N`` runs the CUDA transfer on
-simulated streams.
+servers that share a medium of that kind, and with ``--handovers`` also hand requests over to each other. ``python -m
+tests.sim streams --seeds N`` runs the CUDA transfer on simulated streams.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tests.sim import simulation, stream_schedules
+from tests.sim.handovers import simulate_handovers
 from tests.sim.media import MEDIA
 from tests.sim.servers import simulate_servers
 from tests.sim.simulation import Report, run_each
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="KIND",
         help=f"two to four servers on one medium: {', '.join(sorted(MEDIA))}",
     )
+    command.add_argument("--handovers", action="store_true", help="with --servers: some compute prompts, others go on")
     command.set_defaults(run=_simulate)
     _add_options(command)
     command = commands.add_parser("streams", help="run the CUDA transfer on simulated streams, without a GPU")
@@ -48,12 +50,15 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    medium = MEDIA[options.servers] if options.servers else None
+    if not options.servers:
+        return _run(options, simulation.simulate, "simulations", "simulate")
+    medium = MEDIA[options.servers]
 
     def run_one(seed: int) -> Counter[str]:
-        return simulation.simulate(seed) if medium is None else simulate_servers(medium, seed)
+        return simulate_handovers(medium, seed) if options.handovers else simulate_servers(medium, seed)
 
-    return _run(options, run_one, "simulations", f"simulate --servers {options.servers}" if medium else "simulate")
+    command = f"simulate --servers {options.servers}" + (" --handovers" if options.handovers else "")
+    return _run(options, run_one, "simulations", command)
 
 
 def _run_streams(options: argparse.Namespace) -> int:

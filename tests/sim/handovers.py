@@ -35,10 +35,11 @@ from kvoffload.connector.handover import IMPATIENT_SHARE, MISSES_IN_A_ROW, PATIE
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import RequestState
-from kvoffload.tiering.unwritten import WRITE_WITHIN_S
+from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
 from tests.sim.content import EngineRequest
 from tests.sim.life import Patch
 from tests.sim.servers import (
+    PROPAGATION_S,
     Machine,
     MakeMedium,
     NotFound,
@@ -59,6 +60,9 @@ QUICK_STEP_S = 0.002
 MAX_QUICK_STEPS = 200
 """At first; later an idle server takes its time."""
 CALM_ROUNDS = 3
+FLOOD_REQUESTS = 6
+QUICK_HANDOVER_S = 0.5
+"""Of media which are that quick, blocks that are handed over come in time although others are written, too."""
 LOST_REQUESTS = 12
 """Requests for which nothing comes, one after the other."""
 
@@ -125,7 +129,7 @@ def plan_handovers(seed: int) -> HandoversPlan:
     machines = []
     for lives in plan.machines:
         other_ranks = rng.random() < 0.1
-        deadline_ms = CALM_DEADLINE_MS if is_settled else rng.choice((30.0, 200.0))
+        deadline_ms = CALM_DEADLINE_MS if is_settled else rng.choice((3.0, 200.0))
         own = [_life(rng, life, deadline_ms, other_ranks, has_tenants) for life in lives]
         machines.append((*own[:-1], dataclasses.replace(own[-1], end="stay") if is_settled else own[-1]))
     roles = rng.choice([text for text in ROLES if len(text) == len(machines)])
@@ -474,7 +478,8 @@ class Handovers(Servers):
         """Returns a new prompt of which some blocks are handed over."""
         assert machine.server is not None
         layout = machine.server.engine.scheduler.layout
-        size = self._random.randint(1, max(1, machine.server.life.scenario.document_tokens // layout.align - 1))
+        s = machine.server.life.scenario
+        size = self._random.randint(1, max(1, min(_most_units(machine.server), s.document_tokens // layout.align - 1)))
         rest = self._random.randint(1, _most_rest(layout))
         return [self._random.randrange(1000) for _ in range(size * layout.align + rest)]
 
@@ -482,6 +487,12 @@ class Handovers(Servers):
         """Hands a prompt over. Returns whether all of it was found, or raises an error if not and it may not fail."""
         tokens = self._new_tokens(one)
         self.router.ask(one, tokens, one.clock.now, goes_to=other)
+        if self.medium.handover_s < QUICK_HANDOVER_S and self._random.random() < 0.5:
+            # What fills its memory comes just behind.
+            assert one.server is not None
+            self.deliver()
+            for _ in range(FLOOD_REQUESTS):
+                self._ask(one.server, self._random.randrange(1 << 30), 1)
         self._run_all()
         trip = self.router.sent[-1]
         if not self._can_find(one, other):
@@ -538,13 +549,21 @@ class Handovers(Servers):
         for _ in range(PATIENT_AGAIN):
             if self._hand_over(one, other, may_fail=True):
                 return
+            self.pass_time(PROPAGATION_S)
         raise NotFound(f"none of {PATIENT_AGAIN} requests has found all that was handed over to them")
 
 
 def _is_able(server: SharingServer) -> bool:
     """Whether a server has time for all that is handed over, and prompts of which something is."""
     layout = server.engine.scheduler.layout
-    return server.life.scenario.load_deadline_ms >= CALM_DEADLINE_MS and _most_rest(layout) > 0
+    has_time = server.life.scenario.load_deadline_ms >= CALM_DEADLINE_MS
+    return has_time and _most_rest(layout) > 0 and _most_units(server) > 0
+
+
+def _most_units(server: SharingServer) -> int:
+    """Returns how many units of a chain stay in host memory until a tier has them."""
+    most = int(server.life.scenario.num_host_blocks * UNWRITTEN_SHARE)
+    return most // sum(server.engine.scheduler.layout.chains.blocks_per_unit)
 
 
 def _most_rest(layout: Layout) -> int:
