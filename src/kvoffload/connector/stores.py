@@ -133,11 +133,13 @@ class StorePlanner:
         prompt = min(state.record.tokens_asked, state.request.num_computed_tokens, blocks.max_stored_tokens)
         ends = [layout.num_final(g, prompt) * size for g, size in enumerate(layout.block_tokens)]
         ends += [prompt - layout.groups[g].lookahead for g in layout.ahead]
+        if layout.windows or layout.states:
+            # The other server computes the last token of the prompt. What that needs is written for the ends of whole
+            # blocks only.
+            ends.append(state.record.tokens_asked - 1)
         tokens = max(0, min(ends)) // layout.align * layout.align
         if layout.states:
-            # The other server computes at least the last token of the prompt, and cannot begin behind it.
-            most = min(tokens, state.record.tokens_asked - 1)
-            tokens = max((end for end in state.state_ends if end <= most), default=0)
+            tokens = max((end for end in state.state_ends if end <= tokens), default=0)
         name = name_of(layout, blocks.keys, tokens) if tokens else None
         places = self._manager.hand_over(blocks.computed_keys(state.state_ends)) if name is not None else {}
         return Handover(tokens, name, places) if name is not None and places else None
