@@ -131,7 +131,10 @@ def plan_handovers(seed: int) -> HandoversPlan:
         other_ranks = rng.random() < 0.1
         deadline_ms = CALM_DEADLINE_MS if is_settled else rng.choice((3.0, 200.0))
         own = [_life(rng, life, deadline_ms, other_ranks, has_tenants) for life in lives]
-        machines.append((*own[:-1], dataclasses.replace(own[-1], end="stay") if is_settled else own[-1]))
+        if is_settled:
+            # Each of several lookups in a row may take 20 ms.
+            own[-1] = dataclasses.replace(own[-1], end="stay", lookup_deadline_ms=100.0)
+        machines.append(tuple(own))
     roles = rng.choice([text for text in ROLES if len(text) == len(machines)])
     return HandoversPlan(dataclasses.replace(plan, machines=tuple(machines)), tuple(map(Role, roles)))
 
@@ -479,8 +482,8 @@ class Handovers(Servers):
         assert machine.server is not None
         layout = machine.server.engine.scheduler.layout
         s = machine.server.life.scenario
-        size = self._random.randint(1, max(1, min(_most_units(machine.server), s.document_tokens // layout.align - 1)))
-        rest = self._random.randint(1, _most_rest(layout))
+        size = self._random.randint(1, max(1, min(_most_units(machine.server), s.document_tokens // layout.align) - 1))
+        rest = self._random.choice(_rests(layout))
         return [self._random.randrange(1000) for _ in range(size * layout.align + rest)]
 
     def _hand_over(self, one: Machine, other: Machine, may_fail: bool = False) -> bool:
@@ -557,7 +560,7 @@ def _is_able(server: SharingServer) -> bool:
     """Whether a server has time for all that is handed over, and prompts of which something is."""
     layout = server.engine.scheduler.layout
     has_time = server.life.scenario.load_deadline_ms >= CALM_DEADLINE_MS
-    return has_time and _most_rest(layout) > 0 and _most_units(server) > 0
+    return has_time and len(_rests(layout)) > 0 and _most_units(server) > 1
 
 
 def _most_units(server: SharingServer) -> int:
@@ -566,14 +569,15 @@ def _most_units(server: SharingServer) -> int:
     return most // sum(server.engine.scheduler.layout.chains.blocks_per_unit)
 
 
-def _most_rest(layout: Layout) -> int:
-    """Returns how many tokens a prompt may have behind whole blocks. Of one with states, something is handed over if
-    its last state is where blocks of all groups end, and before its last token."""
-    return min((layout.block_tokens[g] - 1 for g in layout.states), default=layout.align)
+def _rests(layout: Layout) -> range:
+    """Returns how many tokens a prompt may have behind whole blocks, so that they are handed over. The names of some
+    depend on tokens behind them, and the last state must be where blocks of all groups end, before the last token."""
+    least = max(1, *(group.lookahead for group in layout.groups))
+    return range(least, min((layout.block_tokens[g] for g in layout.states), default=max(least, layout.align) + 1))
 
 
 def name(server: HandoverServer, tokens: Sequence[int]) -> Handover | None:
-    """Returns a hand-over of all blocks of a prompt, as a server with these names would."""
+    """Returns a hand-over of all blocks that a prompt needs, as a server with these names would."""
     scheduler = server.engine.scheduler
     layout, assert_tenants = scheduler.layout, server.tenants
     assert assert_tenants is not None
@@ -581,7 +585,7 @@ def name(server: HandoverServer, tokens: Sequence[int]) -> Handover | None:
     state = RequestState.new(request, layout, assert_tenants, scheduler.manager.most_blocks)
     state.extend_keys()
     ahead = max(layout.groups[g].lookahead for g in range(len(layout.groups)))
-    handed = (len(tokens) - ahead) // layout.align * layout.align
+    handed = (len(tokens) - max(1, ahead)) // layout.align * layout.align
     text = name_of(layout, state.blocks.keys, handed) if handed > 0 else None
     return None if text is None else Handover(handed, text, {"store": "writer-0", "shared_dir": "writer-0"})
 
