@@ -42,7 +42,6 @@ from tests.sim.servers import (
     PROPAGATION_S,
     Machine,
     MakeMedium,
-    NotFound,
     ServerLife,
     Servers,
     ServersPlan,
@@ -69,6 +68,10 @@ LOST_REQUESTS = 12
 
 ROLES = ("pd", "pd", "bb", "ppd", "pdd", "bbb", "pbd", "ppdd", "pppd", "pddd", "pbbd")
 """Of all machines."""
+
+
+class Incomplete(AssertionError):
+    """A request has not found all that was handed over to it, although the medium works."""
 
 
 class Wasted(AssertionError):
@@ -502,14 +505,14 @@ class Handovers(Servers):
             self.counts["rounds cut short by a reset"] += 1
             return True
         if trip.handover is None:
-            raise NotFound("an answer names nothing")
+            raise Incomplete("an answer names nothing")
         result = trip.result(len(tokens))
         self.counts[f"calm: {result}"] += 1
         self.counts["calm: ms"] += round(trip.waited_s * 1000)
         if may_fail:
             return result == "complete"
         if result != "complete":
-            raise NotFound(f"{trip.found} of {trip.handover} in {trip.waited_s:.3f} s")
+            raise Incomplete(f"{trip.found} of {trip.handover} in {trip.waited_s:.3f} s")
         if trip.waited_s > self.medium.handover_s:
             raise Slow(f"{trip.waited_s:.3f} s for {trip.handover}")
         return True
@@ -548,12 +551,12 @@ class Handovers(Servers):
             raise Wasted(f"{waited_s:.3f} s in {LOST_REQUESTS} requests for which nothing came")
 
     def _recover(self, one: Machine, other: Machine) -> None:
-        """Raises NotFound unless one of a few requests finds all that is handed over, after some that have not."""
+        """Raises Incomplete unless one of a few requests finds all that is handed over, after some that have not."""
         for _ in range(PATIENT_AGAIN):
             if self._hand_over(one, other, may_fail=True):
                 return
             self.pass_time(PROPAGATION_S)
-        raise NotFound(f"none of {PATIENT_AGAIN} requests has found all that was handed over to them")
+        raise Incomplete(f"none of {PATIENT_AGAIN} requests has found all that was handed over to them")
 
 
 def _is_able(server: SharingServer) -> bool:

@@ -24,16 +24,16 @@ from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
 from tests.sim import __main__ as program
 from tests.sim.engine import Late, WrongBytes
-from tests.sim.handovers import HandoverLife, Role, Slow, Wasted, plan_handovers, simulate_handovers
+from tests.sim.handovers import HandoverLife, Incomplete, Role, Slow, Wasted, plan_handovers, simulate_handovers
 from tests.sim.media import MEDIA
 from tests.sim.plain_shared import PlainMedium
 from tests.sim.planted import Bug, check_found
-from tests.sim.servers import DeletedOthers, NotFound, SharedMedium
+from tests.sim.servers import DeletedOthers, SharedMedium
 from tests.sim.shared_folder import SharedFolderMedium
 from tests.sim.simulation import run_each
 from tests.sim.store_medium import StoreMedium
 
-SEEDS = scaled(2)
+SEEDS = scaled(1)
 PLANTED_SEEDS = 200
 
 
@@ -184,23 +184,29 @@ def ranks_are_not_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> type[Sh
 
 BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     a_wait_ignores_its_deadline: ((Late,), 0),
-    an_awaited_block_is_a_hit: ((NotFound, Wasted), 0),
+    an_awaited_block_is_a_hit: ((Incomplete, Wasted), 0),
     names_are_not_compared: ((Wasted,), 0),
-    a_store_is_not_asked_again: ((NotFound, Slow), 0),
-    a_journal_is_not_read_again: ((NotFound, Slow), 1),
-    a_journal_is_not_written_at_once: ((NotFound, Slow), 1),
-    an_idle_engine_stops_before_blocks_are_written: ((NotFound, Slow), 1),
-    promised_blocks_are_dropped: ((NotFound, Slow), 0),
+    a_store_is_not_asked_again: ((Incomplete, Slow), 0),
+    a_journal_is_not_read_again: ((Incomplete, Slow), 1),
+    a_journal_is_not_written_at_once: ((Incomplete, Slow), 1),
+    an_idle_engine_stops_before_blocks_are_written: ((Incomplete, Slow), 1),
+    promised_blocks_are_dropped: ((Incomplete,), 32),
     promises_have_no_bounds: ((IntegrityError,), 4),
     patience_never_ends: ((Wasted,), 0),
-    patience_never_comes_back: ((NotFound,), 14),
-    an_answer_does_not_name_the_tenant: ((NotFound,), 0),
+    patience_never_comes_back: ((Incomplete,), 49),
+    an_answer_does_not_name_the_tenant: ((Incomplete,), 0),
     ranks_are_not_in_the_fingerprint: ((WrongBytes, DeletedOthers), 6),
 }
 """The errors of the laws that each breaks, and a seed that has found it, which is tried first."""
 
 
+SLOW = {an_awaited_block_is_a_hit, promised_blocks_are_dropped, patience_never_ends, patience_never_comes_back}
+"""Bugs that take long to find; make soak looks for them."""
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
+    if bug in SLOW and scaled(1) == 1:
+        pytest.skip("takes long; make soak runs it")
     laws, hint = BUGS[bug]
     check_found(bug, laws, hint, PLANTED_SEEDS, simulate_handovers)
