@@ -33,7 +33,7 @@ from tests.sim.shared_folder import SharedFolderMedium
 from tests.sim.simulation import run_each
 from tests.sim.store_medium import StoreMedium
 
-SEEDS = scaled(1)
+SEEDS = scaled(2)
 PLANTED_SEEDS = 200
 
 
