@@ -231,6 +231,8 @@ class PlainMedium(StoreMedium):
 
     def __init__(self, seed: int, is_calm: bool) -> None:
         super().__init__(seed, is_calm)
+        # These tiers ask again when they trust an answer no more.
+        self.handover_s += 3 * MISS_TTL_S
         # There is no process that could crash, and no HMAC key.
         self.faults = dataclasses.replace(self.faults, crash=0.0, forged=0.0)
 
