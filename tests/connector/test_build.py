@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -199,13 +200,38 @@ def test_a_pool_may_be_a_handle(make: Builder, tmp_path: Path) -> None:
         real.close()
 
 
-def test_a_pool_on_another_machine_is_refused(make: Builder) -> None:
-    real = HostPool(BLOCKS, SLOT)
-    try:
-        with pytest.raises(ConfigError, match="on another node"):
-            make(config(), pools=[dataclasses.replace(real.handle(), boot_id="another")])
-    finally:
-        real.close()
+@pytest.mark.parametrize("other", [{"boot_id": "another"}, {"node": 1}])
+def test_each_node_has_the_budget_for_its_own_pools(
+    make: Builder, caplog: pytest.LogCaptureFixture, other: dict[str, Any]
+) -> None:
+    caplog.set_level(logging.INFO)
+    with contextlib.closing(HostPool(BLOCKS, SLOT)) as real:
+        here = real.handle()
+        there = dataclasses.replace(here, **other)
+        half = make(config(host_bytes=2 * BLOCKS * SLOT), pools=[here, here, there, there])
+        assert half.manager.num_blocks == BLOCKS
+        text = f"kvoffload: host pool of 128 KiB on 4 ranks of 2 nodes = {BLOCKS * TOKENS} tokens"
+        assert text in caplog.messages
+        for pools in ([here, here, there], [here, there, there]):
+            with pytest.raises(ConfigError, match=r"host_bytes=32768 .* take 64 KiB; make .* 2\) slots"):
+                make(config(host_bytes=BLOCKS * SLOT), pools=pools)
+
+
+def test_tenants_have_shares_of_the_budget_of_a_node(make: Builder) -> None:
+    with contextlib.closing(HostPool(BLOCKS, SLOT)) as real:
+        pools = [real.handle(), real.handle(node=1)]
+        made = config(host_bytes=2 * BLOCKS * SLOT, tenants={"a": {"guaranteed": {"host": 2 * BLOCKS * SLOT}}})
+        assert make(made, pools=[pools[0], pools[0]]).manager.num_blocks == BLOCKS
+        with pytest.raises(ConfigError, match="64 KiB of host are guaranteed, and its budget has room for 32 KiB"):
+            make(made, pools=pools)
+
+
+def test_tiers_refuse_a_pool_on_another_machine(make: Builder, tmp_path: Path) -> None:
+    with contextlib.closing(HostPool(BLOCKS, SLOT)) as real:
+        pools = [real.handle(), dataclasses.replace(real.handle(), boot_id="another")]
+        with pytest.raises(ConfigError, match=r"on another node .* remove these tiers"):
+            make(with_disk(tmp_path / "disk"), pools=pools)
+        assert not (tmp_path / "disk").exists()
 
 
 @pytest.mark.parametrize(

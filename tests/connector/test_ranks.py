@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ConfigError
-from kvoffload.connector.ranks import Gather, KVShare, Ranks, count_replicas
+from kvoffload.connector.ranks import Gather, KVShare, Ranks, check_settings, count_pools, count_replicas
 
 
 class Group:
@@ -109,7 +109,15 @@ def shares(*ranks: tuple[int, str]) -> list[KVShare]:
     return [KVShare(replicas, (layers,)) for replicas, layers in ranks]
 
 
+def on_nodes(replicas: int, *nodes: str) -> list[KVShare]:
+    return [KVShare(replicas, ("all",), node=node) for node in nodes]
+
+
 CASES: dict[str, tuple[list[KVShare], int]] = {
+    "two nodes, all hold the same": (on_nodes(4, *"aabb"), 2),
+    "one rank per node": (on_nodes(2, *"ab"), 1),
+    "nodes with different numbers of ranks": (on_nodes(8, *"aabbbbbb"), 2),
+    "a node whose ranks are apart": (on_nodes(4, *"abba"), 1),
     "all hold the same": (shares(*[(4, "all")] * 4), 4),
     "pairs hold the same": (shares(*[(2, "all")] * 4), 2),
     "one layer of one rank differs": (shares((4, "all"), (4, "all"), (4, "all"), (1, "all")), 1),
@@ -126,3 +134,27 @@ CASES: dict[str, tuple[list[KVShare], int]] = {
 def test_ranks_share_only_what_all_of_them_hold(case: str) -> None:
     ranks, expected = CASES[case]
     assert count_replicas(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "expected"),
+    [
+        ("aaaa", 1, [4, 4, 4, 4]),
+        ("aaaa", 2, [2, 2, 2, 2]),
+        ("abbb", 1, [1, 3, 3, 3]),
+        ("aabbbb", 2, [1, 1, 2, 2, 2, 2]),
+    ],
+)
+def test_the_pools_of_a_node_are_those_of_its_ranks(nodes: str, replicas: int, expected: list[int]) -> None:
+    ranks = on_nodes(replicas, *nodes)
+    assert [count_pools(ranks, rank, replicas) for rank in range(len(ranks))] == expected
+
+
+def test_a_setting_that_differs_between_nodes_is_named() -> None:
+    same = KVShare(1, (), settings=(("host_bytes", 7), ("block_size_factor", [1])))
+    check_settings([same, same])
+    other = KVShare(1, (), settings=(("host_bytes", 7), ("block_size_factor", [2])))
+    with pytest.raises(
+        ConfigError, match=r"block_size_factor=\[2\] on rank 1, but \[1\] on rank 0: .*kv-transfer-config"
+    ):
+        check_settings([same, other])

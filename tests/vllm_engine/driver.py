@@ -1465,7 +1465,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
                 connector = KVOffloadConnector(vllm_config, role, caches)
             said[name] = None
             layout = connector.layout
-            blocks[name] = layout.count_blocks()
+            blocks[name] = layout.count_blocks(layout.ranks)
             engines[name] = [layout.engine, layout.engines]
             fingerprints[name] = fingerprint(fingerprint_parts(vllm_config, layout, []))
         except Exception as error:

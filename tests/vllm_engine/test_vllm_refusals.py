@@ -96,6 +96,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             'model_fingerprint="..." and change it with the weights'
         ],
     ),
+    "a disk with workers on another node": (
+        DISK,
+        [
+            "nnodes=2 with disk_dir=",
+            "cannot reach the host memory of other nodes",
+            "remove the tier",
+            "engine per node",
+        ],
+    ),
     "tiers that are no list": (POOL | {"tiers": "disk"}, ["tiers='disk': must be a list of tiers"]),
     "a tier of an unknown kind": (POOL | {"tiers": [{"kind": "tape"}]}, ["tiers[0].kind='tape': no kind of tier"]),
     "a tier without a size": (POOL | {"tiers": [{"kind": "disk", "dir": "/c"}]}, ["tiers[0].bytes is not set"]),
@@ -117,6 +126,12 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "hashes with a random root": {"prefix_caching_hash_algo": "xxhash"},
     "images without a content hash": {"enable_prefix_caching": False},
+    "a disk with workers on another node": {
+        "nnodes": 2,
+        "node_rank": 1,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    },
     "MLA on a CPU without prefix caching": {"enable_prefix_caching": False},
 }
 """Arguments of vLLM for some of CASES. They show that the adapter looks where vLLM keeps the setting."""

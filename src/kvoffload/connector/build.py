@@ -54,6 +54,8 @@ def build_scheduler(
         raise ConfigError(f"fingerprint={fingerprint!r}: must be 64 hex digits; make it with kvoffload.fingerprint")
     host_pools = _HostPools(engine, pools)
     host_pools.check(config)
+    if tiers or config.tier_entries:
+        host_pools.check_reachable()
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
         recorder = _make_recorder(config, host_pools)
@@ -118,7 +120,7 @@ def _make_manager(
         return TenantAdmission(shares, lambda: ReuseFilter(threshold, size, engine.parent_request))
 
     if config.tenants:
-        shares = tenants.shares(HOST, pools.num_blocks, pools.block_bytes, engine.engines)
+        shares = tenants.shares(HOST, pools.num_blocks, pools.node_block_bytes, engine.engines)
     host = PolicyOffloadingManager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
         make_policy(config.policy, pools.num_blocks, shares),
@@ -193,20 +195,25 @@ class _HostPools:
         self.num_blocks = min(num_blocks for num_blocks, _ in shapes)
         self.block_bytes: int = sum(slot_bytes for _, slot_bytes in shapes)
         """Bytes of one block on all ranks."""
-        self._nbytes: int = sum(num_blocks * slot_bytes for num_blocks, slot_bytes in shapes)
+        places = [pool.place if isinstance(pool, PoolHandle) else None for pool in pools]
+        self._by_node = {
+            place: [shape for shape, where in zip(shapes, places, strict=True) if where == place] for place in places
+        }
+        """The shapes of the pools of each node."""
+        self.node_block_bytes = max(sum(slot_bytes for _, slot_bytes in node) for node in self._by_node.values())
+        """Bytes of one block on the ranks of one node, at most."""
 
     def check(self, config: OffloadConfig) -> None:
-        """Raises ConfigError if the pools or groups do not fit ``config``, or a pool cannot be reached."""
-        for pool in self._pools:
-            if isinstance(pool, PoolHandle):
-                pool.check_reachable()
+        """Raises ConfigError if the pools or groups do not fit ``config``."""
         engines = self.engine.engines
-        if self._nbytes * engines > config.host_bytes:
-            raise ConfigError(
-                f"host_bytes={config.host_bytes} ({format_bytes(config.host_bytes)}): the host pools of this node take "
-                f"{format_bytes(self._nbytes * engines)}; make each pool with config.num_blocks(block_bytes, "
-                f"{len(self._pools) * engines}) slots"
-            )
+        for shapes in self._by_node.values():
+            nbytes = sum(num_blocks * slot_bytes for num_blocks, slot_bytes in shapes) * engines
+            if nbytes > config.host_bytes:
+                raise ConfigError(
+                    f"host_bytes={config.host_bytes} ({format_bytes(config.host_bytes)}): the host pools of this node "
+                    f"take {format_bytes(nbytes)}; make each pool with config.num_blocks(block_bytes, "
+                    f"{len(shapes) * engines}) slots"
+                )
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
@@ -214,6 +221,12 @@ class _HostPools:
                     f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}; make the "
                     f"group with block_size_factor=config.factor({group.device_block_size}), or 1 if it has a state"
                 )
+
+    def check_reachable(self) -> None:
+        """Raises ConfigError if a pool is on another machine, where no tier of this process can read it."""
+        for pool in self._pools:
+            if isinstance(pool, PoolHandle):
+                pool.check_reachable()
 
     def open(self) -> list[ByteArray]:
         """Returns the bytes of the slots that every rank has. Raises ConfigError if a pool cannot be opened."""
@@ -261,6 +274,8 @@ class _HostPools:
             text += f" in {len(self._pools)} pool{'s' * (len(self._pools) > 1)} for {self.num_workers} ranks"
         elif len(self._pools) > 1:
             text += f" on {len(self._pools)} ranks"
+        if len(self._by_node) > 1:
+            text += f" of {len(self._by_node)} nodes"
         if self.engine.engines > 1:
             text += f", one of {self.engine.engines} engines' shares,"
         text += f" = {tokens:,} tokens"

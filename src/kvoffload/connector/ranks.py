@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 from kvoffload.abc import ConfigError
@@ -77,7 +78,10 @@ def call_within(deadline_s: float, call: Callable[[], T]) -> T:
     if errors:
         raise ConfigError(f"the connection to the other ranks broke ({errors[0]}); their logs say why") from errors[0]
     if not results:
-        raise ConfigError(f"some rank has not registered its KV cache within {deadline_s:g} s; its log says why")
+        raise ConfigError(
+            f"some rank has not registered its KV cache within {deadline_s:g} s; its log says why, unless kvoffload is "
+            "not configured there: give every node the same --kv-transfer-config"
+        )
     return results[0]
 
 
@@ -91,13 +95,34 @@ class KVShare:
     """Describes its layers and their pages. Ranks with other layers do not hold the same KV."""
     device_block_bytes: tuple[int, ...] = ()
     """Bytes of one device block of each KV cache group."""
+    node: object = 0
+    """Equal for all ranks that share a budget and may share a pool."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Names and values of what has to be the same on all ranks. Each node reads its own configuration."""
+
+
+def check_settings(shares: Sequence[KVShare]) -> None:
+    """Raises ConfigError, on every rank the same, if some setting is not the same on all ranks."""
+    for rank, share in enumerate(shares):
+        for (name, value), (_, expected) in zip(share.settings, shares[0].settings, strict=True):
+            if value != expected:
+                raise ConfigError(
+                    f"{name}={value} on rank {rank}, but {expected} on rank 0: start every node with the same "
+                    "--kv-transfer-config"
+                )
 
 
 def count_replicas(shares: Sequence[KVShare]) -> int:
     """Returns how many consecutive ranks can share a pool: the same number everywhere, or 1.
 
-    If any layer of any rank differs, no rank shares its pool.
+    These are on one node. If any layer of any rank differs, no rank shares its pool.
     """
-    replicas = math.gcd(len(shares), *(share.replicas for share in shares))
+    on_nodes = [len(list(ranks)) for _, ranks in groupby(share.node for share in shares)]
+    replicas = math.gcd(*on_nodes, *(share.replicas for share in shares))
     is_alike = all(share.layers == shares[i - i % replicas].layers for i, share in enumerate(shares))
     return replicas if is_alike else 1
+
+
+def count_pools(shares: Sequence[KVShare], rank: int, replicas: int) -> int:
+    """Returns how many pools are on the node of ``rank``, if ``replicas`` consecutive ranks share each."""
+    return sum(share.node == shares[rank].node for share in shares) // replicas

@@ -47,13 +47,20 @@ class PoolHandle:
     inode: int
     num_blocks: int
     slot_bytes: int
+    node: int = 0
+    """Number of its node, if an engine has several. Each node has a budget of its own."""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Equal for all pools that one budget counts."""
+        return self.boot_id, self.node
 
     def check_reachable(self) -> None:
         """Raises ConfigError unless this process runs on the pool's machine."""
-        if self.boot_id != _boot_id():
+        if self.boot_id != boot_id():
             raise ConfigError(
-                "a worker runs on another node than the scheduler: kvoffload needs all workers of an engine on one "
-                "node; run one engine per node"
+                "a worker runs on another node than the scheduler, whose tiers below host memory cannot reach that "
+                "worker's host pool; remove these tiers, or run one engine per node"
             )
 
     def open_file(self) -> int:
@@ -86,7 +93,8 @@ class PoolHandle:
             os.close(fd)
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Returns what identifies the running machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -190,9 +198,10 @@ class HostPool:
                 done = format_bytes(offset + step)
                 logger.info("kvoffload: host pool: %s of %s allocated", done, format_bytes(self.nbytes))
 
-    def handle(self) -> PoolHandle:
-        """Returns what another process on this machine needs to open the pool."""
-        return PoolHandle(_boot_id(), os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.num_blocks, self.slot_bytes)
+    def handle(self, node: int = 0) -> PoolHandle:
+        """Returns what another process on this machine needs to open the pool. ``node``: see ``PoolHandle.node``."""
+        inode = os.fstat(self.fd).st_ino
+        return PoolHandle(boot_id(), os.getpid(), self.fd, inode, self.num_blocks, self.slot_bytes, node)
 
     def wait_until_touched(self, nbytes: int | None = None) -> bool:
         """Waits until the background thread is done with the first ``nbytes``, or with all, and moves them no more.

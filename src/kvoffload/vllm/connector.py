@@ -23,10 +23,11 @@ from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.parts import plan_parts
-from kvoffload.connector.ranks import KVShare
+from kvoffload.connector.ranks import KVShare, check_settings
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
+from kvoffload.host.pool import boot_id
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
@@ -217,9 +218,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
             )
             replicas = own_replicas(self.layout, self._vllm_config)
-            return KVShare(replicas, self._layers, self.layout.device_block_bytes)
+            node = (boot_id(), self.layout.node)
+            return KVShare(replicas, self._layers, self.layout.device_block_bytes, node, self.layout.settings)
 
         shares = ranks.collect(describe)
+        check_settings(shares)
         plan = plan_parts(self.layout.kv_groups, [share.device_block_bytes for share in shares])
         if ranks.index == 0 and plan.waste_of_whole >= LOGGED_WASTE:
             logger.info("kvoffload: %s", plan.describe())

@@ -108,6 +108,8 @@ class EngineLayout(ModelLayout):
     ranks: int
     tensor_parallel: int
     """How many of the ranks compute the same layers. These ranks are consecutive."""
+    node: int = 0
+    """Number of this node among the nodes of the engine."""
 
     @property
     def slot_bytes(self) -> int:
@@ -128,10 +130,20 @@ class EngineLayout(ModelLayout):
         """Whether some layers have states instead of KV."""
         return any(group.state for group in self.kv_groups)
 
-    def count_blocks(self, replicas: int = 1) -> int:
-        """Returns the number of slots of this rank's pool, which ``replicas`` ranks share. Raises ConfigError if the
-        pool's share of ``host_bytes`` holds none."""
-        return self.config.num_blocks(self.slot_bytes, self.ranks // replicas * self.engines)
+    @property
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """What has to be the same on all nodes. See ``KVShare.settings``."""
+        factors = [group.block_size_factor for group in self.kv_groups]
+        return (
+            ("host_bytes", self.config.host_bytes),
+            ("engines_per_node", self.engines),
+            ("block_size_factor", factors),
+        )
+
+    def count_blocks(self, pools: int) -> int:
+        """Returns the number of slots of this rank's pool, if this engine has so many pools on the node. Raises
+        ConfigError if the pool's share of ``host_bytes`` holds none."""
+        return self.config.num_blocks(self.slot_bytes, pools * self.engines)
 
     def check_ranks(self, infos: Sequence[RankInfo]) -> None:
         """Raises ConfigError unless every rank has sent its RankInfo, and all divide blocks into the same parts."""
@@ -161,6 +173,7 @@ class EngineLayout(ModelLayout):
             hash_block_size=versions.hash_block_size(vllm_config, kv_cache_config),
             ranks=vllm_config.parallel_config.world_size,
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+            node=versions.attribute(vllm_config.parallel_config, "node_rank_within_dp"),
             engine=engine,
             engines=engines,
             parts=Parts.none(len(groups)),

@@ -106,6 +106,13 @@ def refuse_unserved_with_tiers(vllm_config: VllmConfig, setting: str) -> None:
             f"{setting}: {versions.NAME} cannot let a request wait for blocks from a tier below host memory; use vLLM "
             f"{FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier"
         )
+    nodes = versions.attribute(vllm_config.parallel_config, "nnodes_within_dp")
+    if nodes > 1:
+        raise ConfigError(
+            f"nnodes={nodes} with {setting}: tiers below host memory run beside the scheduler, which cannot reach the "
+            "host memory of other nodes; remove the tier, so that blocks are kept in the host memory of each node, or "
+            "run one engine per node"
+        )
     if versions.expected_hash_root(vllm_config) is None:
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         raise ConfigError(

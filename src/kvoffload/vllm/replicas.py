@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvoffload.abc import ByteArray
-from kvoffload.connector.ranks import Gather, KVShare, Ranks, count_replicas
+from kvoffload.connector.ranks import Gather, KVShare, Ranks, count_pools, count_replicas
 from kvoffload.host.pool import HostPool, PoolHandle
 from kvoffload.vllm import versions
 from kvoffload.vllm.engine_worker import calling_worker, models_of
@@ -56,9 +56,8 @@ class RankPool:
 
 
 def engine_ranks(layout: EngineLayout) -> Ranks:
-    """Returns the ranks of the engine that this worker belongs to. A rank is alone if it has nothing to agree on with
-    others: it shares its KV with none, and all blocks have one size."""
-    if layout.tensor_parallel == 1 and len(layout.groups) == 1:
+    """Returns the ranks of the engine that this worker belongs to."""
+    if layout.ranks == 1:
         return Ranks()
     tensor, pipeline = get_tp_group(), get_pp_group()
     index = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
@@ -71,17 +70,18 @@ def open_pool(
     """Returns the pool of this rank. If it is its own, it is on the node that ``find_numa_node`` returns. All ranks of
     the engine must call this. Raises ConfigError if there is too little memory on some rank."""
     replicas = count_replicas(shares)
+    num_blocks = layout.count_blocks(count_pools(shares, ranks.index, replicas))
     if replicas == 1:
-        pool = HostPool(layout.count_blocks(), layout.slot_bytes, find_numa_node())
-        return RankPool(pool.handle(), pool.data, pool)
+        pool = HostPool(num_blocks, layout.slot_bytes, find_numa_node())
+        return RankPool(pool.handle(layout.node), pool.data, pool)
     leader = ranks.index - ranks.index % replicas
     pools: list[HostPool] = []
 
     def make() -> PoolHandle | None:
         if ranks.index != leader:
             return None
-        pools.append(HostPool(layout.count_blocks(replicas), layout.slot_bytes, find_numa_node()))
-        return pools[0].handle()
+        pools.append(HostPool(num_blocks, layout.slot_bytes, find_numa_node()))
+        return pools[0].handle(layout.node)
 
     try:
         handle = ranks.collect(make, POOL_DEADLINE_S)[leader]
