@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -220,6 +220,8 @@ class Engine:
             arguments["speculative_config"] = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
         if config.get("events"):
             arguments["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if arguments.get("node_rank"):
+            run_second_node(model, transfer, arguments)
         self.llm: Any = start_llm(model, transfer, **arguments)
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(_make_room_for_hidden_states)
@@ -383,6 +385,23 @@ class Engine:
             "records": [record.to_dict() for record in offload.records],
             "loaded_blocks": [n for _, n in sorted(self.loaded_blocks.items())],
         }
+
+
+def run_second_node(model: Path, transfer: dict[str, Any] | None, arguments: dict[str, Any]) -> NoReturn:
+    """Does what ``vllm serve --headless`` does on a node without the scheduler: runs workers until one of them ends."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    usual = {"skip_tokenizer_init": True, "dtype": "float32", "seed": 0, "enforce_eager": True}
+    engine = EngineArgs(
+        **{**usual, **arguments},
+        model=str(model),
+        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
+    )
+    executor = MultiprocExecutor(engine.create_engine_config(headless=True), monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+    raise SystemExit("a worker has ended")
 
 
 def _make_room_for_hidden_states(worker: Any) -> None:

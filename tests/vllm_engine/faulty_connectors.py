@@ -141,3 +141,13 @@ class BlocksFirstKVOffloadConnector(KVOffloadConnector):
         reason = reason_against_blocks_first(vllm_config)
         assert reason is None, reason
         return BLOCKS_FIRST
+
+
+class CorruptedSecondNodeKVOffloadConnector(KVOffloadConnector):
+    """Corrupts what is loaded on every node but the first. Outputs must change."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self.layout.node:
+            worker = self.connector_worker
+            worker.transfer = CorruptingTransfer(worker.transfer, self.pool.data)
