@@ -282,6 +282,7 @@ WRONG_SPECS: dict[str, list[Any]] = {
     "enable_events": [None, "no", 5],
     "device_blocks": [0, -1, 2.5, False],
     "keeps_blocks": [None, "no", 5],
+    "is_beside_others": [None, "no", 5],
     "next_free": [5, "x"],
     "engine": [None, 1, -1, 0.5, True, False],
     "engines": [None, 0, "1", True],

@@ -1397,6 +1397,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
@@ -1404,7 +1405,6 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.fingerprints import fingerprint
     from kvoffload.vllm import KVOffloadConnector
     from kvoffload.vllm.fingerprint import fingerprint_parts
-    from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
     def make_config(flags: dict[str, Any]) -> Any:
         made = {"pooler_config": lambda v: PoolerConfig(**v)}
@@ -1450,8 +1450,15 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         seed = changes.pop("PYTHONHASHSEED", None)
         if seed is not None:
             os.environ["PYTHONHASHSEED"] = seed
-        if changes.pop("multi_connector", False):
-            sys.modules[MULTI_CONNECTOR] = vllm
+        others, role_of_all = changes.pop("others", None), changes.pop("role_of_all", "kv_both")
+        if others is not None:
+            entry = connector(case["options"])
+            before.append((vllm_config, "kv_transfer_config", vllm_config.kv_transfer_config))
+            vllm_config.kv_transfer_config = KVTransferConfig(
+                kv_connector="MultiConnector",
+                kv_role=role_of_all,
+                kv_connector_extra_config={"connectors": [entry, *others]},
+            )
         # Versions before 0.33 lack it, and later ones set it only without a connector.
         ahead = changes.pop("num_hash_lookahead_tokens", 0)
         before.append((VllmConfig, "num_hash_lookahead_tokens", getattr(VllmConfig, "num_hash_lookahead_tokens", 0)))
@@ -1472,18 +1479,21 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             setattr(part, key, makers[key](value) if key in makers else value)
         try:
             if case.get("own"):
-                connector = OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, caches)
-                (tier,) = connector.connector_scheduler.manager.secondary_tiers
+                made = OffloadingConnector(vllm_config, KVConnectorRole.SCHEDULER, caches)
+                (tier,) = made.connector_scheduler.manager.secondary_tiers
                 engines[name] = [tier.layout.engine, tier.layout.engines]
                 fingerprints[name] = fingerprint(tier.layout.fingerprint_parts)
-                connector.shutdown()
+                made.shutdown()
                 said[name] = None
                 continue
             # vLLM makes them in this order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
-                connector = KVOffloadConnector(vllm_config, role, caches)
+                if others is None:
+                    made = KVOffloadConnector(vllm_config, role, caches)
+                else:
+                    made = MultiConnector(vllm_config, role, caches).sub_connectors[0]
             said[name] = None
-            layout = connector.layout
+            layout = made.layout
             blocks[name] = layout.count_blocks(layout.ranks)
             engines[name] = [layout.engine, layout.engines]
             fingerprints[name] = fingerprint(fingerprint_parts(vllm_config, layout, []))
@@ -1492,7 +1502,6 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         finally:
             for part, key, value in before:
                 setattr(part, key, value)
-            sys.modules.pop(MULTI_CONNECTOR, None)
             os.environ.pop("PYTHONHASHSEED", None)
     return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 

@@ -61,7 +61,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         POOL | {"engines_per_node": 3},
         ["engines_per_node=3", "vLLM runs 2 engines", "leave it out"],
     ),
-    "used with other connectors": (POOL, ["MultiConnector", "name KVOffloadConnector"]),
+    "beside a connector that may change KV": (POOL, ["connectors[1].kv_connector=DecodeBenchConnector", "remove it"]),
+    "beside itself": (POOL, ["connectors: 2 of them are kvoffload's", "remove all but one"]),
+    "beside others that only produce": (POOL, ["kv_role=kv_producer", '"kv_role": "kv_both"']),
+    "beside others in an older version": (
+        POOL,
+        [
+            "kv_connector=MultiConnector: beside others kvoffload needs vLLM 0.32 or later",
+            "name KVOffloadConnector as kv_connector",
+        ],
+    ),
     "a pooler of whole prompts": (POOL, ["pooler", "without kvoffload"]),
     "a disk without a size": (POOL | {"disk_dir": "/"}, ["disk_dir='/' without disk_bytes", 'disk_bytes="']),
     "a disk without a directory": (
@@ -135,6 +144,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "MLA on a CPU without prefix caching": {"enable_prefix_caching": False},
 }
 """Arguments of vLLM for some of CASES. They show that the adapter looks where vLLM keeps the setting."""
+BOTH = {"kv_role": "kv_both"}
+EXAMPLE = [{"kv_connector": "ExampleConnector"} | BOTH]
 CHANGES: dict[str, dict[str, Any]] = {
     "context parallelism of prompts": {"parallel_config.prefill_context_parallel_size": 2},
     "more engines than configured": {
@@ -150,7 +161,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a diffusion model": {"model_config.is_diffusion": True},
     "MLA on a CPU without prefix caching": {"mla": True},
     "elastic engines": {"parallel_config.enable_elastic_ep": True},
-    "used with other connectors": {"multi_connector": True},
+    "beside a connector that may change KV": {"others": [{"kv_connector": "DecodeBenchConnector"} | BOTH]},
+    "beside itself": {"others": [{"kv_connector": "KVOffloadConnector"} | BOTH]},
+    "beside others that only produce": {"others": EXAMPLE, "role_of_all": "kv_producer"},
+    "beside others in an older version": {"others": EXAMPLE, "version": "0.31.2"},
     "one of several engines": {"parallel_config.data_parallel_index": 1},
     "the first of several engines": {"kv_transfer_config.engine_id": "some-engine_dp0"},
     "images without a content hash": {"model_config.multimodal_config": {"mm_processor_cache_gb": 0}},
@@ -238,6 +252,8 @@ def said(run: Runner) -> Run:
     for name, changes in SHARES.items():
         cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
     cases["states"] = {"options": POOL, "changes": {"kv_cache": "mamba, aligned"}}
+    changes = {"others": EXAMPLE, "scheduler_config.disable_hybrid_kv_cache_manager": True}
+    cases["beside another"] = {"options": POOL, "changes": changes}
     cases["a similar version number"] = {"options": POOL, "changes": {"version": "0.320.0"}}
     later = {"options": POOL, "changes": {"version": "0.99.1"}}
     return run(
@@ -247,6 +263,11 @@ def said(run: Runner) -> Run:
 
 def test_a_right_configuration_is_accepted(said: Run) -> None:
     assert said["said"]["right"] is None
+
+
+def test_another_connector_is_accepted(said: Run) -> None:
+    assert said["said"]["beside another"] is None
+    assert said["fingerprints"]["beside another"] == said["fingerprints"]["right"]
 
 
 def test_states_at_boundaries_are_accepted(said: Run) -> None:

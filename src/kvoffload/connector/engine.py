@@ -64,6 +64,9 @@ class EngineSpec:
     """If it is set, requests get spans, see ``kvoffload.observe.spans``."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """What the fingerprint depends on in words, such as {"dtype": "bfloat16"}: see ``kvoffload.tiers.identity``."""
+    is_beside_others: bool = False
+    """Whether the engine has other connectors, which load into device blocks too, see
+    ``OffloadingConnectorScheduler.loads_of_others_failed``. ``do_remote_decode`` of a request is meant for these."""
     layout: Layout = field(init=False, repr=False, compare=False)
     """The groups, or their parts, and how their blocks are named."""
 
@@ -76,7 +79,7 @@ class EngineSpec:
         index, engines = self.engine, self.engines
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < engines:
             raise ConfigError(f"engine={index!r}: must be a whole number from 0 to {engines - 1}, of {engines} engines")
-        for name in ("share_loads", "enable_events", "keeps_blocks"):
+        for name in ("share_loads", "enable_events", "keeps_blocks", "is_beside_others"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name}={value!r}: must be True or False")
         for name in ("following", "next_free", "parent_request", "engine_options", "adapter_of", "trace_headers"):

@@ -110,6 +110,14 @@ class LoadPlanner:
             return ids
         return []
 
+    def blocks_behind(self, computed: int, blocks: KVBlocks) -> list[int]:
+        """Returns the device blocks of all groups for the tokens behind ``computed``."""
+        ids: list[int] = []
+        tables = self._layout.parts.tables(blocks.get_block_ids())
+        for group, table in zip(self._layout.groups, tables, strict=True):
+            ids += table[computed // group.device_block_size :]
+        return ids
+
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine
         has given null blocks to tokens that the next token does not attend to. Of a state, that is the one block that

@@ -121,6 +121,8 @@ class RequestState:
     """Made when it is first given device blocks."""
     handover: Handover | None = None
     """What another server hands over to it."""
+    of_others: frozenset[int] = frozenset()
+    """Device blocks that another connector may be filling, before it was scheduled with them."""
 
     @classmethod
     def new(

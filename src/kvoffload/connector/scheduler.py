@@ -15,7 +15,8 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvoffload.abc import (
@@ -62,6 +63,10 @@ WEIGHTS_CHANGED = (
 )
 
 
+OTHERS_FAILED = (
+    "kvoffload: another connector has failed to load blocks that were computed with at once: what requests in progress "
+    "have computed is not stored"
+)
 OTHER_NAME = (
     "kvoffload: a request was handed over under another name than this server gives its blocks, so it is computed: the "
     "servers' models, versions, layouts or tenants differ; `kvoffload doctor` names the difference"
@@ -194,6 +199,12 @@ class OffloadingConnectorScheduler:
         self.stores.begin(state, match, num_external_tokens)
         if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens, self._next):
             self._fail_load(request, blocks, num_external_tokens)
+        elif self.engine.is_beside_others and match is not None:
+            # Before the step in which the request is scheduled, another connector may write to them.
+            given = self.loads.blocks_behind(match.computed, blocks)
+            self._next.handed_out += given
+            state.of_others = frozenset(given)
+            self.sound.trace(None, set(given), set())
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
         if state.handover is not None and match is not None:
@@ -245,6 +256,8 @@ class OffloadingConnectorScheduler:
         requests, replaced, is_tracking = self.requests, step.replaced, self.sound.is_tracking
         for req_id, new in step.block_ids.items():
             state = requests.get(req_id)
+            if state is not None and state.of_others:
+                state.of_others = frozenset()
             found: Sequence[Sequence[int]] = ()
             if state is not None and req_id in replaced:
                 if is_tracking and state.has_copied_part:
@@ -324,6 +337,33 @@ class OffloadingConnectorScheduler:
         if report.broken:
             self.switch_off("a worker's transfer engine")
 
+    @guarded(lambda self, device_blocks: None)
+    def loads_of_others_failed(self, device_blocks: Collection[int]) -> None:
+        """Takes note that another connector of the engine has failed to fill these device blocks. Call it before the
+        ``update_connector_output`` of the same step.
+
+        Requests that waited for their load have computed nothing with these blocks. Otherwise they were computed with
+        in the step that reports them, and the engine computes them again: no store in progress counts, and neither
+        what requests in progress have computed nor what was computed with it is stored.
+        """
+        awaited = frozenset().union(*(state.of_others for state in self.requests.values()))
+        if awaited.issuperset(device_blocks):
+            return
+        self.observer.warn(OTHERS_FAILED)
+        for job in self.jobs.jobs.values():
+            job.failed |= job.is_store
+        self._distrust_device()
+
+    def _distrust_device(self) -> None:
+        """Stores nothing that is on the device now, and nothing that is computed with it."""
+        self.stores.reset()
+        self.sound.reset()
+        for state in self.requests.values():
+            state.forget_stores()
+            self.manager.release_request(state.context)
+        self.observer.planned_last_stores([state for state, _ in self._next.finished])
+        self._next.finished.clear()
+
     # End of requests, reset, shutdown.
 
     @guarded(lambda self, request, block_ids=(): self._forget(request))
@@ -391,21 +431,16 @@ class OffloadingConnectorScheduler:
         for the blocks of shared tiers only.
         """
         self.shelf.reset(keeps=is_pause)
-        self.stores.reset()
-        self.sound.reset()
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
         unsent = self._next.break_loads(self.jobs)
         for job in unsent:
             self.loads.end_job(job)
         self.observer.copied(unsent)
-        for state in self.requests.values():
-            state.forget_stores()
-            if is_pause:
-                # The time of a pause does not count as a wait for blocks.
+        self._distrust_device()
+        if is_pause:
+            # The time of a pause does not count as a wait for blocks.
+            for state in self.requests.values():
                 state.end_wait()
-            self.manager.release_request(state.context)
-        self.observer.planned_last_stores([state for state, _ in self._next.finished])
-        self._next.finished.clear()
 
     def shutdown(self) -> None:
         """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""
@@ -434,7 +469,10 @@ class OffloadingConnectorScheduler:
         options = None if engine_options is None else engine_options(request)
         adapter = self.adapters.begin(request)
         most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
-        return RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
+        state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
+        if self.engine.is_beside_others:
+            state.options = replace(state.options, remote_decode=False)
+        return state
 
     @guarded(lambda self: None)
     def _read_metrics(self) -> None:

@@ -30,7 +30,7 @@ from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import boot_id
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.manager import TieredOffloadingManager
-from kvoffload.vllm import versions
+from kvoffload.vllm import companions, versions
 from kvoffload.vllm.adapters import adapters_of, watch_adapters
 from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
@@ -90,11 +90,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        outer = companions.join(self)
+        self._is_beside_others = outer is not None
         # A failed load is a miss, but "fail", vLLM's default, would fail the request. Whether the user has set it
         # cannot be seen here, so this is an info line and not a warning.
-        policy = self._kv_transfer_config.kv_load_failure_policy
+        transfer = outer or self._kv_transfer_config
+        policy = transfer.kv_load_failure_policy
         if role == KVConnectorRole.SCHEDULER and policy != "recompute":
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            transfer.kv_load_failure_policy = "recompute"
             logger.info(
                 "kvoffload: kv_load_failure_policy=%r, vLLM's default, has no effect: a request whose load fails is "
                 "computed instead",
@@ -162,6 +165,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             adapter_of=adapters_of(self._vllm_config),
             trace_headers=versions.trace_headers(self._vllm_config),
             identity=describe_parts(self._vllm_config, layout, parts),
+            is_beside_others=self._is_beside_others,
         )
         pools = [info.pool for info in one_per_pool(infos)]
         self._scheduler = build_scheduler(layout.config, engine, pools, fingerprint(parts))
@@ -198,7 +202,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return required_layout(vllm_config)
+        return companions.LAYOUT if companions.are_asked_together() else required_layout(vllm_config)
 
     # Worker side.
 
@@ -318,6 +322,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return KVOffloadMetadata(self.connector_scheduler.build_connector_meta(step))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._is_beside_others and connector_output.invalid_block_ids:
+            self.connector_scheduler.loads_of_others_failed(connector_output.invalid_block_ids)
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVOffloadWorkerMetadata):
             self.connector_scheduler.update_connector_output(metadata.report)

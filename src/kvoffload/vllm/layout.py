@@ -22,7 +22,6 @@ from kvoffload.host.pool import PoolHandle
 from kvoffload.tiers.config import TierEntry
 from kvoffload.vllm import versions
 from kvoffload.vllm.refusals import (
-    refuse_multi_connector,
     refuse_unserved,
     refuse_unserved_groups,
     refuse_unserved_specs,
@@ -163,7 +162,6 @@ class EngineLayout(ModelLayout):
         """Raises ConfigError for a wrong option, and for a model or a layout that kvoffload does not serve."""
         options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = OffloadConfig.from_mapping(options)
-        refuse_multi_connector()
         groups = group_layouts(vllm_config, kv_cache_config, config.tier_entries, config.factor)
         engine, engines = node_engines(vllm_config, config.engines_per_node)
         return cls(

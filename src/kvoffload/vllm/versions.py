@@ -54,7 +54,7 @@ def attribute(owner: Any, name: str, before: Any = None) -> Any:
     Raises ConfigError if a version should have the name and does not: a setting that has moved must not read as one
     that is not set.
     """
-    if name in SINCE and not _is_since(SINCE[name]):
+    if name in SINCE and not is_since(SINCE[name]):
         return before
     try:
         return getattr(owner, name)
@@ -66,7 +66,7 @@ def attribute(owner: Any, name: str, before: Any = None) -> Any:
         ) from None
 
 
-def _is_since(version: str) -> bool:
+def is_since(version: str) -> bool:
     """Whether this vLLM is ``version`` (major and minor number) or later. True for a version that is not a number."""
     own = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     return own is None or (int(own[1]), int(own[2])) >= tuple(map(int, version.split(".")))
@@ -75,7 +75,7 @@ def _is_since(version: str) -> bool:
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
 waits for the load of another may block that one for ever, so no request may be made to wait."""
-NAMES_REPLICAS = _is_since(SINCE["max_tp_shards"])
+NAMES_REPLICAS = is_since(SINCE["max_tp_shards"])
 """Whether the spec of a layer says if all tensor-parallel ranks hold the same KV."""
 
 try:
@@ -94,7 +94,7 @@ def reason_against_secondary_tiers(user: str) -> str | None:
         fields: Any = {}
     else:
         fields = TransferJob.__dataclass_fields__
-    if _is_since(FIRST_WITH_SECONDARY_TIERS) and "chunk_ids" in fields:
+    if is_since(FIRST_WITH_SECONDARY_TIERS) and "chunk_ids" in fields:
         return None
     return (
         f"{NAME} cannot use {user}: its own offloading does not have the tiers that this needs; use vLLM "
@@ -167,7 +167,7 @@ def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] 
 
 def refuse_older() -> None:
     """Raises ConfigError for a version of vLLM before the first that kvoffload serves."""
-    if not _is_since(TESTED[0]):
+    if not is_since(TESTED[0]):
         raise ConfigError(
             f"vLLM {vllm.__version__} is installed, and kvoffload needs {TESTED[0]} or later: "
             f"pip install 'vllm=={TESTED[-1]}.*'"
