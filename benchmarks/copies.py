@@ -86,7 +86,7 @@ def page_copies(device: ByteArray, host: ByteArray, is_store: bool) -> dict[str,
         np.zeros(num_blocks, dtype=np.int64),
         is_store,
     )
-    views = merge_views(list(device))
+    views = merge_views(list(device))[0]
     plain = partial(PlainBlockCopier(views, host).copy, *job)
     copies: dict[str, Copies] = {ONE: {"plain": plain}, TWO: {"plain": plain}}
     if load("_copies") is not None:

@@ -112,14 +112,14 @@ def same_as_plain(
     same = True
     for is_store in (True, False):
         wanted, found = layout.memory(), layout.memory()
-        PlainBlockCopier(merge_views(wanted.views), wanted.host).copy(*job, is_store)
+        PlainBlockCopier(merge_views(wanted.views)[0], wanted.host).copy(*job, is_store)
         make_copy(found, merges)(*job, is_store)
         same = same and wanted.contents() == found.contents()
     return same
 
 
 def views_of(memory: Memory, merges: bool) -> list[ByteArray]:
-    return merge_views(memory.views) if merges else [view[np.newaxis] for view in memory.views]
+    return merge_views(memory.views)[0] if merges else [view[np.newaxis] for view in memory.views]
 
 
 def native_copy(streams: int, use_two_threads: bool) -> Callable[[Memory, bool], Copy]:
@@ -196,7 +196,7 @@ def test_each_page_is_at_its_place() -> None:
     """The plain version, of which the others are copies, compared with indexing by hand."""
     layout = Layout(((2, 5, 1, False), (1, 3, 0, True)), num_blocks=4, num_slots=3, factor=2, shift=2)
     memory = layout.memory()
-    BlockCopier(merge_views(memory.views), memory.host).copy(numbers([3, 0]), numbers([1, 2]), numbers([1, 0]), True)
+    BlockCopier(merge_views(memory.views)[0], memory.host).copy(numbers([3, 0]), numbers([1, 2]), numbers([1, 0]), True)
     assert memory.host[1, 1].tobytes() == b"".join(view[3].tobytes() for view in memory.views)
     assert memory.host[2, 0].tobytes() == b"".join(view[0].tobytes() for view in memory.views)
 
@@ -219,14 +219,16 @@ def test_a_place_that_does_not_exist_is_refused_before_anything_is_copied(
     memory = SMALL.memory()
     before = memory.contents()
     with pytest.raises(IndexError):
-        make(merge_views(memory.views), memory.host).copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), is_store)
+        make(merge_views(memory.views)[0], memory.host).copy(
+            numbers(job[0]), numbers(job[1]), numbers(job[2]), is_store
+        )
     assert memory.contents() == before
 
 
 @pytest.mark.parametrize("make", COPIERS)
 def test_arrays_of_different_lengths_are_refused(make: type[PlainBlockCopier]) -> None:
     memory = SMALL.memory()
-    copier = make(merge_views(memory.views), memory.host)
+    copier = make(merge_views(memory.views)[0], memory.host)
     for job in (([1, 2], [0], [0, 0]), ([1], [0], [0, 0]), ([], [0], [0])):
         with pytest.raises(ValueError):
             copier.copy(numbers(job[0]), numbers(job[1]), numbers(job[2]), True)
@@ -235,7 +237,7 @@ def test_arrays_of_different_lengths_are_refused(make: type[PlainBlockCopier]) -
 @needs_native
 def test_numbers_of_another_type_are_refused() -> None:
     memory = SMALL.memory()
-    copier: Any = BlockCopier(merge_views(memory.views), memory.host)
+    copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
     good = numbers([1])
     for bad in (good.astype(np.int32), good.astype(np.float64), [1], None):
         for job in ((bad, good, good), (good, bad, good), (good, good, bad)):
@@ -274,7 +276,7 @@ def test_memory_of_another_shape_is_refused(make: type[PlainBlockCopier]) -> Non
 @pytest.mark.parametrize("make", COPIERS)
 def test_read_only_memory_is_not_written_to(make: type[PlainBlockCopier], is_store: bool) -> None:
     memory = SMALL.memory()
-    views = merge_views(memory.views)
+    views = merge_views(memory.views)[0]
     for array in [memory.host] if is_store else views:
         array.flags.writeable = False
     copier = make(views, memory.host)
@@ -404,7 +406,7 @@ def test_copies_are_measured_on_other_memory(
 def test_what_cannot_be_copied_in_turn_or_evicted_is_refused() -> None:
     native: Any = load("_copies")
     memory = SMALL.memory()
-    copier = native.BlockCopier(merge_views(memory.views), memory.host)
+    copier = native.BlockCopier(merge_views(memory.views)[0], memory.host)
     before = memory.contents()
     for streams in (-1, 9):
         with pytest.raises(ValueError, match="in turn"):
@@ -432,7 +434,7 @@ def test_stores_that_bypass_the_caches_are_fenced() -> None:
 
 def large_copier() -> tuple[Any, tuple[Numbers, Numbers, Numbers]]:
     memory = LARGE.memory()
-    return BlockCopier(merge_views(memory.views), memory.host), LARGE_JOB
+    return BlockCopier(merge_views(memory.views)[0], memory.host), LARGE_JOB
 
 
 @pytest.fixture
@@ -467,7 +469,7 @@ def test_a_thread_that_may_use_one_processor_copies_alone(one_processor: None) -
 @needs_native
 def test_a_small_job_is_copied_by_one_thread() -> None:
     memory = SMALL.memory()
-    copier: Any = BlockCopier(merge_views(memory.views), memory.host)
+    copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
     assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, 8, True) == 1
 
 
@@ -475,7 +477,7 @@ def test_a_small_job_is_copied_by_one_thread() -> None:
 @pytest.mark.parametrize("is_store", [True, False])
 def test_the_size_of_a_job_decides_about_the_second_thread(is_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SMALL.memory()
-    copier: Any = BlockCopier(merge_views(memory.views), memory.host)
+    copier: Any = BlockCopier(merge_views(memory.views)[0], memory.host)
     copier.streams = [4, 8]
     modes = []
     monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-2:]))

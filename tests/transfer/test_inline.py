@@ -364,7 +364,7 @@ def test_round_trip_of_a_job_with_several_groups() -> None:
 )
 def test_neighbouring_layers_become_one_array(layout: Callable[[], list[ByteArray]], runs: list[int]) -> None:
     views = layout()
-    merged = merge_views(views)
+    merged = merge_views(views)[0]
     assert [len(run) for run in merged] == runs
     for page, view in zip((page for run in merged for page in run), views, strict=True):
         assert np.array_equal(page, view)
@@ -374,7 +374,7 @@ def test_neighbouring_layers_become_one_array(layout: Callable[[], list[ByteArra
 def test_layers_in_another_order_are_not_confused() -> None:
     a, b, c = merged_layers()
     views = [c, a, b]
-    merged = merge_views(views)
+    merged = merge_views(views)[0]
     assert [page.tobytes() for run in merged for page in run] == [view.tobytes() for view in views]
 
 

@@ -17,7 +17,7 @@ from kvoffload.abc.manager import (
 )
 from kvoffload.abc.policy import Access, CachePolicy, Eviction
 from kvoffload.abc.tier import States, Tier, TierError, TierResult, TierStats
-from kvoffload.abc.transfer import PageGroup, Transfer, TransferResult
+from kvoffload.abc.transfer import PageGroup, Placement, Transfer, TransferResult
 from kvoffload.abc.types import (
     Awaited,
     BlockHash,
@@ -71,6 +71,7 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingManager",
     "PageGroup",
+    "Placement",
     "PrepareStoreOutput",
     "ReqContext",
     "Request",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from kvoffload.abc.types import (
@@ -13,24 +14,50 @@ from kvoffload.abc.types import (
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the pages of a device block are in its row, which is its part of a slot. Other ranks may fill the rest of
+    the row."""
+
+    offsets: tuple[int, ...]
+    """Of the page in each view, in bytes."""
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PageGroup:
     """The pages of one KV cache group on this rank.
 
     ``views`` has one entry per layer: bytes of shape (num_device_blocks, page_bytes), as a numpy array or, for a
     transfer that reads those, as a torch tensor. Rows may be strided; bytes within a row are contiguous. A rank without
-    a layer of the group has no views. ``factor`` device blocks make an offloaded block.
+    a layer of the group has no views. ``factor`` device blocks make an offloaded block. ``placement`` None: the pages of
+    a device block follow one another in its row, and nothing else is there.
     """
 
     views: Sequence[Any]
     factor: int = 1
+    placement: Placement | None = None
 
     @property
     def device_block_bytes(self) -> int:
+        """Bytes of one device block on this rank."""
         return sum(view.shape[1] for view in self.views)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one device block in a slot."""
+        return self.device_block_bytes if self.placement is None else self.placement.row_bytes
+
+    @property
     def block_bytes(self) -> int:
-        return self.factor * self.device_block_bytes
+        """Bytes of an offloaded block."""
+        return self.factor * self.row_bytes
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Where the page of each view begins in a row."""
+        if self.placement is not None:
+            return self.placement.offsets
+        return list(accumulate((view.shape[1] for view in self.views), initial=0))[:-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ cdef extern from "copying.h" nogil:
         Py_ssize_t block_step
         Py_ssize_t num_layers
         Py_ssize_t page_bytes
+        Py_ssize_t host_at
+        Py_ssize_t host_step
     ctypedef struct kvo_row:
         int64_t block
         char* host
@@ -81,12 +83,15 @@ cdef class BlockCopier:
     cdef readonly Py_ssize_t block_bytes
     cdef readonly Py_ssize_t piece_bytes  # Of the longest piece of memory that holds pages of one block.
 
-    def __cinit__(self, views, host):
+    def __cinit__(self, views, host, places=None):
         cdef cnp.ndarray view
         cdef kvo_run* run
-        cdef Py_ssize_t i, num_blocks = 0
+        cdef Py_ssize_t i, row_bytes, num_blocks = 0
         self._views = [bytes_of(each, "a view") for each in views]
         self._host = bytes_of(host, "host")
+        row_bytes = cnp.PyArray_DIM(self._host, 2)
+        if places is not None and len(places) != len(self._views):
+            raise ValueError(f"{len(places)} places are given for {len(self._views)} views")
         self._num_runs = len(self._views)
         self._runs = <kvo_run*>malloc(max(1, self._num_runs) * sizeof(kvo_run))
         if self._runs is NULL:
@@ -101,20 +106,25 @@ cdef class BlockCopier:
             run.page_bytes = cnp.PyArray_DIM(view, 2)
             run.layer_step = cnp.PyArray_STRIDE(view, 0)
             run.block_step = cnp.PyArray_STRIDE(view, 1)
+            at, step = (self.block_bytes, run.page_bytes) if places is None else places[i]
+            # As Python's numbers, these do not overflow.
+            end = at + max(0, <object>run.num_layers - 1) * <object>step + run.page_bytes
+            if places is not None and not (0 <= at <= row_bytes and 0 <= step <= row_bytes and end <= row_bytes):
+                raise ValueError(f"pages at {at}, {step} bytes apart, do not fit into a row of {row_bytes} bytes")
+            run.host_at, run.host_step = at, step
             if i == 0:
                 num_blocks = cnp.PyArray_DIM(view, 1)
             elif cnp.PyArray_DIM(view, 1) != num_blocks:
                 raise ValueError(f"the views must all have {num_blocks} blocks")
             self.block_bytes += run.num_layers * run.page_bytes
             self._can_load = self._can_load and cnp.PyArray_ISWRITEABLE(view)
-            if run.layer_step == run.page_bytes:
+            if run.layer_step == run.page_bytes and run.host_step == run.page_bytes:
                 # The pages of a block are one piece of memory.
                 run.page_bytes *= run.num_layers
                 run.num_layers = 1
             self.piece_bytes = max(self.piece_bytes, run.page_bytes)
-        if cnp.PyArray_DIM(self._host, 2) != self.block_bytes:
-            raise ValueError(f"a part of a slot has {cnp.PyArray_DIM(self._host, 2)} bytes, but a device block "
-                             f"{self.block_bytes}")
+        if places is None and row_bytes != self.block_bytes:
+            raise ValueError(f"a row has {row_bytes} bytes, but a device block {self.block_bytes}")
         self._num_slots, self._num_parts = cnp.PyArray_DIM(self._host, 0), cnp.PyArray_DIM(self._host, 1)
         self._slot_step, self._part_step = cnp.PyArray_STRIDE(self._host, 0), cnp.PyArray_STRIDE(self._host, 1)
         self._num_blocks = num_blocks

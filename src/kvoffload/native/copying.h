@@ -34,14 +34,15 @@ enum { KVO_MAX_STREAMS = 8, KVO_TURN = 128, KVO_LINE = 64 };
 enum { KVO_MIN_STREAMED = 512 };
 
 /* Layers of equal pages at equal distances: page `layer` of device block `b` is at
-   data + layer * layer_step + b * block_step. */
+   data + layer * layer_step + b * block_step, and in a row at host_at + layer * host_step. */
 typedef struct {
     char *data;
     ptrdiff_t layer_step, block_step;
     ptrdiff_t num_layers, page_bytes;
+    ptrdiff_t host_at, host_step;
 } kvo_run;
 
-/* A device block and the memory in the host pool that holds its pages one after another. */
+/* A device block and the row in the host pool that holds its pages. */
 typedef struct {
     int64_t block;
     char *host;
@@ -122,9 +123,9 @@ static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, 
 /* Copies the rows from `first` to `last`. Consecutive pieces belong to different rows, so that each stream goes on in
    the host pool where it ended before. */
 static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t first, ptrdiff_t last) {
-    ptrdiff_t at = 0;
     for (const kvo_run *run = job->runs; run < job->runs + job->num_runs; run++) {
-        for (ptrdiff_t layer = 0; layer < run->num_layers; layer++, at += run->page_bytes) {
+        for (ptrdiff_t layer = 0; layer < run->num_layers; layer++) {
+            ptrdiff_t at = run->host_at + layer * run->host_step;
             for (const kvo_row *row = job->rows + first; row < job->rows + last; row++) {
                 char *page = run->data + layer * run->layer_step + row->block * run->block_step;
                 char *host = row->host + at;

@@ -36,8 +36,8 @@ class _Job:
 class InlineTransfer(Transfer):
     """Copies in ``poll`` and ``wait``, loads before stores.
 
-    The views of ``groups`` are numpy arrays. A slot of ``pool_data`` holds one block of one group: ``factor``
-    device blocks one after another, each with its pages in the order of the group's views. ``clock`` returns seconds.
+    The views of ``groups`` are numpy arrays. A slot of ``pool_data`` holds one block of one group: the rows of
+    ``factor`` device blocks, one after another. ``clock`` returns seconds.
     ``piece_bytes``: what a step that computes tokens copies before it looks at the clock.
     """
 
@@ -57,13 +57,7 @@ class InlineTransfer(Transfer):
         self._groups = list(groups)
         """Also keeps the memory alive that the merged arrays point to."""
         self._num_slots = len(pool_data)
-        self._copiers = [
-            BlockCopier(
-                merge_views(group.views),
-                pool_data[:, : group.block_bytes].reshape(len(pool_data), group.factor, group.device_block_bytes),
-            )
-            for group in groups
-        ]
+        self._copiers = [_copier(group, pool_data) for group in groups]
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
         self._results: list[TransferResult] = []
@@ -139,3 +133,9 @@ class InlineTransfer(Transfer):
 
     def _end(self, job: _Job) -> None:
         self._results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
+
+
+def _copier(group: PageGroup, pool_data: ByteArray) -> BlockCopier:
+    views, places = merge_views(group.views, group.offsets)
+    rows = pool_data[:, : group.block_bytes].reshape(len(pool_data), group.factor, group.row_bytes)
+    return BlockCopier(views, rows, None if group.placement is None else places)
