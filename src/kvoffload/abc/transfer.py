@@ -29,8 +29,8 @@ class PageGroup:
 
     ``views`` has one entry per layer: bytes of shape (num_device_blocks, page_bytes), as a numpy array or, for a
     transfer that reads those, as a torch tensor. Rows may be strided; bytes within a row are contiguous. A rank without
-    a layer of the group has no views. ``factor`` device blocks make an offloaded block. ``placement`` None: the pages of
-    a device block follow one another in its row, and nothing else is there.
+    a layer of the group has no views. ``factor`` device blocks make an offloaded block. ``placement`` None: the pages
+    of a device block follow one another in its row, and nothing else is there.
     """
 
     views: Sequence[Any]

@@ -42,10 +42,10 @@ threads need the processors."""
 class PlainBlockCopier:
     """Copies device blocks of one group to and from slots, with numpy on the calling thread.
 
-    ``views`` are the pages and ``places`` where a row has them, as ``merge_views`` returns them; all views have the same
-    number of blocks. Without places the pages of a device block follow one another, in the order of the views and of
-    their layers, and fill the row. ``host`` holds the slots, shape (slots, parts, bytes per row): a part is the row of a
-    device block. Both are bytes, and the bytes of a page and of a row are contiguous.
+    ``views`` are the pages and ``places`` where a row has them, as ``merge_views`` returns them; all views have the
+    same number of blocks. Without places the pages of a device block follow one another, in the order of the views and
+    of their layers, and fill the row. ``host`` holds the slots, shape (slots, parts, bytes per row): a part is the row
+    of a device block. Both are bytes, and the bytes of a page and of a row are contiguous.
     """
 
     def __init__(self, views: Sequence[ByteArray], host: ByteArray, places: Sequence[Place] | None = None) -> None:
@@ -100,8 +100,8 @@ def merge_views(
 ) -> tuple[list[ByteArray], list[Place]]:
     """Returns the same pages in fewer arrays of shape (layers, num_blocks, page_bytes), and their places.
 
-    ``offsets``: where the page of each view begins in a row; None: where the one before ends. Consecutive views of the same shape and strides at equal
-    distances, in memory and in a row, become one array, so that one call copies a block of all of them.
+    ``offsets``: where the page of each view begins in a row; None: where the one before ends. Consecutive
+    views of the same shape and strides at equal distances, in memory and in a row, become one array, so that one call copies a block of all of them.
     """
     if offsets is None:
         offsets = list(accumulate((view.shape[1] for view in views), initial=0))[:-1]
