@@ -106,6 +106,9 @@ class OffloadConfig:
     batched_copies: bool = True
     """Whether blocks are copied to and from CUDA devices in batches (CUDA 12.8). False: one by one, for drivers that
     fail or hang in batches."""
+    canonical_layout: bool = False
+    """Whether a block has the same bytes whatever the parallelism, so that lower tiers give the blocks of an engine to
+    engines with other numbers of ranks. Where the layout of the KV cache has no such form, this has no effect."""
     record_trace: str | None = None
     """File to which one line per request is appended, for ``kvoffload replay``. A path as for ``disk_dir``."""
     model_fingerprint: str | None = None
@@ -165,7 +168,7 @@ class OffloadConfig:
         self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
-        for name in ("load_only_if_faster", "batched_copies"):
+        for name in ("load_only_if_faster", "batched_copies", "canonical_layout"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be true or false, without quotes")
         _check_model_fingerprint(self.model_fingerprint)

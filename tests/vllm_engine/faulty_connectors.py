@@ -151,3 +151,14 @@ class CorruptedSecondNodeKVOffloadConnector(KVOffloadConnector):
         if self.layout.node:
             worker = self.connector_worker
             worker.transfer = CorruptingTransfer(worker.transfer, self.pool.data)
+
+
+class SwappedKVOffloadConnector(KVOffloadConnector):
+    """In the canonical layout, each of two ranks takes the heads of the other. Outputs must change."""
+
+    def _canonical_pages(self, kv_caches: dict[str, Any]) -> Any:
+        self._rank = 1 - self._rank
+        try:
+            return super()._canonical_pages(kv_caches)
+        finally:
+            self._rank = 1 - self._rank

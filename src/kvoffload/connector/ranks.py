@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from kvoffload.abc import ConfigError
+from kvoffload.connector.canonical import CanonicalPages
 
 T = TypeVar("T")
 
@@ -99,6 +100,8 @@ class KVShare:
     """Equal for all ranks that share a budget and may share a pool."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Names and values of what has to be the same on all ranks. Each node reads its own configuration."""
+    canonical: CanonicalPages | str = "it is not set"
+    """Its layers in the canonical layout, or why there is none."""
 
 
 def check_settings(shares: Sequence[KVShare]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 
 from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
 from kvoffload.connector.build import build_scheduler
+from kvoffload.connector.canonical import CanonicalRows, join
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.parts import plan_parts
@@ -32,9 +33,10 @@ from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import companions, versions
 from kvoffload.vllm.adapters import adapters_of, watch_adapters
+from kvoffload.vllm.canonical import RankPages, rank_pages
 from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
-from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
+from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
 from kvoffload.vllm.following import following
 from kvoffload.vllm.hints import engine_options
 from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of, one_per_pool
@@ -147,6 +149,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if layout.config.tier_entries:
             self._expected_root = versions.expected_hash_root(self._vllm_config)
         parts = fingerprint_parts(self._vllm_config, layout, layers_of(infos))
+        if infos[0].is_canonical:
+            parts["parallel"] = [ANY, ANY]
         engine = EngineSpec(
             layout.kv_groups,
             hash_block_size=layout.hash_block_size,
@@ -210,6 +214,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = engine_ranks(self.layout)
         self._rank = ranks.index
         groups: list[PageGroup] = []
+        canonical: list[RankPages] = []
 
         def describe() -> KVShare:
             # This refuses a layout that is not served, before any memory is allocated.
@@ -223,18 +228,41 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             )
             replicas = own_replicas(self.layout, self._vllm_config)
             node = (boot_id(), self.layout.node)
-            return KVShare(replicas, self._layers, self.layout.device_block_bytes, node, self.layout.settings)
+            share = KVShare(replicas, self._layers, self.layout.device_block_bytes, node, self.layout.settings)
+            if not self.layout.config.canonical_layout:
+                return share
+            pages = self._canonical_pages(kv_caches)
+            if isinstance(pages, str):
+                return replace(share, canonical=pages)
+            canonical.append(pages)
+            return replace(share, canonical=pages.pages)
 
         shares = ranks.collect(describe)
         check_settings(shares)
+        rows = join(shares, self.layout.kv_groups, ranks.index, self.layout.tensor_parallel)
         plan = plan_parts(self.layout.kv_groups, [share.device_block_bytes for share in shares])
+        stores = None
+        if isinstance(rows, CanonicalRows):
+            plan = plan_parts(self.layout.kv_groups, [rows.row_bytes])
+            self.layout = replace(self.layout, row_bytes=rows.row_bytes)
+            self._layers = tuple((layer.name, layer.page_bytes, layer.page_format) for layer in rows.layers)
+            groups, stores = canonical[0].place(groups, rows), canonical[0].stores
+        elif self.layout.config.canonical_layout and ranks.index == 0:
+            logger.warning(
+                "kvoffload: canonical_layout has no effect: %s. Tiers give blocks to engines of the same parallelism",
+                rows,
+            )
         if ranks.index == 0 and plan.waste_of_whole >= LOGGED_WASTE:
             logger.info("kvoffload: %s", plan.describe())
         self.layout = self.layout.divided(plan.parts)
-        self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups))
+        self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups), stores)
         self._worker = OffloadingConnectorWorker(
             make_transfer(plan.parts.page_groups(groups), self._pool, self.layout.config.batched_copies)
         )
+
+    def _canonical_pages(self, kv_caches: dict[str, torch.Tensor]) -> RankPages | str:
+        rank = self._rank % self.layout.tensor_parallel
+        return rank_pages(self.layout, self._vllm_config, self._kv_cache_config, kv_caches, rank)
 
     def unregister_kv_caches(self) -> None:
         """Ends all copies. vLLM from 0.33 on calls this before the KV caches lose their memory."""
@@ -254,7 +282,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._was_watched = True
             self.connector_worker.weights.watch = watch_weights(self._vllm_config)
             self.connector_worker.adapters.watch = watch_adapters(self._vllm_config, self._rank)
-        return RankInfo(self._pool.handle, self._layers, self.layout.parts)
+        return RankInfo(self._pool.handle, self._layers, self.layout.parts, self.layout.row_bytes is not None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step of the worker half: vLLM calls this first in each step."""

@@ -96,6 +96,8 @@ LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 PLACES = {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
 """Environment variables that say on which processors something runs, with the value that counts in place of theirs:
 vLLM's default, so that the fingerprint of a server without them has stayed the same."""
+ANY = "any"
+"""The size of a parallelism that does not shape the bytes."""
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """The form in which a model's configuration names another model."""
 

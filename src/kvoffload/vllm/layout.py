@@ -63,6 +63,9 @@ class RankInfo(KVConnectorHandshakeMetadata):
     """Name, page bytes and page format of each layer, group after group. See ``pages.page_format``."""
     parts: Parts
     """How the ranks divide blocks."""
+    is_canonical: bool = False
+    """Whether blocks have the canonical layout. Then ``layers`` are those of all ranks, as they are without
+    parallelism."""
 
 
 def one_per_pool(infos: Sequence[RankInfo]) -> list[RankInfo]:
@@ -109,11 +112,13 @@ class EngineLayout(ModelLayout):
     """How many of the ranks compute the same layers. These ranks are consecutive."""
     node: int = 0
     """Number of this node among the nodes of the engine."""
+    row_bytes: tuple[int, ...] | None = None
+    """In the canonical layout: bytes of one device block of each group on all ranks together."""
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of this rank's pool. A part of a block of any group fits into it."""
-        return self.parts.slot_bytes(self.kv_groups, self.device_block_bytes)
+        return self.parts.slot_bytes(self.kv_groups, self.row_bytes or self.device_block_bytes)
 
     @property
     def device_block_bytes(self) -> tuple[int, ...]:
@@ -137,6 +142,7 @@ class EngineLayout(ModelLayout):
             ("host_bytes", self.config.host_bytes),
             ("engines_per_node", self.engines),
             ("block_size_factor", factors),
+            ("canonical_layout", self.config.canonical_layout),
         )
 
     def count_blocks(self, pools: int) -> int:

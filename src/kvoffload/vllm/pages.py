@@ -95,7 +95,7 @@ def log_layout(name: str | None, groups: list[PageGroup]) -> None:
 
 def make_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool = True) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages. It
-    stores only into the rank's own pool. If the device's driver or memory does not allow copies, the engine starts
+    stores only if this rank does. If the device's driver or memory does not allow copies, the engine starts
     nevertheless, and its first step switches offloading off."""
     try:
         transfer = _device_transfer(groups, pool, batched_copies)
@@ -104,7 +104,7 @@ def make_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool 
     except Exception as error:
         logger.exception("kvoffload: blocks cannot be copied to and from the device; the engine starts without it")
         return FailedTransfer(error)
-    return transfer if pool.own is not None else FollowerTransfer(transfer)
+    return transfer if pool.stores else FollowerTransfer(transfer)
 
 
 def _device_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool) -> Transfer:
@@ -112,5 +112,5 @@ def _device_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bo
         from kvoffload.vllm.cuda import make_cuda_transfer
 
         return make_cuda_transfer(groups, pool.data, pool.own, batched_copies)
-    arrays = [PageGroup([view.numpy() for view in group.views], group.factor) for group in groups]
+    arrays = [PageGroup([view.numpy() for view in each.views], each.factor, each.placement) for each in groups]
     return InlineTransfer(arrays, pool.data)

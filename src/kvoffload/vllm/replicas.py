@@ -47,7 +47,9 @@ class RankPool:
     data: ByteArray
     """Bytes of shape (num_blocks, slot_bytes)."""
     own: HostPool | None
-    """None: another rank stores the blocks of this one."""
+    """None: it is another rank's."""
+    stores: bool
+    """Whether this rank stores blocks. Otherwise another one stores those of both."""
 
     def close(self) -> None:
         """Frees the memory, if it is this rank's. May be called twice."""
@@ -65,15 +67,22 @@ def engine_ranks(layout: EngineLayout) -> Ranks:
 
 
 def open_pool(
-    layout: EngineLayout, ranks: Ranks, shares: list[KVShare], find_numa_node: Callable[[], int | None]
+    layout: EngineLayout,
+    ranks: Ranks,
+    shares: list[KVShare],
+    find_numa_node: Callable[[], int | None],
+    stores: bool | None = None,
 ) -> RankPool:
-    """Returns the pool of this rank. If it is its own, it is on the node that ``find_numa_node`` returns. All ranks of
-    the engine must call this. Raises ConfigError if there is too little memory on some rank."""
-    replicas = count_replicas(shares)
+    """Returns the pool of this rank. If it is its own, it is on the node that ``find_numa_node`` returns.
+
+    ``stores``: in the canonical layout, in which all ranks share a pool, whether this rank stores. All ranks of the
+    engine must call this. Raises ConfigError if there is too little memory on some rank.
+    """
+    replicas = count_replicas(shares) if stores is None else layout.ranks
     num_blocks = layout.count_blocks(count_pools(shares, ranks.index, replicas))
     if replicas == 1:
         pool = HostPool(num_blocks, layout.slot_bytes, find_numa_node())
-        return RankPool(pool.handle(layout.node), pool.data, pool)
+        return RankPool(pool.handle(layout.node), pool.data, pool, stores is not False)
     leader = ranks.index - ranks.index % replicas
     pools: list[HostPool] = []
 
@@ -91,9 +100,10 @@ def open_pool(
         raise
     assert handle is not None
     if not pools:
-        return RankPool(handle, handle.open(), None)
-    logger.info("kvoffload: rank %d stores the KV of %d ranks, which hold the same", leader, replicas)
-    return RankPool(handle, pools[0].data, pools[0])
+        return RankPool(handle, handle.open(), None, bool(stores))
+    if stores is None:
+        logger.info("kvoffload: rank %d stores the KV of %d ranks, which hold the same", leader, replicas)
+    return RankPool(handle, pools[0].data, pools[0], stores is not False)
 
 
 def own_replicas(layout: EngineLayout, vllm_config: VllmConfig) -> int:

@@ -20,7 +20,8 @@ from kvoffload.connector.parts import Parts
 from kvoffload.fingerprints import package_version
 from kvoffload.tiers.identity import digest
 from kvoffload.vllm import versions
-from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
+from kvoffload.vllm.canonical import without_parallelism
+from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
 from kvoffload.vllm.layout import GroupLayout, ModelLayout, group_layouts, node_engines
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ CONNECTOR = 'use kvoffload\'s own connector ("kv_connector": "KVOffloadConnector
 KERNELS = ("flashinfer-python", "flash-attn", "aiter")
 """Packages with attention kernels among which vLLM chooses."""
 CPU_INFO = Path("/proc/cpuinfo")
-ANY = "any"
-"""The size of a parallelism that does not shape the bytes."""
 
 
 def calling_engine() -> tuple[VllmConfig, KVCacheConfig]:
@@ -160,10 +159,7 @@ def _layers(vllm_config: VllmConfig, groups: Sequence[GroupLayout], is_shared: b
     heads = vllm_config.model_config.get_total_num_kv_heads()
 
     def described(spec: KVCacheSpec) -> str:
-        if is_shared and not isinstance(spec, MLAAttentionSpec):
-            # Everything that follows from the number of heads on a rank is left out.
-            spec = dataclasses.replace(spec, num_kv_heads=heads, num_head_slots=None, max_tp_shards=None)
-        return repr(spec)
+        return repr(without_parallelism(spec, heads) if is_shared else spec)
 
     return [[[name, described(group.layer_spec(name))] for name in group.layer_names] for group in groups]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import re
 import sys
@@ -223,6 +224,23 @@ def kv_cache_layout(vllm_config: VllmConfig) -> str | None:
     """Returns the name of the order in which the KV cache lies in memory, or None before vLLM has decided on one."""
     layout = attribute(vllm_config.cache_config, "kv_cache_layout")
     return None if layout is None else str(layout)
+
+
+def canonical_mappings(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Any], rank: int
+) -> Mapping[str, Any] | str:
+    """Returns, by layer, vLLM's ``CanonicalPageMapping`` of the tensor-parallel rank with this number, or text if this
+    version has none."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
+    except ImportError:
+        return f"{NAME} does not say how pages divide between ranks"
+    # vLLM answers for one stage only. Each stage is a tensor-parallel engine of its own.
+    config, parallel = copy.copy(vllm_config), copy.copy(vllm_config.parallel_config)
+    parallel.pipeline_parallel_size, parallel.world_size, parallel.rank = 1, parallel.tensor_parallel_size, rank
+    config.parallel_config = parallel
+    found: Mapping[str, Any] = canonical_mapping.derive_canonical_mappings(config, kv_cache_config, dict(kv_caches))
+    return found
 
 
 def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
