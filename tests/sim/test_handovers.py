@@ -148,7 +148,7 @@ def promised_blocks_are_dropped(monkeypatch: pytest.MonkeyPatch) -> type[SharedM
 
 
 def promises_have_no_bounds(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(UnwrittenPins, "has_room", lambda pins, keys: True)
+    monkeypatch.setattr(UnwrittenPins, "with_room", lambda pins, keys: keys)
     return PlainMedium
 
 

@@ -307,14 +307,15 @@ class TieredOffloadingManager(OffloadingManager):
         return answer
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> Mapping[str, str]:
-        """Blocks that a tier has not got yet stay in host memory until it has, if there is room for them."""
+        """Blocks that a tier has not got yet stay in host memory until it has, the first ones if there is no room for
+        all."""
         places = {}
         for tier in self.tiers:
             if tier.tier.is_shared and tier.takes_chains:
                 places[tier.name] = tier.tier.hand_over(keys)
                 lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
-                if lacking and self._unwritten.has_room(lacking):
-                    self._unwritten.of_tiers[tier.index].add(lacking)
+                if lacking:
+                    self._unwritten.of_tiers[tier.index].add(self._unwritten.with_room(lacking))
         return places
 
     @property
@@ -330,7 +331,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Retains ``keys`` in a tier. What it has not got yet stays in host memory until it is written."""
         lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
         # A tenant that may have nothing retained is told so.
-        may_wait = tier.takes_chains and lacking and self._unwritten.has_room(lacking)
+        may_wait = tier.takes_chains and lacking and len(self._unwritten.with_room(lacking)) == len(lacking)
         if lacking and not may_wait and self._unwritten.may_retain(lacking[0]):
             return RetainRefusal.NOT_WRITTEN
         refusal = tier.tier.retain(keys, session, seconds)

@@ -48,11 +48,16 @@ class UnwrittenPins:
         """Blocks by tenant; None: of all that may have nothing retained."""
         self.of_tiers = [PromisedBlocks(self, tier, clock) for tier in tiers]
 
-    def has_room(self, keys: Collection[OffloadKey]) -> bool:
-        """Returns whether ``keys``, of one chain, may be added. Those that wait already count once."""
-        num_new = sum(key not in self.slots for key in set(keys))
-        most = min(self.most - len(self.slots), self._most_each - self._num_of[self._tenant(next(iter(keys)))])
-        return num_new <= max(0, most)
+    def with_room(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Returns the head of ``keys``, which are distinct and of one chain, that may be added. Those that wait already
+        count once."""
+        room = min(self.most - len(self.slots), self._most_each - self._num_of[self._tenant(keys[0])])
+        for i, key in enumerate(keys):
+            if key not in self.slots:
+                if room <= 0:
+                    return keys[:i]
+                room -= 1
+        return keys
 
     def may_retain(self, key: OffloadKey) -> bool:
         """Returns whether the tenant of ``key`` may have blocks retained."""
@@ -107,7 +112,7 @@ class PromisedBlocks:
         """Read only for others. The first to end first."""
 
     def add(self, keys: Collection[OffloadKey]) -> None:
-        """The tier is promised ``keys`` from now on; see ``UnwrittenPins.has_room``."""
+        """The tier is promised ``keys`` from now on; see ``UnwrittenPins.with_room``."""
         deadline = self._clock() + WRITE_WITHIN_S
         for key in keys:
             self.deadlines[key] = deadline

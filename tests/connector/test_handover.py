@@ -1,0 +1,422 @@
+"""A server that computes a prompt hands it over to one that goes on, through a store that both use."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import KVGroup, MissReason, OffloadKey, Slots
+from kvoffload.abc.tier import MAX_PLACE_CHARS
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import Tenants
+from kvoffload.connector.handover import (
+    IMPATIENT_SHARE,
+    MAX_HANDED_TOKENS,
+    MAX_PLACES,
+    MISSES_IN_A_ROW,
+    NAME_CHARS,
+    PATIENT_AGAIN,
+    Handover,
+    is_handover,
+)
+from kvoffload.connector.options import PARAM
+from kvoffload.testing.tier_conformance import make_pools
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.clock import Clock
+from tests.connector.rig import REMOTE_DECODE, TOKENS, FakeRequest, Rig, prompt
+from tests.sim.executor import SteppedExecutor
+from tests.sim.memory_tier import MemoryTier, StoredBlock
+
+HOST_BLOCKS = 64
+DEADLINE_S = 1.0
+PLACE = "seat-7"
+
+
+class StoreTier(MemoryTier):
+    """A server's tier of a store that others use too. It writes the first ``most_writes`` blocks that it is given."""
+
+    name = "store"
+    is_shared = True
+    most_writes = 1 << 30
+
+    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+        return PLACE
+
+    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        taken = super().write(keys[: self.most_writes], slots[: self.most_writes])
+        self.most_writes -= len(taken)
+        return taken
+
+
+class Server(Rig):
+    """A scheduler half over host memory and ``store``."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        store: OrderedDict[OffloadKey, StoredBlock],
+        tenants: Tenants | None = None,
+        is_shared: bool = True,
+    ) -> None:
+        self.executor = SteppedExecutor(clock=clock)
+        self.tier = StoreTier(make_pools(HOST_BLOCKS, 4096), 4 * HOST_BLOCKS, self.executor, clock)
+        self.tier.blocks, self.tier.is_shared = store, is_shared
+        host = PolicyOffloadingManager(
+            HostBackend(TOKENS, HOST_BLOCKS), make_policy("lru", HOST_BLOCKS), True, clock=clock
+        )
+        settings = TieringSettings([TOKENS], groups=[KVGroup(TOKENS)], load_deadline_ms=1000 * DEADLINE_S)
+        manager = TieredOffloadingManager(host, [self.tier], settings, clock=clock)
+        options = {} if tenants is None else {"tenants": tenants}
+        super().__init__(HOST_BLOCKS, manager=manager, clock=clock, options=options)
+
+    def compute(self, tokens: list[int], answers: bool = True, **options: Any) -> dict[str, Any] | None:
+        """Computes a prompt that another server goes on with. Returns the answer. Nothing is written yet."""
+        params = REMOTE_DECODE | ({PARAM: options} if options else {})
+        request = FakeRequest(f"p{self.next_block}", tokens, params)
+        self.report(*self.start(request).stores)
+        holds, answer = self.half.request_finished(request, [])
+        assert holds is True, "its device blocks stay until all is in host memory"
+        assert (answer is not None) == answers
+        # A client sends it on.
+        assert json.loads(json.dumps(answer)) == answer
+        self.report(*self.step().stores)
+        return answer
+
+    def settle(self) -> None:
+        """Ends what the store was asked for."""
+        for _ in range(3):
+            self.step()
+            self.executor.drain()
+        self.step()
+
+    def count(self, result: str) -> float:
+        return self.half.metrics.snapshot().get(f"handovers:{result}", 0)
+
+    def ends(self, request: FakeRequest) -> int:
+        """The request is given device blocks. Returns how many tokens it has found."""
+        tokens, _ = self.look_up(request)
+        assert tokens is not None, "it waits"
+        self.allocate(request, self.new_blocks(-(-request.num_tokens // TOKENS)), tokens)
+        self.step()
+        return tokens
+
+    def waits(self, tokens: list[int], answer: dict[str, Any] | None) -> float:
+        """A request comes. Returns for how long it waits if nothing is written."""
+        start, request = self.clock.now, FakeRequest(f"d{self.next_block}-{tokens[0]}", tokens, answer)
+        while self.look_up(request) == (None, False):
+            self.clock.now += DEADLINE_S / 64
+            self.step()
+            assert self.clock.now < start + 10 * DEADLINE_S
+        waited_s = self.clock.now - start
+        self.ends(request)
+        self.half.request_finished(request)
+        return waited_s
+
+
+class Pair:
+    """A server that computes prompts, and one that goes on with them."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        store: OrderedDict[OffloadKey, StoredBlock] = OrderedDict()
+        self.prefill = Server(self.clock, store, **options)
+        self.decode = Server(self.clock, store, **options)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def handover_of(answer: dict[str, Any] | None) -> dict[str, Any]:
+    assert answer is not None
+    value: dict[str, Any] = answer[PARAM]["handover"]
+    return value
+
+
+def with_handover(value: object) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "do_remote_decode": False, PARAM: {"handover": value}}
+
+
+# All goes well.
+
+
+def test_the_answer_names_the_prompts_blocks_and_where_they_are(pair: Pair) -> None:
+    answer = pair.prefill.compute(prompt(11))
+    value = handover_of(answer)
+    assert answer == with_handover(value)
+    assert value == {"tokens": 8, "name": value["name"], "places": {"store": PLACE}}
+    assert is_handover(value)
+    assert Handover.from_option(value).to_options() == {"handover": value}
+    assert handover_of(pair.decode.compute(prompt(11)))["name"] == value["name"]
+    assert handover_of(pair.decode.compute(prompt(11, start=1)))["name"] != value["name"]
+    assert pair.prefill.count("sent") == 1
+
+
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_a_request_waits_for_blocks_that_are_not_written_yet(pair: Pair, is_handed_over: bool) -> None:
+    """Without the answer, which is the control, it is computed at once."""
+    answer = pair.prefill.compute(prompt(9))
+    request = FakeRequest("d", prompt(9), answer if is_handed_over else {"do_remote_prefill": True})
+    assert pair.decode.look_up(request) == ((None, False) if is_handed_over else (0, False))
+    pair.clock.now += 0.9 * DEADLINE_S
+    pair.decode.step()
+    assert pair.decode.look_up(request) == ((None, False) if is_handed_over else (0, False))
+    pair.prefill.settle()
+    pair.decode.settle()
+    if not is_handed_over:
+        assert pair.decode.ends(request) == 0
+        assert pair.decode.half.metrics.snapshot().get("handovers:none", 0) == 0
+        return
+    assert pair.decode.look_up(request) == (None, False), "it is being read"
+    pair.decode.settle()
+    assert pair.decode.ends(request) == 8
+    assert pair.decode.count("complete") == 1
+    assert pair.decode.half.records[-1].tier_tokens == {"store": 8}
+
+
+def test_a_server_hands_over_what_it_has_found_itself(pair: Pair) -> None:
+    pair.prefill.store(prompt(12))
+    pair.prefill.settle()
+    request = FakeRequest("p", prompt(13), REMOTE_DECODE)
+    ids = pair.prefill.new_blocks(4)
+    pair.prefill.report(*pair.prefill.load(request, ids=ids).loads)
+    pair.prefill.step({request: 1}, new={"p": ids})
+    _, answer = pair.prefill.half.request_finished(request, [])
+    assert handover_of(answer)["tokens"] == 12
+
+
+def test_the_longest_possible_name_and_places_can_be_sent() -> None:
+    places = {"t" * MAX_PLACE_CHARS + str(i): "x" * MAX_PLACE_CHARS for i in range(MAX_PLACES)}
+    assert not is_handover({"tokens": 1, "name": "0" * NAME_CHARS, "places": places}), "names of tiers have a bound too"
+    places = {str(i): "x" * MAX_PLACE_CHARS for i in range(MAX_PLACES)}
+    assert is_handover({"tokens": MAX_HANDED_TOKENS, "name": "0" * NAME_CHARS, "places": places})
+
+
+# Nothing is handed over.
+
+
+@pytest.mark.parametrize(("size", "options"), [(3, {}), (9, {"store": False}), (9, {"max_tokens": 3})])
+def test_what_is_not_stored_is_not_handed_over(pair: Pair, size: int, options: dict[str, Any]) -> None:
+    """Neither are prompts that are shorter than a block."""
+    answer = pair.prefill.compute(prompt(size), answers=bool(options), **options)
+    assert answer is None or "do_remote_prefill" not in answer
+    assert pair.prefill.count("sent") == 0
+
+
+def test_without_a_shared_tier_there_is_no_answer() -> None:
+    assert Pair(is_shared=False).prefill.compute(prompt(9), answers=False) is None
+
+
+def test_without_do_remote_decode_there_is_no_answer(pair: Pair) -> None:
+    request = FakeRequest("p", prompt(9))
+    pair.prefill.report(*pair.prefill.start(request).stores)
+    assert pair.prefill.half.request_finished(request, []) == (False, None)
+
+
+def test_a_request_that_may_not_load_does_not_wait(pair: Pair) -> None:
+    value = handover_of(pair.prefill.compute(prompt(9)))
+    assert pair.decode.waits(prompt(9), {PARAM: {"handover": value, "load": False}}) == 0.0
+
+
+# Something is missing.
+
+
+def test_a_request_is_computed_when_its_deadline_is_over(pair: Pair) -> None:
+    """Its record says why."""
+    answer = pair.prefill.compute(prompt(9))
+    request = FakeRequest("d", prompt(9), answer)
+    start = pair.clock.now
+    for waited in (0.0, 0.5, 0.99):
+        pair.clock.now = start + waited * DEADLINE_S
+        pair.decode.step()
+        assert pair.decode.look_up(request) == (None, False)
+    pair.clock.now = start + DEADLINE_S
+    pair.decode.step()
+    assert pair.decode.ends(request) == 0
+    assert pair.decode.count("none") == 1
+    record = pair.decode.half.records[-1]
+    assert record.reason is MissReason.NOT_IN_TIME
+    assert record.missed_key is not None
+
+
+def test_what_has_come_in_time_is_used(pair: Pair) -> None:
+    pair.prefill.tier.most_writes = 1
+    answer = pair.prefill.compute(prompt(13))
+    request = FakeRequest("d", prompt(13), answer)
+    pair.prefill.settle()
+    for _ in range(3):
+        assert pair.decode.look_up(request) == (None, False)
+        pair.decode.settle()
+    pair.clock.now += DEADLINE_S
+    pair.decode.step()
+    assert pair.decode.ends(request) == 4
+    assert pair.decode.count("partial") == 1
+
+
+def test_requests_wait_less_when_nothing_comes_and_in_full_again_when_it_does(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.prefill.tier.most_writes = 0
+    waited = []
+    with caplog.at_level(logging.WARNING):
+        for i in range(2 * PATIENT_AGAIN):
+            tokens = prompt(9, start=100 * (i + 1))
+            waited.append(pair.decode.waits(tokens, pair.prefill.compute(tokens)))
+    patient = {*range(MISSES_IN_A_ROW), PATIENT_AGAIN}
+    for i, seconds in enumerate(waited):
+        assert seconds == pytest.approx(DEADLINE_S if i in patient else IMPATIENT_SHARE * DEADLINE_S, abs=1 / 63), i
+    assert "requests in a row have found nothing" in caplog.text
+    # One finds all of it. The next one waits in full.
+    pair.prefill.tier.most_writes = 1 << 30
+    answer = pair.prefill.compute(prompt(9))
+    pair.prefill.settle()
+    request = FakeRequest("found", prompt(9), answer)
+    assert pair.decode.look_up(request) == (None, False)
+    pair.decode.settle()
+    assert pair.decode.ends(request) == 8
+    pair.prefill.tier.most_writes = 0
+    assert pair.decode.waits(prompt(9, start=5000), pair.prefill.compute(prompt(9, start=5000))) >= DEADLINE_S
+
+
+# What clients send.
+
+GOOD = {"tokens": 8, "name": "0123456789abcdef" * 2, "places": {"store": PLACE}}
+NOT_HANDOVERS: dict[str, Any] = {
+    "a number": 7,
+    "a list": [GOOD],
+    "a text": json.dumps(GOOD),
+    "an empty one": {},
+    "without places": {"tokens": 8, "name": GOOD["name"]},
+    "more fields": GOOD | {"more": 1},
+    "true tokens": GOOD | {"tokens": True},
+    "no tokens": GOOD | {"tokens": 0},
+    "less than no tokens": GOOD | {"tokens": -4},
+    "half a token": GOOD | {"tokens": 8.0},
+    "no number": GOOD | {"tokens": float("nan")},
+    "tokens as text": GOOD | {"tokens": "8"},
+    "huge tokens": GOOD | {"tokens": 10**400},
+    "a short name": GOOD | {"name": "0"},
+    "a huge name": GOOD | {"name": "0" * (1 << 20)},
+    "a name of bytes": GOOD | {"name": b"0" * NAME_CHARS},
+    "a name of letters": GOOD | {"name": ["0"] * NAME_CHARS},
+    "a list of places": GOOD | {"places": ["store"]},
+    "places without a name": GOOD | {"places": {7: PLACE}},
+    "places that are nothing": GOOD | {"places": {"store": None}},
+    "deep places": GOOD | {"places": {"store": {"store": PLACE}}},
+    "a huge place": GOOD | {"places": {"store": "x" * (MAX_PLACE_CHARS + 1)}},
+    "a huge tier": GOOD | {"places": {"x" * (1 << 20): PLACE}},
+    "thousands of places": GOOD | {"places": {str(i): PLACE for i in range(5000)}},
+}
+
+
+def test_none_counts_as_not_sent(pair: Pair) -> None:
+    assert not is_handover(None)
+    assert pair.decode.waits(prompt(9), with_handover(None)) == 0.0
+    assert not any(count for name, count in pair.decode.half.metrics.snapshot().items() if name.startswith("handovers"))
+
+
+@pytest.mark.parametrize("value", NOT_HANDOVERS.values(), ids=NOT_HANDOVERS)
+def test_what_is_no_handover_is_ignored_and_counted(pair: Pair, value: object) -> None:
+    assert not is_handover(value)
+    assert pair.decode.waits(prompt(9), with_handover(value)) == 0.0
+    snapshot = pair.decode.half.metrics.snapshot()
+    assert snapshot["ignored_options:handover"] == 1
+    assert not any(count for name, count in snapshot.items() if name.startswith("handovers:"))
+    assert not pair.decode.half.off
+
+
+def test_what_is_one_is_not_ignored(pair: Pair) -> None:
+    """Negative control. It is of other blocks, which nobody waits for."""
+    assert is_handover(GOOD)
+    assert pair.decode.waits(prompt(9), with_handover(GOOD)) == 0.0
+    assert pair.decode.half.metrics.snapshot().get("ignored_options:handover", 0) == 0
+    assert pair.decode.count("other_name") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"name": "0" * NAME_CHARS},
+        {"tokens": 4},
+        {"tokens": 6},
+        {"tokens": 7},
+        {"tokens": 12},
+        {"tokens": MAX_HANDED_TOKENS},
+    ],
+    ids=str,
+)
+def test_a_request_waits_only_for_its_own_blocks(
+    pair: Pair, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a change, which is the control, it waits until its deadline."""
+    answer = with_handover(handover_of(pair.prefill.compute(prompt(9))) | change)
+    waited_s = pair.decode.waits(prompt(9), answer)
+    assert waited_s == (0.0 if change else DEADLINE_S)
+    assert pair.decode.count("other_name") == bool(change)
+    assert ("was handed over under another name" in caplog.text) == bool(change)
+    assert not pair.decode.half.off
+
+
+def test_the_answer_of_another_prompt_is_no_reason_to_wait(pair: Pair) -> None:
+    answer = pair.prefill.compute(prompt(9))
+    assert pair.decode.waits(prompt(9, start=1), answer) == 0.0
+    assert pair.decode.count("other_name") == 1
+    for _ in range(2 * MISSES_IN_A_ROW):
+        pair.decode.waits(prompt(9, start=1), answer)
+    assert pair.decode.waits(prompt(9), answer) == DEADLINE_S, "it costs no other request its patience"
+
+
+@pytest.mark.parametrize("places", [{}, {"unknown": PLACE}, {"store": "../../" * 10}, {"": ""}], ids=str)
+def test_blocks_are_found_whatever_a_client_says_where_they_are(pair: Pair, places: dict[str, str]) -> None:
+    answer = with_handover(handover_of(pair.prefill.compute(prompt(9))) | {"places": places})
+    request = FakeRequest("d", prompt(9), answer)
+    assert pair.decode.look_up(request) == (None, False)
+    pair.prefill.settle()
+    for _ in range(2):
+        pair.decode.settle()
+        pair.decode.look_up(request)
+    assert pair.decode.ends(request) == 8
+    assert pair.decode.count("complete") == 1
+
+
+def test_a_server_with_another_model_does_not_wait() -> None:
+    """Its blocks have other names."""
+    clock, store = Clock(), OrderedDict[OffloadKey, StoredBlock]()
+    prefill, other, same = (Server(clock, store, Tenants(space * 8)) for space in (b"a", b"b", b"a"))
+    answer = prefill.compute(prompt(9))
+    assert other.waits(prompt(9), answer) == 0.0
+    assert other.count("other_name") == 1
+    assert same.waits(prompt(9), answer) == DEADLINE_S
+
+
+def test_the_answer_keeps_the_tenant(pair: Pair) -> None:
+    answer = pair.prefill.compute(prompt(9), tenant="search")
+    assert answer is not None
+    assert answer[PARAM] == {"handover": handover_of(answer), "tenant": "search"}
+    assert pair.decode.waits(prompt(9), answer) == DEADLINE_S
+    for tenant in ({}, {"tenant": "chat"}):
+        assert pair.decode.waits(prompt(9), {PARAM: {"handover": handover_of(answer), **tenant}}) == 0.0
+    assert pair.decode.count("other_name") == 2
+
+
+def test_no_tenant_finds_what_is_handed_over_to_another(pair: Pair) -> None:
+    answer = pair.prefill.compute(prompt(9), tenant="search")
+    pair.prefill.settle()
+    stolen = {PARAM: {"handover": handover_of(answer), "tenant": "chat"}}
+    request = FakeRequest("thief", prompt(9), stolen)
+    for _ in range(2):
+        assert pair.decode.look_up(request) == (0, False)
+        pair.decode.settle()
+    found = FakeRequest("owner", prompt(9), answer)
+    pair.decode.look_up(found)
+    pair.decode.settle()
+    assert pair.decode.ends(found) == 8

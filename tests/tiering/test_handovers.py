@@ -1,0 +1,215 @@
+"""Blocks that one server hands over to another: what waits in host memory, what lookups wait for, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext
+from kvoffload.tiering.lookup import LOOK_AGAIN_S, LOOK_AGAIN_SHARE
+from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
+from tests.tiering.rig import A, B, Rig, SpyTier, chain
+
+HOST_BLOCKS = 64
+PROMISED = int(HOST_BLOCKS * UNWRITTEN_SHARE)
+"""So many blocks wait in host memory at most."""
+DEADLINE_S = 1.0
+SHARED = "memory-2"
+"""The name of the shared tier."""
+HIT, MISS, RETRY = LookupState.HIT, LookupState.MISS, LookupState.RETRY
+
+
+class SharedTier(SpyTier):
+    """Is used by others too, and remembers what it was asked to hand over and to look for."""
+
+    is_shared = True
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.handed_over: list[list[OffloadKey]] = []
+        self.looked_for: list[tuple[list[OffloadKey], str, float]] = []
+
+    def hand_over(self, keys: Sequence[OffloadKey]) -> str:
+        self.handed_over.append(list(keys))
+        return "seat-7"
+
+    def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
+        self.looked_for.append((list(keys), place, pause_s))
+
+
+def with_shared(**options: object) -> tuple[Rig, SharedTier]:
+    """A rig with a tier of its own, which is full, and a shared one below it, which takes nothing on yet."""
+    rig = Rig(HOST_BLOCKS, tier_class=SharedTier, num_tiers=2, **options)  # type: ignore[arg-type]
+    shared = rig.tiers[1]
+    assert isinstance(shared, SharedTier)
+    shared.most_writes = rig.tier.most_writes = 0
+    return rig, shared
+
+
+def awaiting(
+    keys: Sequence[OffloadKey], rig: Rig, seconds: float = DEADLINE_S, places: dict[str, str] | None = None
+) -> ReqContext:
+    """A request to which ``keys`` are handed over."""
+    places = {SHARED: "seat-1"} if places is None else places
+    now = rig.clock.now
+    return ReqContext("awaiting", awaited=Awaited(frozenset(keys), places, now, now + seconds))
+
+
+def states(rig: Rig, keys: list[OffloadKey], context: ReqContext | None) -> list[int]:
+    found: list[int] = rig.manager.lookup_each(keys, context).tolist()
+    return found
+
+
+# The server that hands over.
+
+
+def test_shared_tiers_are_told_and_named() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 4)
+    rig.store(keys)
+    assert rig.manager.hand_over(keys) == {SHARED: "seat-7"}
+    assert shared.handed_over == [keys]
+
+
+def test_tiers_that_no_other_server_uses_are_not_named() -> None:
+    rig = Rig()
+    rig.store(chain("x", 4))
+    assert rig.manager.hand_over(chain("x", 4)) == {}
+
+
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_what_is_handed_over_stays_in_host_memory_until_it_is_written(is_handed_over: bool) -> None:
+    """Other blocks, which are the control, leave."""
+    rig, shared = with_shared()
+    keys = chain("x", 4)
+    rig.store(keys)
+    if is_handed_over:
+        rig.manager.hand_over(keys)
+    rig.fill_host()
+    assert rig.host.lookup(keys) == 4 * is_handed_over
+    shared.most_writes = 1 << 30
+    rig.clock.now += 1
+    for _ in range(4):
+        rig.settle()
+    assert (shared.contains(keys) == HIT).all() == is_handed_over
+    rig.fill_host("more")
+    assert rig.host.lookup(keys) == 0, "it waits no longer than that"
+
+
+def test_what_is_not_written_for_long_waits_no_more() -> None:
+    rig, _ = with_shared()
+    keys = chain("x", 4)
+    rig.store(keys)
+    rig.manager.hand_over(keys)
+    rig.clock.now += WRITE_WITHIN_S - 1
+    rig.settle()
+    rig.fill_host()
+    assert rig.host.lookup(keys) == 4
+    rig.clock.now += 2
+    rig.settle()
+    rig.fill_host("more")
+    assert rig.host.lookup(keys) == 0
+
+
+def test_of_a_chain_that_is_too_long_the_head_waits() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", PROMISED + 4)
+    rig.store(keys)
+    assert rig.manager.hand_over(keys) == {SHARED: "seat-7"}
+    assert shared.handed_over == [keys], "the rest is written too, if it is still there"
+    rig.fill_host()
+    assert rig.host.lookup(keys) == PROMISED
+
+
+def test_all_chains_together_have_a_bound() -> None:
+    rig, _ = with_shared()
+    first, second, third = chain("x", PROMISED - 2), chain("y", 4), chain("z", 4)
+    for keys in (first, second, third):
+        rig.store(keys)
+        rig.manager.hand_over(keys)
+        rig.manager.hand_over(keys)
+    rig.fill_host()
+    assert [rig.host.lookup(keys) for keys in (first, second, third)] == [PROMISED - 2, 2, 0]
+
+
+def test_a_tier_that_is_off_is_not_named() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 4)
+    rig.store(keys)
+    rig.manager.reset()
+    assert rig.manager.tiers[1].breaker.is_off
+    assert rig.manager.hand_over(keys) == {}
+    assert shared.handed_over == []
+
+
+# The server that goes on.
+
+
+def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:
+    rig, shared = with_shared()
+    keys, others = chain("x", 3), chain("y", 1)
+    context = awaiting(keys, rig)
+    start = rig.clock.now
+    for waited in (0.0, 0.5, 0.999):
+        rig.clock.now = start + waited
+        assert states(rig, keys, context)[0] == RETRY
+        assert states(rig, others, context) == [MISS], "nobody hands it over"
+    assert {tuple(looked) for looked, _, _ in shared.looked_for} == {tuple(keys)}
+    rig.clock.now = start + DEADLINE_S
+    assert states(rig, keys, context)[0] == MISS
+    assert len(shared.looked_for) == 3
+    miss = rig.manager.explain_miss(keys[0])
+    assert miss is not None
+    assert miss.reason is MissReason.NOT_IN_TIME
+
+
+def test_nothing_else_waits() -> None:
+    """Negative control."""
+    rig, shared = with_shared()
+    assert states(rig, chain("x", 3), ReqContext("another")) == [MISS] * 3
+    assert states(rig, chain("x", 3), None) == [MISS] * 3
+    assert shared.looked_for == []
+
+
+def test_only_shared_tiers_are_waited_for() -> None:
+    rig = Rig()
+    keys = chain("x", 3)
+    assert states(rig, keys, awaiting(keys, rig)) == [MISS] * 3
+
+
+def test_a_tier_looks_in_the_place_that_the_answer_names_for_it() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 3)
+    rig.store_below(keys[:1])
+    for places, place in (({SHARED: "seat-3", "memory": "no"}, "seat-3"), ({}, ""), ({"unknown": "seat-9"}, "")):
+        states(rig, keys, awaiting(keys, rig, places=places))
+        assert shared.looked_for[-1][:2] == (keys[1:] if shared.blocks else keys, place)
+
+
+def test_the_longer_a_request_waits_the_less_often_it_has_the_medium_asked() -> None:
+    rig, shared = with_shared()
+    keys = chain("x", 3)
+    context = awaiting(keys, rig)
+    start = rig.clock.now
+    for waited in (0.0, 0.01, 0.4, 0.9):
+        rig.clock.now = start + waited
+        states(rig, keys, context)
+    pauses = [pause_s for _, _, pause_s in shared.looked_for]
+    assert pauses == pytest.approx([LOOK_AGAIN_S, LOOK_AGAIN_S, 0.4 * LOOK_AGAIN_SHARE, 0.9 * LOOK_AGAIN_SHARE])
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_what_is_handed_over_is_loaded_although_computing_it_would_be_faster(is_awaited: bool) -> None:
+    """Another server has computed it already for this request. Without it, which is the control, it is computed."""
+    rig = Rig(tier_class=SharedTier, load_deadline_ms=1e6)
+    keys, other = chain("x", 4), chain("y", 4)
+    rig.store_below(keys + other)
+    rig.tier.seconds_per_block = 1.1
+    rig.manager.lookup(keys[:1], A)
+    rig.settle()
+    rig.manager.observe_prefill(160, 10.0)  # One block of 16 tokens per second.
+    context = awaiting(other, rig) if is_awaited else B
+    assert rig.manager.lookup(other, context) == (None if is_awaited else 0)
+    rig.settle()
+    assert rig.manager.lookup(other, context) == 4 * is_awaited
