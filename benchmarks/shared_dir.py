@@ -92,7 +92,7 @@ def finding(directory: Path, quick: bool) -> list[Row]:
     root.mkdir(mode=0o700)
     some = [write_index(root, writer, num_blocks) for writer in range(NUM_WRITERS)]
     pool = HostPool(1024, SMALL_BYTES)
-    context, surroundings = TierContext([pool.data], FINGERPRINT), Surroundings(background=False)
+    context, surroundings = TierContext([pool.data], FINGERPRINT), Surroundings(repeat=None)
     tier = SharedDirTier(DirectoryStorage(root), context, 64 << 20, surroundings=surroundings)
     before = resident_bytes()
     start, cpu = time.perf_counter(), time.thread_time()

@@ -167,6 +167,7 @@ class Growing:
             "rule": ["lru", "lirs"],
             "option": ["drop"],
             "answer": ["host", "over_quota"],
+            "result": ["sent", "complete"],
         }
         values |= {"tenant": ["search", "other"], "tenant,tier": ["search,host", "other,host"]}
         for name, spec in METRICS.items():
