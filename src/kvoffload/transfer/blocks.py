@@ -100,8 +100,9 @@ def merge_views(
 ) -> tuple[list[ByteArray], list[Place]]:
     """Returns the same pages in fewer arrays of shape (layers, num_blocks, page_bytes), and their places.
 
-    ``offsets``: where the page of each view begins in a row; None: where the one before ends. Consecutive
-    views of the same shape and strides at equal distances, in memory and in a row, become one array, so that one call copies a block of all of them.
+    ``offsets``: where the page of each view begins in a row; None: where the one before ends. Consecutive views of the
+    same shape and strides at equal distances, in memory and in a row, become one array, so that one call copies a block
+    of all of them.
     """
     if offsets is None:
         offsets = list(accumulate((view.shape[1] for view in views), initial=0))[:-1]
