@@ -14,7 +14,7 @@ pytest.importorskip("vllm.version")
 from driver import BLOCK_SIZE, make_prompts
 from test_vllm_disk import disk_tokens, found, with_disk
 from test_vllm_ranks import FEW, PARALLEL, TWO_RANKS
-from vllm_harness import LFM2, POOL, TOLERANCE, Run, Runner, assert_at_rest, differences_beyond_ties
+from vllm_harness import GEMMA3, LFM2, POOL, TOLERANCE, Run, Runner, assert_at_rest, differences_beyond_ties
 
 from kvoffload.testing.scale import SCALE
 
@@ -104,8 +104,9 @@ def test_ranks_that_take_the_heads_of_others_answer_wrong(run: Runner, expected:
 def test_ranks_with_the_same_head_and_groups_with_windows(
     run: Runner, left: Left, kind: str, writer: str, reader: str
 ) -> None:
-    model = {"model_kind": kind}
-    alone = run.once(f"canonical {kind}", "rounds", rounds=1, prompts=FEW, engine={"max_num_seqs": 1}, **model)
+    model = GEMMA3 if kind == "gemma3" else {"model_kind": kind}
+    engine = {"max_num_seqs": 1} | model.get("engine", {})
+    alone = run.once(f"canonical {kind}", "rounds", **model | {"rounds": 1, "prompts": FEW, "engine": engine})
     right = list(alone["outputs"][0])
     result = server(run, left(writer, kind, right, **model), reader, **model)
     check(result, right)
@@ -129,11 +130,10 @@ def test_nothing_else_is_found(
 ) -> None:
     """The weights count as the same, whatever the model."""
     same = {"model_fingerprint": "same"}
-    directory = left("one", "named", options=same)
-    result = server(run, directory, "tensor", options=same | options, **config)
+    result = server(run, left("one", "named", options=same), "tensor", options=same | options, **config)
     assert_at_rest(result.result)
     assert (found(result), disk_tokens(result)) == (0, 0)
-    control = server(run, directory, "tensor", options=same)
+    control = server(run, left("one", "named", options=same), "tensor", options=same)
     assert_all_is_found(control)
 
 
