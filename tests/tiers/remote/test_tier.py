@@ -25,7 +25,7 @@ from kvoffload.tiers.remote.link import (
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Op
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.tier import RemoteLimits, RemoteTier
+from kvoffload.tiers.remote.tier import MAX_LOOKED_FOR, RemoteLimits, RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.remote.memory_store import MemoryClient, SteppedChannel
 
@@ -33,6 +33,7 @@ FINGERPRINT = "5e" * 32
 VALUES = ValueFormat(FINGERPRINT, "kv")
 KEYS = [bytes([i]) * 36 for i in range(16)]
 SLOT_BYTES = 64
+PAUSE_S = 0.005
 
 
 class Rig:
@@ -100,6 +101,59 @@ def test_a_chain_is_asked_about_at_once_and_the_answer_is_remembered() -> None:
     rig.now += MISSING_TTL_S
     assert rig.states(KEYS[:4]) == [HIT, HIT, RETRY, RETRY]
     assert rig.lookups() == [2]
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_store_is_asked_again_at_once_for_what_another_server_is_writing(looks: bool) -> None:
+    """Without that, which is the control, not before an answer has become old."""
+    rig, other = Rig(client := MemoryClient()), Rig(client)
+    rig.tier.contains(KEYS[:3])
+    rig.step()
+    other.stored(KEYS[:2])
+    rig.now += PAUSE_S
+    if looks:
+        rig.tier.look_for(KEYS[:3], "", PAUSE_S)
+        assert rig.lookups() == [3]
+        assert rig.states(KEYS[:3]) == [RETRY] * 3
+        rig.tier.look_for(KEYS[:3], "", 0.0)
+        assert rig.lookups() == [3], "it is being asked"
+        rig.step()
+        rig.tier.look_for(KEYS[:3], "", PAUSE_S)
+        assert rig.lookups() == [], "it was asked just now"
+    assert rig.states(KEYS[:3]) == ([HIT, HIT, MISS] if looks else [MISS] * 3)
+    rig.tier.check_integrity()
+
+
+def test_looking_for_blocks_asks_for_a_bounded_part_of_them() -> None:
+    rig = Rig()
+    keys = [number.to_bytes(2) * 18 for number in range(MAX_LOOKED_FOR + 10)]
+    for first in range(0, len(keys), 100):
+        rig.tier.contains(keys[first : first + 100])
+        rig.step()
+    rig.now += PAUSE_S
+    rig.tier.look_for(keys, "", PAUSE_S)
+    assert sum(rig.lookups()) == MAX_LOOKED_FOR
+    assert rig.states(keys[-10:]) == [MISS] * 10
+
+
+def test_a_place_means_nothing_to_a_store() -> None:
+    rig = Rig()
+    assert rig.tier.hand_over(KEYS[:2]) == ""
+    rig.tier.contains(KEYS[:2])
+    rig.step()
+    rig.now += PAUSE_S
+    rig.tier.look_for(KEYS[:2], "../../" * 10, PAUSE_S)
+    assert rig.lookups() == [2]
+
+
+def test_a_store_that_was_left_is_not_asked() -> None:
+    rig = Rig()
+    rig.tier.contains(KEYS[:2])
+    rig.step()
+    rig.tier.reset()
+    rig.now += PAUSE_S
+    rig.tier.look_for(KEYS[:2], "", PAUSE_S)
+    assert rig.lookups() == []
 
 
 def test_an_answer_that_an_idle_engine_takes_in_late_is_as_old_as_it_is() -> None:

@@ -63,6 +63,8 @@ class Follower:
         self._wanted: dict[str, None] = {}
         """Seats that ``follow_now`` has named since the last pass."""
         self._next_pass = -float("inf")
+        self._may_come_early = True
+        """Whether a pass over all seats may begin before that, once, because a new one was named."""
         self._moved: tuple[Storage, str] | None = None
         """The directory, and the seat that is not followed, from the next pass on."""
 
@@ -75,8 +77,8 @@ class Follower:
         self._doubtful.append((number, slot))
 
     def follow_now(self, name: str) -> None:
-        """Has the next pass follow the seat ``name``, all others only when FOLLOW_S are over. Any thread may call
-        this."""
+        """Has the next pass follow the seat ``name``, all others only when FOLLOW_S are over, or if it is not known
+        yet. Any thread may call this."""
         if len(self._wanted) < MAX_SEATS:
             self._wanted[name] = None
 
@@ -84,11 +86,15 @@ class Follower:
         """Takes in the changes since the last call. Never raises because of the medium."""
         wanted = [self._wanted.popitem()[0] for _ in range(len(self._wanted))]
         now = self._clock()
-        if wanted and now < self._next_pass:
+        is_due = now >= self._next_pass
+        # Names come from clients: folders are opened only if the directory lists them.
+        is_early = self._may_come_early and any(map(self._may_be_new, wanted))
+        if wanted and not is_due and not is_early:
             for name in wanted:
                 if name in self._seats:
                     self._seats[name].follow()
             return
+        self._may_come_early = is_due
         self._next_pass = now + FOLLOW_S
         if self._moved is not None:
             moved, self._moved = self._moved, None
@@ -110,6 +116,9 @@ class Follower:
             if number in by_number:
                 by_number[number].recheck(slot)
         self._blocks.slabs.close_idle(self._clock())
+
+    def _may_be_new(self, name: str) -> bool:
+        return seat_number(name) is not None and name != self.own and name not in self._seats
 
     def _new_seat(self, name: str) -> _FollowedSeat | None:
         number = seat_number(name)
