@@ -79,10 +79,10 @@ class Rows:
     def table(self) -> PageTable:
         nbytes = self.kib << 10
         if self.is_direct:
-            return PageTable((Run(2 * DEVICE, nbytes, nbytes, 0),), NUM_BLOCKS)
+            return PageTable((Run(2 * DEVICE, nbytes, nbytes, 0),), nbytes, NUM_BLOCKS)
         page = nbytes // LAYERS
         runs = [Run(2 * DEVICE + i * NUM_BLOCKS * page, page, page, i * page) for i in range(LAYERS)]
-        return PageTable(tuple(runs), NUM_BLOCKS)
+        return PageTable(tuple(runs), nbytes, NUM_BLOCKS)
 
 
 KINDS = (Rows(64, False), Rows(256, False), Rows(2048, True))

@@ -92,7 +92,7 @@ static void make(kvt_loop *loop, kvt_group *groups, kvt_stage *stages) {
     for (int i = 0; i < 2; i++)
         staged_runs[i] = (kvt_piece_run){(int64_t)pages[i], ROW / 2, ROW / 2, i * ROW / 2};
     direct_run = (kvt_piece_run){(int64_t)direct, DIRECT_ROW, DIRECT_ROW, 0};
-    groups[0] = (kvt_group){BLOCKS, FACTOR, ROW, staged_runs, 2, {(void *)1, (void *)2, (uint64_t)staged_runs, 2, 32, 4, 2}};
+    groups[0] = (kvt_group){BLOCKS, FACTOR, ROW, ROW, staged_runs, 2, {(void *)1, (void *)2, (uint64_t)staged_runs, 2, 32, 4, 2}};
     groups[1] = (kvt_group){.num_blocks = BLOCKS, .factor = 1, .block_bytes = DIRECT_ROW, .runs = &direct_run, .num_runs = 1};
     loop->groups = groups;
     loop->num_groups = 2;

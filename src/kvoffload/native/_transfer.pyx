@@ -46,7 +46,7 @@ cdef extern from "transfer.h" nogil:
         unsigned threads, max_programs
         double rows_per_program
     ctypedef struct kvt_group:
-        int64_t num_blocks, factor, block_bytes, num_runs
+        int64_t num_blocks, factor, block_bytes, row_bytes, num_runs
         kvt_piece_run* runs
         kvt_kernel kernel
     ctypedef struct kvt_pool:
@@ -161,7 +161,7 @@ cdef inline object new_result(kvt_job* job):
 @cython.no_gc_clear
 cdef class Loop:
     """``calls``: addresses of the driver's functions, in the order of ``kvt_calls``. ``groups``: of each its number of
-    device blocks (0: no pages here), factor, runs and Kernel or None. ``pool``: the slots, shape (slots, bytes).
+    device blocks (0: no pages here), factor, bytes per row, runs and Kernel or None. ``pool``: the slots, shape (slots, bytes).
     ``limits``: numbers in the order of ``kvt_limits``."""
 
     cdef kvt_loop* _loop
@@ -191,7 +191,7 @@ cdef class Loop:
         loop.num_groups = len(groups)
         loop.groups = <kvt_group*>self._new(max(1, len(groups)) * sizeof(kvt_group))
         for i, group in enumerate(groups):
-            self._set_group(&loop.groups[i], group[0], group[1], group[2], group[3])
+            self._set_group(&loop.groups[i], group[0], group[1], group[2], group[3], group[4])
         self._counts = <int64_t*>self._new(3 * max(1, len(groups)) * sizeof(int64_t))
         for i in range(KVT_DIRECTIONS):
             direction = &loop.directions[i]
@@ -222,19 +222,23 @@ cdef class Loop:
         # The rows of two chunk objects may be exchanged, which is no matter: all are freed together.
         return <kvt_chunk_row*>self._new(self._loop.limits.chunk_rows * sizeof(kvt_chunk_row))
 
-    cdef int _set_group(self, kvt_group* group, int64_t num_blocks, int64_t factor, runs, kernel) except -1:
+    cdef int _set_group(
+        self, kvt_group* group, int64_t num_blocks, int64_t factor, int64_t row_bytes, runs, kernel
+    ) except -1:
         cdef Py_ssize_t i
         if num_blocks >= 1 << 31:
             raise ValueError(f"a group has {num_blocks} device blocks, which are too many")
-        group.num_blocks, group.factor, group.num_runs = num_blocks, factor, len(runs)
+        group.num_blocks, group.factor, group.row_bytes, group.num_runs = num_blocks, factor, row_bytes, len(runs)
         group.runs = <kvt_piece_run*>self._new(max(1, len(runs)) * sizeof(kvt_piece_run))
         for i, run in enumerate(runs):
             group.runs[i].base, group.runs[i].stride = run.base, run.stride
             group.runs[i].nbytes, group.runs[i].offset = run.nbytes, run.offset
             group.block_bytes += run.nbytes
         if kernel is not None:
-            if kernel.row_bytes != group.block_bytes:
-                raise ValueError(f"a kernel is for rows of {kernel.row_bytes} bytes, not {group.block_bytes}")
+            if not kernel.row_bytes == group.block_bytes == row_bytes:
+                raise ValueError(
+                    f"a kernel is for rows of {kernel.row_bytes} bytes, not for {group.block_bytes} of {row_bytes}"
+                )
             group.kernel.gather, group.kernel.scatter = handle(kernel.gather), handle(kernel.scatter)
             group.kernel.pieces, group.kernel.num_pieces = kernel.pieces, kernel.num_pieces
             group.kernel.threads, group.kernel.max_programs = kernel.threads, kernel.max_programs

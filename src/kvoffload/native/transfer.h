@@ -62,8 +62,10 @@ typedef struct {
     double rows_per_program;
 } kvt_kernel;
 
+/* A device block has `block_bytes`, and a row of a slot `row_bytes`. If these are more, the others are of other ranks,
+   and nothing is staged. */
 typedef struct {
-    int64_t num_blocks, factor, block_bytes;
+    int64_t num_blocks, factor, block_bytes, row_bytes;
     kvt_piece_run *runs;
     int64_t num_runs;
     kvt_kernel kernel;
@@ -111,7 +113,7 @@ typedef struct {
 
 typedef struct {
     kvt_job *job;
-    int64_t block, slot, offset; /* the offset of its bytes in the pool */
+    int64_t block, slot, offset; /* the offset of its row in the pool */
     int64_t group;
 } kvt_chunk_row;
 
@@ -551,7 +553,7 @@ static int kvt_fill_row(kvt_direction *self, const kvt_lane *lane, kvt_chunk *ch
         chunk->bounce = self->bounces;
         self->bounces = chunk->bounce->next;
     }
-    int64_t offset = row->slot * loop->pool.slot_bytes + row->part * nbytes;
+    int64_t offset = row->slot * loop->pool.slot_bytes + row->part * group->row_bytes;
     chunk->rows[chunk->num_rows++] = (kvt_chunk_row){job, row->block, row->slot, offset, row->group};
     chunk->nbytes = after;
     if (is_staged) chunk->staged_bytes += nbytes;
@@ -624,18 +626,21 @@ static void kvt_drop_issued(kvt_direction *self, int all) {
 
 /* Chunks: issue and end. */
 
-static char *kvt_host_side(const kvt_direction *self, const kvt_chunk *chunk, int64_t i, int64_t at) {
-    return chunk->bounce ? chunk->bounce->data + at : self->loop->pool.data + chunk->rows[i].offset;
-}
-
-/* Copies between the bounce buffer of a chunk and its slots. */
+/* Copies between the bounce buffer of a chunk and its slots: staged rows as a whole, others run by run. In the buffer
+   they follow one another, without what other ranks have in the same slots. */
 static void kvt_copy_bounce(const kvt_direction *self, const kvt_chunk *chunk) {
-    int64_t at = 0;
+    char *bounce = chunk->bounce->data;
     for (int64_t i = 0; i < chunk->num_rows; i++) {
-        int64_t nbytes = self->loop->groups[chunk->rows[i].group].block_bytes;
-        char *slot = self->loop->pool.data + chunk->rows[i].offset, *bounce = chunk->bounce->data + at;
-        memcpy(self->is_store ? slot : bounce, self->is_store ? bounce : slot, (size_t)nbytes);
-        at += nbytes;
+        const kvt_group *group = &self->loop->groups[chunk->rows[i].group];
+        char *row = self->loop->pool.data + chunk->rows[i].offset;
+        int is_staged = group->kernel.gather != NULL;
+        const kvt_piece_run whole = {.nbytes = group->block_bytes}, *runs = is_staged ? &whole : group->runs;
+        int64_t num_runs = is_staged ? 1 : group->num_runs;
+        for (const kvt_piece_run *run = runs; run < runs + num_runs; run++) {
+            char *slot = row + run->offset;
+            memcpy(self->is_store ? slot : bounce, self->is_store ? bounce : slot, (size_t)run->nbytes);
+            bounce += run->nbytes;
+        }
     }
 }
 
@@ -656,24 +661,27 @@ static int kvt_issue_kernels(kvt_direction *self, kvt_lane *lane, const kvt_chun
 /* Issues the copies over the bus: staged rows as a whole, others run by run. */
 static int kvt_issue_copies(kvt_direction *self, kvt_lane *lane, const kvt_chunk *chunk) {
     uint64_t staging = chunk->staged_bytes ? chunk->stage->address : 0;
-    int64_t at = 0;
+    char *bounce = chunk->bounce ? chunk->bounce->data : NULL;
     for (int64_t i = 0; i < chunk->num_rows; i++) {
         const kvt_chunk_row *row = &chunk->rows[i];
         const kvt_group *group = &self->loop->groups[row->group];
         int64_t section = chunk->bounce ? 0 : row->slot / self->loop->pool.boundary_slots;
-        char *host = kvt_host_side(self, chunk, i, at);
+        char *slot = self->loop->pool.data + row->offset;
         int is_staged = group->kernel.gather != NULL;
         if (is_staged) {
             if (i && row[-1].group != row->group)
                 staging = (staging + KVT_ROW_ALIGNMENT - 1) / KVT_ROW_ALIGNMENT * KVT_ROW_ALIGNMENT;
+            char *host = bounce ? bounce : slot;
             KVT_TRY(kvt_add_copy(self, lane->copies.handle, staging, host, group->block_bytes, section));
             staging += (uint64_t)group->block_bytes;
+            if (bounce) bounce += group->block_bytes;
         }
         for (const kvt_piece_run *run = group->runs; !is_staged && run < group->runs + group->num_runs; run++) {
             uint64_t device = (uint64_t)(run->base + row->block * run->stride);
-            KVT_TRY(kvt_add_copy(self, lane->copies.handle, device, host + run->offset, run->nbytes, section));
+            char *host = bounce ? bounce : slot + run->offset;
+            KVT_TRY(kvt_add_copy(self, lane->copies.handle, device, host, run->nbytes, section));
+            if (bounce) bounce += run->nbytes;
         }
-        at += group->block_bytes;
     }
     return kvt_flush(self, lane->copies.handle);
 }

@@ -39,7 +39,7 @@ class Rig:
         self.cache[:] = np.random.default_rng(0).integers(0, 256, len(self.cache), np.uint8)
         self.before = self.cache.copy()
         runs = [Run(base + layer * NUM_BLOCKS * PAGE, PAGE, PAGE, layer * PAGE) for layer in range(2)]
-        self.table = PageTable(tuple(runs), NUM_BLOCKS)
+        self.table = PageTable(tuple(runs), 2 * PAGE, NUM_BLOCKS)
 
     def make(self, kind: type[CudaDevice] = CudaDevice, **options: Any) -> CudaDevice:
         return kind([self.table], 0, lambda: DEFAULT_STREAM, library=self.emulator.path, **options)

@@ -83,4 +83,4 @@ def test_pieces_cover_each_run_once(make: Callable[[], Cache]) -> None:
     ],
 )
 def test_words_divide_all_addresses_and_sizes(runs: list[Run], size: int) -> None:
-    assert word_size(PageTable(tuple(runs), 8)) == size
+    assert word_size(PageTable(tuple(runs), sum(run.nbytes for run in runs), 8)) == size

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from kvoffload.abc import PageGroup
+from kvoffload.abc import PageGroup, Placement
 from kvoffload.transfer.cuda.pages import PageTable, Run, page_table
 
 LAYERS, BLOCKS, PAGE = 3, 4, 32
@@ -35,6 +35,31 @@ def test_pages_in_another_order_or_with_gaps_are_not_merged() -> None:
     assert not page_table(PageGroup([whole[:, 0], whole[:, 2]])).is_direct
 
 
+def test_pages_at_places_in_a_row_share_a_run_only_if_they_are_neighbours_there_too() -> None:
+    whole = np.zeros((BLOCKS, LAYERS, PAGE), np.uint8)
+    views, base, step = [whole[:, layer] for layer in range(LAYERS)], int(whole.ctypes.data), LAYERS * PAGE
+    table = page_table(PageGroup(views, 2, Placement((7, 7 + PAGE, 8 + 2 * PAGE), 200)))
+    assert table.runs == (Run(base, step, 2 * PAGE, 7), Run(base + 2 * PAGE, step, PAGE, 8 + 2 * PAGE))
+    assert (table.device_block_bytes, table.row_bytes, table.factor) == (LAYERS * PAGE, 200, 2)
+    assert [table.is_compact, table.is_direct, table.needs_gather] == [False] * 3
+    one_run = page_table(PageGroup(views, 1, Placement((PAGE, 2 * PAGE, 3 * PAGE), 4 * PAGE)))
+    assert one_run.runs == (Run(base, step, LAYERS * PAGE, PAGE),)
+    assert not one_run.is_direct, "a part of the row belongs to other ranks"
+    in_another_order = page_table(PageGroup(views, 1, Placement((PAGE, 2 * PAGE, 0), LAYERS * PAGE)))
+    assert [run.offset for run in in_another_order.runs] == [PAGE, 0]
+    assert in_another_order.needs_gather
+
+
+@pytest.mark.parametrize(
+    "offsets", [(-1, 40, 80), (0, PAGE - 1, 80), (80, 40, 40), (0, 40, 97), (0, 40), (0, 40, 64, 96)]
+)
+def test_pages_without_places_of_their_own_are_refused(offsets: tuple[int, ...]) -> None:
+    views = [np.zeros((BLOCKS, PAGE), np.uint8) for _ in range(LAYERS)]
+    assert page_table(PageGroup(views, 1, Placement((0, 96, 40), 128))).row_bytes == 128
+    with pytest.raises(ValueError, match=r"places are given|into a row of 128 bytes"):
+        page_table(PageGroup(views, 1, Placement(offsets, 128)))
+
+
 def test_a_run_of_every_page_holds_the_bytes_of_the_view() -> None:
     rng = np.random.default_rng(0)
     whole = rng.integers(0, 256, (BLOCKS, LAYERS + 1, PAGE), np.uint8)
@@ -46,7 +71,7 @@ def test_a_run_of_every_page_holds_the_bytes_of_the_view() -> None:
 
 
 def test_a_rank_without_layers_of_a_group_has_no_runs() -> None:
-    assert page_table(PageGroup([], 2)) == PageTable((), 0, 2)
+    assert page_table(PageGroup([], 2)) == PageTable((), 0, 0, 2)
 
 
 def test_views_with_different_numbers_of_blocks_are_refused() -> None:

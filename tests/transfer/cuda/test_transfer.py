@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
+from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.native import load
@@ -57,6 +57,24 @@ def packed() -> list[ByteArray]:
     return [whole[:, layer] for layer in range(4)]
 
 
+PLACED = Placement((130, 0, 200), 2 * ROW)
+
+
+def placed() -> list[ByteArray]:
+    """Returns layers whose pages are at places of their own in a slot, beside those of other ranks."""
+    return apart()
+
+
+def placed_packed() -> list[ByteArray]:
+    """Returns layers that are one piece of memory, which fills a part of a row."""
+    return packed()
+
+
+def group_of(make: Callable[[], list[ByteArray]]) -> PageGroup:
+    placements = {placed: PLACED, placed_packed: Placement((24, 56, 88, 120), 2 * ROW)}
+    return PageGroup(make(), 1, placements.get(make))
+
+
 LOOPS = ["plain"] if load("_transfer") is None else ["plain", "native"]
 
 
@@ -79,10 +97,11 @@ class Rig:
         with_threads: bool = False,
         num_without_kernels: int = 0,
         num_slots: int = SLOTS,
+        pool: ByteArray | None = None,
     ) -> None:
         self.groups = groups
         block_bytes = max(group.block_bytes for group in groups)
-        self.pool = np.zeros((num_slots, block_bytes), np.uint8)
+        self.pool = np.zeros((num_slots, block_bytes), np.uint8) if pool is None else pool
         self.registration = registration or Ready(num_slots)
         tables = [page_table(group) for group in groups]
         self.device = PlainDevice(tables)
@@ -110,7 +129,23 @@ class Rig:
         return b"".join(view[block].tobytes() for view in self.groups[group].views)
 
     def slot(self, slot: int) -> bytes:
-        return self.pool[slot, :ROW].tobytes()
+        """Returns the block of the first group that is in a slot."""
+        group = self.groups[0]
+        pages = zip(group.offsets, group.views, strict=True)
+        return b"".join(self.pool[slot, at : at + view.shape[1]].tobytes() for at, view in pages)
+
+    def of_other_ranks(self) -> ByteArray:
+        """Returns the bytes of all slots that the pages of the first group do not fill, if its factor is 1."""
+        is_own = np.zeros(self.pool.shape[1], bool)
+        for at, view in zip(self.groups[0].offsets, self.groups[0].views, strict=True):
+            is_own[at : at + view.shape[1]] = True
+        return self.pool[:, ~is_own]
+
+    @property
+    def copies_per_block(self) -> int:
+        """Copies over the bus of one block of the first group."""
+        table = page_table(self.groups[0])
+        return 1 if table.is_compact else len(table.runs)
 
     def calls(self, name: str) -> list[int]:
         """Returns how large the calls of an operation of the device were, and forgets all calls."""
@@ -131,11 +166,12 @@ def ended(results: Sequence[TransferResult]) -> list[int]:
     return [result.job_id for result in results]
 
 
-@pytest.fixture(params=[apart, packed])
+@pytest.fixture(params=[apart, packed, placed, placed_packed])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(PageGroup(request.param()))
+    rig = Rig(group_of(request.param))
     yield rig
     rig.transfer.close()
+    assert not rig.of_other_ranks().any()
 
 
 SMALL_CHUNKS = Limits(chunk_bytes=4 * ROW, stage_bytes=4 * ROW, fence_bytes=4 * ROW, direct_bytes=4 * ROW)
@@ -176,6 +212,85 @@ def test_round_trip_of_jobs_of_several_groups(ready: int) -> None:
         for view, old in zip(group.views, right, strict=True):
             assert np.array_equal(view[list(used)], old[list(used)])
             assert not np.delete(view, list(used), axis=0).any(), "a block outside the jobs was written"
+
+
+def rank_of_two(number: int, is_interleaved: bool, shift: int, pool: ByteArray, ready: int) -> Rig:
+    """Returns one of two ranks whose pages fill the rows of a pool together, two rows per slot: page by page, or
+    one rank after the other. ``shift``: how many bytes too early those of the second are."""
+    sizes = np.array([64, 24, 40])
+    starts = np.cumsum(sizes) - sizes
+    if is_interleaved:
+        views, offsets = apart(), 2 * starts + number * sizes
+    else:
+        views, offsets = np.split(noise(BLOCKS, ROW), starts[1:], axis=1), starts + number * ROW
+    for view in views:
+        view ^= number
+    places = Placement(tuple((offsets - number * shift).tolist()), 2 * ROW)
+    return Rig(PageGroup(views, 2, places), pool=pool, registration=Ready(ready), limits=SMALL_CHUNKS)
+
+
+def whole_blocks(ranks: Sequence[Rig], is_interleaved: bool) -> ByteArray:
+    """Returns the blocks of both ranks as one that has them all would hold them, shape (blocks, bytes)."""
+    views = [rig.groups[0].views for rig in ranks]
+    in_turn = [view for layer in zip(*views, strict=True) for view in layer]
+    return np.concatenate(in_turn if is_interleaved else [*views[0], *views[1]], axis=1)
+
+
+def both_ranks_are_right(is_interleaved: bool, ready: int, shift: int) -> bool:
+    """Stores blocks of two ranks at the same time in the same slots, loads them on a rank that has whole blocks, and
+    the other way. Returns whether all bytes are right, also those of slots that are not used."""
+    pool = noise(SLOTS, 4 * ROW)
+    wanted = pool.copy()
+    ranks = [rank_of_two(number, is_interleaved, shift, pool, ready) for number in range(2)]
+    blocks, slots = [9, 4, 30, 8, 21, 0], [5, 40, 3]
+    rows = 2 * np.repeat(slots, 2) + [0, 1] * 3
+    # The copies of the first rank are in flight, in bounce buffers too, while those of the second begin and end.
+    ranks[0].device.held = True
+    for rig in ranks:
+        rig.store(1, slots, blocks)
+        rig.transfer.before_forward()
+        results = rig.run()
+    ranks[0].device.release()
+    results += ranks[0].run()
+    assert ended(results) == [1, 1]
+    assert {result.nbytes for result in results} == {len(blocks) * ROW}, "bytes of other ranks do not count"
+    assert not any(rig.calls("gather") for rig in ranks)
+    whole = whole_blocks(ranks, is_interleaved)
+    wanted.reshape(-1, 2 * ROW)[rows] = whole[blocks]
+    is_right = np.array_equal(pool, wanted)
+
+    view = noise(BLOCKS, 2 * ROW)
+    alone = Rig(PageGroup([view], 2), pool=pool, registration=Ready(ready), limits=SMALL_CHUNKS)
+    alone.load(1, slots, blocks)
+    assert ended(alone.run()) == [1]
+    is_right &= np.array_equal(view[blocks], whole[blocks])
+    view ^= 0x55
+    alone.store(2, slots, blocks)
+    alone.transfer.before_forward()
+    assert ended(alone.run()) == [2]
+    whole[blocks] = view[blocks]
+    for rig in ranks:
+        rig.load(2, slots, blocks)
+        assert ended(rig.run()) == [2]
+    return is_right and np.array_equal(whole_blocks(ranks, is_interleaved), whole)
+
+
+@pytest.mark.parametrize("ready", [SLOTS, 0, 20])
+@pytest.mark.parametrize("is_interleaved", [True, False])
+def test_two_ranks_share_slots_with_one_that_has_whole_blocks(is_interleaved: bool, ready: int) -> None:
+    assert both_ranks_are_right(is_interleaved, ready, shift=0)
+
+
+@pytest.mark.parametrize("ready", [SLOTS, 0, 20])
+@pytest.mark.parametrize("is_interleaved", [True, False])
+def test_a_byte_of_another_rank_that_is_overwritten_is_noticed(is_interleaved: bool, ready: int) -> None:
+    """The negative control of the test above."""
+    assert not both_ranks_are_right(is_interleaved, ready, shift=1)
+
+
+def test_a_slot_that_is_too_small_for_the_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 rows of 256 bytes exceed a slot of 511"):
+        Rig(PageGroup(placed(), 2, PLACED), pool=np.zeros((SLOTS, 511), np.uint8))
 
 
 def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied() -> None:
@@ -660,13 +775,14 @@ def stress(rig: Rig, rounds: int = 300) -> int:
     return num_right
 
 
-@pytest.mark.parametrize("make", [apart, packed])
+@pytest.mark.parametrize("make", [apart, packed, placed])
 @pytest.mark.parametrize("ready", [SLOTS, 30])
 def test_a_thread_beside_an_engine_that_overwrites_fenced_blocks(
     make: Callable[[], list[ByteArray]], ready: int
 ) -> None:
-    rig = Rig(PageGroup(make()), registration=Ready(ready), with_threads=True, limits=SMALL_CHUNKS)
+    rig = Rig(group_of(make), registration=Ready(ready), with_threads=True, limits=SMALL_CHUNKS)
     assert stress(rig) > 0
+    assert not rig.of_other_ranks().any()
     rig.transfer.close()
     assert rig.device.closed == 1, "the thread has ended"
 
@@ -694,7 +810,7 @@ def test_a_refused_batch_is_copied_one_by_one_and_there_are_no_batches_any_more(
     rig.transfer.before_forward()
     assert ended(rig.run()) == [1]
     assert [rig.slot(slot) for slot in (0, 20, 30)] == [rig.block(block) for block in (1, 2, 3)]
-    assert rig.calls("copy") == [1, 1, 1]
+    assert rig.calls("copy") == [1] * 3 * rig.copies_per_block
     rig.native.refuses_batches = False
     rig.load(2, [0, 20], [5, 6])
     assert ended(rig.run()) == [2]
@@ -712,7 +828,7 @@ def test_an_error_of_one_copy_is_no_refusal(rig: Rig) -> None:
         pass
     with pytest.raises(RuntimeError) as error:
         rig.transfer.poll(busy=False)
-    assert str(error.value.__cause__) == "cuMemcpyBatchAsync of 1 copies failed: CUDA error (719)"
+    assert str(error.value.__cause__) == f"cuMemcpyBatchAsync of {rig.copies_per_block} copies failed: CUDA error (719)"
 
 
 @only_native

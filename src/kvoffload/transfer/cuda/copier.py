@@ -61,6 +61,7 @@ class Copier:
         self._factors = [table.factor for table in tables]
         self._num_blocks = [table.num_blocks if table.runs else 0 for table in tables]
         self._block_bytes = np.array([table.device_block_bytes for table in tables], dtype=np.int64)
+        self._row_bytes = np.array([table.row_bytes for table in tables], dtype=np.int64)
         self._slots = slots
         self._limits = limits
         self._loads = Pipeline(device, tables, slots, limits, is_store=False)
@@ -162,7 +163,7 @@ class Copier:
             else:
                 self.results.append(TransferResult(job_id, ok=True))
         nbytes = self._block_bytes[rows.groups]
-        offsets = rows.slots * self._slots.slot_bytes + rows.parts * nbytes
+        offsets = rows.slots * self._slots.slot_bytes + rows.parts * self._row_bytes[rows.groups]
         return np.stack([job_ids[rows.jobs], rows.groups, rows.device_blocks, rows.slots, offsets, nbytes])
 
     def _finish(self, pipeline: Pipeline) -> bool:

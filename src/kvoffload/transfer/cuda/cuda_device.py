@@ -189,9 +189,8 @@ class CudaDevice(Device):
             self._driver.launch(function, programs, kernel.threads, stream, arguments)
 
     def _load_kernels(self, tables: Sequence[PageTable]) -> None:
-        """Makes the kernels of all groups whose blocks have several pieces. Without one, blocks are copied run by
-        run."""
-        wanted = [g for g, table in enumerate(tables) if len(table.runs) > 1]
+        """Makes the kernels of all groups whose blocks must be gathered. Without one, blocks are copied run by run."""
+        wanted = [g for g, table in enumerate(tables) if table.needs_gather]
         if not wanted:
             return
         try:

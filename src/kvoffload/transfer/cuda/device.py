@@ -82,8 +82,8 @@ class Device(ABC):
     @abstractmethod
     def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
         """Enqueues copies of device blocks of a group into consecutive rows at ``staging``, a multiple of 16, one block
-        per row: its pages in the order of the group's views. ``blocks`` are the numbers of the device blocks, which may
-        be changed after the call."""
+        per row: its pages where a slot has them, which fill the row. ``blocks`` are the numbers of the device blocks,
+        which may be changed after the call."""
 
     @abstractmethod
     def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:

@@ -29,7 +29,7 @@ def kernel_code() -> bytes:
 def word_size(table: PageTable) -> int:
     """Returns the bytes of the widest word that divides all addresses and sizes of the pages."""
     numbers = [(run.base, run.stride, run.nbytes, run.offset) for run in table.runs]
-    common = math.gcd(table.device_block_bytes, *(number for run in numbers for number in run))
+    common = math.gcd(table.row_bytes, *(number for run in numbers for number in run))
     return next(size for size in WORD_SIZES if common % size == 0)
 
 
@@ -51,7 +51,7 @@ def make_kernel(driver: Driver, module: int, table: PageTable, pieces: int) -> K
         scatter=driver.function(module, f"scatter{size}"),
         pieces=pieces,
         num_pieces=num_pieces,
-        row_bytes=table.device_block_bytes,
+        row_bytes=table.row_bytes,
         threads=THREADS,
         max_programs=MAX_PROGRAMS,
         rows_per_program=THREADS / WARP / num_pieces,

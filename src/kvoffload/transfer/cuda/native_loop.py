@@ -55,7 +55,7 @@ class NativeLoop(Loop):
         self._said_batches_are_off = False
         self._thread_error: Exception | None = None
         is_staged = [
-            kernel is not None and not table.is_direct for kernel, table in zip(calls.kernels, tables, strict=True)
+            kernel is not None and table.needs_gather for kernel, table in zip(calls.kernels, tables, strict=True)
         ]
         largest = max((table.device_block_bytes for table in tables), default=0)
         # Rows of the groups of a chunk begin at aligned addresses.
@@ -65,7 +65,13 @@ class NativeLoop(Loop):
         self._loop = native.Loop(
             astuple(calls)[:-1],
             [
-                (table.num_blocks if table.runs else 0, table.factor, table.runs, kernel if staged else None)
+                (
+                    table.num_blocks if table.runs else 0,
+                    table.factor,
+                    table.row_bytes,
+                    table.runs,
+                    kernel if staged else None,
+                )
                 for table, kernel, staged in zip(tables, calls.kernels, is_staged, strict=True)
             ],
             pool_data,

@@ -13,7 +13,7 @@ from kvoffload.abc import PageGroup
 class Run:
     """Bytes that each device block has in one piece: block ``i`` has ``nbytes`` of them at ``base + i * stride``.
 
-    In a row that holds a whole device block they are at ``offset``.
+    In a row they are at ``offset``.
     """
 
     base: int
@@ -26,28 +26,42 @@ class Run:
 class PageTable:
     """Where the pages of one page group are: ``num_blocks`` device blocks, ``factor`` of which make an offloaded block.
 
-    ``runs`` are in the order of the group's views; views whose pages follow one another in memory share a run. A rank
-    without a layer of the group has no runs.
+    ``runs`` are in the order of the group's views; views whose pages follow one another, in memory and in a row of
+    ``row_bytes``, share a run. Bytes of a row that are in no run belong to other ranks. A rank without a layer of the
+    group has no runs.
     """
 
     runs: tuple[Run, ...]
+    row_bytes: int
     num_blocks: int
     factor: int = 1
 
     @property
     def device_block_bytes(self) -> int:
+        """Bytes of one device block on this rank."""
         return sum(run.nbytes for run in self.runs)
 
     @property
+    def is_compact(self) -> bool:
+        """Whether the runs fill a row, so that it can be copied as a whole."""
+        return self.device_block_bytes == self.row_bytes
+
+    @property
     def is_direct(self) -> bool:
-        """Whether a device block is one piece of memory, which can be copied without being gathered."""
-        return len(self.runs) == 1
+        """Whether a device block is one piece of memory that fills a row."""
+        return len(self.runs) == 1 and self.is_compact
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether a device block must be gathered before it can be copied as a whole."""
+        return len(self.runs) > 1 and self.is_compact
 
 
 def page_table(group: PageGroup) -> PageTable:
     """Returns the addresses of the pages of ``group``, whose views are numpy arrays or torch tensors of bytes.
 
-    Raises ValueError if the views have different numbers of device blocks.
+    Raises ValueError if the views have different numbers of device blocks, or if their pages do not have places of
+    their own within a row.
     """
     counts = {len(view) for view in group.views}
     if len(counts) > 1:
@@ -55,20 +69,33 @@ def page_table(group: PageGroup) -> PageTable:
             f"the device views of a group have {[len(view) for view in group.views]} blocks; "
             "they must all have the same number"
         )
-    return PageTable(_runs(group.views), counts.pop() if counts else 0, group.factor)
+    if len(group.offsets) != len(group.views):
+        raise ValueError(f"{len(group.offsets)} places are given for {len(group.views)} views")
+    runs = _runs(group.views, group.offsets)
+    end = 0
+    for run in sorted(runs, key=lambda run: run.offset):
+        if run.offset < end or run.offset + run.nbytes > group.row_bytes:
+            raise ValueError(
+                f"pages of {run.nbytes} bytes at {run.offset} do not fit into a row of {group.row_bytes} bytes, of "
+                f"which other pages have the first {end}"
+            )
+        end = run.offset + run.nbytes
+    return PageTable(runs, group.row_bytes, counts.pop() if counts else 0, group.factor)
 
 
-def _runs(views: Sequence[Any]) -> tuple[Run, ...]:
+def _runs(views: Sequence[Any], offsets: Sequence[int]) -> tuple[Run, ...]:
     runs: list[Run] = []
-    offset = 0
-    for view in views:
+    for view, offset in zip(views, offsets, strict=True):
         base, stride, nbytes = _address(view), _stride(view), int(view.shape[1])
         last = runs[-1] if runs else None
-        if last is not None and (base, stride) == (last.base + last.nbytes, last.stride):
+        if last is not None and (base, stride, offset) == (
+            last.base + last.nbytes,
+            last.stride,
+            last.offset + last.nbytes,
+        ):
             runs[-1] = Run(last.base, stride, last.nbytes + nbytes, last.offset)
         else:
             runs.append(Run(base, stride, nbytes, offset))
-        offset += nbytes
     return tuple(runs)
 
 

@@ -7,16 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.pages import PageTable
-from kvoffload.transfer.cuda.rows import BLOCK, GROUP, NBYTES, SLOT, Batch, Point, RowArray, RowQueue, matching
+from kvoffload.transfer.cuda.rows import (
+    BLOCK,
+    GROUP,
+    NBYTES,
+    OFFSET,
+    SLOT,
+    Batch,
+    Point,
+    RowArray,
+    RowQueue,
+    matching,
+)
 from kvoffload.transfer.cuda.slots import BounceBuffer, HostSlots, merge
 
 ROW_ALIGNMENT = 256
 """In staging memory the rows of each group start at a multiple of it."""
+DEVICE_SIDE, BOUNCE_AT, POOL_AT, SIZE, SECTION = range(5)
+"""What a copy of a chunk has: its address on the device, its places in a bounce buffer and in the pool, its bytes, and
+its section of the pool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +57,7 @@ class Chunk:
 
     rows: RowArray
     device_side: Addresses
-    """Where the bytes of each row are on the device, or where they are staged."""
+    """Where the bytes of each row are staged, or where its first run is on the device."""
     begin: Event
     copied: Event
     """Reached when the bytes have passed the bus."""
@@ -77,7 +92,8 @@ class Pipeline:
 
     A chunk of a store is gathered into a half on the kernel stream, then copied to its slots on the copy stream; a
     load goes the other way. So the kernels of one chunk run beside the copy of another. Rows of a group whose device
-    blocks are one piece of memory are copied directly. Chunks of one direction end in order. Not thread-safe.
+    blocks are one piece of memory are copied directly, and run by run where other ranks fill the rest of a row.
+    Chunks of one direction end in order. Not thread-safe.
     """
 
     def __init__(
@@ -97,8 +113,10 @@ class Pipeline:
         self._block_bytes = [table.device_block_bytes for table in tables]
         largest = max(self._block_bytes, default=0)
         padding = ROW_ALIGNMENT * (len(tables) - 1)
-        self._is_staged = [len(table.runs) > 1 and device.can_gather(g) for g, table in enumerate(tables)]
-        """By group. The runs of other groups are copied one by one."""
+        self._is_staged = [table.needs_gather and device.can_gather(g) for g, table in enumerate(tables)]
+        """By group."""
+        self._is_split = [not (self._is_staged[g] or table.is_direct) for g, table in enumerate(tables)]
+        """By group: whether the runs of its device blocks are copied one by one."""
         is_direct = all(len(table.runs) <= 1 for table in tables)
         half_bytes = max(limits.direct_bytes if is_direct else limits.chunk_bytes, largest + padding)
         self._max_bytes = half_bytes - padding
@@ -162,7 +180,8 @@ class Pipeline:
         seconds = self._device.seconds_between(chunk.begin, chunk.copied)
         if chunk.bounce is not None:
             if self._is_store:
-                self._slots.write(chunk.rows, chunk.bounce)
+                _, at, offsets, sizes, _ = self._pieces(chunk)
+                self._slots.write(chunk.bounce, at, offsets, sizes)
             self._bounce.append(chunk.bounce)
         for half in self._halves:
             if any(half.free is event for event in chunk.events):
@@ -235,20 +254,21 @@ class Pipeline:
         if chunk.is_direct:
             self._copies.wait_for(point)
         device.record(chunk.begin, self._copies.stream)
-        device_side, host_side, sizes = self._pieces(chunk)
+        device_side, host_side, sizes = self._copies_of(chunk, self._pieces(chunk))
         device.copy(self._copies.stream, host_side, device_side, sizes)
         device.record(chunk.copied, self._copies.stream)
 
     def _issue_load(self, chunk: Chunk, point: Point) -> None:
-        device = self._device
+        device, pieces = self._device, self._pieces(chunk)
         if chunk.bounce is not None:
-            self._slots.read(chunk.rows, chunk.bounce)
+            _, at, offsets, sizes, _ = pieces
+            self._slots.read(chunk.bounce, at, offsets, sizes)
         if chunk.launches:
             self._take_half(self._copies.stream, chunk.kernel)
         if chunk.is_direct:
             self._copies.wait_for(point)
         device.record(chunk.begin, self._copies.stream)
-        device.copy(self._copies.stream, *self._pieces(chunk))
+        device.copy(self._copies.stream, *self._copies_of(chunk, pieces))
         device.record(chunk.copied, self._copies.stream)
         if chunk.launches:
             device.wait(self._kernels.stream, chunk.copied)
@@ -257,35 +277,49 @@ class Pipeline:
                 device.scatter(self._kernels.stream, launch.group, launch.blocks, launch.staging)
             device.record(chunk.kernel, self._kernels.stream)
 
-    def _host_side(self, chunk: Chunk) -> Addresses:
-        if chunk.bounce is None:
-            return self._slots.addresses(chunk.rows)
-        addresses: Addresses = chunk.bounce.address + np.cumsum(chunk.rows[NBYTES]) - chunk.rows[NBYTES]
-        return addresses
+    def _pieces(self, chunk: Chunk) -> Addresses:
+        """Returns what is copied, shape (5, pieces): a piece per row, or per run of it if those are copied one by one.
 
-    def _pieces(self, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
-        """Returns the addresses on the device and on the host, and the sizes, of what is copied."""
-        columns = np.stack(
-            [chunk.device_side, self._host_side(chunk), chunk.rows[NBYTES], self._slots.sections(chunk.rows)]
+        In a bounce buffer the pieces follow one another: it has nothing of what other ranks have in the same slots.
+        """
+        rows = chunk.rows
+        pieces = np.stack(
+            [
+                chunk.device_side,
+                np.cumsum(rows[NBYTES]) - rows[NBYTES],
+                rows[OFFSET],
+                rows[NBYTES],
+                self._slots.sections(rows),
+            ]
         )
-        groups = np.unique(chunk.rows[GROUP]).tolist()
-        if any(len(self._tables[g].runs) > 1 and not self._is_staged[g] for g in groups):
-            columns = np.concatenate(
-                [each for g in groups for each in self._runs(g, columns[:, chunk.rows[GROUP] == g])], axis=1
-            )
-        return merge(*columns)
+        groups = np.unique(rows[GROUP]).tolist()
+        if not any(self._is_split[g] for g in groups):
+            return pieces
+        return np.concatenate([self._split(g, rows[BLOCK], pieces, rows[GROUP] == g) for g in groups], axis=1)
 
-    def _runs(self, group: int, columns: Addresses) -> list[Addresses]:
-        """Returns copies of the rows of a group as copies of its runs, if they are not staged."""
-        if self._is_staged[group]:
-            return [columns]
-        first, *_ = runs = self._tables[group].runs
-        parts = []
-        for run in runs:
-            blocks = (columns[0] - first.base) // first.stride
-            sizes = np.full_like(blocks, run.nbytes)
-            parts.append(np.stack([run.base + blocks * run.stride, columns[1] + run.offset, sizes, columns[3]]))
-        return parts
+    def _split(self, group: int, blocks: Numbers, pieces: Addresses, of_group: npt.NDArray[np.bool_]) -> Addresses:
+        """Returns the pieces of one group, as copies of its runs if those are copied one by one."""
+        pieces = pieces[:, of_group]
+        if not self._is_split[group]:
+            return pieces
+        blocks, runs, at = blocks[of_group], [], 0
+        for run in self._tables[group].runs:
+            part = pieces.copy()
+            part[DEVICE_SIDE] = run.base + blocks * run.stride
+            part[BOUNCE_AT] += at
+            part[POOL_AT] += run.offset
+            part[SIZE] = run.nbytes
+            runs.append(part)
+            at += run.nbytes
+        return np.concatenate(runs, axis=1)
+
+    def _copies_of(self, chunk: Chunk, pieces: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+        """Returns the addresses on the device and on the host, and the sizes, of what passes the bus."""
+        if chunk.bounce is None:
+            host_side = self._slots.address + pieces[POOL_AT]
+        else:
+            host_side = chunk.bounce.address + pieces[BOUNCE_AT]
+        return merge(pieces[DEVICE_SIDE], host_side, pieces[SIZE], pieces[SECTION])
 
     def _take_half(self, stream: Stream, free: Event) -> None:
         """Makes ``stream`` wait until the first half is free, and moves it to the end. The chunk that takes it needs

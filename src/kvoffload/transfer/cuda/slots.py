@@ -11,7 +11,7 @@ from kvoffload.abc import ByteArray
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device
 from kvoffload.transfer.cuda.limits import Limits
-from kvoffload.transfer.cuda.rows import NBYTES, OFFSET, SLOT, RowArray
+from kvoffload.transfer.cuda.rows import SLOT, RowArray
 
 
 class Registration(Protocol):
@@ -44,7 +44,7 @@ class Unregistered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BounceBuffer:
-    """Pinned memory that holds the rows of one chunk, one after another."""
+    """Pinned memory that holds the bytes of one chunk, row by row."""
 
     data: ByteArray
     address: int
@@ -58,7 +58,7 @@ class HostSlots:
             raise ValueError("the slots of a pool must be one piece of memory")
         self.num_slots, self.slot_bytes = pool_data.shape
         self._bytes = pool_data.reshape(-1)
-        self._address = int(pool_data.ctypes.data)
+        self.address = int(pool_data.ctypes.data)
         self._registration = registration
 
     def new_bounce_buffers(self, device: Device, limits: Limits, largest: int) -> list[BounceBuffer]:
@@ -70,30 +70,25 @@ class HostSlots:
         num_ready = self._registration.num_ready_slots
         return num_ready >= self.num_slots or int(slots.max()) < num_ready
 
-    def addresses(self, rows: RowArray) -> Addresses:
-        addresses: Addresses = self._address + rows[OFFSET]
-        return addresses
-
     def sections(self, rows: RowArray) -> Numbers:
         """Returns the section of the pool in which the slot of each row lies. One copy stays in one section."""
         sections: Numbers = rows[SLOT] // self._registration.boundary_slots
         return sections
 
-    def read(self, rows: RowArray, buffer: BounceBuffer) -> None:
-        """Copies the slots of ``rows`` into the buffer."""
-        for at, offset, nbytes in self._pieces(rows):
+    def read(self, buffer: BounceBuffer, places: Addresses, offsets: Addresses, sizes: Addresses) -> None:
+        """Copies ``sizes[i]`` bytes at ``offsets[i]`` of the pool to ``places[i]`` of the buffer."""
+        for at, offset, nbytes in _merged(places, offsets, sizes):
             buffer.data[at : at + nbytes] = self._bytes[offset : offset + nbytes]
 
-    def write(self, rows: RowArray, buffer: BounceBuffer) -> None:
-        """Copies the buffer into the slots of ``rows``."""
-        for at, offset, nbytes in self._pieces(rows):
+    def write(self, buffer: BounceBuffer, places: Addresses, offsets: Addresses, sizes: Addresses) -> None:
+        """Makes the copies of ``read`` in the other direction."""
+        for at, offset, nbytes in _merged(places, offsets, sizes):
             self._bytes[offset : offset + nbytes] = buffer.data[at : at + nbytes]
 
-    def _pieces(self, rows: RowArray) -> list[tuple[int, int, int]]:
-        """Returns places in a buffer and in the pool, and sizes."""
-        places = np.cumsum(rows[NBYTES]) - rows[NBYTES]
-        at, offsets, sizes = merge(places, rows[OFFSET], rows[NBYTES], np.zeros_like(places))
-        return list(zip(at.tolist(), offsets.tolist(), sizes.tolist(), strict=True))
+
+def _merged(places: Addresses, offsets: Addresses, sizes: Addresses) -> list[tuple[int, int, int]]:
+    merged = merge(places, offsets, sizes, np.zeros_like(places))
+    return list(zip(*(each.tolist() for each in merged), strict=True))
 
 
 def new_bounce_buffers(

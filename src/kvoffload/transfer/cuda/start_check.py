@@ -42,15 +42,17 @@ class StartCheck:
 
     @contextlib.contextmanager
     def blocks_like(self, table: PageTable) -> Iterator[PageTable]:
-        """Yields NUM_BLOCKS device blocks in runs as long as those of ``table``. After an error they are not freed."""
+        """Yields NUM_BLOCKS device blocks in runs as long as those of ``table``, which follow one another in a row.
+        After an error they are not freed."""
         strides = [-(-run.nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT for run in table.runs]
         ends = [NUM_BLOCKS * end for end in accumulate(strides)]
         address = self._driver.allocate(ends[-1])
+        offsets = accumulate((run.nbytes for run in table.runs), initial=0)
         runs = [
-            Run(address + end - NUM_BLOCKS * stride, stride, run.nbytes, run.offset)
-            for run, stride, end in zip(table.runs, strides, ends, strict=True)
+            Run(address + end - NUM_BLOCKS * stride, stride, run.nbytes, offset)
+            for run, stride, end, offset in zip(table.runs, strides, ends, offsets, strict=False)
         ]
-        yield PageTable(tuple(runs), NUM_BLOCKS, table.factor)
+        yield PageTable(tuple(runs), table.device_block_bytes, NUM_BLOCKS, table.factor)
         self._driver.free(address)
 
     def copies(self, table: PageTable) -> str | None:

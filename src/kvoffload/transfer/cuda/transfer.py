@@ -45,6 +45,11 @@ class CudaTransfer(Transfer):
         limits: Limits = DEFAULT_LIMITS,
         with_threads: bool = True,
     ) -> None:
+        for table in tables:
+            if table.factor * table.row_bytes > pool_data.shape[1]:
+                raise ValueError(
+                    f"{table.factor} rows of {table.row_bytes} bytes exceed a slot of {pool_data.shape[1]}"
+                )
         self._device = device
         self._pool_data = pool_data
         self._registration = registration
