@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvoffload.abc import ByteArray
 from kvoffload.native import load
 from kvoffload.transfer import blocks
-from kvoffload.transfer.blocks import STREAMS, BlockCopier, PlainBlockCopier, choose_streams, merge_views
+from kvoffload.transfer.blocks import STREAMS, BlockCopier, Place, PlainBlockCopier, choose_streams, merge_views
 from kvoffload.transfer.copies import Numbers
 
 needs_native = pytest.mark.skipif(load("_copies") is None, reason="there is no native code here")
@@ -43,6 +43,13 @@ class Memory:
     pool: ByteArray
     views: list[ByteArray]
     host: ByteArray
+    offsets: list[int] | None
+    """Where a row has the page of each view; None: one after another."""
+
+    def merged(self) -> tuple[list[ByteArray], ByteArray, list[Place] | None]:
+        """Returns the arguments of a copier."""
+        views, places = merge_views(self.views, self.offsets)
+        return views, self.host, None if self.offsets is None else places
 
     def contents(self) -> list[bytes]:
         """Returns all bytes, also those between pages and slots."""
@@ -60,6 +67,9 @@ class Layout:
     factor: int
     shift: int
     """Bytes before the first page and the first slot."""
+    gaps: tuple[int, ...] | None = None
+    """For each allocation, the bytes in a row before each of its pages and after the last: the layers of a gap of 0 are
+    beside one another there too. None: the pages fill a row in the order of the layers, otherwise in another order."""
 
     def memory(self, seed: int = 0) -> Memory:
         rng = np.random.default_rng(seed)
@@ -75,10 +85,16 @@ class Layout:
             ]
             views += [pages[layer] for layer in each]
         size = sum(layers * page_bytes for layers, page_bytes, _, _ in self.allocations)
+        offsets: list[int] | None = None
+        if self.gaps is not None:
+            offsets, size = [], 0
+            for (layers, page_bytes, _, _), gap in zip(self.allocations[::-1], self.gaps[::-1], strict=True):
+                offsets = [size + gap + i * (page_bytes + gap) for i in range(layers)] + offsets
+                size += layers * (page_bytes + gap) + gap
         pitch = size * self.factor + self.shift
         pool = rng.integers(0, 256, self.shift + self.num_slots * pitch, dtype=np.uint8)
         slots = pool[self.shift :].reshape(self.num_slots, pitch)[:, : size * self.factor]
-        return Memory(device, pool, views, slots.reshape(self.num_slots, self.factor, size))
+        return Memory(device, pool, views, slots.reshape(self.num_slots, self.factor, size), offsets)
 
 
 @st.composite
@@ -86,12 +102,15 @@ def layouts(draw: st.DrawFn) -> Layout:
     allocation = st.tuples(
         st.integers(1, 10), st.sampled_from(PAGE_BYTES), st.sampled_from([0, 0, 1, 40]), st.booleans()
     )
+    allocations = tuple(draw(st.lists(allocation, min_size=1, max_size=3)))
+    gaps = st.tuples(*[st.sampled_from([0, 1, 40, 600])] * len(allocations))
     return Layout(
-        tuple(draw(st.lists(allocation, min_size=1, max_size=3))),
+        allocations,
         num_blocks=draw(st.integers(1, 20)),
         num_slots=draw(st.integers(1, 8)),
         factor=draw(st.integers(1, 4)),
         shift=draw(st.integers(0, 70)),
+        gaps=draw(st.none() | gaps),
     )
 
 
@@ -112,21 +131,24 @@ def same_as_plain(
     same = True
     for is_store in (True, False):
         wanted, found = layout.memory(), layout.memory()
-        PlainBlockCopier(merge_views(wanted.views)[0], wanted.host).copy(*job, is_store)
+        PlainBlockCopier(*wanted.merged()).copy(*job, is_store)
         make_copy(found, merges)(*job, is_store)
         same = same and wanted.contents() == found.contents()
     return same
 
 
-def views_of(memory: Memory, merges: bool) -> list[ByteArray]:
-    return merge_views(memory.views)[0] if merges else [view[np.newaxis] for view in memory.views]
+def arguments_of(memory: Memory, merges: bool) -> tuple[list[ByteArray], ByteArray, list[Place] | None]:
+    if merges:
+        return memory.merged()
+    places = None if memory.offsets is None else [(at, 0) for at in memory.offsets]
+    return [view[np.newaxis] for view in memory.views], memory.host, places
 
 
 def native_copy(streams: int, use_two_threads: bool) -> Callable[[Memory, bool], Copy]:
     native: Any = load("_copies")
 
     def make(memory: Memory, merges: bool) -> Copy:
-        copier = native.BlockCopier(views_of(memory, merges), memory.host)
+        copier = native.BlockCopier(*arguments_of(memory, merges))
         return lambda *job: copier.copy_rows(*job, streams, use_two_threads)
 
     return make
@@ -163,13 +185,15 @@ def test_two_threads_copy_many_small_pages(streams: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("fault", ["block", "slot", "part", "short", "swapped"])
+@pytest.mark.parametrize("fault", ["block", "slot", "part", "short", "swapped", "place"])
 def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> None:
     """The negative control of the comparisons above."""
-    layout = Layout(((2, 513, 3, False), (1, 64, 0, True)), num_blocks=8, num_slots=4, factor=2, shift=1)
+    layout = Layout(((2, 513, 3, False), (1, 64, 0, True)), num_blocks=8, num_slots=4, factor=2, shift=1, gaps=(5, 0))
     job = numbers([5, 0, 3]), numbers([1, 2, 2]), numbers([1, 0, 1])
 
     def make(memory: Memory, merges: bool) -> Copy:
+        if fault == "place":
+            memory.offsets = [at + 1 for at in memory.offsets or ()]
         right = native_copy(8, False)(memory, merges)
 
         def copy(device_blocks: Numbers, slots: Numbers, parts: Numbers, is_store: bool) -> None:
@@ -182,7 +206,7 @@ def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> N
                 parts = parts - last
             elif fault == "short":
                 device_blocks, slots, parts = device_blocks[:-1], slots[:-1], parts[:-1]
-            else:
+            elif fault == "swapped":
                 is_store = not is_store
             right(device_blocks, slots, parts, is_store)
 
@@ -190,6 +214,24 @@ def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> N
 
     assert same_as_plain(layout, job, native_copy(8, False), merges=True)
     assert not same_as_plain(layout, job, make, merges=True)
+
+
+@settings(max_examples=100)
+@given(st.data(), layouts(), st.booleans(), st.booleans())
+def test_plain_copies_are_those_by_hand(data: st.DataObject, layout: Layout, is_store: bool, merges: bool) -> None:
+    """All other bytes remain as they were, also those of a row in which no page is."""
+    job = data.draw(jobs(layout))
+    found, wanted = layout.memory(), layout.memory()
+    PlainBlockCopier(*arguments_of(found, merges)).copy(*job, is_store)
+    offsets = wanted.offsets
+    if offsets is None:
+        offsets = [sum(view.shape[1] for view in wanted.views[:i]) for i in range(len(wanted.views))]
+    for block, slot, part in zip(*job, strict=True):
+        for view, at in zip(wanted.views, offsets, strict=True):
+            place = wanted.host[slot, part, at : at + view.shape[1]]
+            to, of = (place, view[block]) if is_store else (view[block], place)
+            to[:] = of
+    assert found.contents() == wanted.contents()
 
 
 def test_each_page_is_at_its_place() -> None:
@@ -270,6 +312,24 @@ def test_memory_of_another_shape_is_refused(make: type[PlainBlockCopier]) -> Non
         make([views[0].astype(np.int16)], host)
     with pytest.raises(TypeError):
         make(views, host.astype(np.int8))
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        *([(0, 8), (at, 0)] for at in (-1, 25, 1 << 40, 1 << 70)),
+        *([(at, 8), (16, 0)] for at in (-1, 17, 1 << 40, 1 << 70)),
+        *([(0, step), (24, 0)] for step in (-8, 25, 1 << 62, 1 << 70)),
+        [(0, 8)],
+        [],
+    ],
+)
+@pytest.mark.parametrize("make", COPIERS)
+def test_places_that_are_not_in_a_row_are_refused(make: type[PlainBlockCopier], places: list[Place]) -> None:
+    views, host = [np.zeros((layers, 4, 8), np.uint8) for layers in (2, 1)], np.zeros((3, 2, 32), np.uint8)
+    make(views, host, [(0, 24), (16, 0)])
+    with pytest.raises(ValueError):
+        make(views, host, places)
 
 
 @pytest.mark.parametrize("is_store", [True, False])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer import inline
 from kvoffload.transfer.blocks import merge_views
@@ -350,6 +350,61 @@ def test_round_trip_of_a_job_with_several_groups() -> None:
         for view, right in zip(groups[g].views, before[g], strict=True):
             assert np.array_equal(view[blocks], right[blocks])
             assert not np.delete(view, blocks, axis=0).any()
+
+
+def ranks_of_one_pool(pool: ByteArray, factor: int, shift: int) -> tuple[list[list[ByteArray]], list[InlineTransfer]]:
+    """Returns the views and transfers of two ranks whose pages are in turn in the rows of a pool. ``shift``: how many
+    bytes too early those of the second are."""
+    sizes = np.array([view.shape[1] for view in mixed_layers()])
+    starts = 2 * (np.cumsum(sizes) - sizes)
+    views = [mixed_layers() for _ in range(2)]
+    for view in views[1]:
+        view ^= 1
+    places = [tuple((starts + rank * (sizes - shift)).tolist()) for rank in range(2)]
+    row_bytes = 2 * int(sizes.sum())
+    groups = [PageGroup(own, factor, Placement(at, row_bytes)) for own, at in zip(views, places, strict=True)]
+    return views, [InlineTransfer([group], pool) for group in groups]
+
+
+def both_ranks_are_right(factor: int, shift: int) -> bool:
+    """Stores blocks of two ranks in the same slots, loads them on a rank that has whole blocks, and the other way.
+    Returns whether all bytes are right, also those of slots that are not used."""
+    whole = [np.concatenate([view, view ^ 1], axis=1) for view in mixed_layers()]
+    pool = noise(6, padded_slot_bytes(factor * len(block(whole, 0))))
+    wanted = pool.copy()
+    views, transfers = ranks_of_one_pool(pool, factor, shift)
+    blocks, slots = [7, 2, 9, 4, 11, 1][: 2 * factor], [5, 0]
+    for transfer in transfers:
+        transfer.submit(1, job(slots, blocks), is_store=True)
+        (result,) = transfer.poll(busy=False)
+        assert (result.ok, result.nbytes) == (True, len(blocks) * len(block(views[0], 0)))
+    for slot, first in zip(slots, (0, factor), strict=True):
+        row = b"".join(block(whole, i) for i in blocks[first : first + factor])
+        wanted[slot, : len(row)] = np.frombuffer(row, np.uint8)
+    is_right = np.array_equal(pool, wanted)
+    loaded = [np.zeros_like(view) for view in whole]
+    alone = InlineTransfer([PageGroup(loaded, factor)], pool)
+    assert run(alone, job(slots, blocks), is_store=False)
+    is_right &= all(block(loaded, i) == block(whole, i) for i in blocks)
+    for view in loaded:
+        view ^= 0x55
+    assert run(alone, job(slots, blocks), is_store=True)
+    for own, transfer in zip(views, transfers, strict=True):
+        assert run(transfer, job(slots, blocks), is_store=False)
+        halves = [np.split(view, 2, axis=1)[own is views[1]] for view in loaded]
+        is_right &= all(block(own, i) == block(halves, i) for i in blocks)
+    return is_right
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_two_ranks_share_slots_with_one_that_has_whole_blocks(factor: int) -> None:
+    assert both_ranks_are_right(factor, shift=0)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_byte_of_another_rank_that_is_overwritten_is_noticed(factor: int) -> None:
+    """The negative control of the test above."""
+    assert not both_ranks_are_right(factor, shift=1)
 
 
 @pytest.mark.parametrize(
