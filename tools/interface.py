@@ -491,8 +491,8 @@ class Check:
         for spec in sorted({*constant(refusals, "SERVED"), *constant(refusals, "REFUSED")}):
             there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
             self.add("class", spec, "refusals.py", None if there else "no such kind of KV cache")
-        module = constant(refusals, "MULTI_CONNECTOR")
-        self.add("module", module, "refusals.py", None if self.source.module(module) else "no such module", "")
+        module = constant(ast.parse((self.adapter / "companions.py").read_text()), "MULTI_CONNECTOR")
+        self.add("module", module, "companions.py", None if self.source.module(module) else "no such module", "")
 
     def _own_offloading(self) -> None:
         """Checks what vLLM's own connector does with the files OWN_OFFLOADING, and nothing in them names."""

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 ENGINES: dict[str, dict[str, Any]] = {"one": {}, **PARALLEL}
 
 
-def server(run: Runner, directory: Path, engine: str, options: dict[str, Any] | None = None, **config: Any) -> Run:
+def server(run: Runner, directory: Path, ranks: str, options: dict[str, Any] | None = None, **config: Any) -> Run:
     """Asks a server with the disk tier ``directory`` one prompt after the other, and closes it."""
     connector = with_disk(directory) | {"canonical_layout": True} | (options or {})
     # Other variables of vLLM count as other software, so all servers have these.
@@ -34,7 +34,7 @@ def server(run: Runner, directory: Path, engine: str, options: dict[str, Any] | 
         prompts=FEW,
         connector=connector,
         environment=TWO_RANKS,
-        engine={"max_num_seqs": 1} | ENGINES[engine] | config.pop("engine", {}),
+        engine={"max_num_seqs": 1} | ENGINES[ranks] | config.pop("engine", {}),
         **config,
     )
 
@@ -53,10 +53,10 @@ def left(run: Runner, expected: list[Any], tmp_path_factory: pytest.TempPathFact
     """Returns a copy of the directory that a server of a kind has left."""
     folder = tmp_path_factory.mktemp("canonical")
 
-    def make(engine: str, name: str = "model", right: list[Any] | None = None, **config: Any) -> Path:
-        directory = folder / f"{engine} {name}"
+    def make(ranks: str, name: str = "model", right: list[Any] | None = None, **config: Any) -> Path:
+        directory = folder / f"{ranks} {name}"
         if not directory.exists():
-            result = server(run, directory, engine, **config)
+            result = server(run, directory, ranks, **config)
             check(result, expected if right is None else right)
             assert disk_tokens(result) == 0
             assert result["metrics"]["tier_write_blocks:disk"] > 0
