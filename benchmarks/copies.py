@@ -8,6 +8,9 @@ turns.
 A figure is the median of ROUNDS rounds, a ratio the median of the rounds' ratios, with quartiles in brackets. Copies on
 one thread are compared by its processor time, which other processes change least, and copies on two by wall time,
 which says little on a busy machine.
+
+At the end the copies of one of two ranks whose pages are in turn in the slots of one pool are compared with the same
+copies to a pool of its own, by the kind that was chosen, on one thread, in jobs of several sizes.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from kvoffload.abc import ByteArray
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.native import load
 from kvoffload.transfer.blocks import STREAMS, BlockCopier, PlainBlockCopier, merge_views
+from kvoffload.transfer.copies import Numbers
 
 KIB = 1 << 10
 SHAPES = [
@@ -36,6 +40,10 @@ SHAPES = [
     *((1, row * KIB) for row in (8, 16, 32, 64, 128, 256, 1024, 2048)),
 ]
 """Layers and bytes per page: the pages of a block are as many pieces of memory as it has layers."""
+RANKS = 2
+PLACED_SHAPE = 32, 2048 * KIB // 32 // RANKS
+PLACED_JOBS = 1, 8, 64
+"""Blocks per job."""
 TOTAL_BYTES = 256 << 20
 ALIGNMENT = 4096
 ROUNDS = 11
@@ -122,6 +130,48 @@ def compared(what: str, times: dict[str, list[float]], nbytes: int) -> list[Row]
     return rows
 
 
+def placed_copies(device: ByteArray, pool: ByteArray, is_store: bool, blocks_per_job: int) -> Copies:
+    """Returns the copies of all blocks, in random order, to a pool of this rank and to one that it shares."""
+    layers, num_blocks, page = device.shape
+    order = [np.random.default_rng(seed).permutation(num_blocks).astype(np.int64) for seed in range(2)]
+    cuts = range(blocks_per_job, num_blocks, blocks_per_job)
+    jobs = list(zip(*(np.split(each, cuts) for each in order), strict=True))
+    copies: Copies = {}
+    for name, ranks in (("own pool", 1), ("shared pool", RANKS)):
+        row_bytes = ranks * layers * page
+        host = pool.reshape(-1)[: num_blocks * row_bytes].reshape(num_blocks, 1, row_bytes)
+        views, places = merge_views(list(device), [layer * ranks * page for layer in range(layers)])
+        copies[name] = partial(copy_jobs, BlockCopier(views, host, places), jobs, is_store)
+    return copies
+
+
+def copy_jobs(copier: Any, jobs: list[tuple[Numbers, Numbers]], is_store: bool) -> None:
+    for blocks, slots in jobs:
+        copier.copy_rows(blocks, slots, np.zeros_like(slots), is_store, copier.streams[is_store], False)
+
+
+def placed_rows(memory: ByteArray, rounds: int) -> list[Row]:
+    """Returns the speed of copies to a shared pool compared with those to a rank's own."""
+    layers, page = PLACED_SHAPE
+    num_blocks = len(memory) // (layers * page)
+    device = memory.reshape(layers, num_blocks, page)
+    pool = HostPool(num_blocks, padded_slot_bytes(RANKS * layers * page))
+    pool.data[:] = 2
+    pool.wait_until_touched()
+    rows = []
+    for direction, is_store in (("gather", True), ("scatter", False)):
+        for blocks_per_job in PLACED_JOBS:
+            times = measure(placed_copies(device, pool.data, is_store, blocks_per_job), time.thread_time, rounds)
+            own, shared = times["own pool"], times["shared pool"]
+            low, median, high = statistics.quantiles([a / b for a, b in zip(own, shared, strict=True)], n=4)
+            what = f"{layers} x {page / KIB:g} KiB of {RANKS} ranks, {direction}, jobs of {blocks_per_job}"
+            speed = len(memory) / statistics.median(shared) / 1e9
+            rows.append(Row(f"{what} ({low:.2f} to {high:.2f})", speed, "GB/s", "a pool of its own", median))
+    gc.collect()
+    pool.close()
+    return rows
+
+
 def main(out: Path, quick: bool) -> None:
     rows: list[Row] = []
     nbytes, rounds = (TOTAL_BYTES // 16, 3) if quick else (TOTAL_BYTES, ROUNDS)
@@ -147,4 +197,6 @@ def main(out: Path, quick: bool) -> None:
             del host
             gc.collect()
             pool.close()
+    if load("_copies") is not None:
+        rows += placed_rows(memory, rounds)
     publish("copies", f"Copies of {nbytes >> 20} MiB", rows, out)
