@@ -349,6 +349,7 @@ def test_what_is_one_is_not_ignored(pair: Pair) -> None:
         {"tokens": 4},
         {"tokens": 6},
         {"tokens": 7},
+        {"tokens": 9},
         {"tokens": 12},
         {"tokens": MAX_HANDED_TOKENS},
     ],

@@ -133,6 +133,17 @@ def test_all_chains_together_have_a_bound() -> None:
     assert [rig.host.lookup(keys) for keys in (first, second, third)] == [PROMISED - 2, 2, 0]
 
 
+def test_a_chain_that_has_grown_waits_whole_if_all_of_it_has_room() -> None:
+    """What waits already counts once."""
+    rig, _ = with_shared()
+    keys = chain("x", PROMISED)
+    rig.store(keys)
+    for size in (PROMISED - 2, PROMISED):
+        rig.manager.hand_over(keys[:size])
+    rig.fill_host()
+    assert rig.host.lookup(keys) == PROMISED
+
+
 def test_a_tier_that_is_off_is_not_named() -> None:
     rig, shared = with_shared()
     keys = chain("x", 4)
