@@ -105,6 +105,14 @@ NONSENSE: dict[str, Any] = {
     "a return in the past": {"kvoffload": {"expect_return_s": -1}},
     "more likely than certain": {"kvoffload": {"p_return": 1.5}},
     "retained for ever": {"kvoffload": {"retain_s": float(1 << 40)}},
+    "no hand-over": {"do_remote_prefill": True, "kvoffload": {"handover": "complete"}},
+    "a hand-over of too much": {
+        "kvoffload": {"handover": {"tokens": 1 << 63, "name": "0" * 32, "places": {"store": "../" * 100_000}}}
+    },
+    "a hand-over of another prompt": {
+        "kvoffload": {"handover": {"tokens": 64, "name": "0" * 32, "places": {"store": "../../writer-0"}}}
+    },
+    "deep within a hand-over": {"kvoffload": {"handover": nested(50)}},
     "deep within a hint": {"kvoffload": {"session": nested(50), "drop": nested(50), "expect_return_s": nested(50)}},
 }
 NUM_OPTIONS = 5
