@@ -123,6 +123,24 @@ def test_an_offer_that_loses_to_another_connector_pins_nothing() -> None:
     assert rig.status(prompt(8)) == [0, 0]
 
 
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_a_request_whose_load_by_another_connector_failed_is_offered_no_other(has_failed: bool) -> None:
+    """It has lost its device blocks, and may stand before requests that hold those which a load would need. The control
+    has run, and is preempted."""
+    rig = Rig(options=OTHERS)
+    rig.store(prompt(8))
+    request = FakeRequest("l", prompt(9))
+    assert rig.look_up(request) == (8, True)
+    rig.allocate(request, [1, 2, 3])
+    if not has_failed:
+        rig.step({request: 1}, new={"l": [1, 2, 3]})
+        rig.step(preempted=["l"])
+    assert rig.look_up(request) == ((0, False) if has_failed else (8, True))
+    rig.allocate(request, [4, 5, 6])
+    rig.step({request: 9}, new={"l": [4, 5, 6]})
+    assert not rig.half.off
+
+
 def test_a_remote_decode_is_meant_for_the_other_connector() -> None:
     """Two answers would clash in vLLM."""
     rig = Rig(options=OTHERS)

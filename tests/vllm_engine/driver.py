@@ -26,6 +26,7 @@ from random import Random
 from typing import Any, NoReturn
 
 import numpy as np
+from companion_scenarios import beside
 
 from demo.engine import connector, sampling, start_llm
 
@@ -1613,6 +1614,7 @@ SCENARIOS = {
         endless,
         refusals,
         fingerprints,
+        beside,
     )
 }
 

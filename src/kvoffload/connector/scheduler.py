@@ -178,9 +178,12 @@ class OffloadingConnectorScheduler:
 
         ``(n, True)``: n tokens, loaded asynchronously; ``(0, False)``: none; ``(None, False)``: ask again at the next
         step. At least one token is left to compute. A request whose load failed is never offered another: in the queue
-        it may precede requests that hold the blocks which another load would need.
+        it may precede requests that hold the blocks which another load would need. This includes the load of another
+        connector, which has failed if the request is looked up again before it was in a step.
         """
         state = self._state(request)
+        if state.of_others:
+            state.of_others, state.may_load, state.match = frozenset(), False, None
         match = look_up(self.lookups, state, num_computed_tokens)
         if match.tokens is None:
             self.observer.waits(state)

@@ -1,0 +1,211 @@
+"""kvoffload beside other connectors in one engine: nobody gets bytes that had not arrived, and failed loads are
+computed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Not "vllm": a directory of that name on sys.path could be imported instead.
+pytest.importorskip("vllm.version")
+from companion_scenarios import conversations, model_of, multi
+from vllm_harness import ENVIRONMENT, Run, Runner, differences
+
+from demo.process import CommandedProcess, free_ports
+from kvoffload.supported import FIRST_BESIDE_OTHERS, release_of
+
+vllm_version = importlib.import_module("vllm.version").__version__
+needs_version = pytest.mark.skipif(
+    (release_of(vllm_version) or (99, 0)) < (release_of(FIRST_BESIDE_OTHERS) or (0, 0)),
+    reason=f"this vLLM is older than {FIRST_BESIDE_OTHERS}, and refused beside others",
+)
+pytestmark = [pytest.mark.vllm, needs_version]
+
+PLANTED = "companion_connectors"
+ENGINE = {"block_size": 32, "num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 2048}
+SIZES = {"engine": ENGINE, "conversations": 6, "turns": 5, "max_tokens": 8}
+
+
+def kvoffload(name: str = "KVOffloadConnector", **options: Any) -> dict[str, Any]:
+    module = None if name == "KVOffloadConnector" else PLANTED
+    return {"options": {"host_bytes": "4MiB", **options}, "name": name, "module": module}
+
+
+def example(folder: Path, name: str = "ExampleConnector") -> dict[str, Any]:
+    module = None if name == "ExampleConnector" else PLANTED
+    return {"options": {"shared_storage_path": str(folder)}, "name": name, "module": module}
+
+
+@pytest.fixture(scope="module")
+def right(run: Runner) -> list[Any]:
+    return list(run("beside", connectors=None, rounds=1, **SIZES)["outputs"][0])
+
+
+@pytest.fixture(scope="module")
+def filled(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run with vLLM's example connector before kvoffload's, and the folder that it has filled."""
+    folder = tmp_path_factory.mktemp("example")
+    return run("beside", connectors=[example(folder), kvoffload()], rounds=2, **SIZES), folder
+
+
+def test_the_first_connector_with_a_hit_loads_and_outputs_stay_the_same(
+    filled: tuple[Run, Path], right: list[Any]
+) -> None:
+    result, _ = filled
+    assert [differences(answers, right) for answers in result["outputs"]] == [[], []]
+    assert min(result["loads"].values()) > 0, "both have loaded"
+    assert result["off"] is False
+
+
+def test_the_other_order_gives_the_same_outputs(
+    run: Runner, filled: tuple[Run, Path], right: list[Any], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(filled[1], tmp_path / "example")
+    result = run("beside", connectors=[kvoffload(), example(folder)], rounds=2, **SIZES)
+    assert [differences(answers, right) for answers in result["outputs"]] == [[], []]
+    assert min(result["loads"].values()) > 0
+    assert result["off"] is False
+
+
+@pytest.mark.parametrize("name", ["KVOffloadConnector", "TrustingKVOffloadConnector"])
+def test_failed_loads_of_another_connector_are_computed_and_leave_no_wrong_bytes(
+    run: Runner, filled: tuple[Run, Path], right: list[Any], tmp_path: Path, name: str
+) -> None:
+    """In the second round only kvoffload can load. The control does not hear of the failures."""
+    folder = shutil.copytree(filled[1], tmp_path / "example")
+    connectors = [example(folder, "BrokenExampleConnector"), kvoffload(name)]
+    result = run("beside", connectors=connectors, rounds=2, forget=str(folder), **SIZES)
+    first, second = result["outputs"]
+    assert differences(first, right) == []
+    assert "Recovered from KV load failure" in result.log
+    assert bool(differences(second, right)) is (name != "KVOffloadConnector")
+    assert result["loads"][name] > 0
+    assert result["off"] is False
+
+
+# Beside NIXL.
+
+TURNS = 3
+AT_ONCE = 3
+ANSWER = 35
+REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, **REMOTE}
+"""What a proxy sends to the prefill engine. The answer goes to the decode engine."""
+DEADLINE_S = 120.0
+
+
+class Halves:
+    """A prefill and decode engines on loopback, each with NIXL and kvoffload, and one with neither."""
+
+    def __init__(self, run: Runner, folder: Path, stack: contextlib.ExitStack) -> None:
+        model = str(model_of(str(folder / "model")))
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "UCX_TLS": "tcp,shm,self",
+        }
+
+        def start(name: str, number: int, *connectors: dict[str, Any]) -> CommandedProcess:
+            config = {"model": model, "arguments": ENGINE, "connector": multi(list(connectors)) if connectors else None}
+            # UCX takes ports of 127.0.0.1 as it likes, so each engine listens at an address of its own.
+            listener = {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": f"127.0.0.{2 + number}",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(1)[0]),
+            }
+            return stack.enter_context(
+                CommandedProcess(
+                    [str(Path(__file__).with_name("companion_scenarios.py"))],
+                    folder / f"{name}.log",
+                    config,
+                    {**environment, **listener},
+                    start=run.parent(environment).start_process,
+                )
+            )
+
+        nixl: dict[str, Any] = {"options": {}, "name": "NixlConnector", "module": None}
+        inclusive = {"host_contents": "inclusive"}
+        self.alone = start("alone", 0)
+        self.prefill = start("prefill", 1, nixl, kvoffload())
+        self.decode = start("decode", 2, nixl, kvoffload(**inclusive))
+        self.early = start("early", 3, nixl, kvoffload("EarlyKVOffloadConnector", **inclusive))
+        for each in (self.alone, self.prefill, self.decode, self.early):
+            each.receive(DEADLINE_S)
+        self.prompts, self.right = self._converse()
+
+    def _converse(self) -> tuple[list[list[list[int]]], list[list[Any]]]:
+        """Returns prompts by turn, each of which begins with what was said before, and their right answers."""
+        made = conversations(2 * AT_ONCE, TURNS, 50)
+        histories: list[list[int]] = [[] for _ in made]
+        prompts, right = [], []
+        for turn in range(TURNS):
+            size = 0 if turn == 0 else len(made[0][turn - 1])
+            prompts.append([history + each[turn][size:] for history, each in zip(histories, made, strict=True)])
+            answers = answer(self.alone, prompts[-1], ANSWER)
+            histories = [prompt + each["tokens"] for prompt, each in zip(prompts[-1], answers, strict=True)]
+            right.append([[each["tokens"], each["logprobs"]] for each in answers])
+        return prompts, right
+
+    def hand_over(self, turn: int, part: slice) -> list[dict[str, Any]]:
+        """Has the prefill engine compute prompts. Returns what is to be sent to a decode engine."""
+        prompts = self.prompts[turn][part]
+        return [each["params"] for each in answer(self.prefill, prompts, 1, [PREFILL] * len(prompts))]
+
+    def wrong(self, engine: CommandedProcess, turn: int, part: slice, params: list[Any] | None = None) -> list[int]:
+        """Returns which answers of ``engine`` are wrong."""
+        found = answer(engine, self.prompts[turn][part], ANSWER, params)
+        return differences([[each["tokens"], each["logprobs"]] for each in found], self.right[turn][part])
+
+
+def answer(engine: CommandedProcess, prompts: Any, max_tokens: int, params: Any = None) -> list[dict[str, Any]]:
+    sent = [None] * len(prompts) if params is None else params
+    return list(engine.call("answer_all", DEADLINE_S, prompts=prompts, max_tokens=max_tokens, params=sent))
+
+
+PARTS = (slice(0, AT_ONCE), slice(AT_ONCE, 2 * AT_ONCE))
+
+
+@pytest.fixture(scope="module")
+def halves(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Halves]:
+    if importlib.util.find_spec("nixl") is None:
+        pytest.skip("NIXL is not installed: pip install --no-deps nixl nixl-cu12, which runs on CPUs too")
+    with contextlib.ExitStack() as stack:
+        yield Halves(run, tmp_path_factory.mktemp("halves"), stack)
+
+
+def test_blocks_that_are_stored_before_they_have_arrived_are_wrong(halves: Halves) -> None:
+    """The control of the next test."""
+    for part in PARTS:
+        assert halves.wrong(halves.early, 0, part, halves.hand_over(0, part)) == [], "NIXL brings the right bytes"
+    assert halves.early.call("forget", DEADLINE_S)
+    later = [halves.wrong(halves.early, 1, part) for part in PARTS]
+    assert halves.early.call("state", DEADLINE_S)["host_tokens"] > 0
+    assert any(later)
+
+
+def test_what_nixl_brings_is_kept_and_found_again_on_each_engine_until_the_prefill_engine_dies(halves: Halves) -> None:
+    for turn in range(TURNS - 1):
+        for part in PARTS:
+            assert halves.wrong(halves.decode, turn, part, halves.hand_over(turn, part)) == []
+    state = halves.decode.call("state", DEADLINE_S)
+    assert state["loads"] == {"NixlPullConnector": 4 * AT_ONCE, "KVOffloadConnector": 0}
+    # Without a prefill engine, kvoffload has what the decode engine was given, and what it has computed.
+    assert halves.decode.call("forget", DEADLINE_S)
+    assert [halves.wrong(halves.decode, 1, part) for part in PARTS] == [[], []]
+    assert halves.decode.call("state", DEADLINE_S)["host_tokens"] > 0
+    params = halves.hand_over(TURNS - 1, PARTS[0])
+    assert halves.prefill.call("state", DEADLINE_S)["host_tokens"] > 0
+    halves.prefill.kill()
+    assert halves.wrong(halves.decode, TURNS - 1, PARTS[0], params) == []
+    assert halves.wrong(halves.decode, TURNS - 1, PARTS[1]) == []
+    assert [halves.wrong(halves.decode, turn, part) for turn in range(TURNS) for part in PARTS] == [[]] * 2 * TURNS
+    state = halves.decode.call("state", DEADLINE_S)
+    assert state["loads"]["NixlPullConnector"] == 5 * AT_ONCE, "it was asked for what it could not load any more"
+    assert state["off"] is False
