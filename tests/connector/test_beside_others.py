@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffload.connector.options import PARAM
 from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, only, prompt
 
 OTHERS = {"is_beside_others": True}
@@ -147,3 +148,19 @@ def test_a_remote_decode_is_meant_for_the_other_connector() -> None:
     request = FakeRequest("p", prompt(8), REMOTE_DECODE)
     rig.start(request, [1, 2])
     assert rig.half.request_finished(request, [1, 2]) == (False, None)
+
+
+def test_the_options_of_a_client_go_on_with_a_remote_decode() -> None:
+    """Routers send the answer to the second server in place of what the client has sent: without its tenant the KV
+    would be found by all, and without ``store`` it would be kept."""
+    options = {"tenant": "a", "store": False, "max_tokens": 4, "handover": {}, "unknown": 1}
+    rig = Rig(options=OTHERS)
+    request = FakeRequest("p", prompt(8), {**REMOTE_DECODE, PARAM: options})
+    rig.start(request, [1, 2])
+    passed_on = {"tenant": "a", "store": False, "max_tokens": 4}
+    assert rig.half.request_finished(request, [1, 2]) == (False, {PARAM: passed_on})
+    second = FakeRequest("d", prompt(8), {PARAM: passed_on})
+    rig.start(second, [3, 4])
+    (state,) = rig.half.requests.values()
+    assert (state.options.tenant, state.options.store, state.options.max_tokens) == ("a", False, 4)
+    assert not state.options.ignored

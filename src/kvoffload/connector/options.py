@@ -100,6 +100,8 @@ class RequestOptions:
     """What another server hands over to it, see ``Handover.from_option``."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
+    is_passed_on: bool = False
+    """Whether it goes on elsewhere with the KV that another connector of its engine sends there."""
     is_sent: bool = False
     """Whether the client sent options. It gets an answer then."""
     ignored: tuple[str, ...] = ()
@@ -131,6 +133,11 @@ class RequestOptions:
         if ignored:
             logger.debug("kvoffload: options of a request are not valid and are left out: %s", ", ".join(ignored))
         return cls(**known, remote_decode=remote_decode, is_sent=sent is not None, ignored=tuple(ignored))
+
+    def to_pass_on(self) -> dict[str, Any]:
+        """Returns what the same request must say where it goes on: all options of the client but a hand-over."""
+        said = {name: getattr(self, name) for name in OPTIONS if name != "handover"}
+        return {name: value for name, value in said.items() if value != getattr(DEFAULT, name)}
 
     def hints(self, namespace: bytes) -> Hints | None:
         """Returns what is known about the next use of its blocks; None if nothing is. ``namespace`` is that of its

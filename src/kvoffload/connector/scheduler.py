@@ -376,7 +376,8 @@ class OffloadingConnectorScheduler:
         True for a request with ``do_remote_decode``: its blocks stay until all of it is in the host pool,
         at most the load deadline, and then it is reported once. If a tier is shared, the answer is what a client sends
         with the same request to the server that is to go on. The answer to a client that has sent options says, under
-        the key PARAM, what its request has found and had retained.
+        the key PARAM, what its request has found and had retained, or repeats the options if another connector answers
+        ``do_remote_decode``.
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
@@ -390,7 +391,8 @@ class OffloadingConnectorScheduler:
         self.observer.end(state, retained)
         answer: dict[str, Any] | None = None
         if state.options.is_sent and state.record is not None:
-            answer = {PARAM: state.usage()}
+            # Routers send the answer on in place of what the client has sent.
+            answer = {PARAM: state.options.to_pass_on() if state.options.is_passed_on else state.usage()}
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
             if state.options.remote_decode:
@@ -474,7 +476,7 @@ class OffloadingConnectorScheduler:
         most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
         state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
         if self.engine.is_beside_others:
-            state.options = replace(state.options, remote_decode=False)
+            state.options = replace(state.options, remote_decode=False, is_passed_on=state.options.remote_decode)
         return state
 
     @guarded(lambda self: None)
