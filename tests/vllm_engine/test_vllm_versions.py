@@ -132,8 +132,9 @@ def test_the_disk_tier(
     answers: list[Any],
     tmp_path: Path,
 ) -> None:
-    """Served if requests can wait, otherwise refused with the reason and the fix."""
+    """Served if requests can wait, also in the canonical layout, otherwise refused with the reason and the fix."""
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
+    connector["canonical_layout"] = True
     connector["load_deadline_ms"] = 1000 * DEADLINE_S
     if version.startswith(CANNOT_WAIT):
         child, path = run.start("rounds", connector=connector, **overlaid)
@@ -148,6 +149,7 @@ def test_the_disk_tier(
         result = run_version("rounds", rounds=1, close=True, connector=connector)
         assert differences(result["outputs"][0], answers) == []
         assert_at_rest(result.result)
+        assert "canonical_layout has no effect" not in result.log
     assert result["metrics"]["tier_hit_tokens:disk"] > 0
 
 
