@@ -18,9 +18,11 @@ from kvoffload.testing.scale import SCALE
 from kvoffload.transfer.cuda import cuda_device
 from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.cuda_device import CudaDevice
+from kvoffload.transfer.cuda.device import Addresses
 from kvoffload.transfer.cuda.driver import Driver, DriverError
 from kvoffload.transfer.cuda.kernels import kernel_code
 from kvoffload.transfer.cuda.pages import PageTable
+from kvoffload.transfer.cuda.slots import BounceBuffer, HostSlots
 from tests.transfer.cuda.emulator import PROFILES, Emulator, Timing, bytes_at
 from tests.transfer.cuda.emulator.trials import Broken, Fault, Plan, Trial, make_device, run_trial
 
@@ -37,7 +39,15 @@ def test_trials(emulator_library: Path) -> None:
         except Exception as error:
             raise AssertionError(f"the trial of seed {seed} failed: {Plan.random(Random(seed))}") from error
     print(dict(seen))
-    for what in ("loads", "stores", "fences", "batches", "launches", "contexts that ended"):
+    for what in (
+        "loads",
+        "stores",
+        "blocks stored beside other ranks",
+        "fences",
+        "batches",
+        "launches",
+        "contexts that ended",
+    ):
         assert seen[what], f"no {what} in {seen}"
 
 
@@ -96,6 +106,34 @@ def test_trials_without_a_fault_pass_without_the_check_at_the_start(emulator_lib
     """The control of the tests below."""
     for seed in range(10):
         Trial(emulator_library, seed, plain_plan(seed), UncheckedDevice()).run()
+
+
+def test_bounce_buffers_that_change_bytes_of_other_ranks_are_found(
+    emulator_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of those trials in which bytes of other ranks are between the pages in a slot."""
+    write = HostSlots.write
+
+    def write_too_much(
+        self: HostSlots, buffer: BounceBuffer, at: Addresses, offsets: Addresses, sizes: Addresses
+    ) -> None:
+        before = self._bytes[(offsets + sizes) % len(self._bytes)]
+        write(self, buffer, at, offsets, sizes)
+        self._bytes[(offsets + sizes) % len(self._bytes)] = ~before
+
+    monkeypatch.setattr(HostSlots, "write", write_too_much)
+    for seed in range(MOST_SEEDS):
+        plan = dataclasses.replace(plain_plan(seed), is_native=False, registered=0)
+        trial = Trial(emulator_library, seed, plan, UncheckedDevice())
+        if not all(len(cache.others) for cache in trial.caches):
+            trial.transfer.close()
+            continue
+        try:
+            trial.run()
+        except Broken as broken:
+            if "slots were changed" in str(broken):
+                return
+    raise AssertionError(f"{MOST_SEEDS} trials have not found the fault")
 
 
 def code_with(right: str, wrong: str) -> Callable[[], bytes]:

@@ -5,7 +5,8 @@ and stores, loads and fences jobs. These laws must hold, whenever the work of st
 
 - a store that is reported as done has filled its slots with what its blocks held when it was submitted;
 - work of the engine that comes after a load, or after a fence of it, reads the bytes that were loaded;
-- nothing else changes: other blocks, gaps between pages, other slots;
+- nothing else changes: other blocks, gaps between pages, other slots, and what other ranks write between the pages in
+  the slots of a store, at any moment;
 - the driver sees no call that it would refuse or punish, and everything is freed in the end.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferSpec
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.cuda.calls import DriverCalls
 from kvoffload.transfer.cuda.cuda_device import CudaDevice
@@ -46,9 +47,10 @@ class Broken(AssertionError):
 
 
 class Cache:
-    """A page group in device memory: ``num_blocks`` blocks of pages, laid out at random, and what they must hold."""
+    """A page group in device memory: ``num_blocks`` blocks of pages, laid out at random, and what they must hold.
+    ``places`` chooses where their pages are in a slot."""
 
-    def __init__(self, rng: Random, driver: Driver) -> None:
+    def __init__(self, rng: Random, driver: Driver, places: Random) -> None:
         unit = rng.choice((1, 2, 4, 16, 16, 16, 64, 656))
         num_layers = rng.choice((1, 2, 3, 5, 5, 12, 80))
         self.num_blocks = rng.choice((4, 9, 17, 24))
@@ -72,6 +74,11 @@ class Cache:
                 memory = self._allocate(driver, (page + gap) * self.num_blocks, data)
                 self.views.append(_strided(memory, self.num_blocks, page, page + gap))
         self.row_bytes = sum(pages)
+        self.placement = _placement(places, pages) if places.random() < 0.5 else None
+        self.group = PageGroup(self.views, self.factor, self.placement)
+        self.own = np.concatenate([np.arange(at, at + n) for at, n in zip(self.group.offsets, pages, strict=True)])
+        """Where a row in a slot has the bytes of a block, page by page; at ``others`` are those of other ranks."""
+        self.others = np.setdiff1d(np.arange(self.group.row_bytes), self.own)
         self.whole = [memory.copy() for memory in self.memory]
         self.blocks = self.read()
         """What the device blocks hold once the engine's stream has done its work, shape (num_blocks, row_bytes)."""
@@ -105,6 +112,18 @@ class Cache:
                     _strided(mask[at:], self.num_blocks, view.shape[1], view.strides[0])[:] = True
             if not np.array_equal(memory[~mask], before[~mask]):
                 raise Broken("bytes between pages were changed")
+
+
+def _placement(rng: Random, pages: Sequence[int]) -> Placement:
+    """Returns places in any order, with gaps or without."""
+    order = rng.sample(range(len(pages)), len(pages)) if rng.random() < 0.5 else list(range(len(pages)))
+    gaps = rng.choice(((0,), (0, 1), (pages[0],), (1, 2, 64)))
+    offsets, at = [0] * len(pages), 0
+    for page in order:
+        at += rng.choice(gaps)
+        offsets[page] = at
+        at += pages[page]
+    return Placement(tuple(offsets), at + rng.choice(gaps))
 
 
 def _strided(memory: Any, rows: int, columns: int, stride: int) -> Any:
@@ -273,9 +292,11 @@ class Trial:
         self.driver = Driver(0, self.emulator.path)
         self.driver.enter_thread()
         self.engine = Engine(self.emulator, self.driver)
-        self.caches = [Cache(self.rng, self.driver) for _ in range(self.rng.choice((1, 1, 2, 3)))]
-        tables = [page_table(PageGroup(cache.views, cache.factor)) for cache in self.caches]
-        slot_bytes = -(-max(cache.row_bytes * cache.factor for cache in self.caches) // PAGE) * PAGE
+        places = Random(f"places {seed}")
+        self.caches = [Cache(self.rng, self.driver, places) for _ in range(self.rng.choice((1, 1, 2, 3)))]
+        self.noise = np.random.default_rng(seed)
+        tables = [page_table(cache.group) for cache in self.caches]
+        slot_bytes = -(-max(cache.group.block_bytes for cache in self.caches) // PAGE) * PAGE
         self.num_slots = self.rng.choice((8, 24))
         raw = np.zeros(self.num_slots * slot_bytes + PAGE, np.uint8)
         self.pool = raw[-raw.ctypes.data % PAGE :][: self.num_slots * slot_bytes].reshape(self.num_slots, slot_bytes)
@@ -345,6 +366,7 @@ class Trial:
     def _step(self) -> None:
         rng = self.rng
         self._collect()
+        self._write_as_other_ranks()
         for _ in range(rng.choice((0, 1, 1, 2, 4))):
             self._submit(rng.random() < 0.5)
         if self.jobs and rng.random() < 0.5:
@@ -353,6 +375,7 @@ class Trial:
         self.touched.clear()
         self._forward()
         self.emulator.tick(rng.choice((0, 0, 3, 100)))
+        self._write_as_other_ranks()
         if not self.plan.with_threads:
             for _ in range(rng.choice((0, 1, 4, 20))):
                 self.transfer.advance()
@@ -380,8 +403,8 @@ class Trial:
             for position, block in enumerate(chosen):
                 if position % cache.factor == 0:
                     slots.append(free_slots.pop())
-                at = position % cache.factor * cache.row_bytes
-                row = cache.blocks[block] if is_store else self.slots[slots[-1], at : at + cache.row_bytes]
+                own = position % cache.factor * cache.group.row_bytes + cache.own
+                row = cache.blocks[block] if is_store else self.slots[slots[-1], own]
                 expected.append(row.copy())
                 blocks.append((g, block))
                 if not is_store:
@@ -444,25 +467,35 @@ class Trial:
                         raise Broken(f"job {job.number} did not load block {b} of group {g}")
                     continue
                 slot, at = self._place(job, position)
-                if not np.array_equal(self.pool[slot, at : at + cache.row_bytes], row):
+                if not np.array_equal(self.pool[slot, at + cache.own], row):
                     raise Broken(f"job {job.number} did not store block {b} of group {g}")
-                self.slots[slot, at : at + cache.row_bytes] = row
+                self.slots[slot, at + cache.own] = row
+                self.seen["blocks stored beside other ranks"] += len(cache.others) > 0
+
+    def _write_as_other_ranks(self) -> None:
+        """Writes to the places of other ranks in the slots of stores that are not reported."""
+        for job in self._open(True):
+            for position, (g, _) in enumerate(job.blocks):
+                slot, at = self._place(job, position)
+                others = at + self.caches[g].others
+                self.pool[slot, others] = self.slots[slot, others] = self.noise.integers(0, 256, len(others), np.uint8)
 
     def _place(self, job: Job, position: int) -> tuple[int, int]:
-        """Returns the slot of a block of a job, and where its bytes begin in it."""
+        """Returns the slot of a block of a job, and where its row begins in it."""
         first = [g for g, _ in job.blocks].index(job.blocks[position][0])
         before = sum(1 / self.caches[g].factor for g, _ in job.blocks[:first])
         cache = self.caches[job.blocks[position][0]]
         row = position - first
-        return job.slots[round(before) + row // cache.factor], row % cache.factor * cache.row_bytes
+        return job.slots[round(before) + row // cache.factor], row % cache.factor * cache.group.row_bytes
 
     def _fail(self, job: Job) -> None:
         self.seen["jobs without room in a bounce buffer"] += 1
         self.failed.add(job.number)
-        if job.is_store:
-            self.slots[job.slots] = self.pool[job.slots]
-        else:
-            for g, b in job.blocks:
+        for position, (g, b) in enumerate(job.blocks):
+            if job.is_store:
+                slot, at = self._place(job, position)
+                self.slots[slot, at + self.caches[g].own] = self.pool[slot, at + self.caches[g].own]
+            else:
                 self.unknown[g][b] = True
 
     def _drain(self) -> None:
@@ -475,6 +508,7 @@ class Trial:
             elif not self.transfer.advance():
                 self.emulator.tick(1)
             self._collect()
+            self._write_as_other_ranks()
         self.emulator.tick()
 
     def _check_all(self) -> None:
