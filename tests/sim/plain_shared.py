@@ -51,6 +51,8 @@ class PlainSharedTier(Tier):
         self.fingerprint = fingerprint
         self.answers: dict[OffloadKey, tuple[bool, float]] = {}
         """Whether the store has a block, and until when that is trusted."""
+        self.unread: set[OffloadKey] = set()
+        """Blocks whose answer was not looked at yet. It is trusted from then on, however seldom an engine looks."""
         self.asking: set[OffloadKey] = set()
         self.written: set[OffloadKey] = set()
         """Blocks that this process has written and not deleted."""
@@ -82,6 +84,9 @@ class PlainSharedTier(Tier):
         states = np.zeros(len(keys), np.uint8)
         unknown = []
         for i, key in enumerate(keys):
+            if key in self.unread:
+                self.unread.discard(key)
+                self._trust(key, self.answers[key][0])
             is_there, until = self.answers.get(key, (False, float("-inf")))
             if self.is_off or key in self.removing or (key in self.under_way and not is_there):
                 states[i] = LookupState.MISS
@@ -94,6 +99,9 @@ class PlainSharedTier(Tier):
         if unknown and self.executor.submit_read(partial(self.ask_for, unknown)):
             self.asking.update(unknown)
         return states
+
+    def _trust(self, key: OffloadKey, is_there: bool) -> None:
+        self.answers[key] = is_there, self.clock() + (HIT_TTL_S if is_there else MISS_TTL_S)
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         return self._begin(keys, slots, is_read=True)
@@ -124,6 +132,7 @@ class PlainSharedTier(Tier):
         for key in keys:
             self.deleted.update({key} & self.under_way)
             self.answers.pop(key, None)
+            self.unread.discard(key)
             if key in self.written:
                 self.written.discard(key)
                 self._remove(key)
@@ -136,6 +145,7 @@ class PlainSharedTier(Tier):
         self.is_off = True
         self.deleted |= self.under_way
         self.answers.clear()
+        self.unread.clear()
 
     def poll(self) -> list[TierResult]:
         results = []
@@ -148,10 +158,12 @@ class PlainSharedTier(Tier):
                     self._remove(result.key)
                 result = TierResult(result.key, result.is_read, TierError.GONE)
             elif not result.is_read and result.ok:
-                self.answers[result.key] = True, self.clock() + HIT_TTL_S
+                self._trust(result.key, True)
+                self.unread.discard(result.key)
                 self.written.update([result.key] if result.nbytes else [])
             elif result.error in (TierError.GONE, TierError.CORRUPT):
-                self.answers[result.key] = False, self.clock() + MISS_TTL_S
+                self._trust(result.key, False)
+                self.unread.discard(result.key)
             results.append(result)
         return results
 
@@ -171,7 +183,8 @@ class PlainSharedTier(Tier):
             for key, outcome in zip(keys, self.client.exists([self.name_of(key) for key in keys]), strict=True):
                 is_there = outcome is Outcome.OK
                 if outcome is not Outcome.FAILED:
-                    self.answers[key] = is_there, self.clock() + (HIT_TTL_S if is_there else MISS_TTL_S)
+                    self._trust(key, is_there)
+                    self.unread.add(key)
         except StoreError:
             self.num_failed_lookups += 1
         finally:

@@ -88,7 +88,7 @@ class Follower:
         now = self._clock()
         is_due = now >= self._next_pass
         # Names come from clients: folders are opened only if the directory lists them.
-        is_early = self._may_come_early and any(map(self._may_be_new, wanted))
+        is_early = self._may_come_early and any(name not in self._seats for name in wanted)
         if wanted and not is_due and not is_early:
             for name in wanted:
                 if name in self._seats:
@@ -116,9 +116,6 @@ class Follower:
             if number in by_number:
                 by_number[number].recheck(slot)
         self._blocks.slabs.close_idle(self._clock())
-
-    def _may_be_new(self, name: str) -> bool:
-        return seat_number(name) is not None and name != self.own and name not in self._seats
 
     def _new_seat(self, name: str) -> _FollowedSeat | None:
         number = seat_number(name)
