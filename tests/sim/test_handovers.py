@@ -200,7 +200,15 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
 """The errors of the laws that each breaks, and a seed that has found it, which is tried first."""
 
 
-SLOW = {an_awaited_block_is_a_hit, promised_blocks_are_dropped, patience_never_ends, patience_never_comes_back}
+SLOW = {
+    an_awaited_block_is_a_hit,
+    names_are_not_compared,
+    a_journal_is_not_written_at_once,
+    an_idle_engine_stops_before_blocks_are_written,
+    promised_blocks_are_dropped,
+    patience_never_ends,
+    patience_never_comes_back,
+}
 """Bugs that take long to find; make soak looks for them."""
 
 
