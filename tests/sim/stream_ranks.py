@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer, TransferResult, TransferSpec
+from kvoffload.abc import ByteArray, KVGroup, PageGroup, Placement, Transfer, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
 from kvoffload.native import load
-from kvoffload.transfer.copies import copy_lists
+from kvoffload.transfer.copies import CopyList, copy_lists
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
@@ -31,6 +31,8 @@ from tests.sim.streams import SimulatedDevice, Timing
 from tests.transfer.cuda.callbacks import CallbackDevice
 
 SLOT_ALIGNMENT = 16
+BESIDE_OTHERS = 10, 7
+"""In every tenth schedule, from that of seed 7 on, ranks have only a part of each slot."""
 HELPER_STEPS = (1, 2, 8)
 """How many steps a transfer's helper makes at a time."""
 Plane: TypeAlias = npt.NDArray[Any]
@@ -137,6 +139,20 @@ class KVMemory:
         ]
 
 
+def beside_others(groups: Sequence[PageGroup], rng: Random) -> list[PageGroup]:
+    """Returns the groups with places of their own in a slot, in any order, between which other ranks have theirs."""
+    placed = []
+    for group in groups:
+        pages = [view.shape[1] for view in group.views]
+        offsets, at = [0] * len(pages), 0
+        for page in rng.sample(range(len(pages)), len(pages)):
+            at += rng.choice((0, 0, 1, pages[page]))
+            offsets[page] = at
+            at += pages[page]
+        placed.append(PageGroup(group.views, group.factor, Placement(tuple(offsets), at + rng.choice((1, 8, 40)))))
+    return placed
+
+
 def _cut(whole: Plane, dtypes: Iterable[str], size: int) -> Iterator[Plane]:
     """Yields one plane per entry of ``dtypes`` from the rows of ``whole``."""
     at = 0
@@ -186,12 +202,16 @@ class CheckedTransfer(WrappedTransfer):
         self._jobs: dict[int, tuple[TransferSpec, bool]] = {}
         self.seen: Counter[str] = Counter()
         """What has happened."""
+        self._beside: dict[int, tuple[Integers, ByteArray]] = {}
+        """What other ranks have written between the pages of each store in progress: where in the pool, and what."""
+        self._noise = np.random.default_rng(0)
         self._sources: dict[int, list[ByteArray]] = {}
         """What the device blocks of a store hold, when the engine's stream has got there."""
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
         self._jobs[job_id] = spec, is_store
         if is_store:
+            self._begin_beside(job_id, spec)
 
             def look() -> Iterator[None]:
                 self._sources[job_id] = self._device_rows(spec)
@@ -205,10 +225,13 @@ class CheckedTransfer(WrappedTransfer):
 
     def poll(self, busy: bool) -> list[TransferResult]:
         self.tick()
+        self._write_beside()
         results = []
         with self._noting_errors():
             ended = super().poll(busy)
+        self._check_beside()
         for result in ended:
+            self._beside.pop(result.job_id, None)
             spec, is_store = self._jobs.pop(result.job_id)
             source = self._sources.pop(result.job_id, None) if is_store else self._device_rows(spec)
             self.seen[f"{'stores' if is_store else 'loads'} {'copied' if result.ok else 'failed'}"] += 1
@@ -249,10 +272,10 @@ class CheckedTransfer(WrappedTransfer):
     def _compare(self, job_id: int, spec: TransferSpec, is_store: bool, device: list[ByteArray] | None) -> None:
         rows, ranges = [], Ranges.none()
         for copies in copy_lists(spec, self._groups, len(self._host)):
-            nbytes = self._groups[copies.group].device_block_bytes
-            at = copies.slots * self._host.shape[1] + copies.parts * nbytes
-            rows.append(self._host.reshape(-1)[np.add.outer(at, np.arange(nbytes))])
-            ranges += Ranges.of(int(self._host.ctypes.data) + at, nbytes)
+            group, at = self._groups[copies.group], self._rows_at(copies)
+            rows.append(self._host.reshape(-1)[np.add.outer(at, _own_bytes(group))])
+            for offset, view in zip(group.offsets, group.views, strict=True):
+                ranges += Ranges.of(int(self._host.ctypes.data) + at + offset, view.shape[1])
         if not rows:
             return
         kind = "store" if is_store else "load"
@@ -267,12 +290,47 @@ class CheckedTransfer(WrappedTransfer):
         may_write = not len(np.intersect1d(spec.host.slots, np.concatenate(busy))) if busy else True
         self._device.touch_host(ranges, f"who uses the slots of {kind} {job_id}", writes=may_write and not is_store)
 
+    def _rows_at(self, copies: CopyList) -> Integers:
+        """Returns where the rows of device blocks begin in the pool."""
+        at: Integers = copies.slots * self._host.shape[1] + copies.parts * self._groups[copies.group].row_bytes
+        return at
+
+    def _begin_beside(self, job_id: int, spec: TransferSpec) -> None:
+        places = []
+        for copies in copy_lists(spec, self._groups, len(self._host)):
+            group = self._groups[copies.group]
+            others = np.setdiff1d(np.arange(group.row_bytes), _own_bytes(group))
+            places.append(np.add.outer(self._rows_at(copies), others).ravel())
+        at = np.concatenate([np.zeros(0, np.int64), *places])
+        if len(at):
+            self._beside[job_id] = at, self._host.reshape(-1)[at]
+            self.seen["stores beside other ranks"] += 1
+
+    def _write_beside(self) -> None:
+        """Other ranks write their pages in the slots of stores in progress."""
+        self._check_beside()
+        for job_id, (at, _) in self._beside.items():
+            written = self._noise.integers(0, 256, len(at), np.uint8)
+            self._host.reshape(-1)[at] = written
+            self._beside[job_id] = at, written
+
+    def _check_beside(self) -> None:
+        for job_id, (at, written) in self._beside.items():
+            if not np.array_equal(self._host.reshape(-1)[at], written):
+                self._device.complain(WrongBytes(f"store {job_id} has changed bytes of other ranks"))
+
     def _device_rows(self, spec: TransferSpec) -> list[ByteArray]:
         lists = copy_lists(spec, self._groups, len(self._host))
         return [
             np.concatenate([view[copies.device_blocks] for view in self._groups[copies.group].views], axis=1)
             for copies in lists
         ]
+
+
+def _own_bytes(group: PageGroup) -> Integers:
+    """Returns where a row has the bytes of a device block, page by page."""
+    pages = zip(group.offsets, group.views, strict=True)
+    return np.concatenate([np.arange(at, at + view.shape[1]) for at, view in pages])
 
 
 class Registration:
@@ -318,6 +376,9 @@ class StreamRank(Rank):
             for g, own in enumerate(layers)
         ]
         page_groups = s.parts.page_groups(kv.page_groups(groups))
+        if s.seed % BESIDE_OTHERS[0] == BESIDE_OTHERS[1]:
+            # Ranks that load from the pool of another one have the same places.
+            page_groups = beside_others(page_groups, Random(f"places {s.seed} {s.leader_of(number)}"))
         slot_bytes = max(group.block_bytes for group in page_groups)
         slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), np.uint8)

@@ -39,6 +39,7 @@ EVENTS = (
     "copies from the device, registered memory",
     "copies from the device, pinned memory",
     "copies to the device, registered memory",
+    "stores beside other ranks",
     "full launch queues",
     "ranks that load what another stores",
     "schedules with the merged layout",
@@ -371,6 +372,18 @@ def test_a_planted_bug_is_found(bug: Bug, loop: str) -> None:
 def test_a_bug_planted_in_a_part_is_found(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one_bounce_buffer_for_all(monkeypatch)
     assert any(finds(seed, LOOPS[loop]) for seed in (3, *range(PLANTED_SCHEDULES)))
+
+
+def test_a_changed_byte_of_another_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = slots.HostSlots.write
+
+    def write_too_much(self: slots.HostSlots, buffer: Any, at: Addresses, offsets: Addresses, sizes: Addresses) -> None:
+        write(self, buffer, at, offsets, sizes)
+        self._bytes[(offsets + sizes) % len(self._bytes)] ^= 1
+
+    monkeypatch.setattr(slots.HostSlots, "write", write_too_much)
+    with pytest.raises(WrongBytes, match="bytes of other ranks"):
+        run_schedule(7, LOOPS["plain"])
 
 
 def test_the_program_prints_counts_and_how_to_replay(
