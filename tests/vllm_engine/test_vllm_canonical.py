@@ -105,7 +105,7 @@ def test_ranks_with_the_same_head_and_groups_with_windows(
     run: Runner, left: Left, kind: str, writer: str, reader: str
 ) -> None:
     model = GEMMA3 if kind == "gemma3" else {"model_kind": kind}
-    engine = {"max_num_seqs": 1} | model.get("engine", {})
+    engine = {"max_num_seqs": 1} | dict(GEMMA3["engine"] if kind == "gemma3" else {})
     alone = run.once(f"canonical {kind}", "rounds", **model | {"rounds": 1, "prompts": FEW, "engine": engine})
     right = list(alone["outputs"][0])
     result = server(run, left(writer, kind, right, **model), reader, **model)

@@ -399,7 +399,7 @@ def test_a_device_without_a_usable_driver_does_not_keep_the_engine_from_starting
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = HostPool(4, 4096)
-    transfer = make_transfer([PageGroup([DeviceView()])], RankPool(pool.handle(), pool.data, pool))
+    transfer = make_transfer([PageGroup([DeviceView()])], RankPool(pool.handle(), pool.data, pool, stores=True))
     assert isinstance(transfer, FailedTransfer)
     assert "the engine starts without it" in caplog.text
     pool.close()
