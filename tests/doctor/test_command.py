@@ -59,6 +59,21 @@ def test_a_configuration_is_json_or_a_file_with_either_form(tmp_path: Path) -> N
             read_source(wrong)
 
 
+def test_of_several_connectors_the_entry_of_kvoffload_is_read() -> None:
+    own = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": 1}}
+    other = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    outer = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+
+    def of(connectors: object) -> str:
+        return json.dumps({**outer, "kv_connector_extra_config": {"connectors": connectors}})
+
+    source = read_source(of([other, own]))
+    assert (source.options, source.transfer) == ({"host_bytes": 1}, own)
+    for wrong in ([other], [], None, [3], {"kv_connector": "KVOffloadConnector"}):
+        with pytest.raises(ConfigError, match=r"none of the .connectors. of MultiConnector is KVOffloadConnector"):
+            read_source(of(wrong))
+
+
 def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "kv-transfer.json"
     path.write_text('{"host_bytes": "1GiB",}')

@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import ConfigError
+from kvoffload.doctor.configuration import CONNECTOR
 from kvoffload.doctor.model import find_config
 from kvoffload.doctor.process import Report
 
 MAX_CONFIG_BYTES = 1 << 20
 OPTIONS_KEY = "kv_connector_extra_config"
+SEVERAL = "MultiConnector"
+"""vLLM's connector that has others, listed under "connectors"."""
 _EXAMPLE = """--config '{"host_bytes": "64GiB"}' or --config FILE"""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A configuration as it was given. ``options``: kvoffload's own. ``transfer``: the whole of vLLM's
-    ``--kv-transfer-config`` if that was given, otherwise None."""
+    ``--kv-transfer-config`` if that was given, or kvoffload's entry in that of several connectors; otherwise None."""
 
     options: Mapping[str, Any]
     transfer: Mapping[str, Any] | None = field(default=None)
@@ -62,6 +65,12 @@ def read_source(text: str) -> Source:
     options = content.get(OPTIONS_KEY) or {}
     if not isinstance(options, Mapping):
         raise ConfigError(f'{said}: {OPTIONS_KEY} is not a JSON object; write "{OPTIONS_KEY}": {{...}}')
+    if content.get("kv_connector") == SEVERAL:
+        entries = options.get("connectors")
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, Mapping) and entry.get("kv_connector") == CONNECTOR:
+                return read_source(json.dumps(entry))
+        raise ConfigError(f'{said}: none of the "connectors" of {SEVERAL} is {CONNECTOR}; add it there')
     return Source(options, content)
 
 
