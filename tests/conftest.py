@@ -14,6 +14,7 @@ from kvoffload.tiers.disk import directory
 
 LONGEST = (
     "test_vllm_versions.py",
+    "test_vllm_companions.py",
     "test_vllm_serve.py",
     "test_vllm_doors.py",
     "test_vllm_hybrids.py",
