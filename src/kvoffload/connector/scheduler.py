@@ -376,8 +376,7 @@ class OffloadingConnectorScheduler:
         True for a request with ``do_remote_decode``: its blocks stay until all of it is in the host pool,
         at most the load deadline, and then it is reported once. If a tier is shared, the answer is what a client sends
         with the same request to the server that is to go on. The answer to a client that has sent options says, under
-        the key PARAM, what its request has found and had retained, or repeats the options if another connector answers
-        ``do_remote_decode``.
+        the key PARAM, what its request has found and had retained, or with ``do_remote_decode`` repeats the options.
         """
         state = self.requests.pop(request.request_id, None)
         if state is None:
@@ -390,18 +389,18 @@ class OffloadingConnectorScheduler:
         retained = self.stores.retain(state)
         self.observer.end(state, retained)
         answer: dict[str, Any] | None = None
-        if state.options.is_sent and state.record is not None:
-            # Routers send the answer on in place of what the client has sent.
-            answer = {PARAM: state.options.to_pass_on() if state.options.is_passed_on else state.usage()}
+        options = state.options
+        # Routers send the answer to a remote decode on in place of what the client has sent.
+        passed_on = options.to_pass_on() if options.is_passed_on or options.remote_decode else None
+        if options.is_sent and state.record is not None:
+            answer = {PARAM: state.usage() if passed_on is None else passed_on}
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
-            if state.options.remote_decode:
+            if passed_on is not None and options.remote_decode:
                 if (handover := self.stores.hand_over(state)) is not None:
                     self.metrics.add("handovers", label="sent")
-                    # Routers send it on in place of what the client has sent.
-                    tenant = {} if state.options.tenant is None else {"tenant": state.options.tenant}
-                    options = {**handover.to_options(), **tenant}
-                    answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: options}
+                    passed_on |= handover.to_options()
+                    answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: passed_on}
                 self.held.hold(state, self._clock() + self.lookups.deadline_s)
                 return True, answer
         return False, answer
