@@ -104,7 +104,7 @@ soak: $(VENV)/.tests install
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --handovers --seeds $(HANDOVERS) || exit 1; done
 	$(DEV) tests.sim streams --seeds $(STREAM_SCHEDULES)
-	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_stream_schedules.py -k planted -q -s
+	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_heads.py tests/sim/test_stream_schedules.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 

@@ -219,7 +219,7 @@ def same_kv(seed: int) -> Scenario:
     weights, which some ranks overlook."""
     num_ranks = 2 + seed % 3
     return dataclasses.replace(
-        Scenario.random(seed),
+        Scenario.random_without_heads(seed),
         num_ranks=num_ranks,
         tensor_parallel=True,
         replicas=2 if seed % 6 == 2 else num_ranks,

@@ -111,8 +111,8 @@ class ModelEngine:
     """Runs a scenario. ``patch`` may change the engine and the connector's halves before the run, for instance to plant
     a bug. ``lower`` has the tiers below the host. ``clock`` continues from its present time. ``version`` is the version
     of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it. ``make_rank``
-    makes a rank from the scenario, the groups, its number, the chance that it carries out a copy at a tick, and its
-    leader. ``spans`` gets every request.
+    makes a rank from the scenario, the groups, its number, the chance that it carries out a copy at a tick, and the
+    ranks before it. ``spans`` gets every request.
 
     After ``run``: ``outputs`` has each finished request's tokens, ``hits`` is the number of tokens loaded from the
     host, and ``steps`` the number of steps. ``loaded_blocks`` and ``partial_loads`` count, per group, the device blocks
@@ -128,7 +128,7 @@ class ModelEngine:
         clock: Clock | None = None,
         version: int = 0,
         new_versions: Iterator[int] | None = None,
-        make_rank: Callable[[Scenario, Sequence[KVGroup], int, float, Rank | None], Rank] = InlineRank,
+        make_rank: Callable[[Scenario, Sequence[KVGroup], int, float, Sequence[Rank]], Rank] = InlineRank,
         spans: RequestSpans | None = None,
     ) -> None:
         self.scenario = s = scenario
@@ -142,8 +142,7 @@ class ModelEngine:
         self.ranks: list[Rank] = []
         for number in range(s.num_ranks):
             speed = speeds.choice((0.1, 0.4, 1.0)) if number else s.copy_chance
-            leader = None if s.leader_of(number) == number else self.ranks[s.leader_of(number)]
-            self.ranks.append(make_rank(s, self.groups, number, speed, leader))
+            self.ranks.append(make_rank(s, self.groups, number, speed, self.ranks))
         self.backend = HostBackend(max(group.block_tokens for group in self.groups), s.num_host_blocks)
         spec = EngineSpec(
             self.groups,
@@ -208,7 +207,7 @@ class ModelEngine:
         parts = self.scenario.parts.groups(self.groups)
         return TieredOffloadingManager(
             self.policy_manager,
-            lower.make([rank.host for rank in self.ranks if rank.leader is None]),
+            lower.make(list({id(rank.host): rank.host for rank in self.ranks}.values())),
             TieringSettings(
                 tokens_per_block(parts),
                 groups=parts,

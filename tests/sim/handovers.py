@@ -6,7 +6,7 @@ again meanwhile; requests come late, twice, in another order, without an answer,
 nonsense. When the medium works again these laws must hold, too:
 
 - a request that is handed over finds all of what its answer names, and waits for that a short time only;
-- one with the answer of another request, or of a server with other weights or ranks, does not wait for it;
+- one with the answer of another request, or of a server with other weights or another layout, does not wait for it;
 - when nothing comes of what is handed over, all but a few requests wait a tenth of the load deadline;
 - when blocks come again, requests wait for them again.
 
@@ -106,16 +106,22 @@ class Fate(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class HandoverLife(ServerLife):
-    """``has_other_ranks``: the blocks of this server have another layout than those of the others."""
+    """``has_other_ranks``: this server has other ranks than the others, so its blocks have another layout. With the
+    canonical layout every server has ranks of its own, and this one another model."""
 
     has_other_ranks: bool
     has_tenants: bool
 
     @property
     def fingerprint(self) -> str:
-        weights = super().fingerprint
-        ranks = f"{weights} {self.scenario.num_ranks}" if self.has_other_ranks else ""
-        return hashlib.sha256(ranks.encode()).hexdigest() if ranks else weights
+        weights, s = super().fingerprint, self.scenario
+        if s.heads is not None:
+            layout = f"{weights} {s.num_layers} {s.heads.number} {s.heads.pieces}"
+        elif self.has_other_ranks:
+            layout = f"{weights} {s.num_ranks}"
+        else:
+            return weights
+        return hashlib.sha256(layout.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,10 @@ def plan_handovers(seed: int) -> HandoversPlan:
 
 def _life(rng: Random, life: ServerLife, deadline_ms: float, other_ranks: bool, has_tenants: bool) -> HandoverLife:
     s = dataclasses.replace(life.scenario, num_requests=rng.randint(0, 4), load_deadline_ms=deadline_ms)
-    if other_ranks:
+    if other_ranks and s.heads is not None:
+        other = dataclasses.replace(s.heads, number=s.heads.number % 4 + 1, pieces=3 - s.heads.pieces)
+        s = dataclasses.replace(s, heads=other).with_parallelism(Random(f"other heads {s.seed}"))
+    elif other_ranks:
         s = dataclasses.replace(s, num_ranks=s.num_ranks % 3 + 1, tensor_parallel=True)
     if life.scenario.num_host_blocks >= 24:
         s = dataclasses.replace(s, num_host_blocks=s.num_host_blocks * rng.choice((1, 2, 4)))
@@ -508,6 +517,9 @@ class Handovers(Servers):
             raise Incomplete("an answer names nothing")
         result = trip.result(len(tokens))
         self.counts[f"calm: {result}"] += 1
+        heads = [machine.server and machine.server.life.scenario.heads for machine in (one, other)]
+        if heads[0] != heads[1]:
+            self.counts[f"calm, to other ranks: {result}"] += 1
         self.counts["calm: ms"] += round(trip.waited_s * 1000)
         if may_fail:
             return result == "complete"

@@ -25,7 +25,8 @@ class WrongBytes(AssertionError):
 
 class Rank(ABC):
     """One worker process: its share of the layers, its host pool and its half of the connector. ``tick`` lets time pass
-    for its copies. A rank with a ``leader`` holds the same KV as that one, and loads from its pool."""
+    for its copies. A rank with a ``leader`` holds the same KV as that one, which stores for both. Ranks may share a
+    pool."""
 
     def __init__(
         self,
@@ -69,31 +70,42 @@ class Rank(ABC):
 
 class InlineRank(Rank):
     """A rank that computes and copies at once. All groups lie in the same memory, as an engine lays them out: a device
-    block that goes from one group to another is overwritten. ``copy_chance`` is the chance that its transfer carries
-    out a copy at each tick.
+    block that goes from one group to another is overwritten. A page has the words of one head after the other.
+    ``copy_chance`` is the chance that its transfer carries out a copy at each tick. ``others`` are the ranks before it.
     """
 
     def __init__(
-        self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float, leader: Rank | None = None
+        self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float, others: Sequence[Rank]
     ) -> None:
         self._groups = groups
-        layers = [layers_of(s, len(groups), g, number) for g in range(len(groups))]
-        memory = (max(map(len, layers)), s.num_device_blocks, max(group.device_block_size for group in groups))
-        self._memory: Words = np.zeros(memory, np.uint64)
-        self._pages = [
-            self._memory[: len(own), :, : g.device_block_size] for g, own in zip(groups, layers, strict=True)
-        ]
+        layers = [[layers_of(s, len(groups), g, rank) for g in range(len(groups))] for rank in range(s.num_ranks)]
+        names = [str(s.leader_of(number))] if s.heads is None else s.heads.salts(number)
         self._salts = [
-            to_words([salt(s.leader_of(number), g, layer) for layer in own]).reshape(-1, 1)
-            for g, own in enumerate(layers)
+            to_words([salt(name, g, layer) for layer in own for name in names]).reshape(len(own), len(names), 1)
+            for g, own in enumerate(layers[number])
         ]
+        row = len(names) * max(group.device_block_size for group in groups)
+        memory: Words = np.zeros((max(map(len, layers[number])), s.num_device_blocks, row), np.uint64)
+        pages = [
+            memory[: len(own), :, : len(names) * group.device_block_size]
+            for group, own in zip(groups, layers[number], strict=True)
+        ]
+        self._pages = [
+            of_group.reshape(len(of_group), s.num_device_blocks, len(names), group.device_block_size).swapaxes(1, 2)
+            for group, of_group in zip(groups, pages, strict=True)
+        ]
+        """By group, shape (layers, heads, device blocks, tokens)."""
         page_groups = [
-            PageGroup(list(pages.view(np.uint8)), group.block_size_factor)
-            for group, pages in zip(groups, self._pages, strict=True)
+            PageGroup(list(of_group.view(np.uint8)), group.block_size_factor)
+            for group, of_group in zip(groups, pages, strict=True)
         ]
+        if s.heads is not None:
+            page_groups = s.heads.place(number, groups, layers, page_groups)
         page_groups = s.parts.page_groups(page_groups)
         slot_bytes = padded_slot_bytes(max(group.block_bytes for group in page_groups))
-        host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
+        leader = None if s.leader_of(number) == number else others[s.leader_of(number)]
+        sharing = others[0] if s.heads is not None and others else leader
+        host: ByteArray = sharing.host if sharing else np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
         seed = s.seed + (number << 40)
         failing = FailingTransfer(InlineTransfer(page_groups, host), s.copy_failure_rate, seed)
         transfer = SlowTransfer(failing, seed + 1, copy_chance)
@@ -105,29 +117,30 @@ class InlineRank(Rank):
                 continue
             blocks, offsets, words, n = Access.of(request, g, group, start, end)
             want = words ^ salts
-            wrong = pages[:, blocks[:n], offsets[:n]] != want[:, :n]
+            wrong = pages[:, :, blocks[:n], offsets[:n]] != want[:, :, :n]
             if wrong.any():
-                first = int(np.argmax(wrong.any(axis=0)))
+                first = int(np.argmax(wrong.any(axis=(0, 1))))
                 position = start - 1 if group.state else start - n + first
                 raise WrongBytes(
                     f"request {request.request_id} attends to wrong bytes at position {position} of group {g} "
                     f"({group}), device block {blocks[first]}, rank {self.number}"
                 )
-            pages[:, blocks[n:], offsets[n:]] = want[:, n:]
+            pages[:, :, blocks[n:], offsets[n:]] = want[:, :, n:]
 
 
 def layers_of(s: Scenario, num_groups: int, g: int, rank: int) -> list[int]:
     """Returns the layers of group ``g`` that ``rank`` holds: all, or those of its stretch of the model."""
-    total = s.num_layers * num_groups
-    if not s.tensor_parallel and s.num_ranks > total:
-        raise ValueError(f"{total} layers are too few for {s.num_ranks} ranks")
+    total, stages = s.num_layers * num_groups, s.num_stages
+    if stages > total:
+        raise ValueError(f"{total} layers are too few for {stages} ranks")
+    stage = rank * stages // s.num_ranks
     depth = [layer * num_groups + g for layer in range(s.num_layers)]
-    return [layer for layer in range(s.num_layers) if s.tensor_parallel or depth[layer] * s.num_ranks // total == rank]
+    return [layer for layer in range(s.num_layers) if depth[layer] * stages // total == stage]
 
 
-def salt(rank: int, g: int, layer: int) -> int:
-    """Returns what the words of a layer differ in from those of all other layers and ranks."""
-    return int.from_bytes(digest(f"{rank}/{g}/{layer}".encode()), "little")
+def salt(name: str, g: int, layer: int) -> int:
+    """Returns what the words of a rank or a head in a layer differ in from all others."""
+    return int.from_bytes(digest(f"{name}/{g}/{layer}".encode()), "little")
 
 
 class ModelWatch:

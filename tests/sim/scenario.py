@@ -13,6 +13,7 @@ from kvoffload.abc import KVGroup
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.parts import Parts
 from tests.sim.content import EngineRequest
+from tests.sim.heads import Heads
 
 REQUEST_OPTIONS: tuple[Mapping[str, Any], ...] = (
     {"store": False},
@@ -27,6 +28,8 @@ STATES_SHARE = 0.25
 """How many of the random scenarios have hybrid models."""
 PARTS_SHARE = 0.2
 """How many of the random scenarios have blocks that are divided."""
+HEADS_SHARE = 0.2
+"""How many of the others have the canonical layout."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,20 @@ class Scenario:
     replicas: int = 1
     """How many consecutive tensor-parallel ranks hold the same KV and share a host pool, at most: as many as divide the
     number of ranks."""
+    heads: Heads | None = None
+    """Not None: blocks have the canonical layout, and all ranks share a host pool. This has their number and how many
+    hold the same KV."""
     documents_seed: int | None = None
     """Engines with the same seed here are asked about the same documents. None: ``seed``."""
 
     @classmethod
     def random(cls, seed: int) -> Scenario:
         """Returns a scenario chosen by ``seed``, small enough that blocks are scarce everywhere."""
+        return cls.random_without_heads(seed).with_heads(Random(f"heads {seed}"))
+
+    @classmethod
+    def random_without_heads(cls, seed: int) -> Scenario:
+        """As ``random``, but never with the canonical layout."""
         rng = Random(seed)
         factor = rng.choice((1, 1, 2, 3, 4))
         block_size = rng.choice((1, 2, 4))
@@ -153,6 +164,7 @@ class Scenario:
             self,
             groups=groups,
             counts=(),
+            heads=None,
             num_scratch_blocks=rng.choice((0, 0, 1, 2)),
             drops_last_state=rng.random() < 0.2,
             # A state is found only by requests with the same tokens up to it.
@@ -171,7 +183,7 @@ class Scenario:
         """Returns the same workload with blocks that are divided into up to three parts, and a slot for each part."""
         counts = tuple(rng.choice((1, 2, 3)) for _ in range(max(1, len(self.groups))))
         num_host_blocks = self.num_host_blocks * sum(counts) // len(counts)
-        return dataclasses.replace(self, counts=counts, num_host_blocks=num_host_blocks)
+        return dataclasses.replace(self, counts=counts, num_host_blocks=num_host_blocks, heads=None)
 
     @property
     def parts(self) -> Parts:
@@ -183,11 +195,38 @@ class Scenario:
         if not tensor_parallel:
             num_ranks = min(num_ranks, self.num_layers * max(1, len(self.groups)))
         replicas = rng.choice((1, 6)) if tensor_parallel and num_ranks > 1 else 1
-        return dataclasses.replace(self, num_ranks=num_ranks, tensor_parallel=tensor_parallel, replicas=replicas)
+        return dataclasses.replace(
+            self, num_ranks=num_ranks, tensor_parallel=tensor_parallel, replicas=replicas, heads=None
+        )
+
+    def with_heads(self, rng: Random) -> Scenario:
+        """Returns the same workload, perhaps with the canonical layout, which there is neither with states nor with
+        blocks that are divided."""
+        if rng.random() >= HEADS_SHARE or self.parts.is_divided or any(group.state for group in self.groups):
+            return self
+        num_layers = max(self.num_layers, rng.choice((1, 2)))
+        scenario = dataclasses.replace(self, num_layers=num_layers, heads=Heads.random(rng))
+        return scenario.with_parallelism(rng)
+
+    def with_parallelism(self, rng: Random) -> Scenario:
+        """Returns the same model on random ranks, if it has the canonical layout."""
+        if self.heads is None:
+            return self
+        heads = self.heads.on_ranks(rng, self.num_layers * max(1, len(self.groups)))
+        return dataclasses.replace(self, heads=heads, num_ranks=heads.num_ranks, tensor_parallel=True)
+
+    @property
+    def num_stages(self) -> int:
+        """Into how many stretches of layers the ranks divide the model."""
+        if self.heads is not None:
+            return self.heads.stages
+        return 1 if self.tensor_parallel else self.num_ranks
 
     def leader_of(self, rank: int) -> int:
         """Returns the rank that stores the KV of ``rank``: itself, or the first of those that hold the same."""
         replicas = math.gcd(self.replicas, self.num_ranks) if self.tensor_parallel else 1
+        if self.heads is not None:
+            replicas = self.heads.replicas
         return rank - rank % replicas
 
 

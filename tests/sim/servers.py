@@ -139,6 +139,7 @@ def plan_servers(seed: int) -> ServersPlan:
     while base.document_tokens < 2 * _unit_tokens(base) and rng.random() < 0.9:
         # Servers share whole blocks only.
         base = small_scenario(rng)
+    base = base.with_heads(Random(f"heads {seed}"))
     is_calm = rng.random() < 0.3
     slow = rng.random() < 0.3
     machines = []
@@ -177,7 +178,7 @@ def _life(rng: Random, base: Scenario, seed: int, slow: bool, weights: int, is_l
         store_threshold=None if is_plain else rng.choice((None, None, 2)),
         num_host_blocks=rng.choice((24, 48)) * sum(base.parts.counts) if is_plain else base.num_host_blocks,
         load_deadline_ms=rng.choice((3.0, 10.0, 30.0)) if slow and not is_plain else rng.choice((30.0, 200.0)),
-    )
+    ).with_parallelism(Random(f"parallelism {seed}"))
     ends_in_the_middle = rng.random() < 0.6
     return ServerLife(
         scenario=scenario,
@@ -661,6 +662,8 @@ class Servers:
             if watch.counts["reads of others"] > before:
                 self.counts["blocks found again"] += 1
                 self.counts["rounds until they were found"] += i + 1
+                if writer.life.scenario.heads != reader.life.scenario.heads:
+                    self.counts["blocks found again by other ranks"] += 1
                 return
             self.pass_time(QUIET_S)
         raise NotFound(f"server {reader.number} finds nothing that server {writer.number} stores")

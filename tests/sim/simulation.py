@@ -94,6 +94,7 @@ def plan(seed: int) -> list[DiskLife]:
     base, parts = small_scenario(rng), Random(f"parts {seed}")
     if parts.random() < PARTS_SHARE:
         base = base.with_parts(parts)
+    base = base.with_heads(Random(f"heads {seed}"))
     calm = rng.random() < 0.3
     # Of every block, the disk has room for all parts.
     num_blocks, num_parts = rng.choice((3, 12, 40, 100)), max(base.parts.counts)
@@ -161,7 +162,7 @@ def _life(
         keeps_device_cache=seed % 2 == 0,
         store_threshold=rng.choice((None, None, None, None, 2)),
         load_deadline_ms=rng.choice((0.0, 3.0, 10.0, 30.0)) if slow else rng.choice((30.0, 200.0)),
-    )
+    ).with_parallelism(Random(f"parallelism {seed}"))
     end = rng.choice(("close", "kill") if calm else ("close", "kill", "kill", "power_loss"))
     life = DiskLife(
         scenario=scenario,

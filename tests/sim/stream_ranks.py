@@ -372,7 +372,7 @@ class StreamRank(Rank):
         kv = KVMemory(plan, [len(own) for own in layers], groups, s.num_device_blocks)
         self._planes = kv.planes
         self._salts = [
-            [to_words([salt(s.leader_of(number), g, layer)]) for layer in own for _ in plan.dtypes]
+            [to_words([salt(str(s.leader_of(number)), g, layer)]) for layer in own for _ in plan.dtypes]
             for g, own in enumerate(layers)
         ]
         page_groups = s.parts.page_groups(kv.page_groups(groups))

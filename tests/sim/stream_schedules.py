@@ -29,7 +29,7 @@ def plan(seed: int) -> tuple[Scenario, StreamPlan]:
     """Returns the engine, its workload and its devices."""
     rng = Random(seed)
     devices = StreamPlan.random(rng)
-    scenario, is_replicated = Scenario.random(seed), rng.random() < 0.15
+    scenario, is_replicated = Scenario.random_without_heads(seed), rng.random() < 0.15
     return (
         dataclasses.replace(
             scenario,
@@ -68,7 +68,8 @@ def run_schedule(
     devices = change(devices)
     ranks: list[StreamRank] = []
 
-    def make_rank(s: Scenario, groups: Sequence[KVGroup], number: int, _: float, leader: Rank | None) -> Rank:
+    def make_rank(s: Scenario, groups: Sequence[KVGroup], number: int, _: float, others: Sequence[Rank]) -> Rank:
+        leader = None if s.leader_of(number) == number else others[s.leader_of(number)]
         ranks.append(StreamRank(s, groups, number, devices, make_transfer, leader))
         return ranks[-1]
 
