@@ -171,7 +171,7 @@ class DeviceRank(Rank):
         layers = [layers_of(s, len(groups), g, number) for g in range(len(groups))]
         self._planes = _planes(devices.layout, [len(own) for own in layers], groups, s.num_device_blocks)
         self._salts = [
-            [to_words([salt(s.leader_of(number), g, layer)]) for layer in own] for g, own in enumerate(layers)
+            [to_words([salt(str(s.leader_of(number)), g, layer)]) for layer in own] for g, own in enumerate(layers)
         ]
         page_groups = [
             PageGroup([plane.view(torch.uint8) for plane in planes], group.block_size_factor)
@@ -261,7 +261,10 @@ def run_schedule(
     scenario, devices = plan(seed)
     ranks: list[DeviceRank] = []
 
-    def make_rank(s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float, leader: Rank | None) -> Rank:
+    def make_rank(
+        s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float, others: Sequence[Rank]
+    ) -> Rank:
+        leader = None if s.leader_of(number) == number else others[s.leader_of(number)]
         ranks.append(DeviceRank(s, groups, number, devices, wrap_device, wrap_transfer, leader))
         return ranks[-1]
 
