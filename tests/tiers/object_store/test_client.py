@@ -310,6 +310,20 @@ def test_an_object_is_deleted_with_all_of_its_values_or_one_that_is_wrong(remove
         assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
 
 
+def test_values_of_others_in_an_object_of_the_same_name_stay() -> None:
+    """A client that has stored a value elsewhere, or no longer knows where, removes it."""
+    bucket = MemoryBucket()
+    put(client_on(bucket), CHAIN[:4])
+    client = client_on(bucket)
+    assert client.remove([CHAIN[0]]) == [OK]
+    assert client.exists(CHAIN[:4]) == [MISSING, OK, OK, OK]
+    assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
+    # An object with no other value is deleted.
+    put(client_on(bucket), CHAIN[4:5])
+    assert client_on(bucket).remove([CHAIN[4]]) == [OK]
+    assert client_on(bucket).exists(CHAIN[4:5]) == [MISSING]
+
+
 def test_places_are_bounded() -> None:
     places = Places(max_places=8, max_hidden=8, max_distrusted=8)
     for i in range(20):

@@ -227,8 +227,11 @@ class ObjectStoreClient(StoreClient):
     def remove(self, names: Sequence[str]) -> list[Outcome]:
         objects: dict[str, str] = {}
         """The object to delete for each value."""
+        unread = self._look_into([name for name in names if self._places.find(mark(name)) is None])
         for name in names:
             place = self._places.find(mark(name))
+            if name in unread:
+                continue
             if place is None:
                 objects[name] = name
             elif self._places.is_distrusted(place.name) or self._places.hide(mark(name)):
@@ -238,7 +241,20 @@ class ObjectStoreClient(StoreClient):
         for name, answer in answers.items():
             if answer is not Outcome.FAILED:
                 self._places.gone(name)
-        return [answers[objects[name]] if name in objects else Outcome.OK for name in names]
+        return [unread.get(name) or (answers[objects[name]] if name in objects else Outcome.OK) for name in names]
+
+    def _look_into(self, names: Sequence[str]) -> dict[str, Outcome]:
+        """Learns which values are in the objects of these names: others may have stored several there. Returns the
+        outcomes of objects that could not be looked into."""
+        unread: dict[str, Outcome] = {}
+        if self._step == 1 or not names:
+            return unread
+        for name, answer in zip(names, self._bucket.head(names), strict=True):
+            if isinstance(answer, Found):
+                self._places.note(name, contents(name, answer))
+            elif answer is not Outcome.MISSING:
+                unread[name] = answer
+        return unread
 
     def distrust(self, names: Sequence[str]) -> list[str]:
         # One value per object: a damaged object is one failure, however many values it has.
