@@ -497,11 +497,10 @@ class DeleteIsForgotten(PlainSharedTier):
 
 
 class RemembersMissesForGood(PlainSharedTier):
-    def ask_for(self, keys: Keys) -> None:
-        super().ask_for(keys)
-        for key in keys:
-            is_there, until = self.answers[key]
-            self.answers[key] = is_there, until if is_there else float("inf")
+    def _trust(self, key: OffloadKey, is_there: bool) -> None:
+        super()._trust(key, is_there)
+        if not is_there:
+            self.answers[key] = False, float("inf")
 
 
 class NeverAnswers(PlainSharedTier):
