@@ -101,7 +101,7 @@ class RequestOptions:
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
     is_passed_on: bool = False
-    """Whether it goes on elsewhere with the KV that another connector of its engine sends there."""
+    """Whether it goes on elsewhere, with KV that this connector or another one of its engine sends there."""
     is_sent: bool = False
     """Whether the client sent options. It gets an answer then."""
     ignored: tuple[str, ...] = ()
@@ -132,7 +132,13 @@ class RequestOptions:
             ignored.append(UNKNOWN)
         if ignored:
             logger.debug("kvoffload: options of a request are not valid and are left out: %s", ", ".join(ignored))
-        return cls(**known, remote_decode=remote_decode, is_sent=sent is not None, ignored=tuple(ignored))
+        return cls(
+            **known,
+            remote_decode=remote_decode,
+            is_passed_on=remote_decode,
+            is_sent=sent is not None,
+            ignored=tuple(ignored),
+        )
 
     def to_pass_on(self) -> dict[str, Any]:
         """Returns what the same request must say where it goes on: all options of the client but a hand-over."""

@@ -391,7 +391,7 @@ class OffloadingConnectorScheduler:
         answer: dict[str, Any] | None = None
         options = state.options
         # Routers send the answer to a remote decode on in place of what the client has sent.
-        passed_on = options.to_pass_on() if options.is_passed_on or options.remote_decode else None
+        passed_on = options.to_pass_on() if options.is_passed_on else None
         if options.is_sent and state.record is not None:
             answer = {PARAM: state.usage() if passed_on is None else passed_on}
         if any(state.blocks.tables):
@@ -475,7 +475,7 @@ class OffloadingConnectorScheduler:
         most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
         state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
         if self.engine.is_beside_others:
-            state.options = replace(state.options, remote_decode=False, is_passed_on=state.options.remote_decode)
+            state.options = replace(state.options, remote_decode=False)
         return state
 
     @guarded(lambda self: None)

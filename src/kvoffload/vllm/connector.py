@@ -240,10 +240,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         shares = ranks.collect(describe)
         check_settings(shares)
         rows = join(shares, self.layout.kv_groups, ranks.index, self.layout.tensor_parallel)
-        plan = plan_parts(self.layout.kv_groups, [share.device_block_bytes for share in shares])
-        stores = None
+        sizes, stores = [share.device_block_bytes for share in shares], None
         if isinstance(rows, CanonicalRows):
-            plan = plan_parts(self.layout.kv_groups, [rows.row_bytes])
+            sizes = [rows.row_bytes]
             self.layout = replace(self.layout, row_bytes=rows.row_bytes)
             self._layers = tuple((layer.name, layer.page_bytes, layer.page_format) for layer in rows.layers)
             groups, stores = canonical[0].place(groups, rows), canonical[0].stores
@@ -252,6 +251,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 "kvoffload: canonical_layout has no effect: %s. Tiers give blocks to engines of the same parallelism",
                 rows,
             )
+        plan = plan_parts(self.layout.kv_groups, sizes)
         if ranks.index == 0 and plan.waste_of_whole >= LOGGED_WASTE:
             logger.info("kvoffload: %s", plan.describe())
         self.layout = self.layout.divided(plan.parts)
