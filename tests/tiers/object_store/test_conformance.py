@@ -9,15 +9,18 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
+from kvoffload.testing import tier_conformance
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.compressed import CompressedFormat, Rows
+from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, PATIENT, Moto, needs_moto, patched
 from tests.tiers.remote.memory_store import SteppedChannel
+from tests.tiers.remote.rig import shrinking
 
 pytestmark = needs_moto
 
@@ -32,6 +35,8 @@ class WaitingChannel(SteppedChannel):
 
 
 class OnMoto(SharedTierConformance):
+    values_kind: type[ValueFormat] = ValueFormat
+    memory: type[ValueMemory] = SeparateBuffers
     value_bytes: int
     """What the client takes for the size of values: it decides how many share an object."""
     _numbers = itertools.count()
@@ -50,7 +55,8 @@ class OnMoto(SharedTierConformance):
 
     def on(self, pools: Sequence[ByteArray]) -> Tier:
         client = ObjectStoreClient(self.bucket, self.value_bytes, [0])
-        worker = StoreWorker(client, SeparateBuffers(pools), ValueFormat(FINGERPRINT, self.prefix))
+        values = self.values_kind(FINGERPRINT, self.prefix)
+        worker = StoreWorker(client, self.memory(pools), values)  # type: ignore[call-arg]
         tier = RemoteTier(WaitingChannel(worker), sum(pool.shape[1] for pool in pools), name="object_store")
         tier.poll()
         return tier
@@ -73,3 +79,13 @@ class TestSharedObjects(OnMoto):
 
 class TestSeparateObjects(OnMoto):
     value_bytes = 0
+
+
+class TestCompressedObjects(OnMoto):
+    values_kind = CompressedFormat
+    memory = Rows
+    value_bytes = 4096
+
+    @pytest.fixture(autouse=True)
+    def _blocks_shrink(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tier_conformance, "content", shrinking)

@@ -14,19 +14,21 @@ import pytest
 from kvoffload.abc import ByteArray, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.host.pool import HostPool
+from kvoffload.testing import tier_conformance
 from kvoffload.testing.conformance import keys as keys_of
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.compressed import CompressedFormat, Rows
+from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.messages import Response
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
 from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import StoreServer, content
+from tests.tiers.remote.rig import StoreServer, content, shrinking
 
 pytestmark = needs_redis
 
@@ -225,6 +227,9 @@ def test_with_an_hmac_key_only_blocks_of_its_servers_are_loaded(store: RedisServ
 class TestConformance(SharedTierConformance):
     """The tier on a real server, without a process."""
 
+    values: ValueFormat = VALUES
+    memory: type[ValueMemory] = SeparateBuffers
+
     @pytest.fixture(autouse=True)
     def _store(self, store: RedisServer) -> Iterator[None]:
         self.store = store
@@ -236,7 +241,7 @@ class TestConformance(SharedTierConformance):
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         client = make_client(self.store.url)
         self.clients.append(client)
-        worker = StoreWorker(client, SeparateBuffers(pools), VALUES)
+        worker = StoreWorker(client, self.memory(pools), self.values)  # type: ignore[call-arg]
         tier = RemoteTier(DirectChannel(worker), sum(pool.shape[1] for pool in pools), name="redis")
         tier.poll()
         return tier
@@ -255,5 +260,14 @@ class TestConformance(SharedTierConformance):
         return True
 
     def lose(self, tier: Tier, names: str) -> bool:
-        self.store.raw().delete(*[VALUES.name(key) for key in keys_of(names)])
+        self.store.raw().delete(*[self.values.name(key) for key in keys_of(names)])
         return True
+
+
+class TestConformanceCompressed(TestConformance):
+    values = CompressedFormat(FINGERPRINT)
+    memory = Rows
+
+    @pytest.fixture(autouse=True)
+    def _blocks_shrink(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tier_conformance, "content", shrinking)

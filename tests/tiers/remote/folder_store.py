@@ -15,6 +15,7 @@ import numpy as np
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.config import RemoteTierConfig
+from tests.tiers.remote.memory_store import fill
 
 VALUES = "values"
 
@@ -77,11 +78,7 @@ class FolderClient(StoreClient):
             data = np.fromfile(path, dtype=np.uint8)
         except FileNotFoundError:
             return Outcome.MISSING
-        if data.size != sum(part.size for part in parts):
-            return Outcome.OTHER_SIZE
-        for part in parts:
-            part[:], data = data[: part.size], data[part.size :]
-        return Outcome.OK
+        return fill(data, parts)
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         self._fail("-put")

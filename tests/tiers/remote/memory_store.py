@@ -32,13 +32,7 @@ class MemoryClient(StoreClient):
 
     def _get(self, name: str, parts: Sequence[ByteArray]) -> Outcome:
         data = self.values.get(name)
-        if data is None:
-            return Outcome.MISSING
-        is_whole = data.size == sum(part.size for part in parts)
-        for part in parts:
-            taken, data = data[: part.size], data[part.size :]
-            part[: taken.size] = taken
-        return Outcome.OK if is_whole else Outcome.OTHER_SIZE
+        return Outcome.MISSING if data is None else fill(data, parts)
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         self._call("put", names)
@@ -62,6 +56,15 @@ class MemoryClient(StoreClient):
         if self.num_errors:
             self.num_errors -= 1
             raise StoreError("fails on purpose")
+
+
+def fill(data: ByteArray, parts: Sequence[ByteArray]) -> Outcome:
+    """Reads the value ``data`` into its buffers. Returns the outcome of ``get``."""
+    surplus = data.size - sum(part.size for part in parts)
+    for part in parts:
+        taken, data = data[: part.size], data[part.size :]
+        part[: taken.size] = taken
+    return Outcome.OK if not surplus else Outcome.SMALLER if surplus < 0 else Outcome.OTHER_SIZE
 
 
 class SteppedChannel(StoreChannel):

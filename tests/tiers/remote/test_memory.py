@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvoffload.abc import ByteArray
 from kvoffload.host.mapping import HUGE_PAGE
 from kvoffload.host.pool import HostPool
-from kvoffload.tiers.remote.memory import MAX_ROWS, MAX_WINDOW_BYTES, SeparateBuffers, Value, Window
-from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.memory import MAX_ROWS, MAX_WINDOW_BYTES, SeparateBuffers, Window
+from kvoffload.tiers.remote.record import RECORD_BYTES, Value
 
 PAGE = mmap.PAGESIZE
 NUM_SLOTS = 6

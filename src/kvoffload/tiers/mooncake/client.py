@@ -79,11 +79,21 @@ class MooncakeClient(StoreClient):
         return [answers.get(code, Outcome.FAILED) for code in codes]
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        pointers, sizes = _pointers(buffers), _sizes(buffers)
         with self._getting:
-            codes = self._store.batch_get_into_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
+            if all(len(parts) == 1 for parts in buffers):
+                # Only this call takes values that are smaller.
+                firsts = [each[0] for each in pointers], [each[0] for each in sizes]
+                codes = self._store.batch_get_into(list(names), *firsts)
+            else:
+                codes = self._store.batch_get_into_multi_buffers(list(names), pointers, sizes)
         wanted = [sum(part.nbytes for part in parts) for parts in buffers]
         return [
-            Outcome.OK if code == size else self._why_not_read(name, code, size, parts[0])
+            Outcome.OK
+            if code == size
+            else Outcome.SMALLER
+            if 0 < code < size
+            else self._why_not_read(name, code, size, parts[0])
             for name, code, size, parts in zip(names, codes, wanted, buffers, strict=True)
         ]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.object_store.bucket import TIMES, Bucket, Found, NewObject, Piece, Times
@@ -20,8 +21,7 @@ from kvoffload.tiers.object_store.contents import (
     values_per_object,
 )
 from kvoffload.tiers.object_store.search import Search, group_of
-from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.client import Outcome, StoreClient
 
 MAX_PUTS = 4
 """How often values are put again into further objects, because another server stored the first of them meanwhile."""
@@ -43,6 +43,12 @@ class _Reading:
 
     members: list[int]
     place: Place
+
+    def piece(self, buffers: Sequence[Sequence[ByteArray]], sizes: Sequence[int]) -> Piece:
+        """Returns the request for as much of the values as their buffers have room for."""
+        place, size = self.place, sizes[self.members[0]]
+        parts = [part for i in self.members for part in _first_bytes(buffers[i], place.value_bytes or size)]
+        return Piece(place.name, place.number * place.value_bytes, parts)
 
 
 class ObjectStoreClient(StoreClient):
@@ -90,48 +96,17 @@ class ObjectStoreClient(StoreClient):
         places = self._locate(names, outcomes)
         sizes = [sum(part.nbytes for part in parts) for parts in buffers]
         readings = _readings(places, sizes)
-        pieces = [
-            Piece(
-                each.place.name,
-                each.place.number * sizes[each.members[0]],
-                [part for i in each.members for part in buffers[i]],
-            )
-            for each in readings
-        ]
-        begun = self._clock()
+        pieces = [each.piece(buffers, sizes) for each in readings]
         answers = self._bucket.get(pieces) if pieces else []
-        others = []
         for each, answer in zip(readings, answers, strict=True):
             outcome = answer if isinstance(answer, Outcome) else self._check(each.place, answer, sizes[each.members[0]])
             if outcome is Outcome.MISSING:
                 self._places.gone(each.place.name)
-            if outcome is Outcome.OTHER_SIZE:
-                others.append(each)
+            elif isinstance(answer, Found) and self._step > 1:
+                self._places.note(each.place.name, each.place.marks, answer.size)
             for i in each.members:
                 outcomes[i] = outcome
-        if others:
-            with suppress(StoreError):
-                self._get_records(others, buffers, begun)
         return outcomes
-
-    def _get_records(self, readings: Sequence[_Reading], buffers: Sequence[Sequence[ByteArray]], begun: float) -> None:
-        """Reads the records of values of another size, whose positions in their objects are different."""
-        records = {i: buffers[i][0][:RECORD_BYTES] for each in readings for i in each.members}
-        for record in records.values():
-            record[:] = 0
-        if self._clock() - begun > self._more_within_s:
-            return
-        pieces = []
-        for each, found in zip(readings, self._bucket.head([each.place.name for each in readings]), strict=True):
-            if isinstance(found, Found) and contents(each.place.name, found) == each.place.marks:
-                value_bytes = found.size // len(each.place.marks)
-                first = each.place.number
-                pieces += [
-                    Piece(each.place.name, number * value_bytes, [records[i]])
-                    for number, i in enumerate(each.members, first)
-                ]
-        if pieces and self._clock() - begun <= self._more_within_s:
-            self._bucket.get(pieces)
 
     def _locate(self, names: Sequence[str], outcomes: list[Outcome]) -> list[Place | None]:
         """Returns the places of values; where there is none, ``outcomes`` gets the reason."""
@@ -150,23 +125,27 @@ class ObjectStoreClient(StoreClient):
         return places
 
     @staticmethod
-    def _check(place: Place, found: Found, value_bytes: int) -> Outcome:
-        """Compares the object that was read with the known contents."""
+    def _check(place: Place, found: Found, size: int) -> Outcome:
+        """Compares the object that was read with the known contents. ``size``: that of the buffers of a value."""
+        value_bytes = place.value_bytes or found.size
         if contents(place.name, found) != place.marks:
             return Outcome.MISSING
-        return Outcome.OK if found.size == len(place.marks) * value_bytes else Outcome.OTHER_SIZE
+        if found.size != len(place.marks) * value_bytes or value_bytes > size:
+            return Outcome.OTHER_SIZE
+        return Outcome.OK if value_bytes == size else Outcome.SMALLER
 
     # Writes.
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         outcomes = [Outcome.FAILED] * len(names)
         marks = [mark(name) for name in names]
+        sizes = [sum(part.nbytes for part in parts) for parts in buffers]
         left = list(range(len(names)))
         begun = self._clock()
         for _ in range(MAX_PUTS):
             if not left or self._clock() - begun > self._more_within_s:
                 break
-            groups = self._groups(left, names, buffers)
+            groups = self._groups(left, names)
             answers = self._bucket.put([new_object(group, names, marks, buffers) for group in groups])
             held: list[list[int]] = []
             for group, answer in zip(groups, answers, strict=True):
@@ -175,24 +154,23 @@ class ObjectStoreClient(StoreClient):
                     continue
                 if answer is Outcome.OK:
                     self._places.gone(names[group[0]])
-                    self._places.note(names[group[0]], tuple(marks[i] for i in group))
+                    size = len(group) * max(sizes[i] for i in group)
+                    self._places.note(names[group[0]], tuple(marks[i] for i in group), size)
                 for i in group:
                     outcomes[i] = answer
             left = self._take_held(held, names, marks, outcomes) if held else []
         return outcomes
 
-    def _groups(
-        self, left: Sequence[int], names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]
-    ) -> list[list[int]]:
+    def _groups(self, left: Sequence[int], names: Sequence[str]) -> list[list[int]]:
         """Returns which of the values with the indices ``left`` become one object each."""
         groups: list[list[int]] = []
-        open_groups: dict[tuple[int, int], list[int]] = {}
+        open_groups: dict[int, list[int]] = {}
         for i in left:
-            size, kv_group = sum(part.nbytes for part in buffers[i]), group_of(names[i])
-            most = values_per_object(size, self._object_bytes) if self._step > 1 and kv_group in self._chained else 1
-            group = open_groups.get((kv_group, size))
+            kv_group = group_of(names[i])
+            most = self._step if kv_group in self._chained else 1
+            group = open_groups.get(kv_group)
             if group is None or len(group) >= most:
-                group = open_groups[kv_group, size] = []
+                group = open_groups[kv_group] = []
                 groups.append(group)
             group.append(i)
         return groups
@@ -213,7 +191,7 @@ class ObjectStoreClient(StoreClient):
             if not isinstance(answer, Found):
                 continue
             there = contents(names[leader], answer)
-            self._places.note(names[leader], there)
+            self._places.note(names[leader], there, answer.size)
             for i in group:
                 if marks[i] in there:
                     outcomes[i] = Outcome.HELD
@@ -251,7 +229,7 @@ class ObjectStoreClient(StoreClient):
             return unread
         for name, answer in zip(names, self._bucket.head(names), strict=True):
             if isinstance(answer, Found):
-                self._places.note(name, contents(name, answer))
+                self._places.note(name, contents(name, answer), answer.size)
             elif answer is not Outcome.MISSING:
                 unread[name] = answer
         return unread
@@ -271,7 +249,8 @@ class ObjectStoreClient(StoreClient):
 
 
 def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Reading]:
-    """Returns the reads, one per run of neighbours in an object."""
+    """Returns the reads, one per run of neighbours in an object. Of a value that is larger than its buffers the first
+    bytes are read, so no other one is read with it."""
     known = [(place.name, place.number, i, place) for i, place in enumerate(places) if place is not None]
     known.sort(key=lambda each: each[:3])
     readings: list[_Reading] = []
@@ -282,6 +261,7 @@ def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Rea
             and last.place.name == name
             and last.place.number + len(last.members) == index
             and sizes[last.members[0]] == sizes[i]
+            and 0 < place.value_bytes == last.place.value_bytes <= sizes[i]
             and last.place.marks == place.marks
         ):
             last.members.append(i)
@@ -293,6 +273,19 @@ def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Rea
 def new_object(
     group: Sequence[int], names: Sequence[str], marks: Sequence[bytes], buffers: Sequence[Sequence[ByteArray]]
 ) -> NewObject:
-    """Returns the object with the values that have these indices."""
+    """Returns the object with the values that have these indices, padded to the size of the largest."""
     note = make_note([marks[i] for i in group]) if len(group) > 1 else ""
-    return NewObject(names[group[0]], note, [part for i in group for part in buffers[i]])
+    sizes = {i: sum(part.nbytes for part in buffers[i]) for i in group}
+    largest = max(sizes.values())
+    padding = np.zeros(largest - min(sizes.values()), dtype=np.uint8)
+    parts = [part for i in group for part in (*buffers[i], padding[: largest - sizes[i]]) if part.nbytes]
+    return NewObject(names[group[0]], note, parts)
+
+
+def _first_bytes(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
+    """Returns the first ``nbytes`` of ``buffers``, or all."""
+    parts = []
+    for buffer in buffers:
+        parts.append(buffer[:nbytes])
+        nbytes -= parts[-1].nbytes
+    return [part for part in parts if part.nbytes]

@@ -1,8 +1,8 @@
 """Contents of objects: their values in order, and the places of known values.
 
-An object has values of equal size, one after the other, without gaps. If there are several, or one of another name, its
-note lists them: NOTE_VERSION, then the marks of the values in base64. A mark is the XXH3-64 of the value's name: a hint
-where to look, without proof. The reader verifies the bytes.
+An object has values of equal size, one after the other, without gaps; smaller ones are padded. If there are several, or
+one of another name, its note lists them: NOTE_VERSION, then the marks of the values in base64. A mark is the XXH3-64 of
+the value's name: a hint where to look, without proof. The reader verifies the bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ NOTE_VERSION = "1:"
 MARK_BYTES = 8
 
 Marks: TypeAlias = tuple[bytes, ...]
+_NOTHING: tuple[Marks, int] = ((), 0)
 
 
 def values_per_object(value_bytes: int, object_bytes: int = OBJECT_BYTES) -> int:
@@ -65,11 +66,13 @@ def contents(name: str, found: Found) -> Marks:
 
 
 class Place(NamedTuple):
-    """The place of a value: the object's name, the marks of its values, and the number of values before this one."""
+    """The place of a value: the object's name, the marks of its values, the number of values before this one, and the
+    size of each, 0 if it is not known."""
 
     name: str
     marks: Marks
     number: int
+    value_bytes: int = 0
 
 
 class Places:
@@ -81,8 +84,8 @@ class Places:
         self._max_places = max_places
         self._max_hidden = max_hidden
         self._max_distrusted = max_distrusted
-        self._objects: OrderedDict[str, Marks] = OrderedDict()
-        """The marks of each object, the oldest knowledge first."""
+        self._objects: OrderedDict[str, tuple[Marks, int]] = OrderedDict()
+        """The marks of each object and the size of its values, the oldest knowledge first."""
         self._places: dict[bytes, tuple[str, int]] = {}
         self._hidden: OrderedDict[bytes, str] = OrderedDict()
         """Values that were removed, and the objects that still have them."""
@@ -96,7 +99,8 @@ class Places:
             found = self._places.get(value)
             if found is None or self._hidden.get(value) == found[0]:
                 return None
-            return Place(found[0], self._objects[found[0]], found[1])
+            marks, value_bytes = self._objects[found[0]]
+            return Place(found[0], marks, found[1], value_bytes)
 
     def is_hidden(self, value: bytes, name: str) -> bool:
         """Returns whether the value in the object ``name`` counts as missing."""
@@ -111,7 +115,7 @@ class Places:
             name, _ = self._places[value]
             self._hidden[value] = name
             _limit(self._hidden, self._max_hidden)
-            return all(self._hidden.get(each) == name for each in self._objects[name])
+            return all(self._hidden.get(each) == name for each in self._objects[name][0])
 
     def show(self, value: bytes) -> None:
         """Undoes ``hide``."""
@@ -128,11 +132,11 @@ class Places:
         with self._lock:
             return name in self._distrusted
 
-    def note(self, name: str, marks: Marks) -> None:
-        """Notes that the object ``name`` has the values with ``marks``."""
+    def note(self, name: str, marks: Marks, size: int) -> None:
+        """Notes that the object ``name`` of ``size`` bytes has the values with ``marks``."""
         with self._lock:
             self._forget(name)
-            self._objects[name] = marks
+            self._objects[name] = marks, size // len(marks)
             # The latest object that claims to have a value is believed.
             self._places.update((value, (name, index)) for index, value in enumerate(marks))
             while len(self._places) > self._max_places:
@@ -141,14 +145,14 @@ class Places:
     def gone(self, name: str) -> None:
         """Forgets the object ``name``: it does not exist, or has other values."""
         with self._lock:
-            for value in self._objects.get(name, ()):
+            for value in self._objects.get(name, _NOTHING)[0]:
                 if self._hidden.get(value) == name:
                     del self._hidden[value]
             self._distrusted.pop(name, None)
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        for value in self._objects.pop(name, ()):
+        for value in self._objects.pop(name, _NOTHING)[0]:
             if self._places.get(value, ("", 0))[0] == name:
                 del self._places[value]
 

@@ -89,7 +89,7 @@ class Search:
             self._has_failed |= answer is Outcome.FAILED
             if isinstance(answer, Found):
                 marks = contents(name, answer)
-                self._places.note(name, marks)
+                self._places.note(name, marks, answer.size)
                 found.update(each for each in marks if not self._places.is_hidden(each, name))
             elif answer is Outcome.MISSING:
                 self._places.gone(name)

@@ -17,6 +17,7 @@ from functools import partial
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.tiers.remote.client import StoreClient
+from kvoffload.tiers.remote.compressed import CompressedFormat, Rows, rows_bytes
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
@@ -34,6 +35,7 @@ NUM_SMALL_READ_THREADS = 1
 SMALL_READ_BLOCKS = 4
 """A read of at most so many blocks has a thread at the usual priority: for a short time, spinning does no harm."""
 NUM_LOOKUP_THREADS = 1
+NUM_WORKERS = NUM_READ_THREADS + NUM_SMALL_READ_THREADS + NUM_WRITE_THREADS + NUM_LOOKUP_THREADS
 TRANSFER_NICENESS = 10
 """Added to the niceness of the threads that read and write many blocks. Clients spin there until the transfer ends, and
 on a busy machine that would take cores from the engine and from the threads that move the bytes."""
@@ -59,7 +61,7 @@ def main(descriptor: int) -> None:
             module, _, name = setup.client.partition(":")
             connect = getattr(importlib.import_module(module), name)
             # The memory of the module and its libraries does not count.
-            watch = stack.enter_context(GrowthWatch(setup.client_bytes))
+            watch = stack.enter_context(GrowthWatch(_own_bytes(setup)))
             with watch.asking():
                 server = _Server(setup, connect, connection, watch)
         except (KVOffloadError, ImportError) as error:
@@ -67,6 +69,12 @@ def main(descriptor: int) -> None:
             return
         connection.send(Kind.READY)
         server.serve(messages)
+
+
+def _own_bytes(setup: Setup) -> int:
+    """Returns the memory for the client and for values that are compressed."""
+    payload_bytes = sum(handle.slot_bytes for handle in setup.handles)
+    return setup.client_bytes + (NUM_WORKERS * rows_bytes(payload_bytes) if setup.compress else 0)
 
 
 def end_with_parent(parent: int) -> None:
@@ -123,11 +131,11 @@ class _Server:
         self._values = ValueFormat(setup.fingerprint, setup.prefix, read_hmac_key(setup.hmac_key_file))
         self._client = connect(setup.settings)
         self._has_windows = self._client.moves_buffers_singly and Window.fits(self._pools)
-        if not self._has_windows:
+        if not self._has_windows and not setup.compress:
             for pool in self._pools:
                 self._client.register(pool.reshape(-1))
         self._workers: queue.SimpleQueue[StoreWorker] = queue.SimpleQueue()
-        for _ in range(NUM_READ_THREADS + NUM_SMALL_READ_THREADS + NUM_WRITE_THREADS + NUM_LOOKUP_THREADS):
+        for _ in range(NUM_WORKERS):
             self._workers.put(self._new_worker())
         self._lookups = IOThreads(NUM_LOOKUP_THREADS, "lookup")
         self._small_reads = IOThreads(NUM_SMALL_READ_THREADS, "small read")
@@ -135,8 +143,12 @@ class _Server:
         self._writes = IOThreads(NUM_WRITE_THREADS, "write")
 
     def _new_worker(self) -> StoreWorker:
+        values = self._values
+        if self._setup.compress:
+            packed = CompressedFormat(values.fingerprint, values.prefix, values.hmac_key)
+            return StoreWorker(self._client, Rows(self._pools), packed, pause=time.sleep)
         memory = Window(self._pools, self._files) if self._has_windows else SeparateBuffers(self._pools)
-        return StoreWorker(self._client, memory, self._values, pause=time.sleep)
+        return StoreWorker(self._client, memory, values, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)

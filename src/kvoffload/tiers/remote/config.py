@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierConfig, TierContext
+from kvoffload.tiers.remote.codec import check_installed
 from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.messages import Setup
 from kvoffload.tiers.remote.process import ProcessChannel
@@ -47,6 +48,10 @@ class RemoteTierConfig(TierConfig):
     count. Blocks are stored with an HMAC, and those without the right one are never loaded. By default whoever can
     write to the store can forge blocks."""
 
+    compress: bool = False
+    """Whether blocks are compressed without loss, in the client's process: for networks that are slower than that.
+    Needs zstandard. Servers with and without it have blocks of their own."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.prefix, str) or len(self.prefix) > MAX_PREFIX or not _PREFIX.fullmatch(self.prefix):
             raise ConfigError(
@@ -54,6 +59,10 @@ class RemoteTierConfig(TierConfig):
                 'prefix="kvoffload", with single slashes between them'
             )
         read_hmac_key(self.hmac_key_file)
+        if not isinstance(self.compress, bool):
+            raise ConfigError(f"compress={self.compress!r}: must be true or false")
+        if self.compress:
+            check_installed()
 
     @property
     @abstractmethod
@@ -115,6 +124,7 @@ class RemoteTierConfig(TierConfig):
             context.identity,
             self.hmac_key_file,
             self.client_bytes + self.memory_bytes // context.engines,
+            self.compress,
         )
         channel = ProcessChannel(setup, self.kind)
         tier = RemoteTier(channel, payload_bytes, name=self.kind)

@@ -5,27 +5,17 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.host.mapping import HUGE_PAGE, map_over, reserve_addresses
-from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.record import RECORD_BYTES, Value
 
 MAX_ROWS = 64
 """Values moved by one call of a client."""
 MAX_WINDOW_BYTES = 64 << 20
 """Bytes of values moved by one call through a window; at least one value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """The memory of one value. ``buffers`` are its bytes in order: ``record``, then ``parts``, one per rank."""
-
-    record: ByteArray
-    parts: Sequence[ByteArray]
-    buffers: Sequence[ByteArray]
 
 
 class ValueMemory(ABC):

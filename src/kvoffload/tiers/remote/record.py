@@ -20,6 +20,8 @@ import enum
 import hmac
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
@@ -39,6 +41,16 @@ _NO_TAG = bytes(TAG_BYTES)
 assert _RECORD.size == RECORD_BYTES - CHECKSUM_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The memory of one value. ``buffers`` are its bytes in order, those of ``record`` first; ``parts`` are the block,
+    one part per rank."""
+
+    record: ByteArray
+    parts: Sequence[ByteArray]
+    buffers: Sequence[ByteArray]
+
+
 class Verdict(enum.Enum):
     """Results of the comparison of a value with its record."""
 
@@ -49,11 +61,23 @@ class Verdict(enum.Enum):
     """These are not the bytes that were stored under this name."""
 
 
+class Fields(NamedTuple):
+    """The fields of a record that the bytes after it are compared with. ``body``: the record without its checksum."""
+
+    version: int
+    checksum: int
+    tag: bytes
+    body: bytes
+
+
 class ValueFormat:
     """The names and records of the values of blocks with this ``fingerprint``, 64 hexadecimal digits.
 
     ``prefix``: the beginning of all names. With an ``hmac_key``, only blocks of servers with the same key are good.
     """
+
+    versions: ClassVar[Sequence[int]] = (FORMAT_VERSION,)
+    """Versions of records that can be read."""
 
     def __init__(self, fingerprint: str, prefix: str = "kvoffload", hmac_key: bytes = b"") -> None:
         self.fingerprint = fingerprint
@@ -71,11 +95,29 @@ class ValueFormat:
         """Returns the checksum of a block, given one buffer per rank."""
         return block_checksum(self._fingerprint + struct.pack("<Q", GENERATION) + key, parts)
 
-    def record(self, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
-        """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes."""
+    def seal(self, key: OffloadKey, value: Value) -> Sequence[ByteArray]:
+        """Completes the value of the block in ``value``. Returns its buffers."""
+        value.record[:] = self.record(key, value.parts)
+        return value.buffers
+
+    def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Verdict:
+        """Returns whether the value that was read has the block of ``key``, which is then in the parts of ``value``.
+        ``is_whole``: whether all buffers were filled."""
+        verdict = self.verify(key, value.record, value.parts)
+        return Verdict.BAD if verdict is Verdict.GOOD and not is_whole else verdict
+
+    def record(
+        self,
+        key: OffloadKey,
+        parts: Sequence[ByteArray],
+        version: int = FORMAT_VERSION,
+        stored: Sequence[ByteArray] | None = None,
+    ) -> ByteArray:
+        """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes. ``stored``: the
+        bytes after the record, by default the parts."""
         body = _RECORD.pack(
             _MAGIC,
-            FORMAT_VERSION,
+            version,
             len(key),
             len(parts),
             self._fingerprint[:_ID_BYTES],
@@ -84,7 +126,7 @@ class ValueFormat:
             self.checksum(key, parts),
             _NO_TAG,
         )
-        return sealed(body[:-TAG_BYTES] + self._tag(body, parts))
+        return sealed(body[:-TAG_BYTES] + self._tag(body, parts if stored is None else stored))
 
     def _tag(self, body: bytes, parts: Sequence[ByteArray]) -> bytes:
         """Returns the tag of a block. ``body`` is the record without its checksum; its own tag is left out. Large
@@ -99,6 +141,18 @@ class ValueFormat:
     def verify(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
         """Returns whether ``record`` and ``parts`` were stored under ``key``, by a server with the same HMAC key if
         there is one."""
+        fields = self.parse(key, record, parts)
+        if isinstance(fields, Verdict):
+            return fields
+        is_good = self.checksum(key, parts) == fields.checksum and self.has_tag(fields, parts)
+        return Verdict.GOOD if is_good else Verdict.BAD
+
+    def has_tag(self, fields: Fields, stored: Sequence[ByteArray]) -> bool:
+        """Returns whether the tag is right for the bytes after the record."""
+        return hmac.compare_digest(fields.tag, self._tag(fields.body, stored))
+
+    def parse(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Fields | Verdict:
+        """Returns the fields of the record of a block like ``parts``, or why it is none."""
         raw = record.tobytes()
         if len(raw) != RECORD_BYTES or not is_sealed(raw):
             return Verdict.BAD
@@ -106,12 +160,10 @@ class ValueFormat:
         magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, checksum, tag = fields
         if magic != _MAGIC:
             return Verdict.BAD
-        if version != FORMAT_VERSION:
+        if version not in self.versions:
             return Verdict.FOREIGN
         if fingerprint_id != self._fingerprint[:_ID_BYTES] or stored_key[:key_bytes] != key or key_bytes != len(key):
             return Verdict.BAD
         if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
             return Verdict.FOREIGN
-        if self.checksum(key, parts) != checksum:
-            return Verdict.BAD
-        return Verdict.GOOD if hmac.compare_digest(tag, self._tag(raw[: _RECORD.size], parts)) else Verdict.BAD
+        return Fields(version, checksum, tag, raw[: _RECORD.size])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvoffload.abc import OffloadKey
-from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op, Request, Response, Status
 from kvoffload.tiers.remote.record import ValueFormat, Verdict
@@ -24,10 +24,10 @@ _STATUS = {
     Outcome.OK: Status.OK,
     Outcome.MISSING: Status.MISSING,
     Outcome.HELD: Status.HELD,
-    Outcome.OTHER_SIZE: Status.CORRUPT,
     Outcome.FULL: Status.FULL,
     Outcome.FAILED: Status.FAILED,
 }
+_VERDICTS = {Verdict.GOOD: Status.OK, Verdict.FOREIGN: Status.MISSING, Verdict.BAD: Status.CORRUPT}
 
 
 class StoreWorker:
@@ -89,7 +89,7 @@ class StoreWorker:
         if op is Op.READ:
             return self._read(keys, names, slots, begun)
         if op is Op.WRITE:
-            return self._write(keys, names, slots)
+            return self._write(keys, names, slots, begun)
         outcomes = self._client.exists(names) if op is Op.LOOKUP else self._client.remove(names)
         return [_STATUS[outcome] for outcome in outcomes]
 
@@ -119,24 +119,23 @@ class StoreWorker:
         statuses = []
         outcomes = self._client.get(names, [value.buffers for value in values])
         for key, outcome, value in zip(keys, outcomes, values, strict=True):
-            status = _STATUS[outcome]
-            if outcome in (Outcome.OK, Outcome.OTHER_SIZE):
-                verdict = self._values.verify(key, value.record, value.parts)
-                if verdict is Verdict.FOREIGN:
-                    status = Status.MISSING
-                elif verdict is Verdict.BAD:
-                    status = Status.CORRUPT
-            statuses.append(status)
+            if outcome in (Outcome.OK, Outcome.SMALLER, Outcome.OTHER_SIZE):
+                statuses.append(_VERDICTS[self._values.check(key, value, outcome is Outcome.OK)])
+            else:
+                statuses.append(_STATUS[outcome])
         return statuses
 
-    def _write(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
+    def _write(
+        self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int], begun: float
+    ) -> list[Status]:
         statuses = [Status.HELD if found is Outcome.OK else _STATUS[found] for found in self._client.exists(names)]
         new = [i for i, status in enumerate(statuses) if status is Status.MISSING]
         if new:
             values = [self._memory.value(row, slots[i]) for row, i in enumerate(new)]
-            for i, value in zip(new, values, strict=True):
-                value.record[:] = self._values.record(keys[i], value.parts)
-            outcomes = self._client.put([names[i] for i in new], [value.buffers for value in values])
+            buffers = [self._values.seal(keys[i], value) for i, value in zip(new, values, strict=True)]
+            if self._clock() - begun > MORE_WITHIN_S:
+                raise StoreError("compressing, or the store, is too slow")
+            outcomes = self._client.put([names[i] for i in new], buffers)
             for i, outcome in zip(new, outcomes, strict=True):
                 statuses[i] = _STATUS[outcome]
         return statuses
