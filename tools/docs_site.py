@@ -27,6 +27,7 @@ FROM_ROOT = {
 """Pages of the repository's root, and their names on the site."""
 
 _FENCED = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+_IN_LIST = re.compile(r"(?<=\n\n)(?: {2,3}\S.*\n(?:(?: {2,}.*)?\n)*)+")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
 
 
@@ -68,6 +69,18 @@ def with_links(text: str, page: Path, files: Mapping[Path, Path], names: Mapping
     return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in parts)
 
 
+def with_blocks_in_lists(text: str) -> str:
+    """Returns ``text`` with blocks in lists indented by four spaces, which Python-Markdown needs and others do not."""
+
+    def indented(found: re.Match[str]) -> str:
+        block = found[0].rstrip()
+        more = " " * (4 - len(block) + len(block.lstrip()))
+        return re.sub(r"^(?=.)", more, block, flags=re.MULTILINE) + "\n\n"
+
+    parts = _FENCED.split(text)
+    return "".join(part if part.startswith("```") else _IN_LIST.sub(indented, part) for part in parts)
+
+
 def prepare(root: Path, target: Path) -> None:
     """Writes the pages of the repository ``root`` to the folder ``target``, which is emptied first."""
     shutil.rmtree(target, ignore_errors=True)
@@ -76,7 +89,8 @@ def prepare(root: Path, target: Path) -> None:
     for path, name in files.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            (target / name).write_text(with_links(path.read_text(), path, files, names, root))
+            text = with_links(path.read_text(), path, files, names, root)
+            (target / name).write_text(with_blocks_in_lists(text))
         else:
             shutil.copy(path, target / name)
 

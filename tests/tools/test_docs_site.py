@@ -59,6 +59,13 @@ def test_links_hold_on_the_site(tool: Any, repository: Path, text: str, on_the_s
     assert (repository / "out" / "a.md").read_text() == on_the_site
 
 
+def test_blocks_in_lists_get_the_indent_that_keeps_them_there(tool: Any) -> None:
+    text = "- one\n  two\n\n  ```\n  a\n\n    b\n  ```\n\n  three\n- four\n\nend\n\n```\n\n  kept\n```\n"
+    assert tool.with_blocks_in_lists(text) == (
+        "- one\n  two\n\n    ```\n    a\n\n      b\n    ```\n\n    three\n\n- four\n\nend\n\n```\n\n  kept\n```\n"
+    )
+
+
 def test_a_page_of_the_root_and_one_below_link_to_pages_that_moved(tool: Any, repository: Path) -> None:
     (repository / "README.md").write_text("[docs/serving.md](docs/serving.md), [CHANGELOG.md](CHANGELOG.md)")
     (repository / "docs" / "api" / "b.md").write_text("[c](../../SECURITY.md) [d](../serving.md)")
