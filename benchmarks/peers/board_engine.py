@@ -16,6 +16,8 @@ MAX_MODEL_LEN = 1024
 PAUSES = 4
 PAUSE_S = 0.25
 """Between two steps while what the engine's threads still write settles."""
+SETTLE_S = 3.0
+"""How long the engine steps in each pause. A connector that waits for other engines has never nothing to do."""
 
 
 class BoardEngine(Engine):
@@ -65,12 +67,22 @@ class BoardEngine(Engine):
             "ttft_ms": 1e3 * ttft_s,
         }
 
+    def ask(self, prompts: list[list[int]], max_tokens: int, source: dict[str, Any] | None = None) -> Any:
+        """Answers ``prompts`` one after the other. Each names ``source`` as the engine that has its blocks."""
+        if source is None:
+            return super().ask(prompts, max_tokens)
+        remote = {**source, "kv_request_id": f"board-{self.num_asked}"}
+        extra = {"kv_transfer_params": {"remote_kv_source": remote}}
+        return [self.run([[prompt]], 1, max_tokens, extra_args=extra)[0] for prompt in prompts]
+
     def settle(self) -> None:
         """Steps until the engine has nothing to do, and lets threads of a cache end what they write."""
         for _ in range(PAUSES):
             # Some connectors learn only in a step that a write has ended.
             self.ask([[7, 8, 9]], max_tokens=2)
-            super().settle()
+            until = time.monotonic() + SETTLE_S
+            while time.monotonic() < until and self.step():
+                pass
             time.sleep(PAUSE_S)
 
 

@@ -79,6 +79,11 @@ class Cell:
     unanswered: int = 0
     message: str = ""
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether something happened that never should: it counts only if it happens twice."""
+        return self.outcome in (Outcome.WRONG, Outcome.HANG, Outcome.CRASH, Outcome.FAILED)
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "outcome": str(self.outcome)}
 
@@ -95,7 +100,7 @@ class Cell:
             (self.unanswered, "not answered"),
         ]
         counts = ", ".join(f"{count} {name}" for count, name in parts if count)
-        return f"{self.outcome}: {counts}" if counts else str(self.outcome)
+        return ": ".join(filter(None, [str(self.outcome), counts, self.message]))
 
 
 def judge(asked: Asked, reference: Sequence[Answer]) -> Cell:

@@ -16,6 +16,8 @@ from typing import IO, Any, Self
 
 from benchmarks.peers.board_engine import MAX_TOKENS
 from benchmarks.peers.board_judge import Answer, Asked, Outcome
+from benchmarks.peers.processes import last_error
+from benchmarks.peers.systems import HangError
 from demo.process import CommandedProcess, EndedError, RaisedError, SilentError, Start
 
 START_DEADLINE_S = 480.0
@@ -81,6 +83,7 @@ def _become(command: list[str], input_: Connection, output: Connection, log: str
     """Turns this forked process into the requested one."""
     os.setsid()
     os.environ.update(environment)
+    sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in ((input_.fileno(), 0), (descriptor, 1), (descriptor, 2)):
         os.dup2(source, target)
@@ -94,10 +97,6 @@ class RefusedError(Exception):
     """The engine does not start. The text is its own message."""
 
 
-class HangError(Exception):
-    """The engine is silent past a deadline."""
-
-
 class CrashError(Exception):
     """The engine has ended."""
 
@@ -105,8 +104,8 @@ class CrashError(Exception):
 class Running:
     """An engine that has started. As a context manager it leaves no process behind.
 
-    ``connector`` has the fields of vLLM's ``KVTransferConfig``, or is None. Raises RefusedError, HangError or
-    CrashError if the engine does not start.
+    ``connector`` has the fields of vLLM's ``KVTransferConfig``, or is None. ``paths`` are folders with modules that it
+    needs. Raises RefusedError, HangError or CrashError if the engine does not start.
     """
 
     def __init__(
@@ -115,12 +114,14 @@ class Running:
         connector: dict[str, Any] | None,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        paths: Sequence[str] = (),
         program: Sequence[str] = ENGINE,
         start: Start = Forked,
     ) -> None:
         self.log = log
         config = {"model": str(model), "connector": connector}
         variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), *paths]))
         self._engine = CommandedProcess(program, log, config, variables, start=start)
         try:
             self._receive(START_DEADLINE_S, RefusedError)
@@ -134,12 +135,20 @@ class Running:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.kill()
 
-    def ask(self, prompts: Sequence[list[int]], answered: Callable[[int], None] = lambda count: None) -> Asked:
-        """Asks one prompt after the other. Calls ``answered`` with the number of answers after each."""
+    def ask(
+        self,
+        prompts: Sequence[list[int]],
+        source: dict[str, Any] | None = None,
+        answered: Callable[[int], None] = lambda count: None,
+    ) -> Asked:
+        """Asks one prompt after the other. Calls ``answered`` with the number of answers after each.
+
+        ``source`` is the engine that requests name as that which has their blocks.
+        """
         answers: list[Answer] = []
         try:
             for prompt in prompts:
-                self._engine.send("ask", prompts=[prompt], max_tokens=MAX_TOKENS)
+                self._engine.send("ask", prompts=[prompt], max_tokens=MAX_TOKENS, source=source)
                 (reply,) = self._receive(ANSWER_DEADLINE_S)
                 answers.append(
                     Answer(
@@ -190,11 +199,10 @@ class Running:
             raise CrashError(self._last_words()) from error
 
     def _last_words(self) -> str:
-        """Returns the last line of the log that names an error, else how the process ended."""
+        """Returns the last error in the log, else how the process ended."""
         status = self._engine.status(EXIT_DEADLINE_S)
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        named = [line for line in lines if "Error" in line or "Exception" in line or "assert" in line]
-        return shorten(named[-1].strip() if named else f"exit status {status}")
+        log = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return shorten(last_error(log) or f"exit status {status}")
 
 
 def shorten(text: str) -> str:

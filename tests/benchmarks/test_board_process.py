@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.peers import board_process
 from benchmarks.peers.board_judge import Outcome
-from benchmarks.peers.board_process import CrashError, HangError, RefusedError, Running
+from benchmarks.peers.board_process import CrashError, RefusedError, Running
+from benchmarks.peers.systems import HangError
 from demo.process import start_process
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
@@ -29,7 +30,7 @@ class Engine(Served):
         if self.kind == "dies":
             os._exit(3)
 
-    def ask(self, prompts, max_tokens):
+    def ask(self, prompts, max_tokens, source):
         self.asked += 1
         if self.asked > 1 and self.kind == "hangs":
             time.sleep(600)
@@ -57,7 +58,7 @@ def start(kind: str, tmp_path: Path) -> Running:
 def test_answers_arrive_in_order_and_the_engine_ends(tmp_path: Path) -> None:
     seen: list[int] = []
     with start("well", tmp_path) as running:
-        asked = running.ask(PROMPTS, seen.append)
+        asked = running.ask(PROMPTS, answered=seen.append)
         running.stop()
     assert asked.ended is None
     assert [(answer.prompt_tokens, answer.cached_tokens) for answer in asked.answers] == [(3, 2), (2, 2), (1, 2)]
