@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from demo import pages
+from demo import pages, smollm2
 from demo.pages import NAMES, SHARED_NAMES
 from demo.process import DemoError
 from demo.report import Report
@@ -31,7 +31,11 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
     help="Directory for report.html and report.json (shared.html and shared.json), and the engines' logs.",
 )
 @click.option("--text", type=DIRECTORY, help="Directory of text files to use instead of Python's standard library.")
-@click.option("--model", type=DIRECTORY, help="Model directory to use instead of a small random model.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="smollm2, a small trained model (the default, if its packages are installed), random, or a model's directory.",
+)
 @click.option("--shared", is_flag=True, help="Run two servers on each kind of shared store.")
 @click.option("--store", "stores", multiple=True, metavar="KIND", help="Only this store; may be given several times.")
 @click.option("--faults", is_flag=True, help="Also kill, stall, fill and corrupt each store while a server uses it.")
@@ -40,7 +44,7 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 def main(
     out: Path,
     text: Path | None,
-    model: Path | None,
+    model: str | None,
     shared: bool,
     stores: tuple[str, ...],
     faults: bool,
@@ -73,11 +77,12 @@ def main(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     report: Report | SharedReport
     try:
+        chosen = None if shared else choose_model(model, errors)
         with TerminalProgress(errors, SHARED_NAMES if shared else NAMES) as progress:
             if shared:
                 report = run_shared_demo(out, seed, progress, faults, stores)
             else:
-                report = run_demo(out, text, model, seed, progress)
+                report = run_demo(out, text, chosen, seed, progress)
     except KeyboardInterrupt:
         sys.exit(130)
     except DemoError as error:
@@ -103,6 +108,20 @@ def main(
     if not as_json or page.failures:
         (errors if as_json else Console()).print(verdict(page, warnings), soft_wrap=True)
     sys.exit(1 if page.failures else 0)
+
+
+def choose_model(name: str | None, console: Console) -> Path | None:
+    """Returns the directory of the model that ``--model`` names, None for a random one. Raises DemoError if there is
+    none."""
+    if name is None and not smollm2.is_installed():
+        console.print(f"{smollm2.NAME} {smollm2.MISSING}. This run is with a random model.", style="yellow")
+        return None
+    if name == "random":
+        return None
+    if name not in (None, "smollm2"):
+        return Path(name)
+    console.print(f"Reading {smollm2.NAME}; the first time it is converted.", style="dim")
+    return smollm2.smollm2_directory(smollm2.DIRECTORY)
 
 
 if __name__ == "__main__":

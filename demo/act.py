@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from demo import process
+from demo import forks, process
 from demo.engine import IN_THIS_PROCESS
 from demo.process import CommandedProcess
 from demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult
@@ -44,7 +44,7 @@ class EngineProcess(CommandedProcess):
         cache = {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(config.device_cache_gib))}
         log.unlink(missing_ok=True)
         super().__init__(
-            program, log, asdict(config), {**os.environ, **IN_THIS_PROCESS, **cache}, start=process.start_process
+            program, log, asdict(config), {**os.environ, **IN_THIS_PROCESS, **cache}, start=forks.start_engine
         )
 
     def wait_ready(self) -> EngineInfo:

@@ -17,6 +17,7 @@ from demo.engine import Engine
 from demo.files import BrokenFiles, FileMode
 from demo.process import serve
 from demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult, classify
+from demo.talks import ByteTalk, ChatTalk, Talk, load_tokenizer
 from kvoffload.observe.metrics import METRICS
 
 RECORDS_SEARCHED = 16
@@ -95,29 +96,28 @@ class ActEngine(Engine):
             },
         )
         self.probe = Probe(self.scheduler)
-        encode = self._encoder()
-        self.prompts = [encode(text)[:tokens] for text, tokens in config.documents]
-        self.replies: list[list[int]] = [[] for _ in self.prompts]
-        """The latest answer about each document."""
-        self.questions = [encode(question)[: config.question_tokens] for question in config.questions]
+        self._tokenizer = load_tokenizer(config.model) if config.tokenizer else None
+        self.talks = [self._talk(document) for document in range(len(config.documents))]
+        self._sampling: dict[str, Any] = {}
+        if self._tokenizer is not None:
+            self._sampling = {"ignore_eos": False, "stop_token_ids": [self._tokenizer.eos_token_id]}
         self._files: BrokenFiles | None = None
         self._warm_up()
         self._before = self.probe.counters()
         self._started = time.perf_counter()
         self._start_s = self._started - start
 
-    def _encoder(self) -> Callable[[str], list[int]]:
-        if self.config.tokenizer:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(self.config.model)
-            return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-        offset = self.config.token_offset
-        return lambda text: [offset + byte for byte in text.encode()]
+    def _talk(self, document: int) -> Talk:
+        """Returns a new conversation about a document."""
+        config = self.config
+        text, tokens = config.documents[document]
+        if self._tokenizer is not None:
+            return ChatTalk(self._tokenizer, text, tokens)
+        return ByteTalk(text, tokens, config.question_tokens, config.token_offset)
 
     def _warm_up(self) -> None:
         """Runs a new prompt twice, so that it is computed and then found on the device. No act has used it before."""
-        prompt = self.prompts[0].copy()
+        prompt = self._talk(0).ask(self.config.questions[0][0]).copy()
         random.SystemRandom().shuffle(prompt)
         self.run([[prompt, prompt]], 1, self.config.answer_tokens)
 
@@ -130,34 +130,42 @@ class ActEngine(Engine):
 
     def visit(self, index: int) -> dict[str, Any] | None:
         """Asks a question about a document and keeps the answer. Returns None if an earlier act has asked it."""
-        document, question = self.config.visits[index]
-        self.prompts[document] += self.replies[document] + self.questions[question]
+        document, turn = self.config.visits[index]
+        talk, question = self.talks[document], self.config.questions[document][turn]
+        prompt = talk.ask(question)
         known = self.config.answers[index]
         if known is not None:
-            self.replies[document] = known
+            talk.answer(known)
             return None
         follow_up = (
             index > 0 and self.config.visits[index - 1][0] == document and self.config.answers[index - 1] is None
         )
-        result = self._request(index, document, self.prompts[document], follow_up)
-        self.replies[document] = result["output_tokens"]
+        result = self._request(index, document, question, prompt, follow_up)
+        talk.answer(result["output_tokens"])
         return result
 
     def repeat(self, index: int) -> dict[str, Any]:
         """Asks the last question about the document of a visit once more."""
-        document, _ = self.config.visits[index]
-        return self._request(index, document, self.prompts[document])
+        document, turn = self.config.visits[index]
+        return self._request(index, document, self.config.questions[document][turn], self.talks[document].prompt)
 
     def first_question(self, index: int, document: int, load: bool) -> dict[str, Any]:
         """Asks the first question about a document, as if it had not been asked before. Without ``load`` the whole
         prompt is computed, whatever any cache has of it."""
-        return self._request(index, document, self.prompts[document] + self.questions[0], load=load)
+        question = self.config.questions[document][0]
+        return self._request(index, document, question, self._talk(document).ask(question), load=load)
 
     def _request(
-        self, index: int, document: int, prompt: list[int], follow_up: bool = False, load: bool = True
+        self,
+        index: int,
+        document: int,
+        question: str,
+        prompt: list[int],
+        follow_up: bool = False,
+        load: bool = True,
     ) -> dict[str, Any]:
         # kvoffload loads nothing either for a request that does not read the device's cache.
-        changes = {} if load else {"skip_reading_prefix_cache": True}
+        changes = self._sampling | ({} if load else {"skip_reading_prefix_cache": True})
         (answer,) = self.run([[prompt]], 1, self.config.answer_tokens, **changes)
         record = self.probe.record(f"request{self.num_asked}")
         cached = answer["cached"] or 0
@@ -182,6 +190,8 @@ class ActEngine(Engine):
             pool_used=used,
             pool_blocks=blocks,
             waited_s=self.probe.waited_s,
+            question=question,
+            answer=self.talks[document].text(answer["tokens"]),
         )
         return asdict(result)
 

@@ -18,9 +18,7 @@ from kvoffload.supported import release_of
 
 FIRST_VERSION = (0, 31)
 """The first vLLM to which kvoffload gives a secondary tier."""
-HOST_BLOCKS = 20
-"""Little more than one prompt has."""
-DISK_BYTES = 256 << 20
+DISK_BYTES = 512 << 20
 SMALLEST_FLIPPED_BYTES = 64 << 10
 """Smaller files describe others. It is the bytes of blocks that are to be wrong."""
 
@@ -79,7 +77,8 @@ class Server(EngineProcess):
         block_bytes = config.block_size * (kv_bytes_per_token(Path(config.model)) or 0)
         options = {
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": HOST_BLOCKS * block_bytes,
+            # Little more than one prompt.
+            "cpu_bytes_to_use": config.max_model_len // config.block_size * block_bytes,
             "secondary_tiers": [tier.entry(_folder(disk, tier)) for tier in tiers],
         }
         own = connector(options, "OffloadingConnector", None)

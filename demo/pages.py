@@ -17,10 +17,12 @@ from demo.shared_report import (
     tokens_asked,
 )
 from demo.view import BAD, GOOD, Cell, Page, Section, Table, limited, yes_no
+from kvoffload.printable import printable
 from kvoffload.units import gigabytes_per_second, milliseconds, multiple, percentage, speedup
 
 NAMES = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit", Source.DISK: "disk hit"}
 SHARED_NAMES = NAMES | {Source.RECOMPUTE: "computed", Source.DISK: "from the store"}
+ANSWERS_SHOWN = 3
 PAGE_CACHE = "no: the file system does not support it, so the times of disk hits may be those of memory"
 
 
@@ -29,7 +31,7 @@ PAGE_CACHE = "no: the file system does not support it, so the times of disk hits
 
 def tables(report: Report) -> list[Table]:
     """Returns the tables at the end of the run of one server."""
-    shown = [_ttft_table(report), _facts_table(report)]
+    shown = [*_answer_tables(report), _ttft_table(report), _facts_table(report)]
     return [*shown, _trials_table(report.trials)] if report.trials else shown
 
 
@@ -72,6 +74,19 @@ def page(report: Report) -> Page:
         ),
         Section("Where the prompts came from", [_where(report)], [hits_plot(report)]),
     ]
+    if answers := _answer_tables(report):
+        sections.insert(
+            0,
+            Section(
+                "What was answered",
+                [
+                    f"{report.model} was asked about texts of Python's reference. An answer ends after "
+                    f"{max(len(r.output_tokens) for r in report.baseline.requests)} tokens at most. In the control "
+                    "kvoffload loads the same blocks without checking them, after one bit in each number was changed."
+                ],
+                tables=answers,
+            ),
+        )
     if report.trials:
         sections.append(
             Section(
@@ -139,6 +154,25 @@ def _where(report: Report) -> str:
             f"{replayed['host']:,} in host memory; {differs}."
         )
     return text
+
+
+def _answer_tables(report: Report) -> list[Table]:
+    """Returns a table per question with the answers side by side."""
+    return [
+        Table(
+            f"{name}: {asked.question}",
+            [],
+            [
+                [title, Cell(_in_one_line(answer.answer), "" if answer.output_tokens == asked.output_tokens else BAD)]
+                for title, answer in answers
+            ],
+        )
+        for name, asked, answers in report.pairs[:ANSWERS_SHOWN]
+    ]
+
+
+def _in_one_line(text: str) -> str:
+    return printable(" ".join(text.split())) or "(nothing)"
 
 
 def _ttft_table(report: Report) -> Table:

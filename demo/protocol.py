@@ -20,20 +20,22 @@ class Source(StrEnum):
 class ActConfig:
     """The configuration of one engine process, sent as a JSON object on its standard input.
 
-    A document is (text, number of its tokens to use). A visit is (document, question). Its prompt consists of the
-    document, earlier questions about it with their answers, and the new question.
+    A document is (text, number of its tokens to use); each has a conversation, and documents that several users ask
+    about are listed once per user. A visit is (document, turn). Its prompt consists of the document, earlier questions
+    about it with their answers, and the new question.
     """
 
     model: str
     tokenizer: bool
-    """Whether to use the model's own tokenizer; otherwise each byte is a token."""
+    """Whether to use the model's own tokenizer and chat template; otherwise each byte is a token."""
     token_offset: int
     """Added to the value of a byte to get its token."""
     documents: list[tuple[str, int]]
-    questions: list[str]
+    questions: list[list[str]]
+    """By document and turn."""
     visits: list[tuple[int, int]]
     question_tokens: int
-    """Every question is cut to this many tokens."""
+    """Every question is cut to this many tokens, if each byte is one."""
     answer_tokens: int
     max_model_len: int
     block_size: int
@@ -85,6 +87,9 @@ class RequestResult:
     waited_s: float = 0.0
     """Time between vLLM's first question about the request and kvoffload's last answer: how long the request has waited
     for blocks of tiers."""
+    question: str = ""
+    answer: str = ""
+    """The output as text, if the model has a tokenizer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", Source(self.source))

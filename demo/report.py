@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -113,6 +114,8 @@ class Report:
     """None if the trace was not replayed."""
     trials: Sequence[JudgedTrial] = ()
     """Empty if this vLLM does not take a tier of kvoffload."""
+    documents: Sequence[str] = ()
+    """The names of the documents. Conversation ``c`` is about the one at ``c % len(documents)``."""
 
     @property
     def identical(self) -> bool:
@@ -125,6 +128,24 @@ class Report:
     @property
     def corruption_detected(self) -> bool:
         return bool(self.versus_control.different)
+
+    @property
+    def pairs(self) -> list[tuple[str, RequestResult, list[tuple[str, RequestResult]]]]:
+        """Returns the last question about each document that was asked again after the restart: the document's name,
+        the request, and the answers of all acts. Empty without a tokenizer."""
+        shown: dict[str, tuple[str, RequestResult, list[tuple[str, RequestResult]]]] = {}
+        for restarted, corrupted in zip(self.restart.requests, self.restart.control, strict=True):
+            before = self.baseline.requests[restarted.index]
+            answers = [
+                ("without kvoffload", before),
+                ("with kvoffload", self.offload.requests[restarted.index]),
+                ("after the restart, from disk", restarted),
+                ("with corrupted bytes", corrupted),
+            ]
+            if before.answer:
+                name = self.documents[before.document % len(self.documents)]
+                shown.setdefault(name, (name, before, answers))
+        return list(shown.values())
 
     @property
     def warnings(self) -> list[str]:
@@ -256,6 +277,7 @@ class Report:
             "store_gbps": gbps(self.offload, "store"),
             "load_gbps": gbps(self.offload, "load"),
             "model": self.model,
+            "documents": list(self.documents),
             "seed": self.seed,
             "vllm_version": info.vllm_version,
             "device": info.device,
@@ -285,6 +307,7 @@ def make_report(
     load_average: float = 0.0,
     replay: Agreement | None = None,
     trials: Sequence[Trial] = (),
+    documents: Sequence[str] = (),
 ) -> Report:
     """Compares the acts and returns the report. The acts: without kvoffload, with it, after the restart."""
     baseline, offload, restart = acts
@@ -312,6 +335,7 @@ def make_report(
             )
             for trial in trials
         ],
+        documents=documents,
     )
 
 
@@ -319,10 +343,9 @@ def compare(expected: Sequence[RequestResult], actual: Sequence[RequestResult]) 
     """Compares the outputs of the same requests, in the same order. (A different answer changes later prompts too.)"""
     different, mismatch, worst = [], None, 0.0
     for a, b in zip(expected, actual, strict=True):
-        agree = 0
-        while a.output_tokens[agree:] and a.output_tokens[agree] == b.output_tokens[agree]:
-            agree += 1
-        same = agree == len(a.output_tokens)
+        pairs = list(itertools.zip_longest(a.output_tokens, b.output_tokens))
+        agree = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        same = agree == len(pairs)
         if not same and mismatch is None:
             mismatch = a.index
         # Include the first different token: both acts chose it as the most likely one after the same tokens.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from demo import smollm2
 from demo.act import ActResult, Progress, run_act
 from demo.engine import connector
 from demo.inside import DISK_BYTES, Trial, is_possible, run_trials
@@ -22,7 +23,7 @@ from demo.process import DemoError
 from demo.protocol import ActConfig, RequestResult
 from demo.replay import replay_act
 from demo.report import Report, make_report
-from demo.text import load_documents
+from demo.text import ABOUT, TOPICS, Document, help_topics, load_documents
 from kvoffload.units import format_bytes
 
 FOLLOW_UP_EVERY = 3
@@ -58,7 +59,13 @@ class Sizes:
     document_blocks: tuple[int, int] = (12, 17)
     """The lengths of the shortest and the longest document."""
     turns: int = 3
-    """Questions about each document, beside follow-ups."""
+    """Questions of each user about a document, beside follow-ups."""
+    users: int = 1
+    """Users who ask about each document, one after the other."""
+    block_size: int = BLOCK_SIZE
+    question_tokens: int = QUESTION_TOKENS
+    """In a chat, the most that a question and its place in the template have."""
+    answer_tokens: int = ANSWER_TOKENS
     trial_documents: int = 3
     """Documents that each tier inside vLLM's own offloading is asked about before bytes change, and others after."""
     device_blocks: int = 64
@@ -68,8 +75,25 @@ class Sizes:
     model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
     """The configuration of the random model."""
 
+    @property
+    def conversations(self) -> int:
+        return self.documents * self.users
+
 
 USUAL = Sizes()
+CHATS = Sizes(
+    documents=len(TOPICS),
+    users=2,
+    document_blocks=(24, 28),
+    turns=2,
+    trial_documents=2,
+    device_blocks=64,
+    max_model_len=1280,
+    block_size=32,
+    question_tokens=48,
+    answer_tokens=32,
+)
+"""With a model that has a tokenizer. The device has room for two of four documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +110,16 @@ class ActPlan:
 
 
 def run_demo(
-    out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress, sizes: Sizes = USUAL
+    out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress, sizes: Sizes | None = None
 ) -> Report:
     """Runs the acts and returns the report. Leaves their logs, ``act-N.log``, and ``trace.jsonl`` in ``out``.
 
-    While the demo runs, the disk tier's files are in ``out`` too. Raises DemoError if the demo cannot run.
+    ``model`` is a directory, None for a random model. While the demo runs, the disk tier's files are in ``out`` too.
+    Raises DemoError if the demo cannot run.
     """
     check_vllm()
+    if sizes is None:
+        sizes = CHATS if model is not None and has_tokenizer(model) else USUAL
     load_average = os.getloadavg()[0]
     out.mkdir(parents=True, exist_ok=True)
     trace = out.resolve() / TRACE_NAME
@@ -101,7 +128,8 @@ def run_demo(
         model_directory(model, seed, sizes.model) as directory,
         disk_directory(out, _pool_bytes(directory, sizes)) as disk,
     ):
-        config = make_config(directory, model is None, text, seed, sizes, plan_visits(sizes))
+        documents = load(directory, model is None, text, seed, sizes)
+        config = make_config(directory, model is None, documents, seed, sizes, plan_visits(sizes))
         acts: list[ActResult] = []
         for plan in act_plans(_pool_bytes(directory, sizes), disk, trace):
             answers = known_answers(acts[0].requests) if plan.is_restart else config.answers
@@ -116,12 +144,20 @@ def run_demo(
                 )
             )
         trials: list[Trial] = []
-        if model is None and is_possible(acts[0].info):
+        if model in (None, smollm2.DIRECTORY) and is_possible(acts[0].info):
             with disk_directory(out, 2 * DISK_BYTES) as disk:
                 trials += run_trials(config, out, disk, len(acts) + 1, progress, sizes.trial_documents)
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
     agreement = replay_act(trace, acts[1].requests)
-    return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement, trials=trials)
+    return make_report(
+        acts,
+        model=name,
+        seed=seed,
+        load_average=load_average,
+        replay=agreement,
+        trials=trials,
+        documents=[document.name for document in documents],
+    )
 
 
 def vllm_installed() -> bool:
@@ -159,22 +195,26 @@ def known_answers(requests: Sequence[RequestResult]) -> list[list[int] | None]:
 
 
 def plan_visits(sizes: Sizes = USUAL) -> list[tuple[int, int]]:
-    """Returns ``turns`` rounds of visits to all documents, some followed by another question at once."""
+    """Returns ``turns`` rounds of visits to all documents by all users, some followed by another question at once."""
     visits: list[tuple[int, int]] = []
-    for question in range(sizes.turns):
-        for document in range(sizes.documents):
-            visits.append((document, question))
-            if (question * sizes.documents + document) % FOLLOW_UP_EVERY == 0:
-                visits.append((document, sizes.turns))
+    for turn in range(sizes.turns):
+        for conversation in range(sizes.conversations):
+            visits.append((conversation, turn))
+            if (turn * sizes.conversations + conversation) % FOLLOW_UP_EVERY == 0:
+                visits.append((conversation, sizes.turns))
     return visits
 
 
 def document_blocks(sizes: Sizes, max_model_len: int) -> tuple[int, int]:
     """Returns the lengths of the shortest and the longest document, in blocks, which leave room for two questions per
     turn."""
-    room = max_model_len - 2 * sizes.turns * (QUESTION_TOKENS + ANSWER_TOKENS)
-    longest = max(1, min(sizes.document_blocks[1], room // BLOCK_SIZE))
+    room = max_model_len - 2 * sizes.turns * (sizes.question_tokens + sizes.answer_tokens)
+    longest = max(1, min(sizes.document_blocks[1], room // sizes.block_size))
     return -(-longest * sizes.document_blocks[0] // sizes.document_blocks[1]), longest
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
 
 
 @contextmanager
@@ -205,37 +245,43 @@ def disk_directory(out: Path, disk_bytes: int) -> Iterator[Path]:
         yield Path(directory)
 
 
+def load(directory: Path, builtin: bool, text: Path | None, seed: int, sizes: Sizes) -> list[Document]:
+    """Returns the documents: those of ``text``, topics of Python's help for a model with a tokenizer, or Python's
+    standard library."""
+    chats = not builtin and has_tokenizer(directory)
+    if chats and text is None:
+        return help_topics()
+    chars = sizes.document_blocks[1] * sizes.block_size * (CHARS_PER_TOKEN if chats else 1)
+    questions = [ABOUT if chats else QUESTIONS] * sizes.users
+    return [replace(found, questions=questions) for found in load_documents(text, sizes.documents, chars, seed)]
+
+
 def make_config(
     directory: Path,
     builtin: bool,
-    text: Path | None,
+    documents: Sequence[Document],
     seed: int,
     sizes: Sizes,
     visits: Sequence[tuple[int, int]] = (),
 ) -> ActConfig:
     """Returns the configuration of engines, without a connector, for the model in ``directory``."""
-    tokenizer = not builtin and any(
-        (directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    )
-    chars = sizes.document_blocks[1] * BLOCK_SIZE * (CHARS_PER_TOKEN if tokenizer else 1)
-    documents = load_documents(text, sizes.documents, chars, seed)
     rng = random.Random(seed)
     max_model_len = min(sizes.max_model_len, max_positions(directory) or sizes.max_model_len)
+    lengths = document_blocks(sizes, max_model_len)
+    used = [(document.text, rng.randint(*lengths) * sizes.block_size) for document in documents]
     return ActConfig(
         model=str(directory),
-        tokenizer=tokenizer,
+        tokenizer=not builtin and has_tokenizer(directory),
         token_offset=SPECIALS if builtin else 0,
-        documents=[
-            (document.text, rng.randint(*document_blocks(sizes, max_model_len)) * BLOCK_SIZE) for document in documents
-        ],
-        questions=list(QUESTIONS),
+        documents=used * sizes.users,
+        questions=[list(document.questions[user]) for user in range(sizes.users) for document in documents],
         visits=list(visits),
-        question_tokens=QUESTION_TOKENS,
-        answer_tokens=ANSWER_TOKENS,
+        question_tokens=sizes.question_tokens,
+        answer_tokens=sizes.answer_tokens,
         max_model_len=max_model_len,
-        block_size=BLOCK_SIZE,
+        block_size=sizes.block_size,
         device_blocks=sizes.device_blocks * max_model_len // sizes.max_model_len,
-        device_cache_gib=_gib(directory, sizes.device_blocks * BLOCK_SIZE),
+        device_cache_gib=_gib(directory, sizes.device_blocks * sizes.block_size),
         seed=seed,
         connector=None,
         answers=[None] * len(visits),
@@ -244,7 +290,7 @@ def make_config(
 
 def _pool_bytes(directory: Path, sizes: Sizes) -> int:
     """Returns the bytes for every document up to its last turn."""
-    return GIB * _gib(directory, sizes.documents * sizes.max_model_len)
+    return GIB * _gib(directory, sizes.conversations * sizes.max_model_len)
 
 
 def _gib(directory: Path, tokens: int) -> int:

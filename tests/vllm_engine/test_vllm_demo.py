@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm_harness import DEMO_MODEL, Runner, set_up_demo
 
-from demo import inside, process
+from demo import forks, inside, process
 from demo import run as demo_run
 from demo.act import Progress
 from demo.protocol import RequestResult, Source
@@ -52,7 +52,7 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def start_process(*arguments: Any) -> process.Process:
         return next(starts)(*arguments)
 
-    monkeypatch.setattr(process, "start_process", start_process)
+    monkeypatch.setattr(forks, "start_engine", start_process)
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen, sizes=SMALL)
     assert report.failures == []

@@ -18,11 +18,11 @@ from test_vllm_disk import num_records
 from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import DEADLINE_S, DEMO_MODEL, POOL, Run, Runner, assert_at_rest, differences, eventually, set_up_demo
 
-from demo import process
+from demo import forks
 from demo.act import Progress
 from demo.process import kill_session
 from demo.protocol import EngineInfo, RequestResult
-from demo.run import Sizes, make_config, model_directory
+from demo.run import Sizes, load, make_config, model_directory
 from demo.shared_report import SharedReport, StoreResult, hit_tokens
 from demo.shared_run import SharedDemo, make_plan, options
 from demo.stores import STORES, MooncakeStore
@@ -73,11 +73,11 @@ def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         set_up_demo(patch)
         model = stack.enter_context(model_directory(None, 7, DEMO_MODEL))
-        patch.setattr(process, "start_process", run.parent(os.environ).start_process)
+        patch.setattr(forks, "start_engine", run.parent(os.environ).start_process)
         plan = make_plan(0, shared=5, back=1)
         # More blocks than device and host memory hold together.
         sizes = Sizes(documents=plan.documents, document_blocks=(8, 9), device_blocks=26)
-        config = make_config(model, True, None, 7, sizes)
+        config = make_config(model, True, load(model, True, None, 7, sizes), 7, sizes)
         demo = SharedDemo(out, config, options(model, host_blocks=24) | PATIENT, plan, Progress())
         yield Started(demo, *demo.baseline())
 
