@@ -7,6 +7,7 @@ import datetime
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,11 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", help=f"systems, separated by commas: {', '.join(SYSTEMS)}")
     parser.add_argument("--quick", action="store_true", help="ask less, to check that everything runs")
     parser.add_argument("--out", type=Path, default=Path("peers-report"), help="directory of the results and logs")
-    parser.add_argument("--board", action="store_true", help="run the integrity board instead, and write board.json")
-    args = parser.parse_args(arguments)
-    if args.board:
-        board.main(args.out.resolve())
+    parser.add_argument("--board", action="store_true", help="run the integrity board instead: --board --help")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--board" in arguments:
+        board.command_line([each for each in arguments if each != "--board"])
         return
+    args = parser.parse_args(arguments)
     names = choose(args.only, list(SYSTEMS))
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:

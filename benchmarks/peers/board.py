@@ -115,7 +115,7 @@ class Row:
         system = self._system
         return {
             "id": system.id,
-            "note": system.note,
+            "notes": list(system.notes),
             "is_control": system.is_control,
             "versions": system.versions(),
             "cells": cells,
@@ -198,7 +198,7 @@ def not_run(chosen_systems: Sequence[System], chosen: Sequence[Fault], why: str)
     """Returns the result of systems that could not be asked at all."""
     cells = {fault.name: {**twice(Cell(Outcome.REFUSED, message=why)), "seconds": 0.0} for fault in chosen}
     rows = {
-        system.name: {"id": system.id, "note": system.note, "is_control": False, "versions": {}, "cells": cells}
+        system.name: {"id": system.id, "notes": list(system.notes), "is_control": False, "versions": {}, "cells": cells}
         for system in chosen_systems
     }
     return {"systems": rows, "controls": None, "versions": {}}
@@ -254,7 +254,7 @@ def main(
         print(f"The board proves nothing here: {problem}")
 
 
-def command_line() -> None:
+def command_line(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.board", description=__doc__)
     ids = [system.id for system in SYSTEMS]
     parser.add_argument("--out", type=Path, default=Path("peers-report"), help="directory of the results and the logs")
@@ -264,7 +264,7 @@ def command_line() -> None:
         "--deadline-s", type=float, default=BOARD_DEADLINE_S, help="seconds; no cell begins after these"
     )
     parser.add_argument("--part", type=Path, help="run all with this Python, and write only the rows, to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     chosen_systems = [system for system in SYSTEMS if system.id in args.only.split(",")]
     chosen = [fault for fault in FAULTS if fault.name in args.faults.split(",")]
     if not chosen_systems or not chosen:

@@ -75,6 +75,10 @@ class BoardEngine(Engine):
         extra = {"kv_transfer_params": {"remote_kv_source": remote}}
         return [self.run([[prompt]], 1, max_tokens, extra_args=extra)[0] for prompt in prompts]
 
+    def step(self) -> bool:
+        # A connector that waits for other engines has something to do after the engine's end, too.
+        return not self._is_closed and super().step()
+
     def settle(self) -> None:
         """Steps until the engine has nothing to do, and lets threads of a cache end what they write."""
         for _ in range(PAUSES):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from rich.table import Table
 
 from benchmarks.peers.board_judge import Cell, Outcome
 
+WIDTH = 120
+"""Of lines of the documentation."""
 NOT_RUN = "not run"
 UNDONE = ("not run", "the fault could not be planted")
 """How messages of cells begin that could have been run."""
@@ -59,19 +62,21 @@ def markdown(result: dict[str, Any]) -> str:
         lines.append(f"| {name} ({number}) | " + " | ".join(cells) + " |")
     notes = [f"- ({numbers}) {text}" for text, numbers in _grouped(rows).items()]
     notes += [f"- The board proves nothing here: {problem}" for problem in result["problems"]]
-    return "\n".join([*head(result), "", *lines, "", *notes]).rstrip() + "\n"
+    folded = [textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for note in notes]
+    first = textwrap.fill(head(result), WIDTH, break_on_hyphens=False)
+    return "\n".join([first, "", *lines, "", *folded]).rstrip() + "\n"
 
 
-def head(result: dict[str, Any]) -> list[str]:
+def head(result: dict[str, Any]) -> str:
     """Returns when, where and with what the board was run."""
     versions = dict(result["versions"])
     for row in result["systems"].values():
         versions |= row["versions"]
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return [
+    return (
         f"{result['date']}, {result['seconds'] / 60:.0f} minutes, {result['prompts']} prompts per cell; "
         f"{result['machine']}, load {result['load']:.1f} at the start; Python {result['python']}; {packages}."
-    ]
+    )
 
 
 def _grouped(rows: dict[str, Any]) -> dict[str, str]:
@@ -81,8 +86,8 @@ def _grouped(rows: dict[str, Any]) -> dict[str, str]:
         if first_outcome(row) == Outcome.REFUSED:
             found.setdefault(f"Does not start: {first_cell(row)['first']['message']}", []).append(str(number))
             continue
-        if row["note"]:
-            found.setdefault(row["note"], []).append(str(number))
+        for note in row["notes"]:
+            found.setdefault(note, []).append(str(number))
         for fault, cell in row["cells"].items():
             for which in ("first", "second"):
                 once = cell[which]
@@ -129,7 +134,7 @@ def _short(once: dict[str, Any], marks: str) -> str:
 
 def index(result: dict[str, Any], logs: Path) -> str:
     """Returns a page with a row per cell: what happened, and its logs below ``logs``."""
-    lines = [*head(result), "", "| system | fault | result | again | logs |", "|---|---|---|---|---|"]
+    lines = [head(result), "", "| system | fault | result | again | logs |", "|---|---|---|---|---|"]
     for row in result["systems"].values():
         for fault, cell in row["cells"].items():
             folder = f"{row['id']}/{result['faults'][fault]['folder']}"

@@ -51,7 +51,7 @@ class System:
     connector: Callable[[Any], Connector]
     """Is called with the place before each start of an engine."""
     place: Callable[[Path], Place]
-    note: str = ""
+    notes: Sequence[str] = ()
     """What a reader must know about how it ran."""
     is_control: bool = False
     """Whether wrong answers under flipped bits are what it is there to show. It runs no other fault."""
@@ -225,22 +225,23 @@ def openlake(place: OpenLake) -> Connector:
     }
 
 
-KINDS: dict[str, tuple[str, Callable[[Path], Place], str]] = {
-    "disk": ("disk", Folder, ""),
-    "shared_dir": ("shared directory", Folder, ""),
-    "redis": ("Redis", Redis, "Bytes are changed in the server's memory, which it loses when it restarts."),
-    "object_store": ("object store", S3, "The server is moto, which loses all when it restarts."),
-    "mooncake": (
-        "Mooncake Store",
-        Mooncake,
-        "There is no disk: bits are flipped in the store's memory, and the store is full.",
-    ),
+IN_MEMORY = (
+    "Bytes are changed in the server's memory, which it loses when it restarts. *Full disk*: it has little memory."
+)
+MOTO = "The server is moto, which loses all when it restarts. *Full disk*: it answers every PUT with status 507."
+KINDS: dict[str, tuple[str, Callable[[Path], Place], tuple[str, ...]]] = {
+    "disk": ("disk", Folder, ()),
+    "shared_dir": ("shared directory", Folder, ()),
+    "redis": ("Redis", Redis, (IN_MEMORY,)),
+    "object_store": ("object store", S3, (MOTO,)),
+    "mooncake": ("Mooncake Store", Mooncake, (IN_MEMORY,)),
 }
-"""kvoffload's kinds of tiers: title, place and note."""
+"""kvoffload's kinds of tiers: title, place and notes."""
 COPIES = (
     "vLLM starts its own offloading on GPUs only. Here its connector, manager and tier ran unchanged, with a worker of "
     "kvoffload that copies between device and host memory (`kvoffload.vllm.host_spec`)."
 )
+STOPPED = "Its servers were stopped with the engine, so that a second engine finds what is on disk only."
 UNVERIFIED = "benchmarks.peers.board_unverified"
 LMCACHE = systems.LMCache()
 MOONCAKE = systems.Mooncake(one_block_per_bucket=True)
@@ -251,8 +252,8 @@ APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 SYSTEMS: tuple[System, ...] = (
     *(
-        System(f"kvoffload-{kind}", f"kvoffload, {title}", partial(kvoffload, kind), place, note)
-        for kind, (title, place, note) in KINDS.items()
+        System(f"kvoffload-{kind}", f"kvoffload, {title}", partial(kvoffload, kind), place, notes)
+        for kind, (title, place, notes) in KINDS.items()
     ),
     *(
         System(
@@ -260,16 +261,16 @@ SYSTEMS: tuple[System, ...] = (
             f"kvoffload's tier in vLLM's own offloading, {title}",
             partial(offloading, partial(tier, kind)),
             place,
-            note,
+            notes,
         )
-        for kind, (title, place, note) in KINDS.items()
+        for kind, (title, place, notes) in KINDS.items()
     ),
     System(
         "control",
         "control: kvoffload without verification",
         partial(kvoffload, "disk", name="UnverifiedKVOffloadConnector", module=UNVERIFIED),
         Folder,
-        "kvoffload's disk tier with the comparison of checksums taken out: it must answer wrongly.",
+        ("kvoffload's disk tier with the comparison of checksums taken out: it must answer wrongly.",),
         is_control=True,
     ),
     System(
@@ -277,17 +278,17 @@ SYSTEMS: tuple[System, ...] = (
         "control: kvoffload's tier without verification",
         partial(offloading, partial(tier, "disk", name="UnverifiedKVOffloadTier", module=UNVERIFIED)),
         Folder,
-        "kvoffload's tier in vLLM's own offloading with the comparison of checksums taken out.",
+        ("kvoffload's tier in vLLM's own offloading with the comparison of checksums taken out.",),
         is_control=True,
     ),
     System("vllm-as-is", "vLLM's own offloading, fs tier, as it is", as_it_is, Folder),
-    System("vllm-fs", "vLLM's own offloading, fs tier", partial(offloading, fs), Folder, COPIES),
+    System("vllm-fs", "vLLM's own offloading, fs tier", partial(offloading, fs), Folder, (COPIES,)),
     System(
         "vllm-obj-as-is",
         "vLLM's own offloading, obj tier, NIXL's defaults",
         partial(offloading, obj),
         S3,
-        COPIES,
+        (COPIES,),
         packages=NIXL_PACKAGES,
     ),
     System(
@@ -295,8 +296,7 @@ SYSTEMS: tuple[System, ...] = (
         "vLLM's own offloading, obj tier",
         partial(offloading, obj),
         S3,
-        f"{COPIES} NIXL's telemetry was on, without which this tier fails at its first write. "
-        f"{KINDS['object_store'][2]}",
+        (COPIES, MOTO, "NIXL's telemetry was on, without which this tier fails at its first write."),
         packages=NIXL_PACKAGES,
         environment={"NIXL_TELEMETRY_ENABLE": "y"},
     ),
@@ -305,9 +305,12 @@ SYSTEMS: tuple[System, ...] = (
         "vLLM's own offloading, p2p tier",
         partial(offloading, p2p),
         OtherEngine,
-        f"{COPIES} The first engine goes on running, with what it has stored in its host memory, and the second names "
-        "it in each request (`remote_kv_source`). *Store restarted* and *store down*: the first engine is killed and "
-        "does not return.",
+        (
+            COPIES,
+            "The first engine goes on running, with what it has stored in its host memory, and the second names it in "
+            "each request (`remote_kv_source`). *Store restarted*, *store down*: the first engine is killed and stays "
+            "away. *Full disk*: it has little host memory.",
+        ),
         packages=NIXL_PACKAGES,
     ),
     System("vllm-simple", "vLLM's SimpleCPUOffloadConnector", partial(simple, lambda place: {}), Folder),
@@ -317,7 +320,7 @@ SYSTEMS: tuple[System, ...] = (
         "Mooncake's connector in vLLM",
         mooncake,
         Mooncake,
-        KINDS["mooncake"][2],
+        (IN_MEMORY,),
         packages=MOONCAKE_PACKAGES,
     ),
     System(
@@ -325,8 +328,10 @@ SYSTEMS: tuple[System, ...] = (
         "Mooncake's connector in vLLM, disk",
         served,
         partial(ServedFolder, peer=MOONCAKE),
-        "The store's processes were stopped with the engine, so that a second engine finds what is on disk only. Each "
-        "block was a file of its own: by default Mooncake writes 256 MiB or 500 blocks at once, and less never.",
+        (
+            STOPPED,
+            "Each block was a file of its own: by default Mooncake writes 256 MiB or 500 blocks at once, never less.",
+        ),
         packages=MOONCAKE_PACKAGES,
     ),
     System(
@@ -334,7 +339,7 @@ SYSTEMS: tuple[System, ...] = (
         "LMCache, multi-process mode, disk",
         served,
         partial(ServedFolder, peer=LMCACHE),
-        "LMCache's server was stopped with the engine, so that a second engine finds what is on disk only.",
+        (STOPPED,),
         packages=("lmcache",),
         python=LMCACHE.python,
         # In one process, vLLM's search for Triton kernels fails at a module that LMCache has imported.
@@ -354,7 +359,7 @@ SYSTEMS: tuple[System, ...] = (
         "Lifeboat Cache's tier in vLLM's own offloading, disk",
         partial(offloading, lifeboat),
         Folder,
-        COPIES,
+        (COPIES,),
         packages=("lifeboatcache",),
         added="lifeboatcache",
     ),
@@ -363,7 +368,7 @@ SYSTEMS: tuple[System, ...] = (
         "OpenLake's connector",
         openlake,
         partial(OpenLake, package=ADDED / "openlake-vllm"),
-        "Bits are flipped in the memory of its server, `openlaked`, which it loses when it restarts.",
+        ("Bits are flipped in the memory of its server, `openlaked`, which it loses when it restarts.",),
         packages=("openlake-vllm",),
         added="openlake-vllm",
     ),

@@ -37,7 +37,7 @@ def system_in(place: Callable[[Path], Place] = Folder, **changes: Any) -> System
 
 def row(first: Cell, flips: Cell, second: Cell | None = None, **changes: Any) -> dict[str, Any]:
     cells = {"no fault": twice(first), "byte flips": twice(flips, second)}
-    return {"id": "a", "note": "", "is_control": False, "versions": {}, "cells": cells, **changes}
+    return {"id": "a", "notes": [], "is_control": False, "versions": {}, "cells": cells, **changes}
 
 
 def result(rows: dict[str, Any], distinct: int = 8) -> dict[str, Any]:
@@ -238,8 +238,8 @@ def test_the_documentation_gets_every_system_and_every_message_once() -> None:
         {
             "a": row(RIGHT, Cell(Outcome.WRONG, from_cache=1, wrong=7), WRONG),
             "b": row(REFUSED, REFUSED),
-            "c": row(RIGHT, HANG, HANG, note="It ran alone.", versions={"c": "7"}),
-            "d": row(RIGHT, LATE, note="It ran alone."),
+            "c": row(RIGHT, HANG, HANG, notes=["It ran alone."], versions={"c": "7"}),
+            "d": row(RIGHT, LATE, notes=["It ran alone."]),
             "e": row(RIGHT, Cell(Outcome.NOT_APPLICABLE, message="it keeps no files")),
         }
     )
