@@ -271,7 +271,7 @@ def test_every_key_of_a_tier_is_documented_with_its_default() -> None:
                 assert documented[name][key] == "must be set"
             elif default not in (None, ""):
                 text = f"{default:g}" if isinstance(default, float) else str(default)
-                assert documented[name][key] == text
+                assert documented[name][key] == (text.lower() if isinstance(default, bool) else text)
 
 
 def test_every_request_option_is_documented() -> None:

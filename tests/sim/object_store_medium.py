@@ -16,7 +16,7 @@ from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.record import RECORD_BYTES
 from tests.sim.servers import Connection, SharingServer
 from tests.sim.store_medium import StoreConnection, StoreMedium
-from tests.sim.stores import ClientState, FaultyCalls, SimulatedStore, StoreFaults
+from tests.sim.stores import ClientState, FaultyCalls, SimulatedStore, StoreFaults, first_bytes
 
 _Answer = TypeVar("_Answer")
 
@@ -89,7 +89,8 @@ class SimulatedBucket(Bucket):
         found = Found(value.data.size, self._note(piece.name, value.note))
         if piece.start >= value.data.size:
             return Outcome.OTHER_SIZE
-        if not self._calls.read(piece.name, value, piece.buffers, slice(piece.start, piece.start + piece.nbytes)):
+        part = slice(piece.start, min(piece.start + piece.nbytes, value.data.size))
+        if not self._calls.read(piece.name, value, first_bytes(piece.buffers, part.stop - part.start), part):
             # Of another, shorter object.
             self._state.misread.add(piece.name)
         return found

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.compressed import CompressedFormat, Rows
+from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -58,6 +59,8 @@ class StoreMedium(SharedMedium):
         self.hmac_key = keys.choice((b"", HMAC_KEY))
         if self.hmac_key and not is_calm:
             self.faults = dataclasses.replace(self.faults, forged=keys.choice((0.0, 0.02, 0.3)))
+        self.compresses = Random(f"compress {seed}").random() < 0.3
+        """Whether servers compress values."""
         self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
         self._hidden_until = self._slow_until = 0.0
         if not is_calm:
@@ -148,11 +151,13 @@ class StoreConnection(Connection):
 
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
+        values = CompressedFormat if medium.compresses else ValueFormat
+        memory: Callable[[Sequence[ByteArray]], ValueMemory] = Rows if medium.compresses else SeparateBuffers
         self.channel = self.channel_class(
             lambda: self.worker_class(
                 self._make_forging_client() if medium.hmac_key else self.make_client(),
-                SeparateBuffers(pools),
-                ValueFormat(server.fingerprint, PREFIX, medium.hmac_key),
+                memory(pools),
+                values(server.fingerprint, PREFIX, medium.hmac_key),
                 server.clock,
             ),
             server.clock,

@@ -276,7 +276,10 @@ class SimulatedClient(StoreClient):
         value = self.store.values.get(name)
         if value is None:
             return Outcome.MISSING
-        return Outcome.OK if self._calls.read(name, value, buffers) else Outcome.OTHER_SIZE
+        whole = sum(buffer.size for buffer in buffers)
+        if not self._calls.read(name, value, first_bytes(buffers, value.data.size)):
+            return Outcome.OTHER_SIZE
+        return Outcome.OK if value.data.size >= whole else Outcome.SMALLER
 
 
 class ForgingClient(StoreClient):
@@ -316,6 +319,15 @@ class ForgingClient(StoreClient):
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
         return self._client.remove(names)
+
+
+def first_bytes(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
+    """Returns the first ``nbytes`` of ``buffers``, or all."""
+    parts = []
+    for buffer in buffers:
+        parts.append(buffer.reshape(-1)[:nbytes])
+        nbytes -= parts[-1].size
+    return parts
 
 
 class _Crash(BaseException):

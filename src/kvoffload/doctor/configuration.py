@@ -47,13 +47,14 @@ _STAND_IN_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Store:
     """How to reach a remote store: ``client`` is the import path of the function that connects, with ``settings``.
-    ``client_bytes``: see ``RemoteTierConfig``."""
+    ``client_bytes`` and ``compress``: see ``RemoteTierConfig``."""
 
     client: str
     settings: Mapping[str, Any]
     prefix: str
     address: str
     client_bytes: int = 0
+    compress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +345,7 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
         if settings.get("segment_bytes"):
             # Little, because values of others there are lost when the doctor leaves.
             settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
-        store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes)
+        store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes, config.compress)
     return PlannedTier(
         name,
         config.kind,
