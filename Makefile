@@ -68,7 +68,8 @@ SOAK_SCALE_VLLM := 2
 .PHONY: added-peers dist docs nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
-	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
+	@echo "make demo       run the same chats through vLLM with and without kvoffload: demo-report/report.html (minutes);"
+	@echo "                another model: ARGS=\"--model random\", or a directory"
 	@echo "make demo-shared  run two vLLM servers on each kind of shared store: demo-report/shared.html"
 	@echo "                what happens when these fail, too: ARGS=--faults"
 	@echo "make test       run the tests, including those on real vLLM"
