@@ -89,3 +89,7 @@ class TestCompressedObjects(OnMoto):
     @pytest.fixture(autouse=True)
     def _blocks_shrink(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tier_conformance, "content", shrinking)
+
+
+class TestCompressedSeparateObjects(TestCompressedObjects):
+    value_bytes = 0
