@@ -26,6 +26,9 @@ from kvoffload.testing.scale import SCALE
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
+DIST = os.environ.get("KVOFFLOAD_DIST")
+"""A folder in which ``make dist`` has put a wheel of this checkout, which is then installed."""
+FROM_CHECKOUT = "pip install .\n"
 STEP = re.compile(r"^```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 END = "-- end of the step, status "
 SETTLED = "until curl --silent --request POST localhost:8000/reset_prefix_cache | grep --quiet true; do sleep 0.1; done"
@@ -138,7 +141,10 @@ def shell(checkout: Path, environment: dict[str, str]) -> Iterator[subprocess.Po
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> None:
     tried = steps((ROOT / "README.md").read_text(), "See it work in five minutes")
-    assert [command for command, _ in tried if command == "pip install .\n"]
+    assert [command for command, _ in tried if command == FROM_CHECKOUT]
+    if DIST is not None:
+        (wheel,) = Path(DIST).resolve().glob("*.whl")
+        tried = [(f"pip install {wheel}\n" if command == FROM_CHECKOUT else command, out) for command, out in tried]
     printed = try_all(shell, model, tried, "README.md")
     for output in (printed, tried[-1][1]):
         (found,) = re.findall(r"(\d+)% in\s+host memory", output)
@@ -148,7 +154,7 @@ def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> No
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.skipif(SCALE <= 1, reason="takes long; set KVOFFLOAD_TEST_SCALE=2")
 def test_the_offloading_of_the_engine(shell: subprocess.Popen[str], model: Path, tmp_path: Path) -> None:
-    tried = [("pip install .\n", ""), *steps((ROOT / "docs" / "engines.md").read_text(), "Try it")]
+    tried = [(FROM_CHECKOUT, ""), *steps((ROOT / "docs" / "engines.md").read_text(), "Try it")]
     cache = str(tmp_path / "cache")
     tried = [(command.replace("/tmp/kvoffload-cache", cache), quoted) for command, quoted in tried]
     printed = try_all(shell, model, tried, "docs/engines.md")
