@@ -88,7 +88,7 @@ def _become(command: list[str], input_: Connection, output: Connection, log: str
     os.setsid()
     os.environ.update(environment)
     sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     for source, target in ((input_.fileno(), 0), (descriptor, 1), (descriptor, 2)):
         os.dup2(source, target)
     sys.stdin = os.fdopen(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from demo.plots import faults_plot, hits_plot, pool_plot, ttft_plot
-from demo.protocol import Source
+from demo.protocol import RequestResult, Source
 from demo.report import LOGPROB_TOLERANCE, JudgedTrial, Report, gbps, miss_reasons
 from demo.shared_report import (
     LOAD_DEADLINE_S,
@@ -32,7 +32,7 @@ PAGE_CACHE = "no: the file system does not support it, so the times of disk hits
 def tables(report: Report) -> list[Table]:
     """Returns the tables at the end of the run of one server."""
     shown = [*_answer_tables(report), _ttft_table(report), _facts_table(report)]
-    return [*shown, _trials_table(report.trials)] if report.trials else shown
+    return [*shown, _trials_table(report.trials), *_trial_answers(report)] if report.trials else shown
 
 
 def page(report: Report) -> Page:
@@ -54,7 +54,7 @@ def page(report: Report) -> Page:
                         for title, act in (
                             ("without kvoffload", report.baseline),
                             ("with kvoffload", report.offload),
-                            ("after a restart: each document's last question again", report.restart),
+                            ("after a restart: each conversation's last question again", report.restart),
                         )
                     },
                     NAMES,
@@ -80,9 +80,8 @@ def page(report: Report) -> Page:
             Section(
                 "What was answered",
                 [
-                    f"{report.model} was asked about texts of Python's reference. An answer ends after "
-                    f"{max(len(r.output_tokens) for r in report.baseline.requests)} tokens at most. In the control "
-                    "kvoffload loads the same blocks without checking them, after one bit in each number was changed."
+                    f"The same questions to {report.model} in each act. In the last one, the control, blocks were "
+                    "changed after they had been verified: one bit per number was cleared, its sign."
                 ],
                 tables=answers,
             ),
@@ -96,7 +95,7 @@ def page(report: Report) -> Page:
                     "one server per tier was asked for them. Halfway a byte in every KiB of the files was changed, as "
                     "a bad disk would. An answer is wrong if it is not that of vLLM without any offloading."
                 ],
-                tables=[_trials_table(report.trials)],
+                tables=[_trials_table(report.trials), *_trial_answers(report)],
             )
         )
     sections.append(
@@ -111,7 +110,7 @@ def page(report: Report) -> Page:
         heading="The same conversations, with and without kvoffload",
         lead=f"{len(report.offload.requests)} requests about documents that do not all fit in the device cache, on "
         f"vLLM {info.vllm_version} and {info.device}: without kvoffload and with it. Then the server is restarted, "
-        "and each document's last question is asked again, and once more with bytes corrupted on purpose.",
+        "and each conversation's last question is asked again, and once more with bytes corrupted on purpose.",
         sections=sections,
         end=f"{report.made_at}. Model: {report.model}; seed {report.seed}. report.json, next to this page, has all "
         "numbers.",
@@ -141,7 +140,7 @@ def _where(report: Report) -> str:
     text = (
         f"Of {report.tokens_asked:,} prompt tokens with kvoffload, {hits['host']:,} came from host memory and "
         f"{hits['device']:,} from the device's own cache. After the restart, {hits['disk']:,} of "
-        f"{report.restart_tokens_asked:,} came from disk."
+        f"{report.restart_tokens_asked:,} came from disk{_again(report)}."
     )
     if reasons := miss_reasons(report.offload.requests):
         named = ", ".join(f"{reason.replace('_', ' ')} ({count})" for reason, count in reasons.items())
@@ -157,22 +156,39 @@ def _where(report: Report) -> str:
 
 
 def _answer_tables(report: Report) -> list[Table]:
-    """Returns a table per question with the answers side by side."""
+    """Returns what was answered to some questions in each act; nothing if answers are no text."""
     return [
-        Table(
-            f"{name}: {asked.question}",
-            [],
-            [
-                [title, Cell(_in_one_line(answer.answer), "" if answer.output_tokens == asked.output_tokens else BAD)]
-                for title, answer in answers
-            ],
-        )
+        _answers(f"{name}: {asked.question}", asked, answers, report)
         for name, asked, answers in report.pairs[:ANSWERS_SHOWN]
     ]
 
 
-def _in_one_line(text: str) -> str:
-    return printable(" ".join(text.split())) or "(nothing)"
+def _trial_answers(report: Report) -> list[Table]:
+    """Returns an answer of each tier inside vLLM after bytes have changed; nothing if answers are no text."""
+    if not report.pairs:
+        return []
+    document = report.trials[0].trial.after[0].document
+    asked = next(r for r in report.baseline.requests if r.document == document)
+    answers = [(judged.trial.tier, judged.trial.after[0]) for judged in report.trials]
+    title = f"{report.name_of(document)}: {asked.question}"
+    return [_answers(title, asked, [("without offloading", asked), *answers], report)]
+
+
+def _answers(title: str, asked: RequestResult, answers: Sequence[tuple[str, RequestResult]], report: Report) -> Table:
+    """Returns a table of answers. Those that are not the answer of ``asked`` are bad."""
+    longest = max(len(request.output_tokens) for request in report.baseline.requests)
+    rows: list[Sequence[Cell | str]] = []
+    for name, request in answers:
+        text = printable(" ".join(request.answer.split())) or "(no text)"
+        cut = "..." if len(request.output_tokens) == longest else ""
+        rows.append([name, Cell(text + cut, "" if request.output_tokens == asked.output_tokens else BAD)])
+    return Table(title, [], rows, is_prose=True)
+
+
+def _again(report: Report) -> str:
+    """Returns what else was found after the restart: a document that was read for one user is there for another."""
+    found = sum(request.host_tokens for request in report.restart.requests)
+    return f" and {found:,} from host memory, where they were from another user's prompt" if found else ""
 
 
 def _ttft_table(report: Report) -> Table:
@@ -203,7 +219,7 @@ def _facts_table(report: Report) -> Table:
         (
             "hit tokens, disk",
             f"{hits['disk']:,} ({percentage(hits['disk'], report.restart_tokens_asked)} of the prompts after the "
-            "restart)",
+            f"restart{_again(report)})",
         ),
         ("store, device to host", gigabytes_per_second(gbps(report.offload, "store"))),
         ("load, host to device", gigabytes_per_second(gbps(report.offload, "load"))),

@@ -143,9 +143,13 @@ class Report:
                 ("with corrupted bytes", corrupted),
             ]
             if before.answer:
-                name = self.documents[before.document % len(self.documents)]
+                name = self.name_of(before.document)
                 shown.setdefault(name, (name, before, answers))
         return list(shown.values())
+
+    def name_of(self, conversation: int) -> str:
+        """Returns the name of the document of a conversation."""
+        return self.documents[conversation % len(self.documents)]
 
     @property
     def warnings(self) -> list[str]:

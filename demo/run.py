@@ -148,6 +148,7 @@ def run_demo(
             with disk_directory(out, 2 * DISK_BYTES) as disk:
                 trials += run_trials(config, out, disk, len(acts) + 1, progress, sizes.trial_documents)
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
+    name = smollm2.NAME if model == smollm2.DIRECTORY else name
     agreement = replay_act(trace, acts[1].requests)
     return make_report(
         acts,

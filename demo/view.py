@@ -46,11 +46,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The first column names the rows, and is aligned to the left. Without ``columns`` there is no header."""
+    """The first column names the rows, and is aligned to the left. Without ``columns`` there is no header.
+
+    ``is_prose``: the second of two columns has sentences.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
+    is_prose: bool = False
 
 
 @dataclass(frozen=True, slots=True)

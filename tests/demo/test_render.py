@@ -99,6 +99,30 @@ def test_a_replay_without_a_difference_says_so(report: Report) -> None:
     assert "20,000 in host memory; every request agrees." in page
 
 
+def test_answers_are_side_by_side_and_the_wrong_ones_marked(report: Report) -> None:
+    assert "What was answered" not in render_page(report)
+    for act in (report.baseline, report.offload, report.restart):
+        act.requests = [replace(r, question=f"Q{r.index}?", answer="right <b>") for r in act.requests]
+    report.restart.control = [replace(r, answer="wrong\n\x1b[31m") for r in report.restart.control]
+    page = render_page(replace(report, documents=["tale", "song"]))
+    # The control changes the output of the first document only.
+    first, second = (report.restart.requests[i].index for i in (0, 1))
+    assert f"<h3>tale: Q{first}?</h3>" in page
+    assert f"<h3>song: Q{second}?</h3>" in page
+    # Three acts each, and what was answered without offloading, beside the tiers' answers after bytes had changed.
+    assert page.count("<dd>right &lt;b&gt;...</dd>") == 3 + 3 + 1
+    assert '<dt>with corrupted bytes</dt><dd class="changed">wrong \\x1b[31m...</dd>' in page
+    text = terminal_text(replace(report, documents=["tale", "song"]))
+    assert f"tale: Q{first}? without kvoffload right <b>... with kvoffload right <b>..." in text
+
+
+def test_what_one_user_has_loaded_after_the_restart_another_finds_in_host_memory(report: Report) -> None:
+    first, *rest = report.restart.requests
+    report.restart.requests = [replace(first, host_tokens=900, disk_tokens=1020), *rest]
+    for text in (" ".join(render_page(report).split()), terminal_text(report)):
+        assert "and 900 from host memory, where they were from another user" in text
+
+
 def test_page_escapes_its_input(baseline: ActResult, offload: ActResult, restart: ActResult) -> None:
     page = render_page(make_report([baseline, offload, restart], "<script>alert(1)</script>", 0))
     assert "<script>" not in page

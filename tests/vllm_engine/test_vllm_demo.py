@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from vllm_harness import DEMO_MODEL, Runner, set_up_demo
 
-from demo import forks, inside, process
+from demo import forks, inside, process, smollm2
 from demo import run as demo_run
-from demo.act import Progress
+from demo.act import EngineProcess, Progress
+from demo.engine import connector
 from demo.protocol import RequestResult, Source
 from kvoffload.testing.scale import SCALE
 
@@ -30,6 +32,12 @@ SMALL = demo_run.Sizes(
     max_model_len=1280,
     model=DEMO_MODEL,
 )
+
+
+CHATS = replace(
+    demo_run.CHATS, users=1, turns=1, document_blocks=(8, 8), device_blocks=14, max_model_len=384, answer_tokens=8
+)
+"""The device has no room for two prompts."""
 
 
 class Seen(Progress):
@@ -77,3 +85,27 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert data["store_gbps"] > 0
     assert data["load_gbps"] > 0
     assert 0 < report.offload.requests[-1].pool_used <= report.offload.requests[-1].pool_blocks
+
+
+@pytest.mark.skipif(not smollm2.is_installed(), reason=f"{smollm2.NAME} {smollm2.MISSING}")
+def test_a_trained_model_makes_sense_unless_what_it_loads_is_corrupted(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other tokens, or weights in other places, its answers would make no sense either."""
+    set_up_demo(monkeypatch)
+    monkeypatch.setattr(forks, "start_engine", run.parent(os.environ).start_process)
+    model = smollm2.smollm2_directory()
+    documents = demo_run.load(model, False, None, 7, CHATS)
+    config = demo_run.make_config(model, False, documents, 7, CHATS)
+    with EngineProcess(replace(config, connector=connector({"host_bytes": "256MiB"})), tmp_path / "log") as engine:
+        computed = engine.ask(0, 0)
+        engine.ask(1, 1)
+        loaded = engine.ask(2, 0)
+        engine.call("corrupt_loads")
+        engine.ask(3, 1)
+        corrupted = engine.ask(4, 0)
+    assert computed.question == "What is this text about?"
+    assert computed.answer.startswith("This text")
+    assert (computed.source, loaded.source, corrupted.source) == (Source.RECOMPUTE, Source.HOST, Source.HOST)
+    assert loaded.output_tokens == computed.output_tokens
+    assert not corrupted.answer.startswith("This text")
