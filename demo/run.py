@@ -91,7 +91,7 @@ CHATS = Sizes(
     max_model_len=1280,
     block_size=32,
     question_tokens=48,
-    answer_tokens=32,
+    answer_tokens=24,
 )
 """With a model that has a tokenizer. The device has room for two of four documents."""
 
