@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.peers import board
+from benchmarks.peers import board, multi_turn
 from benchmarks.peers.load import make_load
 from benchmarks.peers.measure import Result, measure
 from benchmarks.peers.page import render_page
@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--board" in arguments:
         board.command_line([each for each in arguments if each != "--board"])
         return
+    parser.add_argument(
+        "--multi-turn", action="store_true", help="run vLLM's multi-turn client instead, and write multi-turn.json"
+    )
     args = parser.parse_args(arguments)
+    if args.multi_turn:
+        multi_turn.main(args.out.resolve(), args.quick)
+        return
     names = choose(args.only, list(SYSTEMS))
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +181,19 @@ def run_part(
 def run_elsewhere(
     logs: Path, python: str, chosen_systems: Sequence[System], chosen: Sequence[Fault], deadline_s: float
 ) -> dict[str, Any]:
-    """Does the same in a process of another Python, which has the packages of these systems."""
+    """Does the same in a process of another Python, which has their packages. It prints into a file of its own."""
     if not Path(python).exists():
         return not_run(chosen_systems, chosen, f"there is no {python}: run make peers")
-    part = logs / "part.json"
+    part = logs / f"{chosen_systems[0].id}.json"
     command = [python, "-m", "benchmarks.peers.board", "--out", str(logs.parent), "--part", str(part)]
     command += ["--only", ",".join(system.id for system in chosen_systems)]
     command += ["--faults", ",".join(fault.name for fault in chosen), "--deadline-s", str(deadline_s)]
-    done = subprocess.run(command, env={**systems.environment(), systems.LMCACHE_PYTHON: python}, check=False)
+    environment = {**systems.environment(), systems.LMCACHE_PYTHON: python}
+    with part.with_suffix(".log").open("wb") as log:
+        done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
     if done.returncode != 0:
-        return not_run(chosen_systems, chosen, f"the board with {python} has ended with {done.returncode}")
+        why = f"the board with {python} has ended with {done.returncode}, see {log.name}"
+        return not_run(chosen_systems, chosen, why)
     result: dict[str, Any] = json.loads(part.read_text())
     part.unlink()
     return result
@@ -232,14 +237,16 @@ def main(
         "faults": {fault.name: {"how": fault.how, "folder": fault.folder} for fault in chosen},
     }
     begun = time.monotonic()
-    parts = []
-    for python in dict.fromkeys(system.python() for system in chosen_systems):
-        ours = [system for system in chosen_systems if system.python() == python]
-        left_s = deadline_s - (time.monotonic() - begun)
-        if python == sys.executable:
-            parts.append(run_part(logs, ours, chosen, left_s))
-        else:
-            parts.append(run_elsewhere(logs, python, ours, chosen, left_s))
+    ours = [system for system in chosen_systems if system.python() == sys.executable]
+    others = [system for system in chosen_systems if system not in ours]
+    with ThreadPoolExecutor() as threads:
+        # An engine computes with one thread, so two run on two cores.
+        elsewhere = [
+            threads.submit(run_elsewhere, logs, python, list(group), chosen, deadline_s)
+            for python, group in itertools.groupby(others, lambda system: system.python())
+        ]
+        parts = [run_part(logs, ours, chosen, deadline_s)] if ours else []
+        parts += [each.result() for each in elsewhere]
     rows = {name: row for part in parts for name, row in part["systems"].items()}
     result["systems"] = {system.name: rows[system.name] for system in chosen_systems}
     result["controls"] = [part["controls"] for part in parts if part["controls"] is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import Counter
 from typing import Any
@@ -20,10 +21,26 @@ SETTLE_S = 3.0
 """How long the engine steps in each pause. A connector that waits for other engines has never nothing to do."""
 
 
+def hide_from_vars() -> None:
+    """Lets vLLM search the modules that are loaded for Triton kernels although llvmlite, which LMCache loads, is one:
+    its library answers for every name, ``__dict__`` too, with a function."""
+    library = importlib.import_module("llvmlite.binding.ffi")._lib_wrapper
+    find = library.__getattr__
+
+    def find_function(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return find(self, name)
+
+    library.__getattr__ = find_function
+
+
 class BoardEngine(Engine):
     """An engine that counts the prompt tokens that it computes."""
 
     def __init__(self, model: str, connector: dict[str, Any] | None) -> None:
+        if connector is not None and connector["kv_connector"].startswith("LMCache"):
+            hide_from_vars()
         arguments = {
             "block_size": BLOCK_SIZE,
             "num_gpu_blocks_override": DEVICE_BLOCKS,

@@ -320,7 +320,7 @@ class OpenLake(Place):
     def flip(self) -> int:
         assert self._service is not None
         assert self._service.process is not None
-        return faults.flip_memory(self._service.process.pid, OPENLAKE_BYTES)
+        return faults.flip_memory(self._service.process.pid, OPENLAKE_BYTES // 2)
 
     @contextlib.contextmanager
     def full(self) -> Iterator[Callable[[], None]]:

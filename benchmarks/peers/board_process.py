@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from benchmarks.peers.board_engine import MAX_TOKENS
 from benchmarks.peers.board_judge import Answer, Asked, Outcome
 from benchmarks.peers.processes import last_error
 from benchmarks.peers.systems import HangError
+from demo.forks import Forked, _become  # noqa: F401
 from demo.process import CommandedProcess, EndedError, RaisedError, SilentError, Start
 
 START_DEADLINE_S = 480.0
@@ -37,60 +33,6 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 ENGINE = ("-m", "benchmarks.peers.board_engine")
-FORKS = multiprocessing.get_context("forkserver")
-"""Importing vLLM takes longer than starting an engine of a small model, so that it is done once."""
-FORKS.set_forkserver_preload(
-    [
-        ENGINE[1],
-        "transformers.models.llama",
-        "vllm",
-        "vllm.entrypoints.llm",
-        "vllm.model_executor.models.llama",
-        "vllm.v1.attention.backends.cpu_attn",
-        "vllm.v1.engine.core",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
-    ]
-)
-"""Names that do not exist are skipped."""
-
-
-class Forked:
-    """A process that is forked from one that has imported vLLM, and runs ``command``, Python with ``-m`` and a module.
-    See ``demo.process.start_process``."""
-
-    def __init__(self, command: Sequence[str], replies: int, log: Path, environment: Mapping[str, str]) -> None:
-        reading, writing = os.pipe()
-        with Connection(reading, writable=False) as input_, Connection(os.dup(replies), readable=False) as output:
-            arguments = (list(command[1:]), input_, output, str(log), dict(environment))
-            self._child = FORKS.Process(target=_become, args=arguments)
-            self._child.start()
-        assert self._child.pid is not None
-        self.pid = self._child.pid
-        self.stdin: IO[bytes] | None = os.fdopen(writing, "wb")
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._child.join(timeout)
-        if self._child.exitcode is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-        return self._child.exitcode
-
-    def kill(self) -> None:
-        self._child.kill()
-
-
-def _become(command: list[str], input_: Connection, output: Connection, log: str, environment: dict[str, str]) -> None:
-    """Turns this forked process into the requested one."""
-    os.setsid()
-    os.environ.update(environment)
-    sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for source, target in ((input_.fileno(), 0), (descriptor, 1), (descriptor, 2)):
-        os.dup2(source, target)
-    sys.stdin = os.fdopen(0)
-    _, module, *_ = command
-    sys.argv = [module, str(output.fileno())]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class RefusedError(Exception):

@@ -217,11 +217,16 @@ def lmcache(place: Folder) -> Connector:
 
 
 def openlake(place: OpenLake) -> Connector:
+    options = {
+        "openlake_nodes": [place.node],
+        "openlake_device": "local",
+        "openlake_min_external_lookup_tokens": 0,
+    }
     return {
         "kv_connector": "OpenLakeConnector",
         "kv_connector_module_path": "openlake_client.openlake_connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"openlake_nodes": [place.node]},
+        "kv_connector_extra_config": options,
     }
 
 
@@ -247,8 +252,6 @@ LMCACHE = systems.LMCache()
 MOONCAKE = systems.Mooncake(one_block_per_bucket=True)
 MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda",)
 NIXL_PACKAGES = ("nixl-cu12",)
-APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""An engine core in a process of its own."""
 
 SYSTEMS: tuple[System, ...] = (
     *(
@@ -342,8 +345,6 @@ SYSTEMS: tuple[System, ...] = (
         (STOPPED,),
         packages=("lmcache",),
         python=LMCACHE.python,
-        # In one process, vLLM's search for Triton kernels fails at a module that LMCache has imported.
-        environment=APART,
     ),
     System(
         "lmcache",
@@ -352,7 +353,6 @@ SYSTEMS: tuple[System, ...] = (
         Folder,
         packages=("lmcache",),
         python=LMCACHE.python,
-        environment=APART,
     ),
     System(
         "lifeboat",
@@ -368,7 +368,10 @@ SYSTEMS: tuple[System, ...] = (
         "OpenLake's connector",
         openlake,
         partial(OpenLake, package=ADDED / "openlake-vllm"),
-        ("Bits are flipped in the memory of its server, `openlaked`, which it loses when it restarts.",),
+        (
+            "Bits are flipped in the memory of its server, `openlaked`, which it loses when it restarts. By default it "
+            "looks nothing up for prompts under 1,000 tokens: here `openlake_min_external_lookup_tokens` was 0.",
+        ),
         packages=("openlake-vllm",),
         added="openlake-vllm",
     ),

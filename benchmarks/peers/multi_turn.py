@@ -1,0 +1,273 @@
+"""Requests per second against the number of conversations, by vLLM's own multi-turn benchmark client.
+
+Each system's server gets the same conversations. A client asks for the next turn of one conversation after the other,
+so that the more of them are active, the more other conversations come between two turns of one. The device cache has
+room for about four. ``make peers ARGS=--multi-turn``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers.systems import (
+    BLOCK_SIZE,
+    DEVICE_BLOCKS,
+    MAX_TOKENS,
+    SYSTEMS,
+    StartError,
+    System,
+    VLLMWithTier,
+    environment,
+)
+from demo.model import SPECIALS, write_model
+from demo.process import DemoError, start_program
+from demo.servers import ServerProcess, VllmServer
+from demo.text import load_documents
+from kvoffload.lab.figures import BLUE, GREEN, INK, MUTED, SOFT, STYLE, WIDTH, svg
+
+CLIENT = Path(sys.executable).parents[1] / "multi-turn"
+"""Where ``tools/vllm_client.py`` has put the client."""
+NUM_CLIENTS = 2
+CONVERSATIONS = (2, 4, 8, 16, 32)
+"""Numbers of active conversations."""
+MIN_REQUESTS, REQUESTS_PER_CONVERSATION = 48, 4
+HOST_BYTES = 512 << 20
+"""Room for about 16 conversations. On disk there is room for all."""
+DISK_BYTES = 4 << 30
+TEXT_CHARS = 400_000
+POINT_DEADLINE_S = 600.0
+MODEL_NAME = "small-random-llama"
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
+RATE = re.compile(r"requests_per_sec = ([\d.]+)")
+ARGUMENTS = (
+    *("--no-skip-tokenizer-init", "--served-model-name", MODEL_NAME, "--enable-prefix-caching"),
+    *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(DEVICE_BLOCKS)),
+    *("--max-model-len", str(MAX_TOKENS), "--max-num-batched-tokens", str(MAX_TOKENS), "--max-num-seqs", "8"),
+)
+
+
+def uniform(low: int, high: int) -> dict[str, Any]:
+    return {"distribution": "uniform", "min": low, "max": high}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Conversations, in tokens. ``common``: what all begin with; ``first``: what follows in one; then each turn has a
+    question and an answer."""
+
+    name: str
+    turns: int
+    common: int
+    first: tuple[int, int]
+    question: tuple[int, int]
+    answer: tuple[int, int]
+
+    def num_requests(self, active: int) -> int:
+        return max(MIN_REQUESTS, REQUESTS_PER_CONVERSATION * active)
+
+    def write(self, path: Path, active: int, text: Path) -> None:
+        """Writes the client's description of enough conversations for a point."""
+        conversations = max(active, math.ceil(self.num_requests(active) / self.turns)) + NUM_CLIENTS
+        content = {
+            "filetype": "generate_conversations",
+            "num_conversations": conversations,
+            "text_files": [str(text)],
+            "print_stats": False,
+            "prompt_input": {
+                "num_turns": {"distribution": "constant", "value": 2 * self.turns},
+                "common_prefix_num_tokens": {"distribution": "constant", "value": self.common},
+                "prefix_num_tokens": uniform(*self.first),
+                "num_tokens": uniform(*self.question),
+            },
+            "prompt_output": {"num_tokens": uniform(*self.answer)},
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+WORKLOADS = (
+    Workload("chat", turns=6, common=64, first=(800, 1200), question=(120, 160), answer=(12, 24)),
+    Workload("agents", turns=8, common=1024, first=(300, 500), question=(160, 240), answer=(8, 16)),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the client measured with so many active conversations."""
+
+    active: int
+    requests_per_s: float
+    ttft_ms: float
+    """The median."""
+
+
+def systems(folder: Path) -> list[System]:
+    """Returns the systems to compare; what kvoffload's tier keeps lies in ``folder``."""
+    disk = {"kind": "disk", "dir": str(folder / "tier"), "bytes": DISK_BYTES}
+    tier = {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier", "tier": disk}
+    return [SYSTEMS["recompute"], SYSTEMS["vllm"], SYSTEMS["lmcache"], VLLMWithTier(tier), SYSTEMS["kvoffload"]]
+
+
+@contextlib.contextmanager
+def served(system: System, work: Path, model: Path) -> Iterator[VllmServer]:
+    """A server with ``system``, and the services that it needs. Raises StartError or DemoError."""
+    work.mkdir(parents=True)
+    disk_bytes = DISK_BYTES if system.has_disk else None
+    system.disk_dir(work).mkdir(exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        for service in system.services(work, HOST_BYTES, disk_bytes):
+            stack.callback(service.kill)
+            service.start()
+        settings = system.settings(work, HOST_BYTES, disk_bytes)
+
+        def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> ServerProcess:
+            return start_program([system.python(), *command[1:]], log, variables)
+
+        variables = {**environment(), **settings.environment}
+        server = VllmServer(model, work / "server.log", settings.connector, ARGUMENTS, variables, start)
+        with server:
+            yield server
+        for folder, pattern in system.leftovers(settings):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
+
+
+def measure(server: VllmServer, model: Path, workload: Workload, active: int, text: Path, work: Path) -> Point:
+    """Runs the client once. Raises DemoError with the end of its output if it fails."""
+    about, stats = work / f"{workload.name}-{active}.json", work / f"{workload.name}-{active}-requests.json"
+    workload.write(about, active, text)
+    command = [sys.executable, str(CLIENT / "benchmark_serving_multi_turn.py"), "--model", str(model)]
+    command += ["--served-model-name", MODEL_NAME, "--url", f"http://127.0.0.1:{server.port}", "--seed", str(active)]
+    command += ["--input-file", str(about), "--stats-json-output", str(stats), "--no-early-stop"]
+    command += ["--num-clients", str(NUM_CLIENTS), "--max-active-conversations", str(active)]
+    command += ["--max-num-requests", str(workload.num_requests(active))]
+    variables = {**environment(), "PYTHONPATH": str(CLIENT / "packages"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=work, env=variables, capture_output=True, text=True, timeout=POINT_DEADLINE_S, check=False
+    )
+    about.with_suffix(".log").write_text(done.stdout + done.stderr)
+    found = RATE.search(done.stdout)
+    if done.returncode or found is None:
+        raise DemoError("\n".join((done.stdout + done.stderr).splitlines()[-20:]))
+    requests = json.loads(stats.read_text())
+    return Point(active, float(found[1]), statistics.median(each["ttft_ms"] for each in requests))
+
+
+def write_chat_model(directory: Path) -> None:
+    """Writes the small random model with a tokenizer, for which each byte is a token, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    write_model(directory, seed=0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: SPECIALS + i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def main(out: Path, quick: bool) -> None:
+    """Writes ``multi-turn.json``, ``multi-turn.md`` and ``multi-turn.svg`` into ``out``."""
+    if not CLIENT.exists():
+        sys.exit(
+            f"there is no {CLIENT}: make peers installs vLLM's client, or run tools/vllm_client.py 0.32.0 {CLIENT}"
+        )
+    console = Console(stderr=True)
+    logs = out / "multi-turn"
+    logs.mkdir(parents=True, exist_ok=True)
+    numbers = CONVERSATIONS[1:3] if quick else CONVERSATIONS
+    texts = load_documents(None, len(numbers) * len(WORKLOADS), TEXT_CHARS, seed=0)
+    results: dict[str, dict[str, list[Point]]] = {workload.name: {} for workload in WORKLOADS}
+    messages: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir=logs) as folder:
+        model = Path(directory)
+        write_chat_model(model)
+        for w, workload in enumerate(WORKLOADS):
+            for system in systems(Path(folder) / workload.name):
+                points = results[workload.name].setdefault(system.title, [])
+                work = Path(folder) / f"{workload.name}-{system.name}"
+                try:
+                    with served(system, work, model) as server:
+                        for n, active in enumerate(numbers):
+                            text = model / f"{workload.name}-{active}.txt"
+                            text.write_text(texts[w * len(numbers) + n].text)
+                            points.append(measure(server, model, workload, active, text, work))
+                            console.print(f"{workload.name}, {system.name}, {points[-1]}", highlight=False)
+                except (StartError, DemoError, subprocess.TimeoutExpired) as error:
+                    messages[f"{workload.name}, {system.title}"] = str(error)
+                    console.print(f"{workload.name}, {system.name}: {error}", markup=False)
+                for log in work.glob("*.log"):
+                    log.rename(logs / f"{work.name}-{log.name}")
+    publish(results, messages, out)
+
+
+def publish(results: dict[str, dict[str, list[Point]]], messages: dict[str, str], out: Path) -> None:
+    content = {
+        "workloads": [asdict(workload) for workload in WORKLOADS],
+        "points": {w: {s: [asdict(p) for p in points] for s, points in r.items()} for w, r in results.items()},
+        "messages": messages,
+    }
+    (out / "multi-turn.json").write_text(json.dumps(content, indent=2) + "\n")
+    (out / "multi-turn.svg").write_text(plot(results))
+    lines = []
+    for workload, by_system in results.items():
+        numbers = sorted({point.active for points in by_system.values() for point in points})
+        heads = [f"{workload}: active conversations", *map(str, numbers)]
+        table = Table(*heads, title="Requests per second (median time to the first token, ms)")
+        lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        for title, points in by_system.items():
+            found = {point.active: f"{point.requests_per_s:.2f} ({point.ttft_ms:,.0f})" for point in points}
+            cells = [title, *(found.get(number, "-") for number in numbers)]
+            table.add_row(*cells)
+            lines.append("| " + " | ".join(cells) + " |")
+        Console().print(table)
+        lines.append("")
+    lines += [f"- {name}: {message}" for name, message in messages.items()]
+    (out / "multi-turn.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+def plot(results: dict[str, dict[str, list[Point]]]) -> str:
+    """Returns an SVG with a panel per workload: requests per second by the number of active conversations."""
+    styles = {"recompute": (MUTED, ":"), "vllm": (SOFT, "-"), "lmcache": (BLUE, "--"), "vllm-kvoffload": (GREEN, "--")}
+    by_title = {system.title: (system.name, *styles.get(system.name, (GREEN, "-"))) for system in systems(Path())}
+    labels = {
+        "recompute": "no offloading",
+        "vllm": "vLLM's own, fs tier",
+        "lmcache": "LMCache",
+        "vllm-kvoffload": "vLLM's own with kvoffload's tier",
+        "kvoffload": "kvoffload",
+    }
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+        panels = figure.subplots(1, len(results), squeeze=False)[0]
+        for ax, (workload, by_system) in zip(panels, results.items(), strict=True):
+            ax.set_title(f"{workload}: requests per second")
+            for title, points in by_system.items():
+                name, colour, line = by_title[title]
+                xs, ys = [point.active for point in points], [point.requests_per_s for point in points]
+                ax.plot(
+                    xs, ys, color=colour, linestyle=line, marker="o", markersize=4, linewidth=1.8, label=labels[name]
+                )
+            ax.set_xscale("log", base=2)
+            numbers = sorted({point.active for points in by_system.values() for point in points})
+            ax.set_xticks(numbers, [str(number) for number in numbers])
+            ax.set_xlabel("active conversations", color=INK)
+            ax.set_ylim(bottom=0)
+        figure.legend(*panels[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
+        return svg(figure, "Requests per second of each system by the number of active conversations")
