@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.peers import faults
 from benchmarks.peers.board_judge import Answer, Asked, Cell, Outcome, is_right, judge
 from benchmarks.peers.board_places import Place
-from benchmarks.peers.board_process import CrashError, Running
+from benchmarks.peers.board_process import CrashError, RefusedError, Running
 from benchmarks.peers.board_systems import System
 from benchmarks.peers.systems import HangError
 from demo import model as demo_model
@@ -76,7 +76,13 @@ class Board:
         connector = bench.system.connector(bench.place)
         environment = {**bench.system.environment, **bench.place.environment}
         log = bench.logs / f"engine-{len(list(bench.logs.glob('engine-*.log'))) + 1}.log"
-        return Running(self._model, connector, log, environment, bench.system.paths())
+        engine = Running(self._model, connector, log, environment, bench.system.paths())
+        lines = log.read_text(errors="replace").splitlines() if bench.system.refusal else []
+        said = next((line for line in lines if str(bench.system.refusal) in line), None)
+        if said is not None:
+            engine.kill()
+            raise RefusedError(f"{said.strip()} (the engine runs on without it)")
+        return engine
 
     def store(self, bench: Bench) -> None:
         """Makes ``bench`` hold the KV of all prompts."""

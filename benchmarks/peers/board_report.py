@@ -172,7 +172,9 @@ def verdict(result: dict[str, Any]) -> list[str]:
         problems.append("some prompts have the same answers with the replaced weights")
     for name, row in result["systems"].items():
         first, flips = row["cells"].get("no fault"), row["cells"].get("byte flips")
-        if first is not None and first["first"]["outcome"] not in (Outcome.RIGHT, Outcome.REFUSED):
+        expected = (Outcome.RIGHT, Outcome.REFUSED)
+        # What is bad twice is what the system does, and bold.
+        if first is not None and first["first"]["outcome"] not in expected and not is_confirmed(first):
             problems.append(f"{name}: does not answer from the cache without a fault: {first['text']}")
         if row["is_control"] and flips is not None and flips["first"]["outcome"] != Outcome.WRONG:
             problems.append(f"{name}: flipped bits do not reach what is loaded: {flips['text']}")

@@ -57,6 +57,8 @@ class System:
     """Whether wrong answers under flipped bits are what it is there to show. It runs no other fault."""
     packages: Sequence[str] = ()
     """Names of its packages, the first of which must be installed."""
+    refusal: str | None = None
+    """What the engine's log says if the engine runs on without this cache."""
     added: str | None = None
     """Name of its folder in ADDED."""
     python: Callable[[], str] = field(default=lambda: sys.executable)
@@ -352,6 +354,7 @@ SYSTEMS: tuple[System, ...] = (
         lmcache,
         Folder,
         packages=("lmcache",),
+        refusal="No supported cpu connector found",
         python=LMCACHE.python,
     ),
     System(

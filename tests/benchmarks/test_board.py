@@ -74,6 +74,7 @@ def test_controls_that_hold() -> None:
         "b": row(RIGHT, WRONG, WRONG),
         "c": row(RIGHT, WRONG, WRONG, is_control=True),
         "d": row(REFUSED, REFUSED),
+        "e": {"notes": [], "is_control": False, "cells": {"no fault": twice(WRONG, WRONG)}},
     }
     assert verdict(result(rows)) == []
 
