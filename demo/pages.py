@@ -179,16 +179,19 @@ def _answers(title: str, asked: RequestResult, answers: Sequence[tuple[str, Requ
     longest = max(len(request.output_tokens) for request in report.baseline.requests)
     rows: list[Sequence[Cell | str]] = []
     for name, request in answers:
-        text = printable(" ".join(request.answer.split())) or "(no text)"
-        cut = "..." if len(request.output_tokens) == longest else ""
-        rows.append([name, Cell(text + cut, "" if request.output_tokens == asked.output_tokens else BAD)])
+        text = printable(" ".join(request.answer.split()))
+        cut = "..." if text and len(request.output_tokens) == longest else ""
+        rows.append(
+            [name, Cell(text + cut or "(no text)", "" if request.output_tokens == asked.output_tokens else BAD)]
+        )
     return Table(title, [], rows, is_prose=True)
 
 
 def _again(report: Report) -> str:
-    """Returns what else was found after the restart: a document that was read for one user is there for another."""
+    """Returns what else was found after the restart: a document that was read for one user is there for others."""
     found = sum(request.host_tokens for request in report.restart.requests)
-    return f" and {found:,} from host memory, where they were from another user's prompt" if found else ""
+    share = percentage(found, report.restart_tokens_asked)
+    return f"; {share} were in host memory by then, read for another user" if found else ""
 
 
 def _ttft_table(report: Report) -> Table:

@@ -131,10 +131,11 @@ class Report:
 
     @property
     def pairs(self) -> list[tuple[str, RequestResult, list[tuple[str, RequestResult]]]]:
-        """Returns the last question about each document that was asked again after the restart: the document's name,
-        the request, and the answers of all acts. Empty without a tokenizer."""
+        """Returns a question about each document that was asked again after the restart, if possible no follow-up: the
+        document's name, the request, and the answers of all acts. Empty without a tokenizer."""
         shown: dict[str, tuple[str, RequestResult, list[tuple[str, RequestResult]]]] = {}
-        for restarted, corrupted in zip(self.restart.requests, self.restart.control, strict=True):
+        again = zip(self.restart.requests, self.restart.control, strict=True)
+        for restarted, corrupted in sorted(again, key=lambda pair: self.baseline.requests[pair[0].index].follow_up):
             before = self.baseline.requests[restarted.index]
             answers = [
                 ("without kvoffload", before),
@@ -145,7 +146,7 @@ class Report:
             if before.answer:
                 name = self.name_of(before.document)
                 shown.setdefault(name, (name, before, answers))
-        return list(shown.values())
+        return [shown[name] for name in self.documents if name in shown]
 
     def name_of(self, conversation: int) -> str:
         """Returns the name of the document of a conversation."""

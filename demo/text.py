@@ -18,14 +18,9 @@ LAST = "Say that in fewer words."
 ABOUT = ("What is this text about?", "Who should read it?", LAST)
 """What is asked about any text: one question per turn, and the last at once after another answer."""
 TOPICS = {
-    "try": (ABOUT[0], "What is the else clause for?", "What does the finally clause do?", "What is an exception?"),
-    "import": (
-        "What does the import statement do?",
-        "What is a package?",
-        "What happens if a module is not found?",
-        "Who raises the error?",
-    ),
-    "typesseq": (ABOUT[0], "Which sequence types are there?", "What is a mutable sequence?", "What does slicing do?"),
+    "try": (ABOUT[0], "What does the finally clause do?", "What is an exception?", "What is the else clause for?"),
+    "import": (ABOUT[0], "What is a package?", "What does it do?", "What happens if a module is not found?"),
+    "typesseq": (ABOUT[0], "What is a mutable sequence?", "Which sequence types are there?", "What does slicing do?"),
     "naming": (ABOUT[0], "What is a block?", "What is a scope?", "What is a free variable?"),
 }
 """Topics of Python's help, with questions of two users, two each."""

@@ -103,10 +103,12 @@ def test_answers_are_side_by_side_and_the_wrong_ones_marked(report: Report) -> N
     assert "What was answered" not in render_page(report)
     for act in (report.baseline, report.offload, report.restart):
         act.requests = [replace(r, question=f"Q{r.index}?", answer="right <b>") for r in act.requests]
-    report.restart.control = [replace(r, answer="wrong\n\x1b[31m") for r in report.restart.control]
+    report.restart.control = [
+        replace(r, answer="wrong\n\x1b[31m", output_tokens=[1, 2, 3]) for r in report.restart.control
+    ]
     page = render_page(replace(report, documents=["tale", "song"]))
-    # The control changes the output of the first document only.
-    first, second = (report.restart.requests[i].index for i in (0, 1))
+    asked = [r for r in report.restart.requests if not report.baseline.requests[r.index].follow_up]
+    first, second = (next(r.index for r in asked if r.document % 2 == document) for document in (0, 1))
     assert f"<h3>tale: Q{first}?</h3>" in page
     assert f"<h3>song: Q{second}?</h3>" in page
     # Three acts each, and what was answered without offloading, beside the tiers' answers after bytes had changed.
@@ -120,7 +122,7 @@ def test_what_one_user_has_loaded_after_the_restart_another_finds_in_host_memory
     first, *rest = report.restart.requests
     report.restart.requests = [replace(first, host_tokens=900, disk_tokens=1020), *rest]
     for text in (" ".join(render_page(report).split()), terminal_text(report)):
-        assert "and 900 from host memory, where they were from another user" in text
+        assert "; 3% were in host memory by then, read for another user" in text
 
 
 def test_page_escapes_its_input(baseline: ActResult, offload: ActResult, restart: ActResult) -> None:
