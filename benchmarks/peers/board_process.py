@@ -13,7 +13,7 @@ from benchmarks.peers.board_engine import MAX_TOKENS
 from benchmarks.peers.board_judge import Answer, Asked, Outcome
 from benchmarks.peers.processes import last_error
 from benchmarks.peers.systems import HangError
-from demo.forks import Forked, _become  # noqa: F401
+from demo.forks import Forked
 from demo.process import CommandedProcess, EndedError, RaisedError, SilentError, Start
 
 START_DEADLINE_S = 480.0
