@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks import (
     calls,
+    codec,
     convoys,
     copies,
     disk,
@@ -35,6 +36,7 @@ from benchmarks import (
 
 BENCHMARKS = {
     "calls": calls.main,
+    "codec": codec.main,
     "managers": managers.main,
     "copies": copies.main,
     "disk": disk.main,

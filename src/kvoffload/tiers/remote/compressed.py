@@ -24,8 +24,9 @@ from kvoffload.tiers.remote.record import FORMAT_VERSION, RECORD_BYTES, Value, V
 
 COMPRESSED = "-zstd"
 COMPRESSED_VERSION = 2
-ROWS_BYTES = 32 << 20
-"""Memory for values that one call of a client moves; at least one value."""
+ROWS_BYTES = 16 << 20
+"""Memory for values that one call of a client moves, and bytes of one request; at least one value. With several
+requests under way one thread decompresses while another one waits for the network."""
 _HEADER = struct.Struct("<QQ")
 
 
