@@ -80,7 +80,8 @@ help:
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
 	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
 	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\"; what each"
-	@echo "                answers when its cache breaks (up to an hour): ARGS=--board"
+	@echo "                answers when its cache breaks (up to an hour): ARGS=--board;"
+	@echo "                requests per second by the number of conversations, by vLLM's client: ARGS=--multi-turn"
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
@@ -150,7 +151,7 @@ bench: $(VENV_VLLM)/.tests $(NATIVE)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
 peers: SERVERS := redis-server
-peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers
+peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn)
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
 
@@ -160,6 +161,12 @@ added-peers: $(VENV_VLLM)/.tests
 			$(WITH) pip install --quiet --no-compile --no-deps --target $$folder $$package && \
 			touch "$$folder/.$$package"; } || echo "make: without $$package"; \
 	done
+
+# vLLM's own benchmark client, of the same version.
+$(VENV_VLLM)/multi-turn: | $(VENV_VLLM)/.stamp
+	@rm -rf $@.part
+	@$(VENV_VLLM)/bin/python tools/vllm_client.py $(VLLM_VERSION) $@.part
+	@mv $@.part $@
 
 # Machines with a GPU are often without a network: this installs nothing.
 gpu:

@@ -44,7 +44,7 @@ from kvoffload.lab.figures import BLUE, GREEN, INK, MUTED, SOFT, STYLE, WIDTH, s
 CLIENT = Path(sys.executable).parents[1] / "multi-turn"
 """Where ``tools/vllm_client.py`` has put the client."""
 NUM_CLIENTS = 2
-CONVERSATIONS = (2, 4, 8, 16, 32)
+CONVERSATIONS = (2, 8, 16, 32)
 """Numbers of active conversations."""
 MIN_REQUESTS, REQUESTS_PER_CONVERSATION = 48, 4
 HOST_BYTES = 512 << 20
@@ -191,7 +191,7 @@ def main(out: Path, quick: bool) -> None:
     console = Console(stderr=True)
     logs = out / "multi-turn"
     logs.mkdir(parents=True, exist_ok=True)
-    numbers = CONVERSATIONS[1:3] if quick else CONVERSATIONS
+    numbers = CONVERSATIONS[:2] if quick else CONVERSATIONS
     texts = load_documents(None, len(numbers) * len(WORKLOADS), TEXT_CHARS, seed=0)
     results: dict[str, dict[str, list[Point]]] = {workload.name: {} for workload in WORKLOADS}
     messages: dict[str, str] = {}
