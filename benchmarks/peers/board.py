@@ -181,7 +181,7 @@ def run_part(
 def run_elsewhere(
     logs: Path, python: str, chosen_systems: Sequence[System], chosen: Sequence[Fault], deadline_s: float
 ) -> dict[str, Any]:
-    """Does the same in a process of another Python, which has their packages. It prints into a file of its own."""
+    """Does the same in a process of ``python``, beside this one. It prints into a file of its own."""
     if not Path(python).exists():
         return not_run(chosen_systems, chosen, f"there is no {python}: run make peers")
     part = logs / f"{chosen_systems[0].id}.json"
@@ -237,7 +237,7 @@ def main(
         "faults": {fault.name: {"how": fault.how, "folder": fault.folder} for fault in chosen},
     }
     begun = time.monotonic()
-    ours = [system for system in chosen_systems if system.python() == sys.executable]
+    ours = [system for system in chosen_systems if system.python() == sys.executable and not system.is_apart]
     others = [system for system in chosen_systems if system not in ours]
     with ThreadPoolExecutor() as threads:
         # An engine computes with one thread, so two run on two cores.

@@ -63,6 +63,8 @@ class System:
     """Name of its folder in ADDED."""
     python: Callable[[], str] = field(default=lambda: sys.executable)
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_apart: bool = False
+    """Whether it waits more than it computes, so that it runs beside the others."""
 
     def paths(self) -> list[str]:
         """Returns the folders that its engine looks for modules in, besides those of this Python."""
@@ -317,6 +319,8 @@ SYSTEMS: tuple[System, ...] = (
             "away. *Full disk*: it has little host memory.",
         ),
         packages=NIXL_PACKAGES,
+        # Each request that names an engine that is dead waits half a minute.
+        is_apart=True,
     ),
     System("vllm-simple", "vLLM's SimpleCPUOffloadConnector", partial(simple, lambda place: {}), Folder),
     System("vllm-simple-disk", "vLLM's SimpleCPUOffloadConnector, disk", partial(simple, simple_disk), Folder),
