@@ -2,7 +2,8 @@
 
 Each system's server gets the same conversations. A client asks for the next turn of one conversation after the other,
 so that the more of them are active, the more other conversations come between two turns of one. The device cache has
-room for about four. ``make peers ARGS=--multi-turn``.
+room for about four. All servers run, and one at a time is asked: the machine's speed changes within minutes, so the
+systems are compared at one number of conversations before the next. ``make peers ARGS=--multi-turn``.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from demo.model import SPECIALS, write_model
 from demo.process import DemoError, start_program
 from demo.servers import ServerProcess, VllmServer
 from demo.text import load_documents
-from kvoffload.lab.figures import BLUE, GREEN, INK, MUTED, SOFT, STYLE, WIDTH, svg
+from kvoffload.lab.figures import BLUE, DARK, GREEN, INK, LIGHT, MUTED, PLOTTED, SOFT, STYLE, WIDTH, svg
 
 CLIENT = Path(sys.executable).parents[1] / "multi-turn"
 """Where ``tools/vllm_client.py`` has put the client."""
 NUM_CLIENTS = 2
-CONVERSATIONS = (2, 8, 16, 32)
+CONVERSATIONS = (2, 8, 24)
 """Numbers of active conversations."""
-MIN_REQUESTS, REQUESTS_PER_CONVERSATION = 48, 4
+MIN_REQUESTS, REQUESTS_PER_CONVERSATION = 32, 3
 HOST_BYTES = 512 << 20
 """Room for about 16 conversations. On disk there is room for all."""
 DISK_BYTES = 4 << 30
@@ -168,6 +169,12 @@ def measure(server: VllmServer, model: Path, workload: Workload, active: int, te
     return Point(active, float(found[1]), statistics.median(each["ttft_ms"] for each in requests))
 
 
+def keep_logs(work: Path, logs: Path) -> None:
+    """Moves the logs of a system's processes and of the client."""
+    for log in work.glob("*.log"):
+        log.rename(logs / f"{work.name}-{log.name}")
+
+
 def write_chat_model(directory: Path) -> None:
     """Writes the small random model with a tokenizer, for which each byte is a token, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -199,21 +206,27 @@ def main(out: Path, quick: bool) -> None:
         model = Path(directory)
         write_chat_model(model)
         for w, workload in enumerate(WORKLOADS):
-            for system in systems(Path(folder) / workload.name):
-                points = results[workload.name].setdefault(system.title, [])
-                work = Path(folder) / f"{workload.name}-{system.name}"
-                try:
-                    with served(system, work, model) as server:
-                        for n, active in enumerate(numbers):
-                            text = model / f"{workload.name}-{active}.txt"
-                            text.write_text(texts[w * len(numbers) + n].text)
-                            points.append(measure(server, model, workload, active, text, work))
-                            console.print(f"{workload.name}, {system.name}, {points[-1]}", highlight=False)
-                except (StartError, DemoError, subprocess.TimeoutExpired) as error:
-                    messages[f"{workload.name}, {system.title}"] = str(error)
-                    console.print(f"{workload.name}, {system.name}: {error}", markup=False)
-                for log in work.glob("*.log"):
-                    log.rename(logs / f"{work.name}-{log.name}")
+            points = results[workload.name]
+            with contextlib.ExitStack() as stack:
+                servers: dict[str, tuple[VllmServer, Path]] = {}
+                for system in systems(Path(folder) / workload.name):
+                    points[system.title] = []
+                    work = Path(folder) / f"{workload.name}-{system.name}"
+                    stack.callback(keep_logs, work, logs)
+                    try:
+                        servers[system.title] = stack.enter_context(served(system, work, model)), work
+                    except (StartError, DemoError) as error:
+                        messages[f"{workload.name}, {system.title}"] = str(error)
+                for n, active in enumerate(numbers):
+                    text = model / f"{workload.name}-{active}.txt"
+                    text.write_text(texts[w * len(numbers) + n].text)
+                    for title, (server, work) in list(servers.items()):
+                        try:
+                            points[title].append(measure(server, model, workload, active, text, work))
+                        except (DemoError, subprocess.TimeoutExpired) as error:
+                            messages[f"{workload.name}, {title}, {active} active"] = str(error)
+                        else:
+                            console.print(f"{workload.name}, {title}, {points[title][-1]}", highlight=False)
     publish(results, messages, out)
 
 
@@ -243,7 +256,8 @@ def publish(results: dict[str, dict[str, list[Point]]], messages: dict[str, str]
 
 
 def plot(results: dict[str, dict[str, list[Point]]]) -> str:
-    """Returns an SVG with a panel per workload: requests per second by the number of active conversations."""
+    """Returns an SVG with a panel per workload: requests per second by the number of active conversations. It has the
+    colours that the reader prefers, light or dark, in a page of its own."""
     styles = {"recompute": (MUTED, ":"), "vllm": (SOFT, "-"), "lmcache": (BLUE, "--"), "vllm-kvoffload": (GREEN, "--")}
     by_title = {system.title: (system.name, *styles.get(system.name, (GREEN, "-"))) for system in systems(Path())}
     labels = {
@@ -270,4 +284,7 @@ def plot(results: dict[str, dict[str, list[Point]]]) -> str:
             ax.set_xlabel("active conversations", color=INK)
             ax.set_ylim(bottom=0)
         figure.legend(*panels[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
-        return svg(figure, "Requests per second of each system by the number of active conversations")
+        text = svg(figure, "Requests per second of each system by the number of active conversations")
+    light, dark = (";".join(f"--{name}:{colours[name]}" for name in PLOTTED) for colours in (LIGHT, DARK))
+    style = f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    return text.replace(">", f">{style}", 1)
