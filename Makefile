@@ -65,7 +65,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: added-peers dist docs nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: added-peers dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same chats through vLLM with and without kvoffload: demo-report/report.html (minutes);"
@@ -115,7 +115,10 @@ docs: $(VENV_DOCS)/.stamp
 
 # pip installs the wheel where glibc is as new as the symbols that the compiled code uses. Native code that does not
 # compile fails here. Where vLLM is installed, both are tried beside it.
-dist: $(VENV_DIST)/.stamp
+dist: packages
+	@$(VENV_DIST)/bin/python tools/check_dist.py dist $(wildcard $(VENV_VLLM)/bin/python)
+
+packages: $(VENV_DIST)/.stamp
 	@rm -rf dist
 	@echo "Building a source distribution, and a wheel from it."
 	@$(ONE_AT_A_TIME) $(VENV_DIST)/bin/python -m build --outdir dist/built . >$(VENV_DIST)/build.log 2>&1 || \
@@ -124,7 +127,6 @@ dist: $(VENV_DIST)/.stamp
 	@PATH="$(abspath $(VENV_DIST))/bin:$$PATH" $(VENV_DIST)/bin/auditwheel repair --wheel-dir dist dist/built/*.whl 2>&1 | tail -n 1
 	@rm -r dist/built
 	@$(VENV_DIST)/bin/twine check --strict dist/*
-	@$(VENV_DIST)/bin/python tools/check_dist.py dist $(wildcard $(VENV_VLLM)/bin/python)
 
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)

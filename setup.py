@@ -46,7 +46,7 @@ def page() -> str:
         text, path = link[1], link[2].partition("#")[0]
         return text if path in text.strip("`") else f"{text} ({path})"
 
-    return re.sub(r"\[([^]]*)\]\((?!\w+:|#)([^)]+)\)", named, Path("README.md").read_text(encoding="utf-8"))
+    return re.sub(r"!?\[([^]]*)\]\((?!\w+:|#)([^)]+)\)", named, Path("README.md").read_text(encoding="utf-8"))
 
 
 # They need the GIL, which builds of Python without it would switch on again for them.

@@ -1,7 +1,8 @@
 """Installs the wheel and the source distribution of a folder, each in an empty environment, and runs kvoffload there.
 
 ``python tools/check_dist.py FOLDER [PYTHON]``. With PYTHON, that of an environment with vLLM, each is also tried beside
-this vLLM: vLLM must find the connector by its name. Ends with an error at the first check that fails.
+this vLLM: vLLM must find the connector by its name. Ends with an error at the first check that fails. The wheel was
+compiled from the source distribution, which is therefore installed without compiling it again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
-NATIVE = """
+INSTALLED = """
 import kvoffload.native
-assert kvoffload.native.describe() == "native code", kvoffload.native.describe()
+assert (kvoffload.native.describe() == "native code") is {native}, kvoffload.native.describe()
 assert str(kvoffload.native.__file__).startswith({prefix!r}), kvoffload.native.__file__
 """
-"""Kvoffload is that of the environment, and its native parts were compiled."""
+"""Kvoffload is that of the environment, with its native parts or without."""
 IN_VLLM = """
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_general_plugins
@@ -36,22 +37,26 @@ def check(package: Path, vllm_python: str | None) -> None:
         prefix = Path(folder) / "environment"
         venv.create(prefix, with_pip=True)
         python = str(prefix / "bin" / "python")
+        installed = INSTALLED.format(prefix=str(prefix), native=package.suffix == ".whl")
         say(f"{package.name}: installing it into an empty environment")
-        run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(package)], folder)
-        run([python, "-c", NATIVE.format(prefix=str(prefix))], folder)
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(package)]
+        run(install, folder, KVOFFLOAD_NATIVE="0")
+        run([python, "-c", installed], folder)
         run([str(prefix / "bin" / "kvoffload"), "--version"], folder)
         run([python, str(ROOT / "examples" / "embed.py")], folder)
         if vllm_python is not None:
             packages = run([python, "-c", PURELIB], folder, show=False)
             beside = run([vllm_python, "-c", PURELIB], folder, show=False)
             (Path(packages) / "vllm.pth").write_text(f"{beside}\n")
-            run([python, "-c", NATIVE.format(prefix=str(prefix)) + IN_VLLM], folder)
+            run([python, "-c", installed + IN_VLLM], folder)
             say("vLLM finds KVOffloadConnector")
 
 
-def run(command: list[str], folder: str, show: bool = True) -> str:
-    """Runs ``command`` outside the checkout and without its code. Returns what it prints."""
+def run(command: list[str], folder: str, show: bool = True, **more: str) -> str:
+    """Runs ``command`` outside the checkout and without its code, with ``more`` environment variables. Returns what it
+    prints."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
+    variables.update(more)
     done = subprocess.run(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     if show and done.stdout:
         say(done.stdout.strip())
