@@ -476,7 +476,7 @@ def a_result_lost(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatc
 Bug: TypeAlias = Callable[[Server, DiskTier, pytest.MonkeyPatch], None]
 
 BUGS: dict[Bug, tuple[type[Exception], int]] = {
-    checksum_not_verified: (WrongBytes, 223),
+    checksum_not_verified: (WrongBytes, 442),
     record_written_before_the_payload: (FalseAlarm, 21),
     old_record_stays_while_the_payload_is_overwritten: (FalseAlarm, 55),
     promotion_ready_before_it_is_read: (WrongBytes, 104),

@@ -171,6 +171,7 @@ def test_a_restarted_server_answers_from_disk(run: Runner, lfm2_expected: list[A
     check_answers(second, lfm2_expected)
 
 
+@LONG
 def test_two_ranks(run: Runner, lfm2_expected: list[Any]) -> None:
     """Each rank has a part of every state. Copies end, or fail, at other times on each of them."""
     result = run(
