@@ -115,11 +115,13 @@ def run_trials(
         server.ask_all([*early, *late], f"act {number}  vLLM's own offloading", progress)
         # This releases folders and memory. The process, which has nothing left to do, ends later.
         server.call("end")
-        # The second starts while the first does.
-        servers = [(tier, act, start([tier], act)) for act, tier in enumerate(TIERS, number + 1)]
-        before = [server.ask_all(early, f"act {act}  {tier.name}", progress) for tier, act, server in servers]
+        asked = []
+        for act, tier in enumerate(TIERS, number + 1):
+            # Two engines that compute at once on the same cores take many times as long.
+            server = start([tier], act)
+            asked.append((tier, act, server, server.ask_all(early, f"act {act}  {tier.name}", progress)))
         change_bytes(disk)
-        for (tier, act, server), found in zip(servers, before, strict=True):
+        for tier, act, server, found in asked:
             yield Trial(tier.name, tier.is_ours, found, server.ask_all(late, f"act {act}    bytes changed", progress))
             server.call("end")
 
