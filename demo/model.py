@@ -64,6 +64,20 @@ def write_model(directory: Path, seed: int, config: Mapping[str, Any] = CONFIG) 
     return sum(t.size for t in tensors.values())
 
 
+def write_tokenizer(directory: Path, template: str | None = None) -> None:
+    """Writes a tokenizer for the model in ``directory``, for which each byte of a text is a token, with ``template`` as
+    its chat template. Needs the package tokenizers, which vLLM brings."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: SPECIALS + i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": template} if template else {})
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
 def kv_bytes_per_token(directory: Path) -> int | None:
     """Returns the bytes of float32 KV per token, from ``config.json``; None if fields are missing."""
     config = _config(directory)

@@ -36,7 +36,7 @@ from benchmarks.peers.systems import (
     VLLMWithTier,
     environment,
 )
-from demo.model import SPECIALS, write_model
+from demo.model import write_model, write_tokenizer
 from demo.process import DemoError, start_program
 from demo.servers import ServerProcess, VllmServer
 from demo.text import load_documents
@@ -175,20 +175,6 @@ def keep_logs(work: Path, logs: Path) -> None:
         log.rename(logs / f"{work.name}-{log.name}")
 
 
-def write_chat_model(directory: Path) -> None:
-    """Writes the small random model with a tokenizer, for which each byte is a token, and a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    write_model(directory, seed=0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: SPECIALS + i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-
-
 def main(out: Path, quick: bool) -> None:
     """Writes ``multi-turn.json``, ``multi-turn.md`` and ``multi-turn.svg`` into ``out``."""
     if not CLIENT.exists():
@@ -204,7 +190,8 @@ def main(out: Path, quick: bool) -> None:
     messages: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir=logs) as folder:
         model = Path(directory)
-        write_chat_model(model)
+        write_model(model, seed=0)
+        write_tokenizer(model, TEMPLATE)
         for w, workload in enumerate(WORKLOADS):
             points = results[workload.name]
             with contextlib.ExitStack() as stack:
@@ -258,26 +245,23 @@ def publish(results: dict[str, dict[str, list[Point]]], messages: dict[str, str]
 def plot(results: dict[str, dict[str, list[Point]]]) -> str:
     """Returns an SVG with a panel per workload: requests per second by the number of active conversations. It has the
     colours that the reader prefers, light or dark, in a page of its own."""
-    styles = {"recompute": (MUTED, ":"), "vllm": (SOFT, "-"), "lmcache": (BLUE, "--"), "vllm-kvoffload": (GREEN, "--")}
-    by_title = {system.title: (system.name, *styles.get(system.name, (GREEN, "-"))) for system in systems(Path())}
-    labels = {
-        "recompute": "no offloading",
-        "vllm": "vLLM's own, fs tier",
-        "lmcache": "LMCache",
-        "vllm-kvoffload": "vLLM's own with kvoffload's tier",
-        "kvoffload": "kvoffload",
+    styles = {
+        "recompute": ("no offloading", MUTED, ":"),
+        "vllm": ("vLLM's own, fs tier", SOFT, "-"),
+        "lmcache": ("LMCache", BLUE, "--"),
+        "vllm-kvoffload": ("vLLM's own with kvoffload's tier", GREEN, "--"),
+        "kvoffload": ("kvoffload", GREEN, "-"),
     }
+    by_title = {system.title: styles[system.name] for system in systems(Path())}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
         panels = figure.subplots(1, len(results), squeeze=False)[0]
         for ax, (workload, by_system) in zip(panels, results.items(), strict=True):
             ax.set_title(f"{workload}: requests per second")
             for title, points in by_system.items():
-                name, colour, line = by_title[title]
+                label, colour, line = by_title[title]
                 xs, ys = [point.active for point in points], [point.requests_per_s for point in points]
-                ax.plot(
-                    xs, ys, color=colour, linestyle=line, marker="o", markersize=4, linewidth=1.8, label=labels[name]
-                )
+                ax.plot(xs, ys, color=colour, linestyle=line, marker="o", markersize=4, linewidth=1.8, label=label)
             ax.set_xscale("log", base=2)
             numbers = sorted({point.active for points in by_system.values() for point in points})
             ax.set_xticks(numbers, [str(number) for number in numbers])

@@ -3,7 +3,6 @@ vLLM's server, its output."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,10 +15,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm.version")
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm_harness import ENVIRONMENT
 
-from demo.model import SPECIALS, write_model
+from demo.model import write_model, write_tokenizer
 from demo.process import kill_session
 from kvoffload.testing.scale import SCALE
 
@@ -102,13 +100,7 @@ def model(tmp_path: Path) -> Path:
     """The small random model of the demo, with a tokenizer. Each byte of a text is a token."""
     directory = tmp_path / "model"
     write_model(directory, 1)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: SPECIALS + i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(directory)
     return directory
 
 
