@@ -62,7 +62,7 @@ STREAM_SCHEDULES := 2000
 # What the simulated servers of make soak share.
 MEDIA          := store object_store shared_dir
 SOAK_SCALE     := 50
-# Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
+# Above 1: make soak then runs the tests that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
 .PHONY: added-peers dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
@@ -85,7 +85,7 @@ help:
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
-	@echo "                and those on real vLLM that make test skips (hours)"
+	@echo "                and those that make test skips (hours)"
 	@echo "make interface  check from source whether a version of vLLM, and one of SGLang, has every name that kvoffload"
 	@echo "                uses: VLLM=0.33.0 SGLANG=sglang==0.5.23"
 	@echo "make install    install what make test needs, without running a test"
@@ -139,7 +139,7 @@ soak: $(VENV)/.tests install
 	$(DEV) tests.sim streams --seeds $(STREAM_SCHEDULES)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_heads.py tests/sim/test_stream_schedules.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
-	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
+	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest -m "vllm or soak" --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(if $(findstring --model,$(ARGS)),$(if $(findstring smollm2,$(ARGS)),smollm2),smollm2) $(VENV_VLLM)/.stamp $(NATIVE)
 	@$(WITH) demo $(ARGS)

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from kvoffload.testing.scale import scaled
+from kvoffload.testing.scale import SCALE, scaled
 from kvoffload.tiers.disk import directory
 
 LONGEST = (
@@ -51,6 +51,10 @@ for _name in ("CI", "BUILD_NUMBER"):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with real vLLM come early: those in LONGEST first, of the rest those of the same process together."""
+    if SCALE <= 1:
+        for item in items:
+            if item.get_closest_marker("soak") is not None:
+                item.add_marker(pytest.mark.skip(reason="make soak runs it: set KVOFFLOAD_TEST_SCALE above 1"))
 
     def place(item: pytest.Item) -> tuple[int, bool]:
         name = item.path.name

@@ -11,8 +11,6 @@ from zipfile import ZipFile
 
 import pytest
 
-from kvoffload.testing.scale import SCALE
-
 pytest.importorskip("Cython")
 pytest.importorskip("setuptools")
 
@@ -53,7 +51,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     assert list(installed.rglob("*.j2"))
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="compiles; set KVOFFLOAD_TEST_SCALE=2")
+@pytest.mark.soak
 @pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler here")
 def test_with_a_compiler(tmp_path: Path) -> None:
     """What the test above must not find."""

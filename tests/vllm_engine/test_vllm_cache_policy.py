@@ -17,7 +17,7 @@ from kvoffload.testing.scale import SCALE
 pytestmark = pytest.mark.vllm
 
 MODULE = "kvoffload.vllm.cache_policy"
-VERSIONS = [None, *(version for version in OVERLAYS if version >= "0.31" and SCALE > 1)]
+VERSIONS = [None, *(pytest.param(name, marks=pytest.mark.soak) for name in OVERLAYS if name >= "0.31")]
 """None: the installed version."""
 
 
@@ -73,7 +73,7 @@ def test_replays_find_the_same(seen: Run) -> None:
 
 
 @pytest.mark.skipif("0.30.0" not in OVERLAYS, reason="no older vLLM here: run make overlays")
-@pytest.mark.skipif(SCALE <= 1, reason="another start of vLLM; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 def test_an_older_version_is_refused(run: Runner) -> None:
     assert "use vLLM 0.31 or later" in run("cache_policies", seeds=1, steps=1, **in_version("0.30.0"))["refused"]
 

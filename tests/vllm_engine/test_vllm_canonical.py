@@ -16,8 +16,6 @@ from test_vllm_disk import disk_tokens, found, with_disk
 from test_vllm_ranks import FEW, PARALLEL, TWO_RANKS
 from vllm_harness import GEMMA3, LFM2, POOL, TOLERANCE, Run, Runner, assert_at_rest, differences_beyond_ties
 
-from kvoffload.testing.scale import SCALE
-
 pytestmark = pytest.mark.vllm
 
 ENGINES: dict[str, dict[str, Any]] = {"one": {}, **PARALLEL}
@@ -66,16 +64,14 @@ def left(run: Runner, expected: list[Any], tmp_path_factory: pytest.TempPathFact
     return make
 
 
-PAIRS = [("one", "tensor")]
-if SCALE > 1:
-    PAIRS += [
-        ("tensor", "one"),
-        ("one", "pipeline"),
-        ("pipeline", "one"),
-        ("tensor", "pipeline"),
-        ("pipeline", "tensor"),
-    ]
-long = pytest.mark.skipif(SCALE <= 1, reason="takes minutes; set KVOFFLOAD_TEST_SCALE above 1")
+PAIRS: list[Any] = [
+    ("one", "tensor"),
+    pytest.param("tensor", "one", marks=pytest.mark.soak),
+    pytest.param("one", "pipeline", marks=pytest.mark.soak),
+    pytest.param("pipeline", "one", marks=pytest.mark.soak),
+    pytest.param("tensor", "pipeline", marks=pytest.mark.soak),
+    pytest.param("pipeline", "tensor", marks=pytest.mark.soak),
+]
 
 
 def assert_all_is_found(result: Run) -> None:
@@ -104,7 +100,7 @@ def test_ranks_that_take_the_heads_of_others_answer_wrong(run: Runner, expected:
     assert len(differences_beyond_ties(result["outputs"][0], expected[:FEW], TOLERANCE)) == FEW
 
 
-@long
+@pytest.mark.soak
 @pytest.mark.parametrize(("writer", "reader"), [("one", "tensor"), ("tensor", "one")])
 @pytest.mark.parametrize("kind", ["one-head", "gemma3"])
 def test_ranks_with_the_same_head_and_groups_with_windows(
@@ -121,7 +117,7 @@ def test_ranks_with_the_same_head_and_groups_with_windows(
     assert disk_tokens(result) > 0
 
 
-@long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("options", "config"),
     [
@@ -143,7 +139,7 @@ def test_nothing_else_is_found(
     assert_all_is_found(control)
 
 
-@long
+@pytest.mark.soak
 def test_slow_and_failing_copies_of_each_rank(run: Runner, expected: list[Any]) -> None:
     config: dict[str, Any] = {"connector": POOL | {"canonical_layout": True}, "environment": TWO_RANKS}
     config |= {"connector_class": "SlowKVOffloadConnector", "engine": PARALLEL["tensor"]}
@@ -154,7 +150,7 @@ def test_slow_and_failing_copies_of_each_rank(run: Runner, expected: list[Any]) 
         assert result["metrics"][name] > 0, name
 
 
-@long
+@pytest.mark.soak
 def test_layers_with_states_keep_their_layout(run: Runner) -> None:
     config = LFM2 | {"connector": POOL | {"canonical_layout": True}}
     result = run("rounds", rounds=1, **config)

@@ -64,6 +64,7 @@ def test_the_first_connector_with_a_hit_loads_and_outputs_stay_the_same(
     assert result["off"] is False
 
 
+@pytest.mark.soak
 def test_the_other_order_gives_the_same_outputs(
     run: Runner, filled: tuple[Run, Path], right: list[Any], tmp_path: Path
 ) -> None:

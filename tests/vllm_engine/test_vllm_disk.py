@@ -161,6 +161,7 @@ def test_a_storm(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     assert_at_rest(result.result)
 
 
+@pytest.mark.soak
 def test_two_ranks_and_a_fast_hash_with_a_seed(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     pytest.importorskip("xxhash")
     config = {

@@ -25,7 +25,6 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
-LONG = pytest.mark.skipif(SCALE <= 1, reason="more starts of vLLM; set KVOFFLOAD_TEST_SCALE above 1")
 
 SPEC = {"spec_name": "HostTieringSpec", "spec_module_path": "kvoffload.vllm.host_spec"}
 AUTO = {"eviction_policy": "AutoCachePolicy", "cache_policy_module_path": "kvoffload.vllm.cache_policy"}
@@ -118,7 +117,7 @@ def test_the_same_bytes_in_the_tier_of_vllm_change_outputs(run: Runner, expected
     assert len(differences(result["outputs"][0], expected)) > len(expected) / 2
 
 
-@LONG
+@pytest.mark.soak
 def test_weights_that_were_replaced_find_nothing(
     run: Runner, expected: list[Any], copied: Path, tmp_path: Path
 ) -> None:
@@ -155,7 +154,7 @@ def test_events_and_a_bug_in_the_tier(run: Runner, expected: list[Any], tmp_path
     assert sum(len(event) - 2 for event in stored) >= result["metrics"][0]["tier_write_blocks:disk"] > 0
 
 
-@LONG
+@pytest.mark.soak
 def test_hashes_with_an_unexpected_root_switch_the_tier_off(run: Runner, expected: list[Any], copied: Path) -> None:
     result = run("offloading", rounds=1, offloading=with_tier(tier=disk(copied)), unexpected_root=True)
     assert differences(result["outputs"][0], expected) == []
@@ -163,7 +162,7 @@ def test_hashes_with_an_unexpected_root_switch_the_tier_off(run: Runner, expecte
     assert "set PYTHONHASHSEED=0" in result.log
 
 
-@LONG
+@pytest.mark.soak
 def test_metrics_of_an_engine_in_another_process(run: Runner, expected: list[Any], copied: Path) -> None:
     """The frontend makes the metrics, without the tier."""
     result = run("rounds", rounds=1, multiprocessing=True, offloading=with_tier(tier=disk(copied)))
@@ -172,7 +171,7 @@ def test_metrics_of_an_engine_in_another_process(run: Runner, expected: list[Any
     assert result["prometheus"]["kvoffload:tier_capacity_bytes:disk"] == 32 << 20
 
 
-@LONG
+@pytest.mark.soak
 def test_an_older_version_says_what_to_use_instead(run: Runner, tmp_path: Path) -> None:
     version = next((name for name in OVERLAYS if name < "0.31"), None)
     if version is None:
@@ -219,7 +218,7 @@ def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: lis
     assert found[1] > sum(map(len, make_prompts(4))) / 2
 
 
-@LONG
+@pytest.mark.soak
 def test_ranks_find_their_own_chunks(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     parallel = {"environment": TWO_RANKS, "engine": PARALLEL["tensor"]}
     direct = with_tier(SMALL // 2, tier=disk(tmp_path / "disk"))
@@ -229,7 +228,8 @@ def test_ranks_find_their_own_chunks(run: Runner, expected: list[Any], tmp_path:
 
 
 @pytest.mark.parametrize(
-    "version", [pytest.param(name, marks=LONG if name < "0.33" else ()) for name in OVERLAYS if name >= "0.31"]
+    "version",
+    [pytest.param(name, marks=pytest.mark.soak if name < "0.33" else ()) for name in OVERLAYS if name >= "0.31"],
 )
 def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
     paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]

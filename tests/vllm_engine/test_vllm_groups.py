@@ -8,7 +8,7 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm_harness import GEMMA3, POOL, Run, Runner, assert_at_rest, differences, with_gemma3
+from vllm_harness import GEMMA3, POOL, Run, Runner, assert_at_rest, cases, differences, with_gemma3
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +42,9 @@ def check(result: Run, expected: list[Any]) -> None:
     assert_at_rest(result.result)
 
 
-@pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "config", cases(CONFIGURATIONS, soak={"plain", "blocks of several device blocks, no prefix caching"})
+)
 def test_outputs_are_identical(run: Runner, gemma3_expected: list[Any], config: dict[str, Any]) -> None:
     result = run("rounds", **with_gemma3(**config))
     check(result, gemma3_expected)
@@ -61,12 +63,13 @@ def test_corrupted_bytes_change_outputs(run: Runner, gemma3_expected: list[Any])
 
 def test_failing_copies_are_misses(run: Runner, gemma3_expected: list[Any]) -> None:
     """Whole loads fail while other requests hold blocks. vLLM must get past a request that lost all of its blocks."""
-    result = run("rounds", rounds=4, **GEMMA3, connector=POOL, connector_class="FailingKVOffloadConnector")
+    result = run("rounds", rounds=3, **GEMMA3, connector=POOL, connector_class="FailingKVOffloadConnector")
     check(result, gemma3_expected)
     assert result["metrics"]["load_failures"] > 0
     assert result["metrics"]["load_blocks"] > 0
 
 
+@pytest.mark.soak
 def test_a_draft_models_kv_is_right_too(run: Runner, expected: list[Any]) -> None:
     """The model checks drafts, so wrong ones do not change outputs but are accepted less often. Here the model is its
     own draft model, so nearly all are accepted."""
@@ -78,6 +81,7 @@ def test_a_draft_models_kv_is_right_too(run: Runner, expected: list[Any]) -> Non
     assert_at_rest(result.result)
 
 
+@pytest.mark.soak
 def test_drafts_from_corrupted_kv_are_accepted_less_often(run: Runner, expected: list[Any]) -> None:
     """The control. The outputs stay the same."""
     result = run("rounds", rounds=3, connector=POOL, draft=True, corrupt_drafts=True, engine=DRAFT_ENGINE)

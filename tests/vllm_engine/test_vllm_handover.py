@@ -11,7 +11,6 @@ from handover_storm import Fleet, Outcome, Plan, Result, storm
 from vllm_harness import Runner
 
 from demo.stores import RedisStore
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +55,7 @@ def test_corrupted_hand_overs_are_noticed(fleet: Fleet) -> None:
     assert not result.outcomes[Outcome.HANG]
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="takes minutes; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 @pytest.mark.parametrize("name", LONG)
 def test_long_storms(fleet: Fleet, name: str) -> None:
     plan = LONG[name]

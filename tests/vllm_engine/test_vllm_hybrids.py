@@ -19,6 +19,7 @@ from vllm_harness import (
     Run,
     Runner,
     assert_at_rest,
+    cases,
     differences,
     differences_beyond_ties,
     with_lfm2,
@@ -36,7 +37,6 @@ CALM: dict[str, Any] = {
     "engine": QWEN3NEXT["engine"] | {"max_num_seqs": 2, "num_gpu_blocks_override": 32},
 }
 """Gated delta nets without preemptions."""
-LONG = pytest.mark.skipif(SCALE <= 1, reason="takes long; set KVOFFLOAD_TEST_SCALE=2")
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "slow copies, arc, blocks of several device blocks": {
@@ -72,7 +72,7 @@ def hits_of_second_round(result: Run) -> list[int]:
     return [i for i, record in enumerate(records[len(records) // 2 :]) if record["host_tokens"]]
 
 
-@pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("config", cases(CONFIGURATIONS, soak={"asynchronous scheduling, a small pool"}))
 def test_outputs_are_identical(run: Runner, lfm2_expected: list[Any], config: dict[str, Any]) -> None:
     result = run("rounds", rounds=3, **with_lfm2(**config))
     check(result, lfm2_expected)
@@ -87,7 +87,7 @@ def test_outputs_are_identical(run: Runner, lfm2_expected: list[Any], config: di
     )
 
 
-@LONG
+@pytest.mark.soak
 def test_copies_fail_where_blocks_are_filled_with_zeros_before_fences(run: Runner) -> None:
     """The control."""
     config = next(iter(CONFIGURATIONS.values()))
@@ -171,7 +171,7 @@ def test_a_restarted_server_answers_from_disk(run: Runner, lfm2_expected: list[A
     check_answers(second, lfm2_expected)
 
 
-@LONG
+@pytest.mark.soak
 def test_two_ranks(run: Runner, lfm2_expected: list[Any]) -> None:
     """Each rank has a part of every state. Copies end, or fail, at other times on each of them."""
     result = run(
@@ -209,7 +209,7 @@ def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, lfm2_expect
     assert_at_rest(result.result)
 
 
-@LONG
+@pytest.mark.soak
 def test_gated_delta_nets_on_two_ranks(run: Runner) -> None:
     parallel: dict[str, Any] = {**CALM, "engine": CALM["engine"] | PARALLEL["tensor"], "environment": TWO_RANKS}
     (expected,) = run("rounds", rounds=1, **parallel)["outputs"]
@@ -218,7 +218,7 @@ def test_gated_delta_nets_on_two_ranks(run: Runner) -> None:
     assert result["metrics"]["host_hit_tokens"] > 0
 
 
-@LONG
+@pytest.mark.soak
 def test_gated_delta_nets_from_disk(run: Runner, tmp_path: Path) -> None:
     (expected,) = run("rounds", rounds=1, **CALM)["outputs"]
     connector = with_disk(tmp_path / "disk")
@@ -228,7 +228,7 @@ def test_gated_delta_nets_from_disk(run: Runner, tmp_path: Path) -> None:
         assert (disk_tokens(result) > 0) == is_second
 
 
-@LONG
+@pytest.mark.soak
 def test_turns_with_gated_delta_nets(run: Runner) -> None:
     """Turns continue from host memory exactly as they do on a device that keeps everything. One that has lost a state
     computes the answer before as a prompt, which rounds otherwise."""
@@ -242,7 +242,7 @@ def test_turns_with_gated_delta_nets(run: Runner) -> None:
     assert_at_rest(result.result)
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="its error is tested without an engine; set KVOFFLOAD_TEST_SCALE=2")
+@pytest.mark.soak
 def test_without_prefix_caching_the_server_ends_with_the_fix(run: Runner) -> None:
     child, result = run.start("rounds", **with_lfm2(connector=POOL, engine={"enable_prefix_caching": False}))
     assert child.wait(DEADLINE_S) != 0

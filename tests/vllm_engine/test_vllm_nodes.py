@@ -16,7 +16,6 @@ pytest.importorskip("vllm.version")
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences, eventually, finish
 
 from demo.process import kill_session
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
@@ -89,7 +88,7 @@ def test_corrupted_bytes_on_the_second_node_are_noticed(run: Runner, one_head_ex
     assert len(differences(result["outputs"][1], one_head_expected)) == len(one_head_expected)
 
 
-@pytest.mark.skipif(SCALE == 1, reason="make soak")
+@pytest.mark.soak
 @pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
 def test_other_divisions(run: Runner, parallel: str, expected: list[Any]) -> None:
     result = rounds(run, rounds=3, parallel=parallel, connector=POOL, connector_class="SlowKVOffloadConnector")

@@ -16,6 +16,7 @@ from vllm_harness import (
     Runner,
     assert_at_rest,
     assert_computed_whole,
+    cases,
     differences,
     differences_beyond_ties,
 )
@@ -55,7 +56,7 @@ def check_identical(run: Run, expected: list[Any]) -> None:
     assert_at_rest(run.result)
 
 
-@pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("config", cases(CONFIGURATIONS, soak={"lru, factor 4", "slow copies, no prefix caching"}))
 def test_outputs_are_identical(run: Runner, expected: list[Any], config: dict[str, Any]) -> None:
     result = run("rounds", **config)
     check_identical(result, expected)

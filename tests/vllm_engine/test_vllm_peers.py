@@ -10,12 +10,11 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from benchmarks.peers.__main__ import main
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="three starts of vLLM; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_kvoffload_answers_like_recompute_and_finds_its_prompts(tmp_path: Path) -> None:
     main(["--quick", "--only", "kvoffload", "--out", str(tmp_path)])

@@ -10,8 +10,6 @@ import pytest
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Runner, assert_at_rest, differences, with_gemma3
 
-from kvoffload.testing.scale import SCALE
-
 pytestmark = pytest.mark.vllm
 
 BLOCK_SIZE, NUM_LAYERS = 32, 2
@@ -28,9 +26,12 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 
 # Several groups on tensor-parallel ranks are in test_vllm_hybrids too.
-CASES = [("llama", "pipeline")]
-if SCALE > 1:
-    CASES += [("gemma3", "tensor"), ("llama", "tensor"), ("gemma3", "pipeline")]
+CASES: list[Any] = [
+    ("llama", "pipeline"),
+    pytest.param("gemma3", "tensor", marks=pytest.mark.soak),
+    pytest.param("llama", "tensor", marks=pytest.mark.soak),
+    pytest.param("gemma3", "pipeline", marks=pytest.mark.soak),
+]
 
 
 @pytest.mark.parametrize(("kind", "parallel"), CASES)

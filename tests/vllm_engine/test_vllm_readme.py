@@ -19,7 +19,6 @@ from vllm_harness import ENVIRONMENT
 
 from demo.model import write_model, write_tokenizer
 from demo.process import kill_session
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
@@ -144,7 +143,7 @@ def test_the_first_five_minutes(shell: subprocess.Popen[str], model: Path) -> No
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-@pytest.mark.skipif(SCALE <= 1, reason="takes long; set KVOFFLOAD_TEST_SCALE=2")
+@pytest.mark.soak
 def test_the_offloading_of_the_engine(shell: subprocess.Popen[str], model: Path, tmp_path: Path) -> None:
     tried = [(FROM_CHECKOUT, ""), *steps((ROOT / "docs" / "engines.md").read_text(), "Try it")]
     cache = str(tmp_path / "cache")

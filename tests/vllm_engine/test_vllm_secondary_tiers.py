@@ -26,7 +26,6 @@ from vllm.v1.kv_offload.tiering.fs import manager as fs
 from vllm_harness import DEADLINE_S
 
 from kvoffload.testing import secondary_tier_conformance
-from kvoffload.testing.scale import SCALE
 from kvoffload.testing.secondary_tier_conformance import Fault, SecondaryTierConformance, chain, spoil_files
 from kvoffload.tiering import bridge_thread
 from kvoffload.tiers.disk import directory
@@ -338,7 +337,7 @@ class TestDisk(SecondaryTierConformance):
         steps.close()
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="much as with the installed version; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 @pytest.mark.parametrize("version", [version for version in OVERLAYS if version.startswith(("0.31", "0.33"))])
 def test_another_version_of_vllm(version: str) -> None:
     """Ours passes, and vLLM's own fail the same tests."""
@@ -349,7 +348,7 @@ def test_another_version_of_vllm(version: str) -> None:
     assert child.returncode == 0, child.stdout
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="much as TestDisk; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 class TestSharedDir(TestDisk):
     """Ours, over a shared directory."""
 

@@ -43,10 +43,8 @@ from kvoffload.connector.options import OPTIONS
 from kvoffload.observe.metrics import METRICS
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.server import RecordServer
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
-SOAK = pytest.mark.skipif(SCALE <= 1, reason="another server's start; set KVOFFLOAD_TEST_SCALE above 1")
 
 POOL_BYTES = 64 << 20
 PROMPTS = make_prompts()
@@ -192,7 +190,7 @@ class TestReadmeFlag:
         assert grown["misses:reset"] > 0
         assert grown["pool_used_blocks"] > 0
 
-    @pytest.mark.parametrize("level", [1, pytest.param(2, marks=SOAK)])
+    @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.soak)])
     def test_sleep_keeps_the_pool(self, server: Server, alone: dict[str, list[Any]], level: int) -> None:
         """On CPU a worker keeps its memory. The rest of vLLM's sleep runs: the scheduler is paused, and
         ``EngineCore._reset_caches`` resets the prefix cache and the connector."""
@@ -632,7 +630,7 @@ def load(server: Server) -> Iterator[Clients]:
 class TestUnderWay:
     """The last test terminates the server."""
 
-    @pytest.mark.parametrize("mode", ["abort", pytest.param("wait", marks=SOAK)])
+    @pytest.mark.parametrize("mode", ["abort", pytest.param("wait", marks=pytest.mark.soak)])
     def test_sleep(self, slow: Server, alone: dict[str, list[Any]], mode: str) -> None:
         """vLLM aborts requests or lets them end, and waits for the copies. (With "keep" it cannot clear blocks that a
         load is filling: it says so and does not sleep.)"""
@@ -732,7 +730,7 @@ def _explain(*arguments: str) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S).stdout)
 
 
-@SOAK
+@pytest.mark.soak
 def test_engines_share_host_bytes_without_engines_per_node(start: Start) -> None:
     """If vLLM does not say how many there are, the server does not start, and says what to set."""
     server = start(flag(host_bytes=POOL_BYTES), *TWO_ENGINES)
@@ -743,7 +741,7 @@ def test_engines_share_host_bytes_without_engines_per_node(start: Start) -> None
             assert "ConfigError: engines_per_node is not set" in server.log()
 
 
-@SOAK
+@pytest.mark.soak
 def test_engines_of_a_server_have_one_fingerprint_and_share_tiers(
     start: Start, alone: dict[str, list[Any]], tmp_path: Path
 ) -> None:
@@ -767,7 +765,7 @@ def test_engines_of_a_server_have_one_fingerprint_and_share_tiers(
         assert metrics["tier_hit_tokens:disk"] == 0
 
 
-@SOAK
+@pytest.mark.soak
 def test_more_engines_than_were_promised_are_refused(start: Start) -> None:
     server = start(flag(host_bytes=POOL_BYTES, engines_per_node=1), *TWO_ENGINES)
     with contextlib.closing(server):

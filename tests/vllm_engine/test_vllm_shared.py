@@ -26,13 +26,14 @@ from demo.run import Sizes, load, make_config, model_directory
 from demo.shared_report import SharedReport, StoreResult, hit_tokens
 from demo.shared_run import SharedDemo, make_plan, options
 from demo.stores import STORES, MooncakeStore
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
 PATIENT = {"load_deadline_ms": 1000 * DEADLINE_S, "lookup_deadline_ms": 1000 * DEADLINE_S, "load_only_if_faster": False}
 """Options with which requests wait for blocks, however slow this machine is."""
 ATTEMPTS = 3
+ALWAYS = ("redis",)
+"""The stores that are tested not only by ``make soak``. Each has tests without vLLM, too."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield Started(demo, *demo.baseline())
 
 
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.soak) for name in STORES]
+)
 def test_the_second_server_answers_from_what_the_first_has_computed(
     started: Started, name: str, tmp_path: Path
 ) -> None:
@@ -90,8 +93,6 @@ def test_the_second_server_answers_from_what_the_first_has_computed(
     stored values that were changed."""
     if name == "mooncake" and (reason := MooncakeStore.missing()) is not None:
         pytest.skip(f"Mooncake Store: {reason}")
-    if name == "shared_dir" and SCALE <= 1:
-        pytest.skip("other tests here share a directory; set KVOFFLOAD_TEST_SCALE above 1 to run this vllm test too")
     result = started.share(name, tmp_path)
     report = started.report(result)
     assert report.failures == []

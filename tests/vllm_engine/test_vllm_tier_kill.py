@@ -27,7 +27,7 @@ from tier_storm import taken
 from vllm_harness import DEADLINE_S, ENVIRONMENT, TOLERANCE, Child, Runner, differences_beyond_ties
 
 from demo.process import kill_session
-from kvoffload.testing.scale import SCALE, scaled
+from kvoffload.testing.scale import scaled
 
 pytestmark = pytest.mark.vllm
 
@@ -110,7 +110,7 @@ def test_a_killed_scheduler_starts_again_with_right_bytes(run: Runner, tmp_path:
     assert later
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="more starts of vLLM; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 def test_a_killed_engine_answers_right_after_its_restart(run: Runner, tmp_path: Path) -> None:
     folder, budget = tmp_path / "disk", 8 << 20
     folder.mkdir(mode=0o700)

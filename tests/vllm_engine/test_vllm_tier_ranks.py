@@ -13,12 +13,7 @@ from test_vllm_ranks import PARALLEL, TWO_RANKS
 from test_vllm_tier_storm import OURS, offloading
 from vllm_harness import TOLERANCE, Run, Runner, differences_beyond_ties
 
-from kvoffload.testing.scale import SCALE
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(SCALE <= 1, reason="with a disk it is tested always; set KVOFFLOAD_TEST_SCALE above 1"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 PROMPTS = 4
 BUDGET = 8 << 20

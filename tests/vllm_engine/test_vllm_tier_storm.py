@@ -21,7 +21,7 @@ from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import TOLERANCE, Run, Runner, differences_beyond_ties, with_gemma3
 
 from demo.stores import RedisStore, ServerStore, send
-from kvoffload.testing.scale import SCALE, scaled
+from kvoffload.testing.scale import scaled
 
 pytestmark = pytest.mark.vllm
 
@@ -161,7 +161,7 @@ def test_a_storm(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     assert wrong(results, answers) == []
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="what the shorter storm proves too; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_storm_with_windows(run: Runner, windows: list[Any], tmp_path: Path) -> None:
     """Caches of the connector are not reset: vLLM then stores wrong bytes, see below."""
@@ -172,7 +172,7 @@ def test_a_storm_with_windows(run: Runner, windows: list[Any], tmp_path: Path) -
     assert sum(result["preemptions"] for result in results) > 0
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="steps on two ranks take three times as long")
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_storm_on_two_ranks(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     config: dict[str, Any] = {"environment": TWO_RANKS, "engine": PARALLEL["tensor"], "flips": 0.01}
@@ -209,7 +209,7 @@ class Trouble(threading.Thread):
         self.join()
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="one more engine; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 @pytest.mark.skipif(RedisStore.program() is None, reason="there is no redis-server")
 @pytest.mark.timeout(7200)
 def test_a_storm_while_the_store_fails(run: Runner, answers: list[Any], tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_tier_that_does_not_verify_is_noticed(run: Runner, answers: list[Any],
     assert wrong(storms(run, disk(tmp_path / "disk"), tmp_path / "disk", **config), answers)
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="one more engine; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_vllms_own_tier_does_not_verify(run: Runner, answers: list[Any], tmp_path: Path) -> None:
     """The control without any code of the tier: vLLM's fs tier."""
@@ -239,7 +239,7 @@ def test_vllms_own_tier_does_not_verify(run: Runner, answers: list[Any], tmp_pat
     assert wrong(storms(run, tier, tmp_path / "fs", flips=0.2), answers)
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="five more engines; set KVOFFLOAD_TEST_SCALE above 1")
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_vllm_stores_wrong_bytes_after_a_reset_with_windows(run: Runner, windows: list[Any], tmp_path: Path) -> None:
     """No code of the tier, and no byte changes: when the connector's cache is reset, vLLM stores the chunks of running

@@ -79,14 +79,11 @@ def run_version(run: Runner, overlaid: dict[str, Any]) -> Callable[..., Run]:
     return run_it
 
 
-LONG = pytest.mark.skipif(SCALE <= 1, reason="much as with the installed version; set KVOFFLOAD_TEST_SCALE above 1")
-
-
 @pytest.fixture
 def not_interpreted(case: tuple[str, str]) -> None:
     """Leaves to ``make soak`` what takes minutes in Triton's interpreter."""
     if case[1] != "0" and SCALE <= 1:
-        pytest.skip("slow with this model runner of vLLM on a CPU; set KVOFFLOAD_TEST_SCALE above 1")
+        pytest.skip("make soak runs it: slow with this model runner of vLLM on a CPU")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +153,7 @@ def test_the_disk_tier(
     assert result["metrics"]["tier_hit_tokens:disk"] > 0
 
 
-@LONG
+@pytest.mark.soak
 def test_a_storm(run_version: Callable[..., Run], answers: list[Any]) -> None:
     """Preemptions, aborts, resets and failing copies, all at once in a small pool. A quarter of the loads fail: both of
     their tries do."""
@@ -170,7 +167,7 @@ def test_a_storm(run_version: Callable[..., Run], answers: list[Any]) -> None:
     assert_at_rest(result.result)
 
 
-@LONG
+@pytest.mark.soak
 def test_several_groups(run_version: Callable[..., Run]) -> None:
     (expected,) = run_version("rounds", rounds=1, **GEMMA3)["outputs"]
     result = run_version("rounds", rounds=3, **GEMMA3, connector=POOL, slow=2, failing=0.5)
@@ -180,7 +177,7 @@ def test_several_groups(run_version: Callable[..., Run]) -> None:
     assert_at_rest(result.result)
 
 
-@LONG
+@pytest.mark.soak
 def test_kv_belongs_to_the_bytes_of_an_adapter(run_version: Callable[..., Run]) -> None:
     plays = [("first", "a", 1, 1, "load"), ("other", "a", 2, 2, ""), ("back", "a", 3, 1, "")]
     patient = POOL | {"load_deadline_ms": 1000 * DEADLINE_S}

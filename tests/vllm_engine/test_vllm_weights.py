@@ -603,7 +603,7 @@ def wrong(run: Run) -> dict[str, int]:
 NUM_PROMPTS = 40 if SCALE > 1 else 2
 
 
-@pytest.fixture(scope="module", params=["disk", "shared_dir"] if SCALE > 1 else ["disk"])
+@pytest.fixture(scope="module", params=["disk", pytest.param("shared_dir", marks=pytest.mark.soak)])
 def adapter_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Options with a store that the processes of a test have in common."""
     tier = {"kind": request.param, "dir": str(tmp_path_factory.mktemp("adapters") / "store"), "bytes": "256MiB"}

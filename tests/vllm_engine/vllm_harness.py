@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -42,6 +42,16 @@ ENVIRONMENT = {
 """Environment variables of every process that runs vLLM."""
 POOL = {"host_bytes": "64MiB"}
 """Options with room for all blocks of the driver's prompts."""
+
+
+def cases(values: Mapping[str, Any], soak: Collection[str]) -> list[Any]:
+    """Returns parameters of a test. Those that are named in ``soak`` are tried by ``make soak`` only."""
+    assert set(soak) <= set(values)
+    return [
+        pytest.param(value, id=name, marks=pytest.mark.soak if name in soak else ()) for name, value in values.items()
+    ]
+
+
 GEMMA3: dict[str, Any] = {
     "model_kind": "gemma3",
     "max_tokens": 48,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 SCALE = float(os.environ.get("KVOFFLOAD_TEST_SCALE", "1"))
-"""Multiplies the numbers of random examples and repetitions. Above 1, tests run too that are skipped otherwise."""
+"""Multiplies the numbers of random examples and repetitions. Above 1, tests that are marked ``soak`` run too."""
 
 
 def scaled(number: int) -> int:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvoffload.abc.tier import HIT
-from kvoffload.testing.scale import SCALE
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes, NodeTimes
@@ -216,7 +215,7 @@ def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[Redi
     leaving.kill()
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="takes a minute; the tests above show the same on fewer nodes")
+@pytest.mark.soak
 def test_a_cluster_is_resharded_fails_over_and_shrinks_under_load(tmp_path: Path) -> None:
     """A server with a tier finds all blocks again within 30 s after each, without a restart."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-replica-validity-factor", "0")
