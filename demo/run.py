@@ -84,14 +84,14 @@ USUAL = Sizes()
 CHATS = Sizes(
     documents=len(TOPICS),
     users=2,
-    document_blocks=(24, 28),
+    document_blocks=(18, 22),
     turns=2,
     trial_documents=2,
-    device_blocks=64,
-    max_model_len=1280,
+    device_blocks=54,
+    max_model_len=1024,
     block_size=32,
     question_tokens=48,
-    answer_tokens=24,
+    answer_tokens=16,
 )
 """With a model that has a tokenizer. The device has room for two of four documents."""
 

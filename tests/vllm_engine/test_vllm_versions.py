@@ -109,6 +109,7 @@ def test_outputs_are_identical(
     assert ("Using V2 Model Runner" in result.log) == (overlaid["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "1")
 
 
+@pytest.mark.usefixtures("not_interpreted")
 def test_corrupted_bytes_change_outputs(run_version: Callable[..., Run], answers: list[Any]) -> None:
     result = run_version("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector")
     assert len(differences(result["outputs"][1], answers)) == len(answers)
