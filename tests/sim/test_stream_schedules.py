@@ -26,7 +26,7 @@ from tests.sim.stream_ranks import LOOPS, MakeTransfer, Registration
 from tests.sim.stream_schedules import plan, run_schedule
 from tests.sim.streams import Mark, SimulatedDevice
 
-SCHEDULES = scaled(66)
+SCHEDULES = scaled(40)
 PLANTED_SCHEDULES = 60
 EVENTS = (
     "stores copied",

@@ -181,6 +181,7 @@ def halves(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ha
         yield Halves(run, tmp_path_factory.mktemp("halves"), stack)
 
 
+@pytest.mark.soak
 def test_blocks_that_are_stored_before_they_have_arrived_are_wrong(halves: Halves) -> None:
     """The control of the next test."""
     for part in PARTS:
@@ -191,6 +192,7 @@ def test_blocks_that_are_stored_before_they_have_arrived_are_wrong(halves: Halve
     assert any(later)
 
 
+@pytest.mark.soak
 def test_what_nixl_brings_is_kept_and_found_again_on_each_engine_until_the_prefill_engine_dies(halves: Halves) -> None:
     for turn in range(TURNS - 1):
         for part in PARTS:
