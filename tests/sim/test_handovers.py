@@ -212,9 +212,7 @@ SLOW = {
 """Bugs that take long to find; make soak looks for them."""
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=pytest.mark.soak if bug in SLOW else ()) for bug in BUGS])
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    if bug in SLOW and scaled(1) == 1:
-        pytest.skip("takes long; make soak runs it")
     laws, hint = BUGS[bug]
     check_found(bug, laws, hint, PLANTED_SEEDS, simulate_handovers)
