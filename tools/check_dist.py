@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import venv
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,27 +41,27 @@ def check(package: Path, vllm_python: str | None) -> None:
         python = str(prefix / "bin" / "python")
         installed = INSTALLED.format(prefix=str(prefix), native=package.suffix == ".whl")
         say(f"{package.name}: installing it into an empty environment")
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(package)]
+        # Python compiles what is imported; pip would compile everything.
+        options = ["--quiet", "--no-compile", "--disable-pip-version-check"]
+        install = [python, "-m", "pip", "install", *options, str(package)]
         run(install, folder, KVOFFLOAD_NATIVE="0")
         run([python, "-c", installed], folder)
-        run([str(prefix / "bin" / "kvoffload"), "--version"], folder)
-        run([python, str(ROOT / "examples" / "embed.py")], folder)
+        for command in ([str(prefix / "bin" / "kvoffload"), "--version"], [python, str(ROOT / "examples" / "embed.py")]):
+            say(f"{package.name}: {run(command, folder)}")
         if vllm_python is not None:
-            packages = run([python, "-c", PURELIB], folder, show=False)
-            beside = run([vllm_python, "-c", PURELIB], folder, show=False)
+            packages = run([python, "-c", PURELIB], folder)
+            beside = run([vllm_python, "-c", PURELIB], folder)
             (Path(packages) / "vllm.pth").write_text(f"{beside}\n")
             run([python, "-c", installed + IN_VLLM], folder)
-            say("vLLM finds KVOffloadConnector")
+            say(f"{package.name}: vLLM finds KVOffloadConnector")
 
 
-def run(command: list[str], folder: str, show: bool = True, **more: str) -> str:
+def run(command: list[str], folder: str, **more: str) -> str:
     """Runs ``command`` outside the checkout and without its code, with ``more`` environment variables. Returns what it
     prints."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
     variables.update(more)
     done = subprocess.run(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True, check=True)
-    if show and done.stdout:
-        say(done.stdout.strip())
     return done.stdout.strip()
 
 
@@ -71,8 +73,8 @@ def main(folder: Path, vllm_python: str | None = None) -> None:
     wheels, sources = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
     if not wheels or not sources:
         sys.exit(f"{folder} has {len(wheels)} wheels and {len(sources)} source distributions: run make dist")
-    for package in wheels + sources:
-        check(package, vllm_python)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(check, wheels + sources, repeat(vllm_python)))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ def render_page(report: Report) -> str:
     return render(pages.page(report))
 
 
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of words: plots take seconds."""
+    for name in ("ttft_plot", "hits_plot", "pool_plot"):
+        monkeypatch.setattr(pages, name, lambda *args: "")
+
+
 def test_page_is_self_contained(report: Report) -> None:
     page = render_page(report)
     assert page.count("<svg") == 3
@@ -75,6 +82,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_tiers_in_vllm_are_shown(report: Report) -> None:
     page = render_page(report)
     assert '<td>theirs</td><td>3 of 3</td><td class="changed">3 of 3</td><td>0</td>' in page
@@ -83,6 +91,7 @@ def test_tiers_in_vllm_are_shown(report: Report) -> None:
     assert "Inside vLLM" not in render_page(replace(report, trials=()))
 
 
+@pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize("replayed", [20_000, 10_000])
 def test_the_replay_is_shown(report: Report, replayed: int) -> None:
     agreement = Agreement(64, {"device": 30_000, "host": 20_000}, {"device": 30_000, "host": replayed}, 7)
@@ -93,12 +102,14 @@ def test_the_replay_is_shown(report: Report, replayed: int) -> None:
     assert ("has other hits" in text) is (replayed != 20_000)
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_a_replay_without_a_difference_says_so(report: Report) -> None:
     hits = {"device": 30_000, "host": 20_000}
     page = " ".join(render_page(replace(report, replay=Agreement(64, hits, hits, 0))).split())
     assert "20,000 in host memory; every request agrees." in page
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_answers_are_side_by_side_and_the_wrong_ones_marked(report: Report) -> None:
     assert "What was answered" not in render_page(report)
     for act in (report.baseline, report.offload, report.restart):
@@ -118,6 +129,7 @@ def test_answers_are_side_by_side_and_the_wrong_ones_marked(report: Report) -> N
     assert f"tale: Q{first}? without kvoffload right <b>... with kvoffload right <b>..." in text
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_what_one_user_has_loaded_after_the_restart_another_finds_in_host_memory(report: Report) -> None:
     first, *rest = report.restart.requests
     report.restart.requests = [replace(first, host_tokens=900, disk_tokens=1020), *rest]
@@ -130,6 +142,7 @@ def test_page_escapes_its_input(baseline: ActResult, offload: ActResult, restart
     assert "<script>" not in page
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_page_of_a_failed_run(baseline: ActResult) -> None:
     restart = make_restart(baseline, disk=0)
     page = render_page(make_report([baseline, make_act(offload=False), restart], "made up", 0))
@@ -137,6 +150,7 @@ def test_page_of_a_failed_run(baseline: ActResult) -> None:
     assert "Nothing was read from disk" in page
 
 
+@pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize("direct_io", [True, False])
 def test_bypassing_the_page_cache_is_claimed_only_if_it_happened(
     baseline: ActResult, offload: ActResult, restart: ActResult, direct_io: bool

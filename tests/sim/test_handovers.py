@@ -33,20 +33,21 @@ from tests.sim.shared_folder import SharedFolderMedium
 from tests.sim.simulation import run_each
 from tests.sim.store_medium import StoreMedium
 
-SEEDS = scaled(2)
+FIRST_SEED, SEEDS = 2, scaled(3)
+"""The first ones hand over much in little time."""
 PLANTED_SEEDS = 200
 
 
 @pytest.mark.parametrize("kind", MEDIA)
 def test_no_law_is_broken(kind: str) -> None:
-    report = run_each(range(SEEDS), lambda seed: simulate_handovers(MEDIA[kind], seed))
+    report = run_each(range(FIRST_SEED, FIRST_SEED + SEEDS), lambda seed: simulate_handovers(MEDIA[kind], seed))
     assert report.failures == {}
     assert report.counts["prompts handed over"] >= SEEDS
     assert report.counts["requests handed over"] >= SEEDS
 
 
 def test_a_seed_replays_its_simulation() -> None:
-    assert simulate_handovers(StoreMedium, 1) == simulate_handovers(StoreMedium, 1)
+    assert simulate_handovers(StoreMedium, 4) == simulate_handovers(StoreMedium, 4)
 
 
 def test_plans_have_everything() -> None:
@@ -65,7 +66,7 @@ def test_plans_have_everything() -> None:
 
 
 def test_the_program_runs_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["simulate", "--servers", "plain", "--handovers", "--seeds", "1"]) == 0
+    assert program.main(["simulate", "--servers", "plain", "--handovers", "--first", "2", "--seeds", "1"]) == 0
     assert "prompts handed over" in capsys.readouterr().out
 
 
@@ -183,7 +184,7 @@ def ranks_are_not_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> type[Sh
 
 
 BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
-    a_wait_ignores_its_deadline: ((Late,), 0),
+    a_wait_ignores_its_deadline: ((Late,), 4),
     an_awaited_block_is_a_hit: ((Incomplete, Wasted), 0),
     names_are_not_compared: ((Wasted,), 0),
     a_store_is_not_asked_again: ((Incomplete, Slow), 0),

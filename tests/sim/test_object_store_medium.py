@@ -71,8 +71,8 @@ def objects_named_by_their_last_value(monkeypatch: pytest.MonkeyPatch) -> type[S
 
 BUGS: dict[Bug, tuple[Sequence[type[Exception]], int]] = {
     offset_off_by_one_block: ((FalseAlarm, DeletedOthers), 4),
-    notes_trusted_without_verification: ((WrongBytes,), 4),
-    objects_named_by_their_last_value: ((NotFound,), 10),
+    notes_trusted_without_verification: ((WrongBytes,), 22),
+    objects_named_by_their_last_value: ((NotFound,), 6),
 }
 """The errors of the laws that each breaks, and a seed that has found it, which is tried first."""
 

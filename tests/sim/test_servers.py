@@ -301,16 +301,16 @@ def no_deadline(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
 
 
 BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
-    verification_skipped: ((WrongBytes,), 4),
-    half_of_a_value_accepted: ((WrongBytes,), 4),
-    value_of_another_key_accepted: ((WrongBytes,), 4),
+    verification_skipped: ((WrongBytes,), 6),
+    half_of_a_value_accepted: ((WrongBytes,), 12),
+    value_of_another_key_accepted: ((WrongBytes,), 5),
     tag_not_verified: ((WrongBytes,), 9),
-    fingerprint_ignored: ((WrongBytes,), 8),
+    fingerprint_ignored: ((WrongBytes,), 3),
     reset_deletes_the_blocks_of_others: ((DeletedOthers,), 11),
     breaker_that_never_closes: ((NotFound,), 10),
     breaker_that_never_opens: ((Costly,), 10),
     old_process_goes_on: ((WrongBytes,), 10),
-    misses_remembered_for_good: ((NotFound,), 4),
+    misses_remembered_for_good: ((NotFound,), 6),
     a_block_left_out: ((Unreachable,), 1),
     store_asked_on_the_schedulers_thread: ((Blocked,), 0),
     host_slot_freed_while_it_is_written_from: ((WrongBytes,), 4),

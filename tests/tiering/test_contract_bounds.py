@@ -17,7 +17,8 @@ from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiering.prefetch import MAX_CHAINS
 from tests.clock import Clock
 
-NUM_SESSIONS = 10_000
+NUM_SESSIONS = 5_000
+"""More than there may be chains to prefetch."""
 NUM_BLOCKS, DISK_BLOCKS, BLOCK_BYTES = 512, 2048, 4096
 RETAIN = {HOST: 4 * BLOCK_BYTES, "disk": 16 * BLOCK_BYTES}
 
@@ -38,7 +39,7 @@ def make(clock: Clock) -> tuple[TieredOffloadingManager, Tenants, Disk]:
     return TieredOffloadingManager(host, [disk], settings, clock=clock), tenants, disk
 
 
-def test_tables_are_bounded_with_ten_thousand_sessions_of_33_tenants() -> None:
+def test_tables_are_bounded_with_thousands_of_sessions_of_33_tenants() -> None:
     rng, clock = random.Random(4), Clock()
     manager, tenants, disk = make(clock)
     names = [*(f"t{i}" for i in range(MAX_TENANTS)), "unknown"]
@@ -61,7 +62,7 @@ def test_tables_are_bounded_with_ten_thousand_sessions_of_33_tenants() -> None:
         manager.end_chain(keys, () if output is None else output.keys_to_store, context)
         clock.now += 0.01
         manager.poll()
-        if number % 2500 == 2499:
+        if number % 1250 == 1249:
             manager.check_integrity()
             for retention in (manager.host.retention, disk._catalog.retention):
                 assert len(retention) <= MAX_RETENTIONS

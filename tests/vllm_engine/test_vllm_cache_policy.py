@@ -28,8 +28,7 @@ def in_version(version: str | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=VERSIONS, ids=lambda version: version or "installed")
 def seen(request: pytest.FixtureRequest, run: Runner) -> Run:
-    # Replays take seconds: one version is enough for the long ones.
-    traces = None if request.param else os.environ.get("KVOFFLOAD_TRACES")
+    traces = os.environ.get("KVOFFLOAD_TRACES") if SCALE > 1 and request.param is None else None
     return run("cache_policies", seeds=int(20 * SCALE), steps=120, traces=traces, **in_version(request.param))
 
 

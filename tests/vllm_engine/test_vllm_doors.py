@@ -193,6 +193,7 @@ def test_windows_and_chunks_of_several_blocks(run: Runner, gemma3_expected: list
     assert tier_tokens(result) > sum(map(len, make_prompts())) / 4
 
 
+@pytest.mark.soak
 def test_states(run: Runner, tmp_path: Path) -> None:
     options, model = with_tier(SMALL, tier=disk(tmp_path / "disk")) | AUTO, with_lfm2(prompts=6, max_tokens=24)
     computed = run("offloading", rounds=1, offloading=options, **model)
@@ -202,6 +203,7 @@ def test_states(run: Runner, tmp_path: Path) -> None:
     assert tier_tokens(result) > sum(map(len, make_prompts(6))) / 3
 
 
+@pytest.mark.soak
 def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     """With vLLM's canonical layout."""
     # Other variables of vLLM count as other software.

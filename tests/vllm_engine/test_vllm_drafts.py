@@ -54,6 +54,7 @@ def test_drafts_are_the_same_with_and_without_offloading(run: Runner, computed: 
     assert_at_rest(result.result)
 
 
+@pytest.mark.soak
 def test_as_many_are_accepted_with_asynchronous_scheduling(run: Runner, computed: Run) -> None:
     """The scheduler does not see drafts then, and learns one step later what was accepted."""
     result = run("one_by_one", **ONE_BY_ONE, connector=POOL, force_async=True)

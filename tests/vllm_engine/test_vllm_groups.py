@@ -61,6 +61,7 @@ def test_corrupted_bytes_change_outputs(run: Runner, gemma3_expected: list[Any])
     assert len(differences(result["outputs"][1], gemma3_expected)) == len(gemma3_expected)
 
 
+@pytest.mark.soak
 def test_failing_copies_are_misses(run: Runner, gemma3_expected: list[Any]) -> None:
     """Whole loads fail while other requests hold blocks. vLLM must get past a request that lost all of its blocks."""
     result = run("rounds", rounds=3, **GEMMA3, connector=POOL, connector_class="FailingKVOffloadConnector")

@@ -44,6 +44,7 @@ def test_answers_do_not_change_while_servers_and_store_are_killed(fleet: Fleet) 
     assert result.kills == {"prefill0": 1, "decode0": 1, "store": 1}
 
 
+@pytest.mark.soak
 @needs_redis
 def test_corrupted_hand_overs_are_noticed(fleet: Fleet) -> None:
     """The control: a comparison that never fails proves nothing."""

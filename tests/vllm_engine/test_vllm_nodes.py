@@ -83,6 +83,7 @@ def test_each_node_keeps_its_own_part(run: Runner, one_head_expected: list[Any])
     assert "host pool of 128 MiB on 2 ranks of 2 nodes = " in result.log
 
 
+@pytest.mark.soak
 def test_corrupted_bytes_on_the_second_node_are_noticed(run: Runner, one_head_expected: list[Any]) -> None:
     result = rounds(run, model_kind="one-head", connector=POOL, connector_class="CorruptedSecondNodeKVOffloadConnector")
     assert len(differences(result["outputs"][1], one_head_expected)) == len(one_head_expected)

@@ -272,7 +272,7 @@ class TestReadmeFlag:
         counts = server.metrics()
         assert all(counts[f"ignored_options:{option}"] > 0 for option in (*OPTIONS, "unknown"))
 
-    @pytest.mark.parametrize("session", ["in the options", "of vLLM"])
+    @pytest.mark.parametrize("session", [pytest.param("in the options", marks=pytest.mark.soak), "of vLLM"])
     def test_a_session_that_ends_makes_room_first(
         self, server: Server, alone: dict[str, list[Any]], session: str
     ) -> None:
@@ -338,6 +338,7 @@ def test_tenants_find_what_they_have_stored_themselves(start: Start, alone: dict
         assert metrics["tenant_evicted_blocks:search,host"] == metrics["off"] == 0
 
 
+@pytest.mark.soak
 def test_a_pause_keeps_blocks_and_a_reset_the_store_while_weights_stay(
     start: Start, alone: dict[str, list[Any]], run: Runner, tmp_path: Path
 ) -> None:

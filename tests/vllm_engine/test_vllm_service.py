@@ -161,6 +161,7 @@ def reuse(run: Runner) -> Run:
     return run("reuse", connector=POOL | {"store_threshold": 2})
 
 
+@pytest.mark.soak
 def test_reuse_filter_stores_what_comes_again(reuse: Run, expected: list[Any]) -> None:
     first, second, third = (state["metrics"] for state in reuse["states"])
     for answers in reuse["outputs"]:

@@ -89,6 +89,7 @@ def test_other_pools_end_offloading(slept: Run, expected: list[Any]) -> None:
     assert wrong_answers(slept, expected, "without") == []
 
 
+@pytest.mark.soak
 def test_a_second_scheduler_half_would_be_noticed(run: Runner, expected: list[Any]) -> None:
     """The control: if each handshake makes a new half whose job numbers begin again, it accepts reports of old jobs."""
     result = run("sleeps", **SLEEPS, connector=POOL, forgetful=True)

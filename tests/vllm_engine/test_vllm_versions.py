@@ -115,7 +115,7 @@ def test_corrupted_bytes_change_outputs(run_version: Callable[..., Run], answers
     assert len(differences(result["outputs"][1], answers)) == len(answers)
 
 
-@pytest.mark.usefixtures("not_interpreted")
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", WHOLE_PROMPTS)
 def test_answers_about_whole_prompts_use_no_offloaded_blocks(run_version: Callable[..., Run], kind: str) -> None:
     """Before 0.31 vLLM would take an offer for them."""
