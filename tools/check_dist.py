@@ -46,7 +46,10 @@ def check(package: Path, vllm_python: str | None) -> None:
         install = [python, "-m", "pip", "install", *options, str(package)]
         run(install, folder, KVOFFLOAD_NATIVE="0")
         run([python, "-c", installed], folder)
-        for command in ([str(prefix / "bin" / "kvoffload"), "--version"], [python, str(ROOT / "examples" / "embed.py")]):
+        for command in (
+            [str(prefix / "bin" / "kvoffload"), "--version"],
+            [python, str(ROOT / "examples" / "embed.py")],
+        ):
             say(f"{package.name}: {run(command, folder)}")
         if vllm_python is not None:
             packages = run([python, "-c", PURELIB], folder)
