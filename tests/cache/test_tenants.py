@@ -31,6 +31,7 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.lab.policies import path_of
 from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
+from tests.clock import Clock
 
 NAMES = ("a", "b", OTHER)
 
@@ -554,12 +555,14 @@ def test_auto_divides_the_blocks_that_its_tenant_holds() -> None:
 
 def test_native_and_plain_auto_serve_tenants_alike() -> None:
     made = shares(60, (15, 0, 5), (40, 60, 60))
+    clock = Clock()
     pair = [
-        PolicyOffloadingManager(HostBackend(16, 60), TenantPolicy(60, made, policy))
+        PolicyOffloadingManager(HostBackend(16, 60), TenantPolicy(60, made, policy), clock=clock)
         for policy in (AutoPolicy, PlainAutoPolicy)
     ]
     rng, num_evicted = random.Random(2), 0
     for _ in range(600):
+        clock.now += 0.01
         keys = chain(rng.choice(NAMES), rng.randrange(60), rng.randint(1, 15))
         outputs = []
         for of in pair:
