@@ -46,6 +46,7 @@ def test_every_module_can_be_imported(name: str) -> None:
         pytest.skip(f"{error.name} is not installed")
 
 
+@pytest.mark.soak
 def test_those_that_are_fast_run(tmp_path: Path) -> None:
     """One after the other, in a process of their own, which they change."""
     command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), *FAST]

@@ -63,6 +63,7 @@ def test_shares_and_retention_move_hits_between_tenants(tmp_path: Path, hashed: 
     assert min(retained.values()) == 0, "the flood finds nothing"
 
 
+@pytest.mark.soak
 def test_what_a_disk_retains_is_found_there(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "t.jsonl"))
     on_disk = (TenantConfig("search", {}, {}, {"disk": 300}),)

@@ -43,6 +43,7 @@ def install(folder: Path, compiler: str | None) -> tuple[Path, str]:
     return folder / "installed" / "kvoffload", ended.stdout
 
 
+@pytest.mark.soak
 def test_without_a_compiler(tmp_path: Path) -> None:
     installed, version = install(tmp_path, "/bin/false")
     assert "plain Python: native code was not compiled" in version

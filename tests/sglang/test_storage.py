@@ -176,6 +176,7 @@ def test_two_threads_store_and_load_at_the_same_time(start: Start) -> None:
     assert errors == []
 
 
+@pytest.mark.soak
 def test_a_storm_on_a_small_disk_never_returns_wrong_pages(start: Start, tmp_path: Path) -> None:
     """Chains with common beginnings are stored, loaded, flushed and found again after restarts, with evictions."""
     rng = random.Random(1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -14,6 +14,11 @@ from tests.sim.simulation import run_each
 Bug: TypeAlias = Callable[[pytest.MonkeyPatch], type[SharedMedium]]
 """Plants a bug and returns the medium on which it shows."""
 Simulate: TypeAlias = Callable[[MakeMedium, int], Counter[str]]
+
+
+def bugs(names: Iterable[Bug], slow: Collection[Bug]) -> list[Any]:
+    """Returns parameters of a test. ``make soak`` looks for those in ``slow``, which take long to find."""
+    return [pytest.param(bug, marks=pytest.mark.soak if bug in slow else ()) for bug in names]
 
 
 def failure(seed: int, bug: Bug, simulate: Simulate = simulate_servers) -> str:

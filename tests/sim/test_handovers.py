@@ -27,7 +27,7 @@ from tests.sim.engine import Late, WrongBytes
 from tests.sim.handovers import HandoverLife, Incomplete, Role, Slow, Wasted, plan_handovers, simulate_handovers
 from tests.sim.media import MEDIA
 from tests.sim.plain_shared import PlainMedium
-from tests.sim.planted import Bug, check_found
+from tests.sim.planted import Bug, bugs, check_found
 from tests.sim.servers import DeletedOthers, SharedMedium
 from tests.sim.shared_folder import SharedFolderMedium
 from tests.sim.simulation import run_each
@@ -200,20 +200,21 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
 }
 """The errors of the laws that each breaks, and a seed that has found it, which is tried first."""
 
-
 SLOW = {
     an_awaited_block_is_a_hit,
+    an_answer_does_not_name_the_tenant,
     names_are_not_compared,
+    a_store_is_not_asked_again,
+    a_journal_is_not_read_again,
     a_journal_is_not_written_at_once,
     an_idle_engine_stops_before_blocks_are_written,
     promised_blocks_are_dropped,
     patience_never_ends,
     patience_never_comes_back,
 }
-"""Bugs that take long to find; make soak looks for them."""
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=pytest.mark.soak if bug in SLOW else ()) for bug in BUGS])
+@pytest.mark.parametrize("bug", bugs(BUGS, slow=SLOW))
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     laws, hint = BUGS[bug]
     check_found(bug, laws, hint, PLANTED_SEEDS, simulate_handovers)

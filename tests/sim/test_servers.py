@@ -30,7 +30,7 @@ from tests.sim.engine import Late, Leak, WrongBytes
 from tests.sim.executor import SteppedExecutor
 from tests.sim.life import Blocked, Patch
 from tests.sim.plain_shared import PlainMedium
-from tests.sim.planted import Bug, check_found
+from tests.sim.planted import Bug, bugs, check_found
 from tests.sim.servers import (
     Costly,
     DeletedOthers,
@@ -320,7 +320,9 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
 """The errors of the laws that each breaks, and a seed that has found it, which is tried first."""
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize(
+    "bug", bugs(BUGS, slow={breaker_that_never_closes, breaker_that_never_opens, old_process_goes_on})
+)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     laws, hint = BUGS[bug]
     check_found(bug, laws, hint, PLANTED_SEEDS)

@@ -158,6 +158,7 @@ def test_a_planted_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None]) -> No
     check_found(law, hint, lambda seed: failure(seed, bug))
 
 
+@pytest.mark.soak
 def test_a_reset_that_deletes_is_found() -> None:
     check_found(DeletedOthers, 1, lambda seed: failure(seed, None, a_reset_deletes))
 

@@ -93,6 +93,7 @@ def test_all_that_one_server_has_left_another_finds(
     assert_all_is_found(result)
 
 
+@pytest.mark.soak
 def test_ranks_that_take_the_heads_of_others_answer_wrong(run: Runner, expected: list[Any], left: Left) -> None:
     """The control."""
     result = server(run, left("one"), "tensor", connector_class="SwappedKVOffloadConnector")

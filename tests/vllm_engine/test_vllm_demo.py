@@ -87,6 +87,7 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert 0 < report.offload.requests[-1].pool_used <= report.offload.requests[-1].pool_blocks
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not smollm2.is_installed(), reason=f"{smollm2.NAME} {smollm2.MISSING}")
 def test_a_trained_model_makes_sense_unless_what_it_loads_is_corrupted(
     run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -196,6 +196,7 @@ def num_records(directory: Path) -> int:
     return sum(int(np.count_nonzero(each["magic"])) for each in records)
 
 
+@pytest.mark.soak
 def test_a_directory_serves_one_server_at_a_time(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     """A second server is refused. After the first is killed while it writes, the next one starts and answers
     correctly."""
@@ -219,6 +220,7 @@ def test_a_directory_serves_one_server_at_a_time(run: Runner, expected: list[Any
     assert disk_tokens(third) > 0
 
 
+@pytest.mark.soak
 def test_what_waits_in_the_queue_is_read_from_disk_before_its_turn(
     run: Runner, expected: list[Any], copied: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_corrupted_bytes_are_misses(run: Runner, expected: list[Any], copied: Pa
     assert "corrupt" in {record["reason"] for record in result["records"]}
 
 
+@pytest.mark.soak
 def test_the_same_bytes_in_the_tier_of_vllm_change_outputs(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     """The control: without it the comparisons here would prove nothing."""
     options = SPEC | {"cpu_bytes_to_use": LARGE, "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
@@ -184,6 +185,7 @@ def test_an_older_version_says_what_to_use_instead(run: Runner, tmp_path: Path) 
     assert "use vLLM 0.31 to 0.33, or kvoffload's own connector" in said
 
 
+@pytest.mark.soak
 def test_windows_and_chunks_of_several_blocks(run: Runner, gemma3_expected: list[Any], tmp_path: Path) -> None:
     options = with_tier(SMALL, tier=disk(tmp_path / "disk")) | {"blocks_per_chunk": 2} | AUTO
     for _ in range(2):
@@ -229,10 +231,8 @@ def test_ranks_find_their_own_chunks(run: Runner, expected: list[Any], tmp_path:
     assert [sum(each["disk_tokens"] for each in part) > 0 for part in halves(result["records"])] == [False, True]
 
 
-@pytest.mark.parametrize(
-    "version",
-    [pytest.param(name, marks=pytest.mark.soak if name < "0.33" else ()) for name in OVERLAYS if name >= "0.31"],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("version", [name for name in OVERLAYS if name >= "0.31"])
 def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
     paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
     overlaid = {"environment": {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": "0"}}

@@ -65,6 +65,7 @@ def test_as_many_are_accepted_with_asynchronous_scheduling(run: Runner, computed
     assert_at_rest(result.result)
 
 
+@pytest.mark.soak
 def test_drafts_are_worse_if_blocks_are_found_that_have_another_token_after_them(run: Runner, computed: Run) -> None:
     """The control."""
     result = run("one_by_one", **ONE_BY_ONE, connector=POOL, connector_class="ForgetfulOfFollowingKVOffloadConnector")

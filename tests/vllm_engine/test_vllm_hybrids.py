@@ -104,6 +104,7 @@ def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) 
     assert set(hits) <= set(differences(result["outputs"][1], lfm2_expected))
 
 
+@pytest.mark.soak
 def test_gated_delta_nets(run: Runner) -> None:
     """Without preemptions the answers are the same in bfloat16 too. A preempted request computes its output again as a
     prompt, so logprobs round otherwise, and tokens of the same logprob may differ, without kvoffload too."""
@@ -125,6 +126,7 @@ def test_gated_delta_nets(run: Runner) -> None:
     assert differences_beyond_ties(wrong["outputs"][1], expected, BFLOAT16_TOLERANCE)
 
 
+@pytest.mark.soak
 def test_a_turn_computes_little_of_the_former_one(run: Runner) -> None:
     """At most one block of the prompt and the answer before is computed again. The device cannot keep all of them. vLLM
     must be asked to keep states of outputs, and the log says so."""
@@ -145,6 +147,7 @@ def test_a_turn_computes_little_of_the_former_one(run: Runner) -> None:
     assert_at_rest(result.result)
 
 
+@pytest.mark.soak
 def test_what_the_device_lacks_is_restored(run: Runner) -> None:
     """The device may hold KV without the state behind it, and the other way round: what is missing comes from host
     memory, and no hit ends where a state is missing."""

@@ -99,6 +99,7 @@ def test_other_divisions(run: Runner, parallel: str, expected: list[Any]) -> Non
     assert_at_rest(result.result)
 
 
+@pytest.mark.soak
 def test_an_engine_whose_second_node_is_killed_ends(run: Runner) -> None:
     with two_nodes(run, "endless", connector=POOL) as (first, result, second):
         assert eventually(lambda: result.exists() or first.poll() is not None, DEADLINE_S)

@@ -26,15 +26,9 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 
 # Several groups on tensor-parallel ranks are in test_vllm_hybrids too.
-CASES: list[Any] = [
-    ("llama", "pipeline"),
-    pytest.param("gemma3", "tensor", marks=pytest.mark.soak),
-    pytest.param("llama", "tensor", marks=pytest.mark.soak),
-    pytest.param("gemma3", "pipeline", marks=pytest.mark.soak),
-]
-
-
-@pytest.mark.parametrize(("kind", "parallel"), CASES)
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_two_ranks(run: Runner, kind: str, parallel: str, expected: list[Any], gemma3_expected: list[Any]) -> None:
     """The copies of each rank end, or fail, at other times."""
     contents = {"host_contents": "exclusive"} if kind == "llama" else {}
@@ -84,6 +78,7 @@ def test_ranks_with_the_same_kv_share_a_pool(run: Runner, one_head_expected: lis
     assert result["replicas"] == [[2, 1, 1], [2, 1, 1]]
 
 
+@pytest.mark.soak
 def test_ranks_with_the_same_kv_notice_corrupted_bytes(run: Runner, one_head_expected: list[Any]) -> None:
     result = run("rounds", **ONE_HEAD, connector_class="CorruptedFollowerKVOffloadConnector")
     assert len(differences(result["outputs"][1], one_head_expected)) == len(one_head_expected)

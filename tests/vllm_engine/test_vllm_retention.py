@@ -68,6 +68,7 @@ def test_without_retention_nothing_survives(run: Runner) -> None:
     assert result["wrong"] == 0
 
 
+@pytest.mark.soak
 def test_what_is_retained_on_disk_survives_floods_and_restarts(run: Runner, tmp_path: Path) -> None:
     connector = with_disk(tmp_path / "disk")
     first = run("retained", connector=connector, seconds=3600, keeps=True, **SIZES | {"rounds": 1})

@@ -202,6 +202,7 @@ class TestReadmeFlag:
         assert server.metrics()["pool_used_blocks"] == used > 0
         check_rounds(server, alone["prompts"], 1)
 
+    @pytest.mark.soak
     def test_a_sleep_of_level_0_keeps_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
         """Level 0 only pauses the scheduler."""
         server.round(PROMPTS)
@@ -247,6 +248,7 @@ class TestReadmeFlag:
         grown = self._ask(server, alone, 2, {"kvoffload": {"max_tokens": 2 * BLOCK_SIZE + 1}})
         assert (grown["host_hit_tokens"], grown["load_blocks"]) == (2 * BLOCK_SIZE, 2)
 
+    @pytest.mark.soak
     def test_nonsense_changes_nothing(self, server: Server, alone: dict[str, list[Any]]) -> None:
         """Each request is stored and loaded as a request without options."""
 
@@ -272,7 +274,8 @@ class TestReadmeFlag:
         counts = server.metrics()
         assert all(counts[f"ignored_options:{option}"] > 0 for option in (*OPTIONS, "unknown"))
 
-    @pytest.mark.parametrize("session", [pytest.param("in the options", marks=pytest.mark.soak), "of vLLM"])
+    @pytest.mark.soak
+    @pytest.mark.parametrize("session", ["in the options", "of vLLM"])
     def test_a_session_that_ends_makes_room_first(
         self, server: Server, alone: dict[str, list[Any]], session: str
     ) -> None:
@@ -303,6 +306,7 @@ class TestReadmeFlag:
         assert server.metrics()["off"] == 0
 
 
+@pytest.mark.soak
 def test_tenants_find_what_they_have_stored_themselves(start: Start, alone: dict[str, list[Any]]) -> None:
     """By the request option and by the salt, with and without shares."""
     salt = "known to the gateway"
@@ -631,7 +635,8 @@ def load(server: Server) -> Iterator[Clients]:
 class TestUnderWay:
     """The last test terminates the server."""
 
-    @pytest.mark.parametrize("mode", ["abort", pytest.param("wait", marks=pytest.mark.soak)])
+    @pytest.mark.soak
+    @pytest.mark.parametrize("mode", ["abort", "wait"])
     def test_sleep(self, slow: Server, alone: dict[str, list[Any]], mode: str) -> None:
         """vLLM aborts requests or lets them end, and waits for the copies. (With "keep" it cannot clear blocks that a
         load is filling: it says so and does not sleep.)"""
@@ -698,6 +703,7 @@ class TestDataParallel:
     def test_each_pool_is_half_of_host_bytes(self, two_engines: Server) -> None:
         assert list(two_engines.pools().values()) == [POOL_BYTES // 2] * 2
 
+    @pytest.mark.soak
     def test_a_reset_empties_both_pools(self, two_engines: Server) -> None:
         for rank in range(2):
             two_engines.round(PROMPTS, rank=rank)
@@ -705,6 +711,7 @@ class TestDataParallel:
         assert eventually(lambda: two_engines.post("/reset_prefix_cache?reset_external=true")["success"])
         assert [two_engines.metrics(rank)["pool_used_blocks"] for rank in range(2)] == [0, 0]
 
+    @pytest.mark.soak
     def test_explain_agrees_with_the_metrics(self, two_engines: Server) -> None:
         """For each engine, which is selected by its process."""
         for rank in range(2):

@@ -176,6 +176,7 @@ def test_reuse_filter_stores_what_comes_again(reuse: Run, expected: list[Any]) -
     assert_at_rest(reuse["states"][-1])
 
 
+@pytest.mark.soak
 def test_the_samples_of_a_request_count_as_one(reuse: Run) -> None:
     before, after, again = reuse["samples"]
     assert after == before

@@ -78,6 +78,7 @@ def wait_and_watch(
         time.sleep(0.01)
 
 
+@pytest.mark.soak
 def test_a_killed_scheduler_starts_again_with_right_bytes(run: Runner, tmp_path: Path) -> None:
     """Kills come at random moments while it serves, the first right after its start."""
     folder = tmp_path / "disk"

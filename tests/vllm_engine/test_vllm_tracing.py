@@ -180,6 +180,7 @@ def test_spans_of_a_request_are_in_its_trace(
         assert server.metrics()["off"] == 0
 
 
+@pytest.mark.soak
 def test_without_tracing_there_is_no_span(start: Callable[..., Server], collector: Collector) -> None:
     """Negative control: the same requests, and exporters in vLLM's processes, but not the flag."""
     with start("off", flag(host_bytes="64MiB")) as server:

@@ -58,6 +58,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     master.kill()
 
 
+@pytest.mark.soak
 def test_servers_share_compressed_blocks(store: Master) -> None:
     one, other, plain = Server(store, compress=True), Server(store, compress=True), Server(store)
     try:

@@ -113,6 +113,7 @@ def test_servers_share_blocks_on_moto(moto: Moto) -> None:
         each.close()
 
 
+@pytest.mark.soak
 @needs_moto
 def test_moto_may_stand_still_or_be_killed(moto: Moto) -> None:
     server = Server(moto.endpoint, "7a" * 32, has_process=True)

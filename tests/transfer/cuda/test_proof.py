@@ -49,6 +49,7 @@ def test_every_part_is_rehearsed(tmp_path: Path) -> None:
     assert "rehearsal without a GPU" in done.stdout
 
 
+@pytest.mark.soak
 def test_the_tests_for_a_gpu_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVOFFLOAD_GPU_REHEARSAL", "1")
     done = run("pytest", FOLDER, "-m", "cuda", "-k", f"not ({TIMED})", "-q", "-p", "no:cacheprovider")
