@@ -101,8 +101,6 @@ lint: $(VENV)/.stamp
 unit: $(VENV)/.tests $(NATIVE)
 	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
 
-# Random searches are half as long as usual.
-test: export KVOFFLOAD_TEST_SCALE ?= 0.5
 test: install
 	$(WITH) $(PYTEST) $(ARGS)
 

@@ -283,6 +283,18 @@ def test_a_refused_read_is_tried_again() -> None:
     assert rig.manager.lookup(keys, A) == 2
 
 
+def test_a_refused_read_does_not_change_why_a_block_is_missing() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    reasons = [rig.host.explain_miss(key).reason for key in keys]
+    rig.tier.refuses = True
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    assert rig.host.num_used_blocks == 0
+    assert [rig.host.explain_miss(key).reason for key in keys] == reasons
+
+
 def test_at_the_deadline_a_request_gets_the_blocks_that_have_arrived() -> None:
     rig = Rig(load_deadline_ms=1000)
     keys = chain("x", 4)

@@ -252,17 +252,27 @@ class PolicyOffloadingManager(HostOffloadingManager):
             self.history.entered(ready)
             if self.retention.num_absent:
                 self.retention.entered(ready)
+            if len(freed):
+                self.backend.free(freed)
         else:
-            freed = self.table.being_written(slots)
-            known = freed[~self.table.is_dropped(freed)]
-            self.policy.remove(known)
-            failed = self.table.key_of[known].tolist()
-            self.history.misses.record(failed, MissReason.COPY_FAILED)
-            self.table.remove(freed)
-            if self.retention.num_absent:
-                self.retention.give_up(failed)
+            self.history.misses.record(self._take_back(slots), MissReason.COPY_FAILED)
+
+    def take_back(self, blocks: LoadStoreSpec) -> None:
+        """Undoes ``allocate``: nothing was written to ``blocks``. Why they are missing is what it was before."""
+        self._take_back(blocks.slots)
+
+    def _take_back(self, slots: Slots) -> list[OffloadKey]:
+        """Frees ``slots``, which are being written. Returns the keys of those that were not dropped meanwhile."""
+        freed = self.table.being_written(slots)
+        known = freed[~self.table.is_dropped(freed)]
+        self.policy.remove(known)
+        failed: list[OffloadKey] = self.table.key_of[known].tolist()
+        self.table.remove(freed)
+        if self.retention.num_absent:
+            self.retention.give_up(failed)
         if len(freed):
             self.backend.free(freed)
+        return failed
 
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,

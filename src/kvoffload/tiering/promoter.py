@@ -290,7 +290,7 @@ class Promoter:
         refused = self._reads.begin(slots, now_read, promotion, allowed, now)
         if refused:
             # Those that some tier still has are tried again.
-            self._host.complete_store(self._host.lease(refused.values()), success=False)
+            self._host.take_back(self._host.lease(refused.values()))
             later = self._reads.readable(list(refused)).before(later)
         self._queue.put(promotion, later)
         promotion.end_wait_if_done()
@@ -305,7 +305,7 @@ class Promoter:
             good = dict(zip(ended.keys, map(batch.slots.pop, ended.keys), strict=True))
             if not ended.all_ok:
                 failed = [result for result in ended.results if not result.ok]
-                self._host.complete_store(self._host.lease([good.pop(result.key) for result in failed]), success=False)
+                self._host.take_back(self._host.lease([good.pop(result.key) for result in failed]))
                 tier.writes.note_lost(len(failed))
                 _explain_failures(tier, failed, self._reasons)
             if good:

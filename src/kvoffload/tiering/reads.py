@@ -174,7 +174,7 @@ class TierReads:
         self._count("evicted_blocks", len(output.evicted_keys))
         slots = output.store_spec.slots
         if not tier.tier.read([key], slots):
-            self._host.complete_store(output.store_spec, success=False)
+            self._host.take_back(output.store_spec)
             return False
         tier.begin_probe(key, int(slots[0]), now)
         return True

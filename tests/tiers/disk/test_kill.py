@@ -20,7 +20,7 @@ from tests.tiers.disk import kill_server
 KILLS = scaled(6)
 BUDGET = 4 << 20
 DEADLINE_S = 300.0
-SERVER = Path(kill_server.__file__)
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def taken(directory: Path) -> int:
@@ -29,9 +29,9 @@ def taken(directory: Path) -> int:
 
 
 def start(directory: Path, seed: int, said: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(SERVER), str(directory), str(BUDGET), str(seed)]
+    command = [sys.executable, "-m", kill_server.__name__, str(directory), str(BUDGET), str(seed)]
     with said.open("wb") as out, said.with_suffix(".errors").open("wb") as errors:
-        return subprocess.Popen(command, stdout=out, stderr=errors)
+        return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=errors)
 
 
 def ended(said: Path) -> list[dict[str, int]]:

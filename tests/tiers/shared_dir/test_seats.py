@@ -417,7 +417,7 @@ def test_a_server_that_is_killed_leaves_its_blocks_to_the_next(path: Path, serve
     """A real process and kill -9."""
     path.mkdir(mode=0o700)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
-    command = [sys.executable, str(Path(sleeper.__file__)), str(path), "10", "6"]
+    command = [sys.executable, "-m", sleeper.__name__, str(path), "10", "6"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         try:
             assert process.stdout is not None
