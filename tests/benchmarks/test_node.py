@@ -25,6 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(node, name, blocks)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("memory", Memory)
 @pytest.mark.parametrize("router", Router)

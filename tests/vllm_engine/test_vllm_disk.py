@@ -137,6 +137,7 @@ def test_corrupted_bytes_that_are_not_verified_change_outputs(run: Runner, expec
     assert len(differences(result["outputs"][0], expected)) == len(expected)
 
 
+@pytest.mark.soak
 def test_after_a_reset_nothing_is_found_again(run: Runner, expected: list[Any], copied: Path) -> None:
     """Neither in that process nor in a later one: the weights in memory may have differed from the files."""
     result = run("rounds", rounds=1, reset=True, close=True, connector=with_disk(copied))
@@ -148,6 +149,7 @@ def test_after_a_reset_nothing_is_found_again(run: Runner, expected: list[Any], 
     assert (found(result), disk_tokens(result)) == (0, 0)
 
 
+@pytest.mark.soak
 def test_a_storm(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     """Preemptions, aborts, resets, failing copies and blocks from disk, all at once in a small pool."""
     connector = with_disk(tmp_path / "disk") | {"host_bytes": "1MiB"}
@@ -177,6 +179,7 @@ def test_two_ranks_and_a_fast_hash_with_a_seed(run: Runner, expected: list[Any],
     assert all(record["disk_tokens"] > 0 for record in result["records"])
 
 
+@pytest.mark.soak
 def test_hashes_with_an_unexpected_root_switch_the_disk_tier_off(
     run: Runner, expected: list[Any], copied: Path
 ) -> None:

@@ -43,7 +43,11 @@ def check(result: Run, expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", cases(CONFIGURATIONS, soak={"plain", "blocks of several device blocks, no prefix caching"})
+    "config",
+    cases(
+        CONFIGURATIONS,
+        soak={"plain", "slow copies, chunked prefill, arc", "blocks of several device blocks, no prefix caching"},
+    ),
 )
 def test_outputs_are_identical(run: Runner, gemma3_expected: list[Any], config: dict[str, Any]) -> None:
     result = run("rounds", **with_gemma3(**config))

@@ -14,7 +14,7 @@ from demo.stores import RedisStore
 
 pytestmark = pytest.mark.vllm
 
-SHORT = Plan(requests=30, kills=3, seed=3, deadline_ms=5000)
+SHORT = Plan(requests=20, kills=3, seed=3, deadline_ms=5000)
 LONG = {
     "redis": Plan(requests=500, kills=24, seed=1),
     "shared_dir": Plan(requests=500, kills=28, prefill=2, store="shared_dir", seed=2),

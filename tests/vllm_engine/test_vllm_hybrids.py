@@ -164,6 +164,7 @@ def test_what_the_device_lacks_is_restored(run: Runner) -> None:
     assert_at_rest(result.result)
 
 
+@pytest.mark.soak
 def test_a_restarted_server_answers_from_disk(run: Runner, lfm2_expected: list[Any], tmp_path: Path) -> None:
     connector = with_disk(tmp_path / "disk")
     first = run("rounds", rounds=1, close=True, **LFM2, connector=connector)

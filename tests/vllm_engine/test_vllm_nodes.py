@@ -71,6 +71,7 @@ def one_head_expected(run: Runner) -> list[Any]:
     return list(run.once("one-head", "rounds", rounds=1, model_kind="one-head", prompts=FEW)["outputs"][0])
 
 
+@pytest.mark.soak
 def test_each_node_keeps_its_own_part(run: Runner, one_head_expected: list[Any]) -> None:
     """Both ranks hold the only KV head, and could share a pool if they were on one node. Copies of each rank end, or
     fail, at other times."""

@@ -85,6 +85,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "PATH": f"{fresh}/bin:{os.environ['PATH']}",
         "COLUMNS": "100",
         "PYTHONIOENCODING": "utf-8",
+        # Python compiles what is imported; pip would compile everything. For both options below pip takes 0 as given.
+        "PIP_NO_COMPILE": "0",
         # Without an index pip cannot make a second environment to build in.
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",

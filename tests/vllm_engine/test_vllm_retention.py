@@ -62,6 +62,7 @@ def test_retained_prefixes_survive_floods(run: Runner, contents: str) -> None:
     }
 
 
+@pytest.mark.soak
 def test_without_retention_nothing_survives(run: Runner) -> None:
     result = run("retained", connector=options(host=SESSIONS * 8), seconds=0, **SIZES)
     assert not any(result["found"])

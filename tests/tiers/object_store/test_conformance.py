@@ -77,6 +77,7 @@ class TestSharedObjects(OnMoto):
     value_bytes = 4096
 
 
+@pytest.mark.soak
 class TestSeparateObjects(OnMoto):
     value_bytes = 0
 
@@ -91,5 +92,6 @@ class TestCompressedObjects(OnMoto):
         monkeypatch.setattr(tier_conformance, "content", shrinking)
 
 
+@pytest.mark.soak
 class TestCompressedSeparateObjects(TestCompressedObjects):
     value_bytes = 0

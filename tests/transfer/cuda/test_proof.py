@@ -75,6 +75,7 @@ def test_without_a_gpu_one_line_says_so() -> None:
     assert "there is no CUDA device" in done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
