@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
         yield run
 
 
-def invoke(*args: object, stdin: str | None = None) -> Any:
-    return testing.CliRunner().invoke(cli.group(), ["explain", *map(str, args)], input=stdin)
+def run(*args: object, stdin: str = "") -> Any:
+    """Runs the command in this process. Its output goes to a pipe."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(stdin.encode())
+        file.seek(0)
+        return testing.CliRunner().invoke(cli.group(), ["explain", *map(str, args)], input=file)
 
 
-def run(*args: object, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def start_program(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *map(str, args)],
-        input=stdin,
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -114,7 +118,7 @@ def words(text: str) -> str:
 
 def test_a_log_is_first_summarized_in_sentences(log: Path) -> None:
     done = run(log)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     first = words(done.stdout.split("\n\n")[0])
     assert first.startswith(
         "60 requests within 10 min found 60% of 60k prompt tokens: 40% on the device, 20% in host memory. "
@@ -124,7 +128,7 @@ def test_a_log_is_first_summarized_in_sentences(log: Path) -> None:
 
 
 def test_the_tables_show_reasons_and_time(log: Path) -> None:
-    lines = run(log, "--every", "5m").stdout.splitlines()
+    lines = start_program(log, "--every", "5m").stdout.splitlines()
     (evicted,) = [line for line in lines if line.startswith("evicted ")]
     assert evicted.split()[:6] == ["evicted", "30", "50%", "12k", "35", "s"]
     assert "Raise host_bytes" in evicted
@@ -147,7 +151,7 @@ def test_no_line_is_too_long(tmp_path: Path, columns: str) -> None:
             ]
         )
     )
-    done = run(path, COLUMNS=columns)
+    done = start_program(path, COLUMNS=columns)
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
     assert "…" not in done.stdout, "nothing may be truncated"
@@ -157,7 +161,7 @@ def test_no_line_is_too_long(tmp_path: Path, columns: str) -> None:
 
 
 def test_an_ascii_terminal_gets_ascii(log: Path) -> None:
-    done = run(log, PYTHONIOENCODING="ascii")
+    done = start_program(log, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert done.stdout.isascii()
     assert "####++...." in done.stdout
@@ -167,7 +171,7 @@ def test_stdin_and_several_logs_are_merged_without_duplicates(log: Path, tmp_pat
     other = tmp_path / "other.log"
     other.write_text(as_log(some_records("b")))
     result = run("--records", log, other, log, "-", stdin=as_log(some_records("c")))
-    assert result.returncode == 0
+    assert result.exit_code == 0
     ids = [json.loads(line)["req_id"] for line in result.stdout.splitlines()]
     assert sorted(ids) == sorted(record.req_id for engine in "abc" for record in some_records(engine))
     times = [json.loads(line)["time"] for line in result.stdout.splitlines()]
@@ -175,13 +179,13 @@ def test_stdin_and_several_logs_are_merged_without_duplicates(log: Path, tmp_pat
 
 
 def test_last_counts_back_from_the_logs_end(log: Path) -> None:
-    report = json.loads(invoke(log, "--last", "95s", "--json").stdout)
+    report = json.loads(run(log, "--last", "95s", "--json").stdout)
     assert report["total"]["requests"] == 10
     assert [record["time"] for record in report["records"]] == [START + 500 + 10 * i for i in range(10)]
 
 
 def test_json_is_complete(log: Path) -> None:
-    report = json.loads(invoke(log, "--json", "--every", "1m").stdout)
+    report = json.loads(run(log, "--json", "--every", "1m").stdout)
     assert report["total"]["tokens_asked"] == 60_000
     assert report["total"]["misses"] == {"evicted": 30, "never_stored": 15}
     assert [(each["reason"], each["requests"], each["share"]) for each in report["reasons"]] == [
@@ -201,9 +205,9 @@ def test_json_is_complete(log: Path) -> None:
 @pytest.mark.parametrize("option", ["--json", "--records"])
 def test_it_can_read_its_own_output(log: Path, tmp_path: Path, option: str) -> None:
     saved = tmp_path / "saved"
-    saved.write_text(invoke(log, option).stdout)
-    assert invoke(saved).stdout == invoke(log).stdout
-    assert invoke(saved, "--json").stdout == invoke(log, "--json").stdout
+    saved.write_text(run(log, option).stdout)
+    assert run(saved).stdout == run(log).stdout
+    assert run(saved, "--json").stdout == run(log, "--json").stdout
 
 
 def test_malformed_records_are_reported_and_the_rest_is_explained(log: Path) -> None:
@@ -211,11 +215,11 @@ def test_malformed_records_are_reported_and_the_rest_is_explained(log: Path) -> 
     lines[5] = lines[5][:-10]
     log.write_text("\n".join(lines))
     done = run(log)
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "skipped 1 malformed record" in done.stderr
     assert f"{log}:6: not JSON" in done.stderr
     assert "59 requests within" in done.stdout
-    assert json.loads(invoke(log, "--json").stdout)["malformed"] == 1
+    assert json.loads(run(log, "--json").stdout)["malformed"] == 1
 
 
 def test_only_some_of_many_malformed_records_are_listed(tmp_path: Path) -> None:
@@ -231,16 +235,16 @@ def test_a_log_without_records_says_how_to_get_them(log: Path, tmp_path: Path) -
     empty = tmp_path / "empty.log"
     empty.write_text("INFO 11-20 10:00:00 kvoffload: host pool of 8 GiB\n")
     done = run(empty)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert f"{empty}: contains no records" in done.stderr
     assert "VLLM_LOGGING_LEVEL=DEBUG" in done.stderr
     done = run(empty, log)
-    assert done.returncode == 0, "the other log has records"
+    assert done.exit_code == 0, "the other log has records"
     assert f"{empty}: contains no records" in done.stderr
 
 
 def test_a_missing_log_is_an_error(tmp_path: Path) -> None:
-    result = invoke(tmp_path / "none.log")
+    result = run(tmp_path / "none.log")
     assert result.exit_code == 2
     assert "none.log" in result.output
 
@@ -248,7 +252,7 @@ def test_a_missing_log_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["5", "0s", "-1m", "1.5h", "m", "1 m", "1234567s", "\u0663m"])
 @pytest.mark.parametrize("option", ["--every", "--last"])
 def test_an_invalid_duration_is_an_error_with_an_example(log: Path, option: str, value: str) -> None:
-    result = invoke(log, option, value)
+    result = run(log, option, value)
     assert result.exit_code == 2
     assert option in result.output
     assert "15m" in result.output
@@ -257,7 +261,7 @@ def test_an_invalid_duration_is_an_error_with_an_example(log: Path, option: str,
 def test_the_requests_of_one_tenant(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text(as_log([RequestRecord(START + i, f"r{i}", 10, 0, 0, tenant="ab"[i % 2]) for i in range(9)]))
-    shown = json.loads(invoke(log, "--tenant", "b", "--json").stdout)
+    shown = json.loads(run(log, "--tenant", "b", "--json").stdout)
     assert [record["req_id"] for record in shown["records"]] == ["r1", "r3", "r5", "r7"]
 
 
@@ -265,21 +269,21 @@ def test_too_short_periods_are_refused(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     records = some_records()
     log.write_text(as_log([records[0], RequestRecord(START + 1e6, "late", 10, 0, 0)]))
-    result = invoke(log, "--every", "1s")
+    result = run(log, "--every", "1s")
     assert result.exit_code == 2
     assert "--every is too short: 1,000,001 periods" in result.output
     assert "--last" in result.output
-    assert invoke(log, "--every", "1s", "--last", "10m").exit_code == 0
+    assert run(log, "--every", "1s", "--last", "10m").exit_code == 0
 
 
 @pytest.mark.parametrize("options", [["--json", "--records"], ["--pid", "1"]])
 def test_options_that_cannot_be_combined(log: Path, options: list[str]) -> None:
-    assert invoke(log, *options).exit_code == 2
+    assert run(log, *options).exit_code == 2
 
 
 def test_a_request_of_one_token_that_found_nothing() -> None:
     done = run("-", stdin=as_log([RequestRecord(START, "r", 1, 0, 0)]))
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "1 request within 0 s found 0% of 1 prompt tokens" in words(done.stdout)
     assert "No request missed a block." in words(done.stdout)
     assert "Why requests missed" not in done.stdout, "an empty table would be confusing"
@@ -328,7 +332,7 @@ def test_below_the_host_memory_of_an_engine_other_settings_help() -> None:
 def test_a_running_server_is_explained(start: Callable[..., int]) -> None:
     pid = start("dp0", some_records())
     done = run("--pid", pid)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert "60 requests in the last" in done.stdout
     assert "30 missed because the block had been evicted" in words(done.stdout)
     assert f"From 1 server: process {pid} (dp0)." in words(done.stdout)
@@ -348,7 +352,7 @@ def test_several_servers_are_merged(start: Callable[..., int]) -> None:
 def test_a_server_without_requests_is_not_an_error(start: Callable[..., int]) -> None:
     pid = start("idle", [])
     done = run("--pid", pid)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith("No request to explain from 1 server")
     assert run("--pid", pid, "--records").stdout == ""
     report = json.loads(run("--pid", pid, "--json").stdout)
@@ -357,7 +361,7 @@ def test_a_server_without_requests_is_not_an_error(start: Callable[..., int]) ->
 
 def test_last_counts_back_from_now_for_a_server(start: Callable[..., int]) -> None:
     done = run("--pid", start("old", some_records()), "--last", "15m")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "No request to explain" in done.stdout
     assert "the latest was" in done.stdout
 
@@ -376,17 +380,17 @@ def test_a_server_that_cannot_be_read_is_reported_and_the_others_are_read(start:
             alone = run("--pid", process.pid)
         finally:
             process.kill()
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert f"process {process.pid} (fake) answered in another format" in done.stderr
     assert good in [server["pid"] for server in json.loads(done.stdout)["servers"]]
-    assert (alone.returncode, alone.stdout) == (2, "")
+    assert (alone.exit_code, alone.stdout) == (2, "")
     assert "another format" in alone.stderr
 
 
 def test_an_unknown_pid_lists_the_running_servers(start: Callable[..., int]) -> None:
     pid = start("dp0", [])
     done = run("--pid", 2**30)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert str(2**30) in done.stderr
     assert f"process {pid} (dp0)" in done.stderr
 
