@@ -75,7 +75,9 @@ def test_the_other_order_gives_the_same_outputs(
     assert result["off"] is False
 
 
-@pytest.mark.parametrize("name", ["KVOffloadConnector", "TrustingKVOffloadConnector"])
+@pytest.mark.parametrize(
+    "name", ["KVOffloadConnector", pytest.param("TrustingKVOffloadConnector", marks=pytest.mark.soak)]
+)
 def test_failed_loads_of_another_connector_are_computed_and_leave_no_wrong_bytes(
     run: Runner, filled: tuple[Run, Path], right: list[Any], tmp_path: Path, name: str
 ) -> None:

@@ -84,6 +84,7 @@ def test_ranks_with_the_same_kv_notice_corrupted_bytes(run: Runner, one_head_exp
     assert len(differences(result["outputs"][1], one_head_expected)) == len(one_head_expected)
 
 
+@pytest.mark.soak
 def test_an_engine_in_processes_of_its_own(run: Runner, expected: list[Any]) -> None:
     result = run("rounds", multiprocessing=True, connector=POOL)
     for answers in result["outputs"]:

@@ -49,6 +49,7 @@ class ExpectedFailures(SecondaryTierConformance):
             request.applymarker(pytest.mark.xfail(strict=True, raises=raises, reason="docs/peers.md"))
 
 
+@pytest.mark.soak
 class TestFs(ExpectedFailures):
     fails = frozenset(
         {
@@ -102,6 +103,7 @@ def standing_still(owner: Any, *names: str) -> Iterator[None]:
             released.set()
 
 
+@pytest.mark.soak
 class TestExample(ExpectedFailures):
     """It keeps keys and no bytes, and reports loads as done that have copied nothing."""
 

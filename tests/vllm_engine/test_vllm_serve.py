@@ -693,6 +693,7 @@ def two_engines(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.soak
 class TestDataParallel:
     """The engines of a dense model are independent: one server has two pools."""
 
@@ -703,7 +704,6 @@ class TestDataParallel:
     def test_each_pool_is_half_of_host_bytes(self, two_engines: Server) -> None:
         assert list(two_engines.pools().values()) == [POOL_BYTES // 2] * 2
 
-    @pytest.mark.soak
     def test_a_reset_empties_both_pools(self, two_engines: Server) -> None:
         for rank in range(2):
             two_engines.round(PROMPTS, rank=rank)
@@ -711,7 +711,6 @@ class TestDataParallel:
         assert eventually(lambda: two_engines.post("/reset_prefix_cache?reset_external=true")["success"])
         assert [two_engines.metrics(rank)["pool_used_blocks"] for rank in range(2)] == [0, 0]
 
-    @pytest.mark.soak
     def test_explain_agrees_with_the_metrics(self, two_engines: Server) -> None:
         """For each engine, which is selected by its process."""
         for rank in range(2):

@@ -154,6 +154,7 @@ def test_the_same_settings_share(run: Runner, expected: list[Any], serving: Path
     assert UNUSABLE not in result.log
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("difference", OTHERS)
 def test_another_dtype_or_number_of_ranks_never_shares(run: Runner, serving: Path, difference: str) -> None:
     """The log says at start whose blocks cannot be used and why."""

@@ -35,18 +35,14 @@ CANNOT_WAIT = "0.30"
 FIRST_WITH_DISK = "vLLM 0.31"
 RUNNERS = {"0.33": ("0", "1")}
 """Versions of which both of vLLM's model runners are run: the second is the usual one on a GPU from 0.33 on. It runs in
-Triton's interpreter, and ``make test`` leaves the first to ``make soak``."""
-
-
-def runners(version: str) -> tuple[str, ...]:
-    return RUNNERS.get(version.rpartition(".")[0], ("0",))
-
-
+Triton's interpreter."""
 CASES: list[Any] = [
-    pytest.param((version, runner), marks=pytest.mark.soak if runner != runners(version)[-1] else ())
+    pytest.param((version, runner), marks=() if runner == runners[-1] else pytest.mark.soak)
     for version in OVERLAYS
-    for runner in runners(version)
+    for runners in [RUNNERS.get(version.rpartition(".")[0], ("0",))]
+    for runner in runners
 ]
+"""``make test`` tries the last model runner of each."""
 
 
 @pytest.fixture(
