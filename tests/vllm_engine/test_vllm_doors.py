@@ -22,7 +22,6 @@ from vllm_harness import DEADLINE_S, GEMMA3, Run, Runner, differences, with_lfm2
 
 from kvoffload.abc import KVGroup
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
@@ -213,7 +212,7 @@ def test_servers_of_one_and_of_two_ranks_share_blocks(run: Runner, expected: lis
     parallel = {"environment": {binding: TWO_RANKS[binding]}, "engine": PARALLEL["tensor"]}
     canonical = with_tier(tier=disk(tmp_path / "disk")) | {"canonical_layout": True}
     found = []
-    for config in ({}, parallel, {}) if SCALE > 1 else (parallel, {}):
+    for config in ({}, parallel, {}):
         result = run("offloading", rounds=1, prompts=4, offloading=canonical, **config)
         check(result, expected[:4])
         found.append(tier_tokens(result))
