@@ -47,7 +47,7 @@ from tests.sim.engine import (
     run_seed,
 )
 
-SEEDS = scaled(150)
+SEEDS = scaled(100)
 CHUNKS = 1
 PLANTED_SEEDS = 2_000
 
@@ -393,7 +393,7 @@ def watch_the_device(engine: ModelEngine) -> None:
 
 def test_host_memory_that_does_not_repeat_the_device() -> None:
     hits: Counter[bool] = Counter()
-    for seed in range(scaled(60)):
+    for seed in range(scaled(40)):
         for is_exclusive in (True, False):
             scenario = dataclasses.replace(exclusive(seed), is_exclusive=is_exclusive)
             engine = ModelEngine(scenario, watch_the_device if is_exclusive else None)
@@ -421,7 +421,7 @@ def without_looking_back(engine: ModelEngine) -> None:
 
 def test_blocks_that_the_engine_has_forgotten_on_the_device() -> None:
     hits: Counter[Bug] = Counter()
-    for seed in range(scaled(60)):
+    for seed in range(scaled(40)):
         for patch in (empties_its_cache, without_looking_back):
             engine = ModelEngine(exclusive(seed), patch)
             engine.run()
