@@ -98,9 +98,10 @@ def run(*args: object, stdin: str = "") -> Any:
         return testing.CliRunner().invoke(cli.group(), ["explain", *map(str, args)], input=file)
 
 
-def start_program(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_program(*args: object, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *map(str, args)],
+        input=stdin,
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -128,7 +129,7 @@ def test_a_log_is_first_summarized_in_sentences(log: Path) -> None:
 
 
 def test_the_tables_show_reasons_and_time(log: Path) -> None:
-    lines = start_program(log, "--every", "5m").stdout.splitlines()
+    lines = run_program(log, "--every", "5m").stdout.splitlines()
     (evicted,) = [line for line in lines if line.startswith("evicted ")]
     assert evicted.split()[:6] == ["evicted", "30", "50%", "12k", "35", "s"]
     assert "Raise host_bytes" in evicted
@@ -151,7 +152,7 @@ def test_no_line_is_too_long(tmp_path: Path, columns: str) -> None:
             ]
         )
     )
-    done = start_program(path, COLUMNS=columns)
+    done = run_program(path, COLUMNS=columns)
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
     assert "…" not in done.stdout, "nothing may be truncated"
@@ -161,7 +162,7 @@ def test_no_line_is_too_long(tmp_path: Path, columns: str) -> None:
 
 
 def test_an_ascii_terminal_gets_ascii(log: Path) -> None:
-    done = start_program(log, PYTHONIOENCODING="ascii")
+    done = run_program(log, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert done.stdout.isascii()
     assert "####++...." in done.stdout
@@ -170,8 +171,8 @@ def test_an_ascii_terminal_gets_ascii(log: Path) -> None:
 def test_stdin_and_several_logs_are_merged_without_duplicates(log: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.log"
     other.write_text(as_log(some_records("b")))
-    result = run("--records", log, other, log, "-", stdin=as_log(some_records("c")))
-    assert result.exit_code == 0
+    result = run_program("--records", log, other, log, "-", stdin=as_log(some_records("c")))
+    assert result.returncode == 0
     ids = [json.loads(line)["req_id"] for line in result.stdout.splitlines()]
     assert sorted(ids) == sorted(record.req_id for engine in "abc" for record in some_records(engine))
     times = [json.loads(line)["time"] for line in result.stdout.splitlines()]
@@ -424,7 +425,7 @@ def test_escape_sequences_of_another_process_are_not_printed(tmp_path: Path) -> 
     log = tmp_path / "server.log"
     log.write_text(as_log([]) + f"{LOG_MARKER}{json.dumps(record)}\n{LOG_MARKER}{json.dumps({'req_id': evil})}\n")
     for more in ([], ["--json"], ["--records"]):
-        done = subprocess.run([*COMMAND, *more, str(log)], capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = run_program(*more, log)
         assert done.returncode == 0, done.stderr
         assert "\x1b" not in done.stdout + done.stderr
         assert "\u202e" not in done.stdout + done.stderr

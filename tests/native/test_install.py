@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("Cython")
 pytest.importorskip("setuptools")
 
+pytestmark = pytest.mark.soak
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "src")
 
@@ -43,7 +45,6 @@ def install(folder: Path, compiler: str | None) -> tuple[Path, str]:
     return folder / "installed" / "kvoffload", ended.stdout
 
 
-@pytest.mark.soak
 def test_without_a_compiler(tmp_path: Path) -> None:
     installed, version = install(tmp_path, "/bin/false")
     assert "plain Python: native code was not compiled" in version
@@ -52,7 +53,6 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     assert list(installed.rglob("*.j2"))
 
 
-@pytest.mark.soak
 @pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler here")
 def test_with_a_compiler(tmp_path: Path) -> None:
     """What the test above must not find."""

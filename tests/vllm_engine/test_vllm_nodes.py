@@ -17,7 +17,7 @@ from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differen
 
 from demo.process import kill_session
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 FEW = 6
 """Number of prompts on two ranks, whose steps take three times as long as those of one."""
@@ -71,7 +71,6 @@ def one_head_expected(run: Runner) -> list[Any]:
     return list(run.once("one-head", "rounds", rounds=1, model_kind="one-head", prompts=FEW)["outputs"][0])
 
 
-@pytest.mark.soak
 def test_each_node_keeps_its_own_part(run: Runner, one_head_expected: list[Any]) -> None:
     """Both ranks hold the only KV head, and could share a pool if they were on one node. Copies of each rank end, or
     fail, at other times."""
@@ -84,13 +83,11 @@ def test_each_node_keeps_its_own_part(run: Runner, one_head_expected: list[Any])
     assert "host pool of 128 MiB on 2 ranks of 2 nodes = " in result.log
 
 
-@pytest.mark.soak
 def test_corrupted_bytes_on_the_second_node_are_noticed(run: Runner, one_head_expected: list[Any]) -> None:
     result = rounds(run, model_kind="one-head", connector=POOL, connector_class="CorruptedSecondNodeKVOffloadConnector")
     assert len(differences(result["outputs"][1], one_head_expected)) == len(one_head_expected)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
 def test_other_divisions(run: Runner, parallel: str, expected: list[Any]) -> None:
     result = rounds(run, rounds=3, parallel=parallel, connector=POOL, connector_class="SlowKVOffloadConnector")
@@ -100,7 +97,6 @@ def test_other_divisions(run: Runner, parallel: str, expected: list[Any]) -> Non
     assert_at_rest(result.result)
 
 
-@pytest.mark.soak
 def test_an_engine_whose_second_node_is_killed_ends(run: Runner) -> None:
     with two_nodes(run, "endless", connector=POOL) as (first, result, second):
         assert eventually(lambda: result.exists() or first.poll() is not None, DEADLINE_S)

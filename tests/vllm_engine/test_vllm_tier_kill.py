@@ -29,7 +29,7 @@ from vllm_harness import DEADLINE_S, ENVIRONMENT, TOLERANCE, Child, Runner, diff
 from demo.process import kill_session
 from kvoffload.testing.scale import scaled
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
 KILLS = scaled(5)
 ENGINE_KILLS = scaled(2)
@@ -78,7 +78,6 @@ def wait_and_watch(
         time.sleep(0.01)
 
 
-@pytest.mark.soak
 def test_a_killed_scheduler_starts_again_with_right_bytes(run: Runner, tmp_path: Path) -> None:
     """Kills come at random moments while it serves, the first right after its start."""
     folder = tmp_path / "disk"
@@ -111,7 +110,6 @@ def test_a_killed_scheduler_starts_again_with_right_bytes(run: Runner, tmp_path:
     assert later
 
 
-@pytest.mark.soak
 def test_a_killed_engine_answers_right_after_its_restart(run: Runner, tmp_path: Path) -> None:
     folder, budget = tmp_path / "disk", 8 << 20
     folder.mkdir(mode=0o700)
