@@ -12,7 +12,7 @@ pytest.importorskip("vllm.version")
 from test_vllm_versions import OVERLAYS
 from vllm_harness import Run, Runner, differences
 
-from kvoffload.testing.scale import SCALE
+from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
