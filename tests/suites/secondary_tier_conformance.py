@@ -1,4 +1,4 @@
-"""The conformance suite of vLLM's secondary tiers, as pytest classes (needs vLLM 0.31 or later).
+"""The conformance suite of vLLM's secondary tiers, as pytest classes.
 
 Subclass it and give an entry of vLLM's option ``secondary_tiers``::
 

@@ -58,6 +58,7 @@ from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
 from kvoffload.observe.trace import name_hash
+from kvoffload.supported import TESTED
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
@@ -314,8 +315,8 @@ def run_class(policy: str) -> type[Run]:
         found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
     except ImportError as error:
         raise ConfigError(
-            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM 0.31 or "
-            "later, or name a policy of kvoffload"
+            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM "
+            f"{TESTED[0]} or later, or name a policy of kvoffload"
         ) from error
     return found
 
