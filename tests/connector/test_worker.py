@@ -589,9 +589,7 @@ def test_changed_weights_fail_loads_and_stores_until_the_next_epoch(
     assert device.block(4) == device.slot(3)
 
 
-def test_other_weights_are_seen_in_a_step_without_jobs(
-    watched: OffloadingConnectorWorker, weights: Weights
-) -> None:
+def test_other_weights_are_seen_in_a_step_without_jobs(watched: OffloadingConnectorWorker, weights: Weights) -> None:
     """What it computes may be stored when the weights are the former ones again."""
     weights.now = 1
     step(watched, NOTHING)
