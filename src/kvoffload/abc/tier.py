@@ -40,6 +40,8 @@ class TierError(enum.StrEnum):
     """The medium has no room, although the tier's own budget has."""
     GONE = "gone"
     """The block has left the tier since the transfer began: it was evicted, deleted or reset."""
+    AWAY = "away"
+    """The part of the medium that has the block does not work now, while other parts do."""
 
 
 class TierResult(NamedTuple):

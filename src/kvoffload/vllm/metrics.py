@@ -13,6 +13,7 @@ from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.options import OPTIONS, UNKNOWN
 from kvoffload.observe.metrics import METRICS, PREFIX, merge
+from kvoffload.tiering.health import Ability
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,6 +81,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         known = {
             "reason": list(map(str, MissReason)),
             "tier": tiers,
+            "ability,tier": [f"{ability},{tier}" for ability in Ability for tier in tiers],
             "tenant": tenants,
             "tenant,tier": [f"{tenant},{tier}" for tenant in tenants for tier in shared],
             "option": [*OPTIONS, UNKNOWN],
@@ -116,9 +118,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         if name not in children:
             metric, _, label = name.partition(":")
             values = self.per_engine_labelvalues[engine]
-            # Only the last label, the name of a tier or of a rule, may have a comma in it.
-            others = len(METRICS[metric].labels) - 1
-            children[name] = self._metrics[metric].labels(*values, *(label.split(",", others) if label else []))
+            children[name] = self._metrics[metric].labels(*values, *METRICS[metric].split(label))
         return children[name]
 
 

@@ -336,8 +336,9 @@ class KVOffloadTier(SecondaryTierManager):
             name, _, label = labelled.partition(":")
             if name not in METRIC_NAMES:
                 continue
-            put = stats.set_gauge if METRICS[name].kind == "gauge" else stats.increase_counter
-            put(PREFIX + name, float(value), (label,) if label else ())
+            spec = METRICS[name]
+            put = stats.set_gauge if spec.kind == "gauge" else stats.increase_counter
+            put(PREFIX + name, float(value), tuple(spec.split(label)))
         return None if stats.is_empty() else stats
 
     # The end.
