@@ -85,6 +85,6 @@ def _what(head: bytes, first: bytes) -> str:
             "cache would find; record a trace of your server (record_trace), or use one with hash_ids"
         )
     return (
-        f"the format is not recognized; it begins with "{printable(first, _SHOWN)}". If it is one of "
+        f'the format is not recognized; it begins with "{printable(first, _SHOWN)}". If it is one of '
         f"{', '.join(FORMATS)}, name it with --format (format=)"
     )
