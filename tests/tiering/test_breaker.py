@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import (
+    Ability,
     LookupState,
     OffloadKey,
     ReqContext,
@@ -20,7 +21,6 @@ from kvoffload.tiering.health import (
     PAUSE_S,
     TRUST_FACTOR,
     WRITE_DEADLINE_S,
-    Ability,
     BreakerState,
     CircuitBreaker,
     Health,
