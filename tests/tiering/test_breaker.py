@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import (
+    Ability,
     LookupState,
     OffloadKey,
     ReqContext,
@@ -20,7 +21,6 @@ from kvoffload.tiering.health import (
     PAUSE_S,
     TRUST_FACTOR,
     WRITE_DEADLINE_S,
-    Ability,
     BreakerState,
     CircuitBreaker,
     Health,
@@ -316,7 +316,7 @@ def test_a_full_tier_is_no_fault_and_is_tested_at_a_growing_pace(caplog: pytest.
     keys = chain("x", 2)
     rig.store_below(keys)
     rig.tier.writes.clear()
-    for i in range(60):
+    for _ in range(60):
         rig.clock.now += 1.0
         fail_writes(rig, TierError.NO_SPACE, times=2)
     assert len(rig.tier.writes) <= MAX_FAILURES + 60 / MAX_WRITE_PAUSE_S + 5
@@ -553,7 +553,7 @@ def test_a_test_write_that_hangs_does_not_keep_the_tier_in_the_test() -> None:
     pause(rig, Ability.WRITE)
     half_open(rig, Ability.WRITE)
     other = chain("y", 2)
-    rig.tier.hanging = dict.fromkeys(other, 1e9)
+    rig.tier.hanging = {other[0]: 1e9}
     rig.store(other)
     rig.settle()
     writes = health(rig, Ability.WRITE).breaker

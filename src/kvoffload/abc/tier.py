@@ -29,6 +29,14 @@ MAX_PLACE_CHARS = 64
 """Characters of what ``Tier.hand_over`` returns."""
 
 
+class Ability(enum.StrEnum):
+    """What a tier can do. Each may fail while the other works."""
+
+    READ = "read"
+    """It says what it holds, and reads it."""
+    WRITE = "write"
+
+
 class TierError(enum.StrEnum):
     """Why one block could not be read or written."""
 

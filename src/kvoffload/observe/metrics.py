@@ -84,7 +84,7 @@ METRICS: dict[str, MetricSpec] = {
     "tier_off": MetricSpec("gauge", "1 if the tier is not used any more until the server restarts", "tier"),
     "tier_paused": MetricSpec(
         "gauge",
-        "1 while the ability of the tier, read or write, is not used, or only tested, because it has failed or the tier "
+        "1 while the ability (read, write) of the tier is not used, or only tested, because it has failed or the tier "
         "cannot be reached",
         "ability,tier",
     ),

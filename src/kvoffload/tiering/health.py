@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvoffload.abc import OffloadKey, TierError
+from kvoffload.abc import Ability, OffloadKey, TierError
 from kvoffload.cache.bills import TenantCounts
 from kvoffload.cache.manager import READ_STATE_EVERY_S
 from kvoffload.tiering.events import Count
@@ -47,22 +47,13 @@ MAX_UNANSWERED = 1 << 16
 """Keys remembered per tier because it has not answered for them."""
 MISS_TTL_S = 1.0
 """How long a key counts as missing after a tier has not answered for it within the deadline."""
+FAILURES = {
+    Ability.READ: frozenset([TierError.CORRUPT, TierError.IO]),
+    Ability.WRITE: frozenset([TierError.IO, TierError.NO_SPACE]),
+}
+"""Errors that say that an ability does not work."""
 WRITE_DEADLINE_S = 10.0
 """The writes of a tier hang if none has ended for this long, or for the load deadline if that is longer."""
-
-
-class Ability(enum.StrEnum):
-    """What a tier can do. Each may fail while the other works."""
-
-    READ = "read"
-    """It says what it holds, and reads it."""
-    WRITE = "write"
-
-    @property
-    def failures(self) -> tuple[TierError, ...]:
-        """The errors that say that it does not work."""
-        full = () if self is Ability.READ else (TierError.NO_SPACE,)
-        return (TierError.CORRUPT, TierError.IO, *full)
 
 
 class BreakerState(enum.Enum):
@@ -253,12 +244,12 @@ class Health:
                 self._test = None
                 if error in (TierError.CORRUPT, TierError.AWAY):
                     self.breaker.repeat_test()
-                elif error is not None and error in self._ability.failures:
+                elif error in FAILURES[self._ability]:
                     self.breaker.end_test(False, now)
                     self._note_pause(f"a test failed ({error})", is_full=error is TierError.NO_SPACE)
                 else:
                     self._note_recovery(self.breaker.end_test(True, now))
-            elif error is not None and error in self._ability.failures:
+            elif error is not None and error in FAILURES[self._ability]:
                 failures[error] += 1
         if failures:
             self.add_failures({str(error): count for error, count in failures.items()}, now)

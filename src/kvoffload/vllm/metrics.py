@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload.abc import ConfigError, MissReason, RetainRefusal
+from kvoffload.abc import Ability, ConfigError, MissReason, RetainRefusal
 from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.options import OPTIONS, UNKNOWN
 from kvoffload.observe.metrics import METRICS, PREFIX, merge
-from kvoffload.tiering.health import Ability
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
