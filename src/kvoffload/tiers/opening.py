@@ -44,7 +44,7 @@ def _open_tier(entry: TierEntry, context: TierContext) -> Tier | None:
     try:
         tier = entry.config.open(context)
     except ConfigError as error:
-        raise ConfigError(entry.name_setting(str(error))) from error
+        raise entry.name_error(error) from error
     except OSError as error:
         logger.warning(
             "kvoffload: %s: THERE IS NO %s TIER: %s; the server continues without it. Fix that and start again",
@@ -55,11 +55,12 @@ def _open_tier(entry: TierEntry, context: TierContext) -> Tier | None:
         return None
     except Exception as error:
         raise ConfigError(
-            f"{entry.setting}: the tier cannot be opened ({type(error).__name__}: {error}); correct its class, or "
-            "remove the entry"
+            *entry.named,
+            f"the tier cannot be opened ({type(error).__name__}: {error})",
+            "correct its class, or remove the entry",
         ) from error
     if not isinstance(tier, Tier):
-        raise ConfigError(f"{entry.setting}: open() returned a {type(tier).__name__}; it must return a kvoffload.Tier")
+        raise ConfigError(*entry.named, f"open() returned a {type(tier).__name__}", "it must return a kvoffload.Tier")
     return tier
 
 

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 if not (hasattr(base, "ChunkStatus") and hasattr(CachePolicy, "on_request_finished")):
     raise ConfigError(
-        f"cache_policy_module_path={__name__!r}: vLLM {vllm.__version__} does not tell a cache policy which chunks a "
-        "request has used; use vLLM 0.31 or later, or kvoffload's own connector, KVOffloadConnector"
+        "cache_policy_module_path",
+        __name__,
+        f"vLLM {vllm.__version__} does not tell a cache policy which chunks a request has used",
+        "use vLLM 0.31 or later, or kvoffload's own connector, KVOffloadConnector",
     )
 
 logger = logging.getLogger(__name__)
