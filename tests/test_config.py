@@ -197,7 +197,7 @@ def test_an_error_proposes_the_option_that_was_meant(name: str, meant: str) -> N
 
 def test_an_error_for_an_unknown_option_lists_all_options() -> None:
     message = refused(zzz="x")
-    assert message.startswith("zzz='x': unknown option; remove it")
+    assert message.startswith("zzz=***: unknown option; remove it")
     for field in dataclasses.fields(OffloadConfig):
         assert field.name in message
 
@@ -283,8 +283,7 @@ def test_a_threshold_of_one_is_no_filter() -> None:
 
 def test_only_one_of_two_block_sizes() -> None:
     message = refused(block_size=32, block_size_factor=2)
-    assert "block_size=32 and block_size_factor=2" in message
-    assert "remove one" in message
+    assert message == "block_size=32: block_size_factor sets the same; remove one of the two"
 
 
 @pytest.mark.parametrize(("block_size", "fix"), [(24, 16), (8, 16), (17, 16), (50, 48)])
@@ -296,13 +295,19 @@ def test_a_block_size_that_is_no_multiple_of_the_engines(block_size: int, fix: i
     assert make(block_size=fix).factor(16) == fix // 16
 
 
+def cut(value: object) -> str:
+    """Returns ``value`` as errors show it."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 @pytest.mark.parametrize(
     "value", [-1, -0.001, NAN, INFINITY, 1e300, pytest.param(10**400, id="10^400"), 3_600_001, "yes", "1000", [1], True]
 )
 @pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
 def test_a_deadline_is_a_number_of_milliseconds(name: str, value: object) -> None:
     fix = "must be a number of milliseconds, from 0 to 3600000 (an hour), without quotes"
-    assert refused(**{name: value}) == f"{name}={value!r}: {fix}"
+    assert refused(**{name: value}) == f"{name}={cut(value)}: {fix}"
 
 
 @pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
@@ -315,7 +320,7 @@ def test_the_longest_deadline_can_be_waited_for(name: str) -> None:
 def test_numbers_beyond_arithmetic_are_refused(name: str) -> None:
     for value in ((1 << 30) + 1, 10**400):
         assert refused(**{name: value}) == (
-            f"{name}={value!r}: must be a whole number, 1073741824 at most; or leave it out"
+            f"{name}={cut(value)}: must be a whole number, 1073741824 at most; or leave it out"
         )
     assert getattr(make(**{name: 1 << 30}), name) == 1 << 30
 
@@ -362,7 +367,7 @@ def test_a_wrong_amount_of_disk(value: object) -> None:
 
 def test_an_amount_of_disk_without_a_directory() -> None:
     message = refused(disk_bytes="1GiB")
-    assert message.startswith(f"disk_bytes={GIB} without disk_dir: say where, such as disk_dir=")
+    assert message.startswith(f"disk_bytes={GIB} (1 GiB): disk_dir is not set; say where, such as disk_dir=")
     proposal = re.search(r'disk_dir="([^"]+)"', message)
     assert proposal is not None
     make(disk_bytes="1GiB", disk_dir=proposal[1])
@@ -371,7 +376,7 @@ def test_an_amount_of_disk_without_a_directory() -> None:
 def test_a_directory_without_an_amount_of_disk(tmp_path: Path) -> None:
     directory = str(tmp_path / "not" / "there yet")
     message = refused(disk_dir=directory)
-    assert message.startswith(f"disk_dir={directory!r} without disk_bytes: say how much of that disk to use")
+    assert message.startswith(f"disk_dir={directory!r}: disk_bytes is not set; say how much of that disk to use")
     proposal = re.search(r'disk_bytes="([^"]+)"', message)
     assert proposal is not None
     proposed = make(disk_dir=directory, disk_bytes=proposal[1]).disk_bytes

@@ -18,6 +18,13 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNOREC
 # Formatting.
 
 
+class Amount(int):
+    """A number of bytes that reads "8589934592 (8 GiB)"."""
+
+    def __repr__(self) -> str:
+        return f"{int(self)} ({format_bytes(int(self))})"
+
+
 def format_bytes(n: int) -> str:
     """Returns text such as "8 GiB", "1.5 MiB" or "12 bytes"."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
@@ -82,17 +89,17 @@ def parse_bytes(setting: str, value: object) -> int:
     except that "GB" and the like are powers of 1000. Raises ConfigError that names ``setting``."""
     fix = f'write a number of bytes or a string such as {setting}="8GiB"'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
+        raise ConfigError(setting, value, "not an amount of memory", fix)
     amount = value
     if isinstance(amount, str):
         match = _BYTES.fullmatch(amount)
         if match is None:
-            raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
+            raise ConfigError(setting, value, "not an amount of memory", fix)
         number, prefix, binary, suffix = match.groups()
         base = 1000 if suffix and not binary else 1024
         amount = float(number) * (base ** _POWERS[prefix.lower()] if prefix else 1)
     elif isinstance(amount, float) and math.isfinite(amount) and not amount.is_integer():
-        raise ConfigError(f"{setting}={value!r}: not a whole number of bytes; {fix}")
+        raise ConfigError(setting, value, "not a whole number of bytes", fix)
     if not 1 <= amount <= _MAX_BYTES:
-        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {fix}")
+        raise ConfigError(setting, value, f"must be 1 byte or more, and less than {_MAX_BYTES}", fix)
     return int(amount)

@@ -5,7 +5,14 @@ Nothing here imports another part of kvoffload.
 
 from kvoffload.abc.backend import Backend
 from kvoffload.abc.engine import BoundaryState, Following, KVBlocks, Request, ScheduledStep
-from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
+from kvoffload.abc.errors import (
+    NOT_SET,
+    BlockNotPinnedError,
+    BlockNotReadyError,
+    ConfigError,
+    IntegrityError,
+    KVOffloadError,
+)
 from kvoffload.abc.manager import (
     Admission,
     BlockDescription,
@@ -40,6 +47,7 @@ from kvoffload.abc.types import (
 )
 
 __all__ = [
+    "NOT_SET",
     "Ability",
     "Access",
     "Admission",

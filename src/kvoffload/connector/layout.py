@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvoffload.abc import BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
+from kvoffload.abc import NOT_SET, BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
 from kvoffload.cache.keys import make_offload_key, with_following
 from kvoffload.connector.parts import Parts
 from kvoffload.tiering.plan import ChainLayout
@@ -34,7 +34,7 @@ class Layout:
         parts: Parts | None = None,
     ) -> None:
         if not groups:
-            raise ConfigError("groups: an engine has at least one KV cache group")
+            raise ConfigError("groups", NOT_SET, "an engine has at least one KV cache group")
         self.engine_groups = tuple(groups)
         """The groups as the engine has them."""
         self.parts = parts or Parts.none(len(groups))
@@ -43,13 +43,17 @@ class Layout:
         for group in groups:
             if group.device_block_size % self.hash_block_size:
                 raise ConfigError(
-                    f"hash_block_size={self.hash_block_size}: must divide the {group.device_block_size} tokens of each "
-                    "device block; set the engine's hash block size to a divisor of its block size"
+                    "hash_block_size",
+                    self.hash_block_size,
+                    f"must divide the {group.device_block_size} tokens of each device block",
+                    "set the engine's hash block size to a divisor of its block size",
                 )
         if following is None and any(group.lookahead for group in groups):
             raise ConfigError(
-                "following=None: the KV of a group with a lookahead depends on the tokens after a block; pass a "
-                "function that describes them"
+                "following",
+                None,
+                "the KV of a group with a lookahead depends on the tokens after a block",
+                "pass a function that describes them",
             )
         self._following = following
         self.block_tokens = tuple(group.block_tokens for group in groups)

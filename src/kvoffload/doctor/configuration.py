@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import ConfigError, Tier
+from kvoffload.cache.tenants import load_tenants
 from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.doctor.doors import Door, Given, Part, door_of, read_sglang, read_vllm
-from kvoffload.doctor.findings import Level, split_fix
+from kvoffload.doctor.findings import Level
 from kvoffload.doctor.process import Report
-from kvoffload.settings import shown
 from kvoffload.tiering.bridge import STAGING_BYTES
-from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names
+from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, check_distinct, distinct_names
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
 
@@ -36,8 +36,8 @@ _SECRET_FILES = {
 }
 """Settings of tiers that name a file with a secret, and the harm that its readers could do."""
 _TOGETHER = ("disk_dir", "disk_bytes")
-_IS_OF_BUDGET = re.compile("this configuration has no tier|are guaranteed, more than")
-_INDEX = re.compile(r"(?<!\w)tiers\[(\d+)\]")
+_OF_BUDGET = re.compile("host_bytes|disk_|tiers")
+_ENTRY = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
 _STAND_IN_BYTES = 1 << 20
@@ -153,7 +153,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         given = (read_vllm if door is Door.VLLM else read_sglang)(arguments["options"], say)
     plan, errors = _plan(door, given, arguments["options"], report)
     for error in errors:
-        say("refused", *split_fix(error))
+        say("refused", error.wrong, error.fix or "correct the setting")
     if is_valid:
         text = f"every setting is valid: tiers: {', '.join(tier.name for tier in plan.tiers) or 'none'}"
         if plan.host_bytes is not None:
@@ -175,88 +175,74 @@ def _paths(options: object) -> Iterator[str]:
             yield from _paths(inner)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _WrongTier(TierConfig):
+    """Takes the place of a wrong entry, so that the others keep theirs."""
+
+    kind = "wrong"
+    index: int
+
+    def open(self, context: TierContext) -> Tier:
+        raise NotImplementedError
+
+
 Config = TypeVar("Config", OffloadConfig, DoorConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadConfig(Generic[Config]):
-    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
-    None if there are more than MAX_ERRORS, or if a DoorConfig has no tier left. ``indexes``: the places that entries
-    left in ``tiers`` had."""
+def read_config(
+    kind: type[Config], options: Mapping[str, Any], prefix: str = ""
+) -> tuple[Config | None, list[ConfigError]]:
+    """Returns the configuration that a server would read from ``options``, without its wrong settings, and every error
+    for which the server would refuse them. ``prefix``: the words before the settings of a DoorConfig in errors.
 
-    config: Config | None
-    errors: list[str]
-    indexes: list[int]
-
-    def named(self, message: str) -> str:
-        """Returns ``message`` about an entry of ``config`` with the entry's index in the user's list."""
-        return _renumbered(message, self.indexes)
-
-
-def _renumbered(message: str, indexes: Sequence[int]) -> str:
-    places = dict(enumerate(indexes))
-    # A key that the user has made up may look like an entry.
-    return _INDEX.sub(lambda found: f"tiers[{places.get(int(found[1]), found[1])}]", message)
-
-
-def read_config(kind: type[Config], options: Mapping[str, Any], prefix: str = "") -> ReadConfig[Config]:
-    """Returns the configuration that a server would read from ``options``, and every error for which it would refuse
-    them. ``prefix``: the words before the settings of a DoorConfig in errors."""
+    The configuration is None if there are more than MAX_ERRORS, or if a DoorConfig has no tier.
+    """
     read: Any = partial(DoorConfig.from_mapping, prefix=prefix) if kind is DoorConfig else kind.from_mapping
-    left, errors = dict(options), list[str]()
-    tiers = left.get("tiers")
-    indexes = list(range(len(tiers))) if isinstance(tiers, list) else []
+    left, errors = dict(options), list[ConfigError]()
     while len(errors) < MAX_ERRORS:
         try:
-            return ReadConfig(read(left), errors, indexes)
+            return read(left), errors
         except ConfigError as error:
-            message = str(error)
-        errors.append(_renumbered(message, indexes))
-        message = message.removeprefix(prefix)
-        setting, entry = re.split(r"\W", message, maxsplit=1)[0], _INDEX.match(message)
-        if entry is not None and int(entry[1]) < len(indexes):
-            index = int(entry[1])
-            left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
-            del indexes[index]
-            if not indexes and kind is DoorConfig:
-                break
-        elif setting == "tier" and kind is DoorConfig and left.get("tiers") is None:
-            break
-        elif setting == "tenants":
-            if any(re.match("host_bytes|disk_|tiers", each) for each in errors) and _IS_OF_BUDGET.search(message):
+            errors.append(error)
+        setting = errors[-1].setting.removeprefix(prefix)
+        name, entry = re.split(r"\W", setting, maxsplit=1)[0], _ENTRY.match(setting)
+        if setting in left and name not in left:
+            del left[setting]
+        elif entry is not None:
+            left["tiers"] = [
+                _WrongTier(index=i) if i == int(entry[1]) else each for i, each in enumerate(left["tiers"])
+            ]
+        elif name == "tier" and "tier" in left and "tiers" not in left:
+            left["tier"] = _WrongTier(index=0)
+        elif name == "tenants":
+            if _are_tenants_right(left["tenants"]) and any(_OF_BUDGET.match(each.setting) for each in errors):
                 # The error follows from the settings that were left out.
                 errors.pop()
-            left["tenants"] = _without_fault(left["tenants"], message)
-        elif setting == "host_bytes":
+            left["tenants"] = (
+                _without(left["tenants"], _path_in(left["tenants"], setting.removeprefix("tenants"))) or {}
+            )
+        elif name == "host_bytes":
             left["host_bytes"] = _STAND_IN_BYTES
-        elif setting in left:
+        elif name in left:
             # Without the one the other would be an error too, which the user has not made.
-            for each in _TOGETHER if setting in _TOGETHER else (setting,):
+            for each in _TOGETHER if name in _TOGETHER else (name,):
                 left.pop(each, None)
         else:
             break
-    return ReadConfig(None, errors, indexes)
+    return None, errors
 
 
-def _without_fault(tenants: object, message: str) -> dict[str, Any]:
-    """Returns the option ``tenants`` without the subject of ``message``: a key of one tenant, one tenant, or all
-    guarantees of a tier; nothing if the message is about all tenants."""
-    if not isinstance(tenants, Mapping):
-        return {}
-    found = re.search(r" of (\S+) are guaranteed", message)
-    if message.startswith("tenants: ") and found is not None:
-        return {name: _without(entry, ("guaranteed", found[1])) for name, entry in tenants.items()}
-    for name in tenants:
-        if message.startswith(f"tenants: {shown(name)} "):
-            return {each: tenants[each] for each in tenants if each != name}
-    return dict(_without(tenants, _path_in(tenants, message.removeprefix("tenants"))) or {})
+def _are_tenants_right(tenants: object) -> bool:
+    with suppress(ConfigError):
+        return bool(load_tenants(tenants)) or not tenants
+    return False
 
 
 def _path_in(value: object, rest: str) -> tuple[str, ...]:
     """Returns the keys in nested mappings that ``rest`` begins with. A key may contain dots itself."""
-    rest = rest.lstrip(".: ")
+    rest = rest.removeprefix(".")
     names = value if isinstance(value, Mapping) else {}
-    keys = [str(key) for key in names if re.match(re.escape(str(key)) + r"[.:= ]", rest)]
+    keys = [str(key) for key in names if rest == str(key) or rest.startswith(f"{key}.")]
     if not keys:
         return ()
     key = max(keys, key=len)
@@ -272,27 +258,27 @@ def _without(value: Any, path: tuple[str, ...]) -> Any:
     return others if inner is None else {**value, path[0]: inner}
 
 
-def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) -> tuple[Plan, list[str]]:
+def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) -> tuple[Plan, list[ConfigError]]:
     """Returns the plan, and every error that a server would give."""
     is_connector = door is Door.CONNECTOR
-    planned, tiers, errors, config = list[TierEntry](), list[PlannedTier](), list[str](), None
+    planned, tiers, errors = list[TierEntry](), list[PlannedTier](), list[ConfigError]()
+    config: OffloadConfig | DoorConfig | None = None
     for part in given.parts:
-        read: ReadConfig[Any] = read_config(OffloadConfig if is_connector else DoorConfig, part.options, part.prefix)
-        errors += read.errors
-        config = read.config
+        kind: Any = OffloadConfig if is_connector else DoorConfig
+        config, found = read_config(kind, part.options, part.prefix)
+        errors += found
         if config is None:
             continue
         for entry in config.tier_entries:
-            prefix = read.named(entry.prefix)
-            named = TierEntry(prefix, entry.config)
+            if isinstance(entry.config, _WrongTier):
+                continue
             try:
-                tier = _planned(entry.config.kind, prefix, entry.config, config.lookup_deadline_ms, report)
-                check_distinct([*planned, named])
+                check_distinct([*planned, entry])
+                tier = _planned(entry, config.lookup_deadline_ms, report)
             except ConfigError as error:
-                message = str(error)
-                errors.append(message if message.startswith(prefix) else named.name_setting(message))
+                errors.append(error if error.setting.startswith(entry.prefix) else entry.name_error(error))
             else:
-                planned.append(named)
+                planned.append(entry)
                 tiers.append(tier)
     names = distinct_names(tier.name for tier in tiers)
     tiers = [replace(tier, name=name) for tier, name in zip(tiers, names, strict=True)]
@@ -311,7 +297,7 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) 
         ), errors
     if not isinstance(config, OffloadConfig):
         return Plan(), errors
-    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
+    is_host_wrong = any(error.setting == "host_bytes" for error in errors)
     plan = Plan(
         host_bytes=None if is_host_wrong else config.host_bytes,
         policy=config.policy,
@@ -334,8 +320,9 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
+def _planned(entry: TierEntry, lookup_deadline_ms: float, report: Report) -> PlannedTier:
     """Returns the doctor's view of a tier. Raises ConfigError."""
+    prefix, config = entry.prefix, entry.config
     store, memory_bytes, pins_memory = None, 0, False
     if isinstance(config, RemoteTierConfig):
         memory_bytes, pins_memory = config.memory_bytes, config.pins_memory
@@ -347,7 +334,7 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
             settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
         store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes, config.compress)
     return PlannedTier(
-        name,
+        config.kind,
         config.kind,
         prefix,
         lookup_deadline_ms if config.lookup_deadline_ms is None else config.lookup_deadline_ms,

@@ -52,8 +52,8 @@ def join(connector: KVConnectorBase_V1) -> KVTransferConfig | None:
     for name in ("get_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "sub_connectors"):
         if not hasattr(type(outer), name):
             raise ConfigError(
-                f"{versions.NAME} has no MultiConnector.{name}, which kvoffload needs beside other connectors; name "
-                "KVOffloadConnector as kv_connector"
+                fault=f"{versions.NAME} has no MultiConnector.{name}, which kvoffload needs beside other connectors",
+                fix="name KVOffloadConnector as kv_connector",
             )
 
     def others() -> list[KVConnectorBase_V1]:

@@ -182,8 +182,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """The scheduler half, after the first handshake. Exists in the scheduler's process only."""
         if self._scheduler is None:
             raise ConfigError(
-                "vLLM has not passed on the location of the workers' host pools; set distributed_executor_backend to "
-                "mp or uni"
+                fault="vLLM has not passed on the location of the workers' host pools",
+                fix="set distributed_executor_backend to mp or uni",
             )
         return self._scheduler
 

@@ -99,7 +99,7 @@ class DirectoryStorage(Storage):
             return
         owner = self._lock(LOCK_DEADLINE_S if deadline_s is None else deadline_s, shared)
         if owner is not None:
-            raise ConfigError(f"dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
+            raise ConfigError("dir", str(self.path), f"in use by {owner}", "give each server its own directory")
 
     def try_lock(self) -> bool:
         return self._lock_fd >= 0 or self._lock(0.0, shared=False) is None
@@ -133,8 +133,10 @@ class DirectoryStorage(Storage):
         try:
             if fd >= 0 and not try_to_lock(fd, deadline_s):
                 raise ConfigError(
-                    f"dir={str(self.path)!r}: another process has been starting or clearing it for "
-                    f"{deadline_s:.0f} s; end that process, or name another directory"
+                    "dir",
+                    str(self.path),
+                    f"another process has been starting or clearing it for {deadline_s:.0f} s",
+                    "end that process, or name another directory",
                 )
             yield
         finally:
@@ -415,11 +417,11 @@ def _unlock(fd: int) -> int:
 
 
 def _open_root(path: Path) -> int:
-    setting = f"dir={str(path)!r}"
+    named = "dir", str(path)
     if path.is_symlink():
-        raise ConfigError(f"{setting}: is a symbolic link; name its target, {os.path.realpath(path)!r}")
+        raise ConfigError(*named, "is a symbolic link", f"name its target, {os.path.realpath(path)!r}")
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{setting}: is not a directory; name a directory")
+        raise ConfigError(*named, "is not a directory", "name a directory")
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         fd = os.open(path, _FOLDER_FLAGS)
@@ -428,16 +430,18 @@ def _open_root(path: Path) -> int:
         if error.errno not in (*SETTING_ERRORS, errno.EROFS):
             raise
         raise ConfigError(
-            f"{setting}: cannot be used ({error.strerror}); name a directory that this user can write to, or let root "
-            f"make it: install -d -m 700 -o {os.geteuid()} {path}"
+            *named,
+            f"cannot be used ({error.strerror})",
+            "name a directory that this user can write to, or let root make it: install -d -m 700 "
+            f"-o {os.geteuid()} {path}",
         ) from error
     status = os.fstat(fd)
     problem = None
     if status.st_uid not in (os.geteuid(), 0):
-        problem = f"belongs to user {status.st_uid}; name a directory of your own, or chown it"
+        problem = f"belongs to user {status.st_uid}", "name a directory of your own, or chown it"
     elif status.st_mode & _OTHERS_WRITE:
-        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}); run chmod 700 on it"
+        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})", "run chmod 700 on it"
     if problem:
         os.close(fd)
-        raise ConfigError(f"{setting}: {problem}")
+        raise ConfigError(*named, *problem)
     return fd

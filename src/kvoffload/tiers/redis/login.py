@@ -46,15 +46,18 @@ def tls_context(ca_file: str | None, cert_file: str | None, key_file: str | None
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"ca_file={ca_file!r}: no certificates in PEM format ({error}); correct the file") from error
+        raise ConfigError("ca_file", ca_file, f"no certificates in PEM format ({error})", "correct the file") from error
     if cert_file is not None:
         try:
             # An empty passphrase, because OpenSSL would ask a terminal for one.
             context.load_cert_chain(cert_file, key_file, password="")
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"cert_file={cert_file!r}: it and key_file={key_file!r} are no certificate with its private key in PEM "
-                f"format, without a passphrase ({error}); correct the files"
+                "cert_file",
+                cert_file,
+                "it and key_file are no certificate with its private key in PEM "
+                f"format, without a passphrase ({error})",
+                "correct the files",
             ) from error
     return context
 
