@@ -222,7 +222,7 @@ class OffloadingConnectorScheduler:
         patience, result = self.lookups.patience, "complete"
         if not awaited.keys:
             result = "other_name"
-        elif num_found < min(handover.tokens, state.request.num_tokens - 1):
+        elif min(handover.tokens, state.request.num_tokens - 1) - num_found >= self.layout.device_align:
             result = "partial" if num_found else "none"
         if awaited.keys:
             # A part may be what this server has computed itself.
