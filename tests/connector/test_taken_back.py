@@ -14,6 +14,9 @@ import pytest
 
 from kvoffload.abc import BlockHash, PageGroup, ScheduledStep
 from kvoffload.cache.keys import hash_blocks
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.options import EngineOptions
 from kvoffload.connector.request import RequestBlocks
 from kvoffload.connector.stores import StorePlanner
@@ -173,3 +176,18 @@ def test_an_engine_says_which_names_last(is_exclusive: bool) -> None:
 @pytest.mark.parametrize("is_exclusive", [False, True])
 def test_names_that_do_not_last_are_noticed(is_exclusive: bool) -> None:
     assert streamed(is_exclusive, None) == ([7], [])
+
+
+@pytest.mark.parametrize("others", [[], prompt(4, start=90)])
+def test_events_describe_no_other_text(others: list[int]) -> None:
+    rig = Rig(
+        options={"enable_events": True}, manager=PolicyOffloadingManager(HostBackend(TOKENS, 8), LRUPolicy(8), True)
+    )
+    request = FakeRequest("a", prompt(8))
+    stored = rig.start(request).stores
+    take_back(request, 4, others)
+    rig.report(*stored)
+    (event,) = rig.half.take_events()
+    assert event.blocks is not None
+    assert [block and block.block_hash for block in event.blocks] == [hash_blocks(prompt(4), TOKENS)[0], None]
+    assert list(event.keys) == rig.keys(prompt(8))
