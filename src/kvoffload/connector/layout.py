@@ -107,10 +107,14 @@ class Layout:
             name = with_following(name, self._following(request, end, lookahead))
         return namespace + name + self._suffixes[g]
 
-    def describe(self, request: Request, block: Block) -> BlockDescription:
-        """Describes the contents of ``block``, for events."""
-        size = self.groups[block.group].block_tokens
-        start, end = block.ordinal * size, (block.ordinal + 1) * size
+    def describe(self, request: Request, block: Block, namespace: bytes) -> BlockDescription | None:
+        """Describes the contents of ``block`` of a request with this ``namespace``, for events; None if the request has
+        other tokens there by now."""
+        g, ordinal = block.group, block.ordinal
+        if ordinal >= self.num_named(g, request) or self.key(g, ordinal, request, namespace) != block.key:
+            return None
+        size = self.block_tokens[g]
+        start, end = ordinal * size, (ordinal + 1) * size
         hashes = request.block_hashes
         parent = hashes[start // self.hash_block_size - 1] if start else None
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
