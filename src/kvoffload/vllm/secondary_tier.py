@@ -31,7 +31,7 @@ from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
 
-if _reason := versions.reason_against_secondary_tiers("KVOffloadTier"):
+if _reason := versions.why_too_old():
     raise ConfigError(_reason)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
