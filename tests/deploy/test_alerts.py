@@ -100,7 +100,9 @@ def series(values: dict[str, str]) -> list[dict[str, str]]:
         metric, _, label = rest.partition(":")
         keys = ["reason"] if metric.startswith("misses") else ["tier", "ability"]
         # The tier is the last one.
-        labels = ",".join([ENGINE, *(f'{key}="{each}"' for key, each in zip(keys, label.split(",")[::-1], strict=False))])
+        labels = ",".join(
+            [ENGINE, *(f'{key}="{each}"' for key, each in zip(keys, label.split(",")[::-1], strict=False))]
+        )
         labels = labels if label else ENGINE
         found.append({"series": f"{prefix}:{metric}{{{labels}}}" if prefix == "kvoffload" else name, "values": each})
     return found
