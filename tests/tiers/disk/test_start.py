@@ -482,9 +482,7 @@ def forged(header: Any, name: bytes, sequence: int, checksum: int) -> bytes:
 
     from xxhash import xxh3_64_intdigest
 
-    record = bytearray(
-        pack_record(header, name, sequence=0, stored_at=0, hits=0, payload_checksum=checksum).tobytes()[:-8]
-    )
+    record = bytearray(pack_record(header, name, sequence=0, stored_at=0, payload_checksum=checksum).tobytes()[:-8])
     struct.pack_into("<Q", record, 96, sequence)
     return bytes(record) + struct.pack("<Q", xxh3_64_intdigest(bytes(record)))
 
