@@ -89,7 +89,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     ):
         return wait
     if state.handover is not None:
-        state.await_blocks(lookups.clock(), lookups.patience.wait_s(lookups.deadline_s))
+        state.await_blocks(lookups.clock(), lookups.patience.wait_s(state.handover.server, lookups.deadline_s))
     may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
     hit = longest(lookups.manager, lookups.layout, state, computed, may_wait)
     if not hit.is_known or (
