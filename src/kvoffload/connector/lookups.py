@@ -93,7 +93,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     ):
         return wait
     if state.handover is not None:
-        state.await_blocks(lookups.clock(), lookups.patience.wait_s(lookups.deadline_s))
+        state.await_blocks(lookups.clock(), lookups.patience.wait_s(state.handover.server, lookups.deadline_s))
     if not is_worth:
         return Match(lookups.contents, computed, 0, None)
     may_wait = state.num_waits < MAX_WAITS_PER_REQUEST

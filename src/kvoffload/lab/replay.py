@@ -662,7 +662,7 @@ class Run:
         else:
             raise IntegrityError("a request waited forever for blocks on disk")
         ready = self.host.table.states(prompt) == HIT
-        from_disk = min(found, sum(manager.release_request(context).values()))
+        from_disk = min(found, sum(map(len, manager.release_request(context).values())))
         return found, from_disk, ready
 
     def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
