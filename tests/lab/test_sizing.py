@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import generate
 from kvoffload.abc import ConfigError
 from kvoffload.config import HostContents
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.sizing import Choices, Prices, Sizing, size
 from kvoffload.lab.trace import Trace
@@ -25,7 +25,7 @@ SPEEDS = Speeds(prefill_tokens_per_s=1000.0, host_bytes_per_s=100e9, disk_bytes_
 
 @pytest.fixture(scope="module")
 def chat() -> Trace:
-    return read_trace("synthetic:chat?requests=400")
+    return generate("chat", 400)
 
 
 @pytest.fixture(scope="module")

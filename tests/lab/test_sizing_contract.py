@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.synthetic import generate
 from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import HOST, TenantConfig
 from kvoffload.cli.replay import replay as replay_command
@@ -101,7 +102,7 @@ def test_nothing_changes_without_a_contract(trace: Trace) -> None:
     plain = size(trace, MODEL, choices)
     assert plain.comparison is None
     assert "by_tenant" not in plain.to_dict()
-    synthetic = read_trace("synthetic:chat?requests=100")
+    synthetic = generate("chat", 100)
     assert not synthetic.has_hints
     assert size(synthetic, MODEL, contract=Contract()).to_dict() == size(synthetic, MODEL).to_dict()
     hinted = size(trace, MODEL, choices, contract=Contract(), processes=1)

@@ -79,7 +79,7 @@ class Source:
     trace: str
     trace_format: str | None
     block_tokens: int | None
-    strict: bool
+    skip_bad_lines: bool
 
 
 def trace_options(metavar: str) -> Decorator:
@@ -92,7 +92,7 @@ def trace_options(metavar: str) -> Decorator:
         click.argument("trace", metavar=metavar),
         click.option("--format", "trace_format", help=formats),
         click.option("--block-tokens", type=int, metavar="N", help=blocks),
-        click.option("--strict", is_flag=True, help="Stop at the first invalid line."),
+        click.option("--skip-bad-lines", is_flag=True, help="Go on even if more than 1% of the lines cannot be used."),
     )
 
 
@@ -293,7 +293,7 @@ def requests_in(command: str, source: Source) -> Trace:
         trace = read_trace(
             source.trace,
             format=source.trace_format,
-            strict=source.strict,
+            skip_bad_lines=source.skip_bad_lines,
             block_tokens=source.block_tokens,
             on_progress=on_progress,
         )
@@ -307,8 +307,8 @@ def requests_in(command: str, source: Source) -> Trace:
 
 
 def described(trace: Trace, model: ModelShape, footprint_bytes: int) -> str:
-    """Returns a sentence about the size of the trace."""
-    return (
+    """Returns a sentence about the size of the trace. Others may have named it and the model."""
+    return printable(
         f"{trace.name}: {counted(trace.num_requests, 'request')}{sources(trace)} in "
         f"{age(float(trace.times[-1] - trace.times[0]))}, "
         f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_accesses:,} block accesses; "

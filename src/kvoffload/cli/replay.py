@@ -122,9 +122,8 @@ def replay(
 ) -> None:
     """Replay a trace of requests through the managers that serve an engine, and print what they would have found.
 
-    TRACE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
-    synthetic:documents. Every policy is combined with every capacity. No bytes are copied, and a disk is always fast
-    enough. Exit status 2: the trace cannot be read, or an option is invalid.
+    TRACE is a file, or a directory of sessions. Every policy is combined with every capacity. No bytes are copied, and
+    a disk is always fast enough. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("replay"):
         output.check()

@@ -116,9 +116,8 @@ def size(
 ) -> None:
     """Find out how much RAM and disk a trace of requests needs.
 
-    TRACE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
-    synthetic:documents. Prints the share of prompt tokens that each setting would serve, and the time to first token
-    without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
+    TRACE is a file, or a directory of sessions. Prints the share of prompt tokens that each setting would serve, and
+    the time to first token without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("size"):
         output.check()

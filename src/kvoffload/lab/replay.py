@@ -50,7 +50,7 @@ from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Te
 from kvoffload.config import HostContents
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.columns import Folder, pieces
+from kvoffload.lab.columns import pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
@@ -351,8 +351,7 @@ def replay_many(
     context = multiprocessing.get_context("spawn")
     done = context.Array("d", len(configs), lock=False)
     # All processes map the same files.
-    folder = trace.folder or Folder()
-    trace.save(folder)
+    folder = trace.save()
     shared = folder.path, trace.name, trace.block_tokens, trace.tenant_names
     with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
