@@ -60,13 +60,14 @@ def tokens(setting: Setting, trace: Trace) -> list[float]:
         (60, 0, 16, HostContents.EXCLUSIVE),
         (128, 0, 16, HostContents.INCLUSIVE),
         (60, 120, 16, HostContents.INCLUSIVE),
+        (60, 120, 16, HostContents.EXCLUSIVE),
     ],
 )
 @pytest.mark.parametrize("contract", [RETAINED, Contract()], ids=["tenants", "hints"])
 def test_the_result_equals_a_replay(
     trace: Trace, ram: int, disk: int, device: int, contents: HostContents, contract: Contract
 ) -> None:
-    choices = Choices("auto", [ram * GIB], [disk * GIB], device * GIB)
+    choices = Choices("auto", [ram * GIB], [disk * GIB], device * GIB, contents)
     (setting,) = size(trace, MODEL, choices, contract=contract, speeds=SPEEDS, processes=1).settings
     config = ReplayConfig("auto", ram, device, disk, host_contents=contents, contract=contract)
     result = replay(trace, config, model=MODEL, speeds=SPEEDS)

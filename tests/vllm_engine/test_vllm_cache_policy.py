@@ -14,12 +14,12 @@ from vllm_harness import Run, Runner, differences
 
 from benchmarks.synthetic import generate
 from kvoffload.lab.writer import write_trace
-from kvoffload.testing.scale import SCALE
+from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
 MODULE = "kvoffload.vllm.cache_policy"
-VERSIONS = [None, *(pytest.param(name, marks=pytest.mark.soak) for name in OVERLAYS if name >= "0.31")]
+VERSIONS = [None, *(pytest.param(name, marks=pytest.mark.soak) for name in OVERLAYS)]
 """None: the installed version."""
 
 
@@ -74,12 +74,6 @@ def test_replays_find_the_same(seen: Run) -> None:
     for ours, theirs in seen["replays"]:
         assert abs(ours - theirs) < 0.3
     assert "package.module:Class" in seen["unknown"]
-
-
-@pytest.mark.skipif("0.30.0" not in OVERLAYS, reason="no older vLLM here: run make overlays")
-@pytest.mark.soak
-def test_an_older_version_is_refused(run: Runner) -> None:
-    assert "use vLLM 0.31 or later" in run("cache_policies", seeds=1, steps=1, **in_version("0.30.0"))["refused"]
 
 
 def test_vllm_answers_the_same_with_auto(run: Runner, expected: list[Any]) -> None:

@@ -23,6 +23,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli import EXTRA
 from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say, table_of
+from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
@@ -53,6 +54,15 @@ OPTIONS = {
 }
 """The option that a user typed, by the Python setting that an error of the library names."""
 _SETTING = re.compile(rf"\b({'|'.join(OPTIONS)})(?==)")
+
+
+contents_option = click.option(
+    "--host-contents",
+    type=click.Choice([each.value for each in HostContents]),
+    default=HOST_CONTENTS.value,
+    show_default=True,
+    help="Whether host memory repeats what the device holds or, with --device, does not.",
+)
 
 
 def gathered(name: str, kind: Callable[..., object], *options: Decorator) -> Decorator:

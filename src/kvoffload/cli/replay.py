@@ -15,6 +15,7 @@ from kvoffload.cli.lab import (
     GivenSpeeds,
     Output,
     Source,
+    contents_option,
     contract_options,
     described,
     errors,
@@ -92,13 +93,7 @@ class Grid:
     click.option(
         "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
     ),
-    click.option(
-        "--host-contents",
-        type=click.Choice([each.value for each in HostContents]),
-        default=HostContents.INCLUSIVE.value,
-        show_default=True,
-        help="Whether host memory repeats what the device holds, or, with --device, does not.",
-    ),
+    contents_option,
 )
 @contract_options
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")

@@ -15,6 +15,7 @@ from kvoffload.cli.lab import (
     GivenSpeeds,
     Output,
     Source,
+    contents_option,
     contract_options,
     described,
     errors,
@@ -31,6 +32,7 @@ from kvoffload.cli.lab import (
     trace_options,
 )
 from kvoffload.cli.terminal import console_of, print_json, table_of
+from kvoffload.config import HostContents
 from kvoffload.lab.capacity import parse_size
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
@@ -52,6 +54,7 @@ class Tried:
     device: str | None
     ram: str | None
     disk: str | None
+    host_contents: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Goal:
         metavar="SIZES",
         help="Disk to try, such as none,1TiB.  [default: none if --ram is given, else none and powers of two]",
     ),
+    contents_option,
 )
 @contract_options
 @speed_options
@@ -190,7 +194,8 @@ def _choices(tried: Tried, trace: Trace, model: ModelShape) -> Choices:
         ]
 
     device = 0 if tried.device is None else parse_size(tried.device, trace, model, "--device")
-    return Choices(tried.policy, sizes("--ram", tried.ram), sizes("--disk", tried.disk), device)
+    contents = HostContents(tried.host_contents)
+    return Choices(tried.policy, sizes("--ram", tried.ram), sizes("--disk", tried.disk), device, contents)
 
 
 def _price(option: str, value: float) -> float:

@@ -47,7 +47,7 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
-from kvoffload.config import HostContents
+from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.columns import pieces
@@ -58,6 +58,7 @@ from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
 from kvoffload.observe.trace import name_hash
+from kvoffload.supported import TESTED
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
@@ -127,7 +128,7 @@ class ReplayConfig:
     """Capacity of the disk; 0: none."""
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it."""
-    host_contents: HostContents = HostContents.INCLUSIVE
+    host_contents: HostContents = HOST_CONTENTS
     """Exclusive contents need a device."""
     contract: Contract = DEFAULT_CONTRACT
 
@@ -144,10 +145,13 @@ class ReplayConfig:
                 f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
                 "policy is replayed with host memory alone; leave device and disk out"
             )
-        if self.host_contents is HostContents.EXCLUSIVE and not self.device_blocks:
-            raise ConfigError(
-                "host_contents=exclusive with device_blocks=0: there is nothing to leave out; give a device"
-            )
+        check_contents(self.host_contents, self.device_blocks)
+
+
+def check_contents(contents: HostContents, device: int) -> None:
+    """Raises ConfigError for exclusive contents without a device."""
+    if contents is HostContents.EXCLUSIVE and not device:
+        raise ConfigError("host_contents=exclusive with device=0: there is nothing to leave out; give a device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +318,8 @@ def run_class(policy: str) -> type[Run]:
         found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
     except ImportError as error:
         raise ConfigError(
-            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM 0.31 or "
-            "later, or name a policy of kvoffload"
+            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM "
+            f"{TESTED[0]} or later, or name a policy of kvoffload"
         ) from error
     return found
 

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvoffload.abc import ConfigError
-from kvoffload.supported import COMPANIONS, FIRST_BESIDE_OTHERS, FIRST_TO_DRAIN_HOLDERS_FIRST
+from kvoffload.supported import COMPANIONS, FIRST_BESIDE_OTHERS
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def refuse_companions(config: KVTransferConfig, own: type) -> None:
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:
     """Raises ConfigError for a version, a setting or a model with which kvoffload cannot be used at all."""
-    versions.refuse_older()
+    if reason := versions.why_too_old():
+        raise ConfigError(reason)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         value = versions.attribute(parallel, name)
@@ -126,11 +127,6 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
 def refuse_unserved_with_tiers(vllm_config: VllmConfig, setting: str) -> None:
     """Raises ConfigError for a setting that works with host memory, but not with blocks that another process has left
     in a tier below it. ``setting`` names the tier."""
-    if not versions.DRAINS_HOLDERS_FIRST:
-        raise ConfigError(
-            f"{setting}: {versions.NAME} cannot let a request wait for blocks from a tier below host memory; use vLLM "
-            f"{FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier"
-        )
     nodes = versions.attribute(vllm_config.parallel_config, "nnodes_within_dp")
     if nodes > 1:
         raise ConfigError(
