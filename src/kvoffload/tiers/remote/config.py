@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierConfig, TierContext
 from kvoffload.tiers.remote.codec import check_installed
-from kvoffload.tiers.remote.compressed import ROWS_BYTES
 from kvoffload.tiers.remote.link import ChannelState
+from kvoffload.tiers.remote.memory import ROWS_BYTES
 from kvoffload.tiers.remote.messages import Setup
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.record import RECORD_BYTES
