@@ -17,11 +17,11 @@ from functools import partial
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.compressed import CompressedFormat
+from kvoffload.tiers.remote.compressed import REQUEST_BYTES, CompressedFormat
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import Rows, SeparateBuffers
+from kvoffload.tiers.remote.memory import ROWS_BYTES, Rows, SeparateBuffers
 from kvoffload.tiers.remote.messages import Kind, Op, Request, Setup, Unframer, frame
 from kvoffload.tiers.remote.record import RECORD_BYTES, RowFormat, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -135,7 +135,7 @@ class _Server:
         values = self._values
         if not self._setup.compress and not self._client.registers_memory:
             return StoreWorker(self._client, SeparateBuffers(self._pools), values, pause=time.sleep)
-        rows = Rows(self._pools)
+        rows = Rows(self._pools, REQUEST_BYTES if self._setup.compress else ROWS_BYTES)
         # A value that is compressed has a copy elsewhere.
         self._watch.allow(rows.memory.nbytes + self._value_bytes)
         self._client.register(rows.memory)

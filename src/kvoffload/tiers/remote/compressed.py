@@ -23,6 +23,9 @@ from kvoffload.tiers.remote.record import FORMAT_VERSION, RECORD_BYTES, Fields, 
 
 COMPRESSED = "-zstd"
 COMPRESSED_VERSION = 2
+REQUEST_BYTES = 16 << 20
+"""Bytes of blocks of one request. With several requests under way one thread decompresses while another one waits for
+the network."""
 _HEADER = struct.Struct("<QQ")
 
 

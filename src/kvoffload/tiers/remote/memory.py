@@ -12,9 +12,8 @@ from kvoffload.tiers.remote.record import RECORD_BYTES, Value
 
 MAX_ROWS = 64
 """Values moved by one call of a client."""
-ROWS_BYTES = 16 << 20
-"""Memory for values that one call of a client moves through rows; at least one value. With several requests under way
-one thread copies or decompresses while another one waits for the network."""
+ROWS_BYTES = 32 << 20
+"""Memory for values that one call of a client moves through rows; at least one value."""
 
 
 class ValueMemory(ABC):
@@ -47,10 +46,10 @@ class Rows(ValueMemory):
     """A value is one buffer in memory of its own, as long as the record and the slots together. The format of the
     values copies between it and the slots. ``memory``: all of it."""
 
-    def __init__(self, pools: Sequence[ByteArray]) -> None:
+    def __init__(self, pools: Sequence[ByteArray], most_bytes: int = ROWS_BYTES) -> None:
         self._pools = pools
         value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in pools)
-        self.num_rows = max(1, min(MAX_ROWS, ROWS_BYTES // value_bytes))
+        self.num_rows = max(1, min(MAX_ROWS, most_bytes // value_bytes))
         self.memory: ByteArray = np.zeros(self.num_rows * value_bytes, dtype=np.uint8)
 
     def value(self, row: int, slot: int) -> Value:
