@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import json
 import os
@@ -18,10 +17,10 @@ from kvoffload.cache.policies import policy_class
 from kvoffload.cache.tenants import HOST, TenantConfig, check_budgets, load_tenants
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
-from kvoffload.settings import absolute_path, check_deadline, check_whole_number
+from kvoffload.settings import absolute_path, check_deadline, check_whole_number, unknown
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
 from kvoffload.tiers.disk.config import DiskConfig
-from kvoffload.units import Amount, format_bytes, parse_bytes
+from kvoffload.units import MIN_BUDGET, Amount, format_bytes, parse_bytes
 
 _PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
 """Options that are paths, with an example of each."""
@@ -133,7 +132,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for name in ("host_bytes", "disk_bytes"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
+                object.__setattr__(self, name, parse_bytes(name, getattr(self, name), MIN_BUDGET))
         for name in _PATHS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
@@ -321,9 +320,7 @@ def _check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raises ConfigError for an option that is not ``known``."""
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
-            raise ConfigError(name, options[name], "unknown option", f"{hint} Known: {', '.join(known)}")
+            raise unknown(name, options[name], "option", known)
 
 
 def _check_policy(policy: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from kvoffload.abc import NOT_SET, ConfigError, OffloadKey
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
 from kvoffload.printable import printable
+from kvoffload.settings import unknown
 from kvoffload.units import Amount, format_bytes, parse_bytes
 
 OTHER = "other"
@@ -95,9 +95,8 @@ def _load(name: object, entry: object) -> TenantConfig:
     known = ["guaranteed", "quota", "retain", "salt_sha256"]
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"write an entry such as {json.dumps(_EXAMPLE['search'])}."
-            raise ConfigError(f"{setting}.{key}", entry[key], "unknown key", f"{hint} Known: {', '.join(known)}")
+            otherwise = f"write an entry such as {json.dumps(_EXAMPLE['search'])}."
+            raise unknown(str(key), entry[key], "key", known, otherwise).within(f"{setting}.")
     salt = entry.get("salt_sha256")
     if salt is not None and name == OTHER:
         raise ConfigError(

@@ -106,6 +106,12 @@ def _needs(plan: Plan) -> Iterable[tuple[str, str, str]]:
     """Yields each part of ``plan`` that needs a version, the version, and an alternative."""
     if plan.door is Door.CONNECTOR:
         yield "kvoffload needs", supported.TESTED[0], ""
+        if plan.is_beside_others:
+            yield (
+                "beside others kvoffload needs",
+                supported.FIRST_BESIDE_OTHERS,
+                f", or name {supported.CONNECTOR} alone",
+            )
         if plan.tiers:
             yield "tiers below host memory need", supported.FIRST_TO_DRAIN_HOLDERS_FIRST, ", or remove the tiers"
     elif plan.door is Door.VLLM:
