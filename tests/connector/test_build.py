@@ -175,7 +175,7 @@ def test_host_memory_does_not_repeat_the_device_where_that_brings_something(
         ({"parts": Parts((2,))}, "other KV"),
     ):
         assert make(config(), **{**keeping, **change}).stores.device is None
-        with pytest.raises(ConfigError, match=f'host_contents="exclusive": .*{why}'):
+        with pytest.raises(ConfigError, match=f"host_contents='exclusive': .*{why}"):
             make(config(host_contents="exclusive"), **{**keeping, **change})
     factor = {**keeping, "groups": [KVGroup(TOKENS, 4)]}
     with pytest.raises(ConfigError, match="block_size_factor"):

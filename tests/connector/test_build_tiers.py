@@ -48,7 +48,7 @@ class OwnConfig(TierConfig):
     def open(self, context: TierContext) -> Tier:
         CONTEXTS.append(context)
         if self.fails == "setting":
-            raise ConfigError(f"blocks={self.blocks}: too few; set more")
+            raise ConfigError("blocks", self.blocks, "too few", "set more")
         if self.fails == "medium":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if self.fails == "bug":

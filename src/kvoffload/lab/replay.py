@@ -140,15 +140,10 @@ class ReplayConfig:
         if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
             self.disk_blocks or self.device_blocks
         ):
-            raise ConfigError(
-                fault=f"policy={self.policy!r} with device_blocks={self.device_blocks}, "
-                f"disk_blocks={self.disk_blocks}: this policy is replayed with host memory alone",
-                fix="leave device and disk out",
-            )
+            fault = "this policy is replayed with host memory alone"
+            raise ConfigError("policy", self.policy, fault, "leave device and disk out")
         if self.host_contents is HostContents.EXCLUSIVE and not self.device_blocks:
-            raise ConfigError(
-                fault="host_contents=exclusive with device_blocks=0: there is nothing to leave out", fix="give a device"
-            )
+            raise ConfigError("host_contents", "exclusive", "there is nothing to leave out", "give a device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +292,7 @@ def replay(
     except Exception as error:
         if config.policy in (CLAIRVOYANT, *KNOWN):
             raise
-        raise ConfigError(_failed(config.policy, done, error)) from error
+        raise _failed(config.policy, done, error) from error
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
@@ -377,13 +372,11 @@ def replay_many(
             raise
 
 
-def _failed(policy: str, request: int, error: Exception) -> str:
+def _failed(policy: str, request: int, error: Exception) -> ConfigError:
     where = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    return (
-        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; test it with "
-        "kvoffload.testing.conformance"
-    )
+    fault = f"failed at request {request}, {where.filename}:{where.lineno}: {words}"
+    return ConfigError("policy", policy, fault, "test it with kvoffload.testing.conformance")
 
 
 def part(on_progress: Progress | None, start: float, end: float) -> Progress | None:

@@ -40,15 +40,15 @@ def read_trace(
     """
     if str(source).startswith(synthetic.PREFIX):
         if format is not None:
-            raise TraceError(f"format={format!r}: a synthetic trace is not read from a file; leave format out")
+            raise TraceError("format", format, "a synthetic trace is not read from a file", "leave it out")
         return synthetic.generate(str(source), block_tokens, memory_bytes)
     if not str(source):
-        raise TraceError("trace='': give the path of a file")
+        raise TraceError("trace", "", "", "give the path of a file")
     file = Source(Path(source).expanduser(), Problems(strict), on_progress, memory_bytes)
     if format is None:
         format = _guess(file)
     if format not in FORMATS:
-        raise TraceError(f"format={format!r}: unknown; use one of {', '.join(FORMATS)}")
+        raise TraceError("format", format, "unknown", f"use one of {', '.join(FORMATS)}")
     file.format = format
     return FORMATS[format](file, block_tokens)
 

@@ -24,7 +24,7 @@ MAX_CELL = 1 << 16
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. Raises TraceError, also for a ``block_tokens`` other than 1."""
     if block_tokens not in (None, 1):
-        raise TraceError(f"block_tokens={block_tokens}: {source.path.name} has objects, not tokens; leave it out")
+        raise TraceError("block_tokens", block_tokens, f"{source.path.name} has objects, not tokens", "leave it out")
     rows = source.builder()
     columns: tuple[int, int] | None = None
     for number, cells in _rows(source):
