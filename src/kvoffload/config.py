@@ -49,9 +49,8 @@ class HostContents(enum.StrEnum):
     """Those that leave the device. The blocks that the device holds too leave host memory first."""
 
 
-INCLUSIVE_FROM = 8
-"""Host memory of this multiple of the device's cache, or more, repeats what the device holds, unless it is told not to:
-leaving that out would bring next to nothing (docs/policies.md)."""
+HOST_CONTENTS = HostContents.INCLUSIVE
+"""The default, of a server and of what is computed for one."""
 
 
 def _host_contents(value: object) -> HostContents:
@@ -73,10 +72,9 @@ class OffloadConfig:
     policy: str = "auto"
     """The eviction policy: "auto", which tunes itself, "lru", "arc", or a
     CachePolicy as "package.module:Class"."""
-    host_contents: HostContents | None = None
-    """"exclusive": a block is stored when it leaves the device, so host memory adds its whole size to the device's.
-    "inclusive": a block is stored when it is computed. By default exclusive where engine and model allow it, and host
-    memory is smaller than eight times the device's cache."""
+    host_contents: HostContents = HOST_CONTENTS
+    """"inclusive": a block is stored when it is computed. "exclusive": a block is stored when it leaves the device, so
+    host memory adds its whole size to the device's; for full attention only."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None
@@ -137,8 +135,7 @@ class OffloadConfig:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
         _check_policy(self.policy)
-        if self.host_contents is not None:
-            object.__setattr__(self, "host_contents", _host_contents(self.host_contents))
+        object.__setattr__(self, "host_contents", _host_contents(self.host_contents))
         total = total_memory()
         if self.host_bytes > total:
             raise ConfigError(

@@ -10,20 +10,14 @@ from kvoffload.abc import NOT_SET, ConfigError
 CONNECTOR = "KVOffloadConnector"
 """The name of kvoffload's connector in vLLM."""
 
-TESTED = ("0.30", "0.31", "0.32", "0.33")
+TESTED = ("0.31", "0.32", "0.33")
 """The minor versions of vLLM that are tested. Those before the first are refused."""
 TESTED_SGLANG = ("0.5",)
-
-FIRST_TO_DRAIN_HOLDERS_FIRST = "0.31"
-"""Tiers need it: requests that hold device blocks are then scheduled first, so that a request may wait for a load."""
 
 FIRST_BESIDE_OTHERS = "0.32"
 """The first version in whose MultiConnector kvoffload is tested."""
 COMPANIONS = {"NixlPullConnector": "NixlConnector", "ExampleConnector": "ExampleConnector"}
 """Connectors beside which it is tested: the class in vLLM, and the name in a configuration."""
-
-FIRST_WITH_SECONDARY_TIERS = "0.31"
-"""KVOffloadTier needs it: vLLM's own offloading gives its tiers the jobs that it knows."""
 
 
 def release_of(version: str) -> tuple[int, int] | None:

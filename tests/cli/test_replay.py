@@ -163,12 +163,12 @@ def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
 def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
     good = trace.read_text()
     trace.write_text(good + "no json\n" + line(99_000, [1], input_length=-1) + "\n")
-    done = run(trace, "--capacity", 4, "--json")
+    done = run(trace, "--capacity", 4, "--json", "--skip-bad-lines")
     assert done.exit_code == 0
     assert json.loads(done.stdout)[0]["requests"] == len(CHAINS)
     assert "skipped 2 lines" in done.stderr
     assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
-    done = run(trace, "--capacity", 4, "--json", "--strict")
+    done = run(trace, "--capacity", 4, "--json")
     assert (done.exit_code, done.stdout) == (2, "")
     assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
 
@@ -247,7 +247,6 @@ def test_the_bound_alone_and_names_that_look_like_markup(trace: Path) -> None:
     assert done.exit_code == 0
     assert done.stdout.count("bound (knows the rest)") == 3
     assert "*" not in done.stdout.rsplit("\n", 2)[0]
-    assert "synthetic:x:" in run("synthetic:x").stderr
 
 
 def test_a_trace_without_any_block(tmp_path: Path) -> None:

@@ -561,7 +561,7 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.lab.readers import read_trace
     from kvoffload.lab.replay import ReplayConfig, replay
 
-    trace = read_trace("synthetic:chat").between(0, 0.05)
+    trace = read_trace(config["chat"])
     pairs = [(trace, "lru", "LRUCachePolicy", trace.num_distinct // 4)]
     if config.get("traces"):
         published = read_trace(str(Path(config["traces"]) / "mooncake_conversation.jsonl.gz"))

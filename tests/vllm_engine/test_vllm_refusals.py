@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "an older version": (
         POOL,
-        ["vLLM 0.29.1 is installed, and kvoffload needs 0.30 or later: pip install 'vllm==0.33.*'"],
+        ["vLLM 0.30.1 is installed, and kvoffload needs 0.31 or later: pip install 'vllm==0.33.*'"],
     ),
     "a window for generated tokens only": (POOL, ["RSWASpec", "without kvoffload"]),
     "hidden states": (POOL, ["extract_hidden_states", "remove the speculative config"]),
@@ -153,7 +153,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "parallel_config.data_parallel_rank_local": 2,
     },
     "states without prefix caching": {"kv_cache": "mamba"},
-    "an older version": {"version": "0.29.1"},
+    "an older version": {"version": "0.30.1"},
     "a window for generated tokens only": {"kv_cache": "rswa"},
     "hidden states": {"speculative_config": "extract_hidden_states"},
     "hashes of tokens behind a block": {"version": "0.33.0", "num_hash_lookahead_tokens": 1},

@@ -23,7 +23,7 @@ from kvoffload.abc.manager import (
     PrepareStoreOutput,
 )
 from kvoffload.abc.policy import Access, CachePolicy, Eviction
-from kvoffload.abc.tier import States, Tier, TierError, TierResult, TierStats
+from kvoffload.abc.tier import Ability, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.transfer import PageGroup, Placement, Transfer, TransferResult
 from kvoffload.abc.types import (
     Awaited,
@@ -48,6 +48,7 @@ from kvoffload.abc.types import (
 
 __all__ = [
     "NOT_SET",
+    "Ability",
     "Access",
     "Admission",
     "Awaited",

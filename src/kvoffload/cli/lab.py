@@ -22,6 +22,7 @@ from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli import EXTRA
 from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say, table_of
+from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
@@ -52,6 +53,15 @@ OPTIONS = {
 """The option that a user typed, by the Python setting that an error of the library names."""
 
 
+contents_option = click.option(
+    "--host-contents",
+    type=click.Choice([each.value for each in HostContents]),
+    default=HOST_CONTENTS.value,
+    show_default=True,
+    help="Whether host memory repeats what the device holds or, with --device, does not.",
+)
+
+
 def gathered(name: str, kind: Callable[..., object], *options: Decorator) -> Decorator:
     """Adds ``options`` to a command, whose argument ``name`` is then ``kind`` of their values."""
 
@@ -76,7 +86,7 @@ class Source:
     trace: str
     trace_format: str | None
     block_tokens: int | None
-    strict: bool
+    skip_bad_lines: bool
 
 
 def trace_options(metavar: str) -> Decorator:
@@ -89,7 +99,7 @@ def trace_options(metavar: str) -> Decorator:
         click.argument("trace", metavar=metavar),
         click.option("--format", "trace_format", help=formats),
         click.option("--block-tokens", type=int, metavar="N", help=blocks),
-        click.option("--strict", is_flag=True, help="Stop at the first invalid line."),
+        click.option("--skip-bad-lines", is_flag=True, help="Go on even if more than 1% of the lines cannot be used."),
     )
 
 
@@ -289,7 +299,7 @@ def requests_in(command: str, source: Source) -> Trace:
         trace = read_trace(
             source.trace,
             format=source.trace_format,
-            strict=source.strict,
+            skip_bad_lines=source.skip_bad_lines,
             block_tokens=source.block_tokens,
             on_progress=on_progress,
         )
@@ -303,8 +313,8 @@ def requests_in(command: str, source: Source) -> Trace:
 
 
 def described(trace: Trace, model: ModelShape, footprint_bytes: int) -> str:
-    """Returns a sentence about the size of the trace."""
-    return (
+    """Returns a sentence about the size of the trace. Others may have named it and the model."""
+    return printable(
         f"{trace.name}: {counted(trace.num_requests, 'request')}{sources(trace)} in "
         f"{age(float(trace.times[-1] - trace.times[0]))}, "
         f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_accesses:,} block accesses; "

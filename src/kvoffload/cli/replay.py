@@ -15,6 +15,7 @@ from kvoffload.cli.lab import (
     GivenSpeeds,
     Output,
     Source,
+    contents_option,
     contract_options,
     described,
     errors,
@@ -91,13 +92,7 @@ class Grid:
     click.option(
         "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
     ),
-    click.option(
-        "--host-contents",
-        type=click.Choice([each.value for each in HostContents]),
-        default=HostContents.INCLUSIVE.value,
-        show_default=True,
-        help="Whether host memory repeats what the device holds, or, with --device, does not.",
-    ),
+    contents_option,
 )
 @contract_options
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
@@ -122,9 +117,8 @@ def replay(
 ) -> None:
     """Replay a trace of requests through the managers that serve an engine, and print what they would have found.
 
-    TRACE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
-    synthetic:documents. Every policy is combined with every capacity. No bytes are copied, and a disk is always fast
-    enough. Exit status 2: the trace cannot be read, or an option is invalid.
+    TRACE is a file, or a directory of sessions. Every policy is combined with every capacity. No bytes are copied, and
+    a disk is always fast enough. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("replay"):
         output.check()

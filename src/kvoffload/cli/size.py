@@ -15,6 +15,7 @@ from kvoffload.cli.lab import (
     GivenSpeeds,
     Output,
     Source,
+    contents_option,
     contract_options,
     described,
     errors,
@@ -31,6 +32,7 @@ from kvoffload.cli.lab import (
     trace_options,
 )
 from kvoffload.cli.terminal import console_of, print_json, table_of
+from kvoffload.config import HostContents
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
 from kvoffload.lab.policies import policy_class
@@ -51,6 +53,7 @@ class Tried:
     device: str | None
     ram: str | None
     disk: str | None
+    host_contents: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Goal:
         metavar="SIZES",
         help="Disk to try, such as none,1TiB.  [default: none if --ram is given, else none and powers of two]",
     ),
+    contents_option,
 )
 @contract_options
 @speed_options
@@ -116,9 +120,8 @@ def size(
 ) -> None:
     """Find out how much RAM and disk a trace of requests needs.
 
-    TRACE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
-    synthetic:documents. Prints the share of prompt tokens that each setting would serve, and the time to first token
-    without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
+    TRACE is a file, or a directory of sessions. Prints the share of prompt tokens that each setting would serve, and
+    the time to first token without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("size"):
         output.check()
@@ -126,7 +129,8 @@ def size(
         policy_class(tried.policy)
         shape = _model(model, kv_dtype)
         device = 0 if tried.device is None else parse_bytes("--device", tried.device)
-        choices = Choices(tried.policy, _sizes("--ram", tried.ram), _sizes("--disk", tried.disk), device)
+        contents = HostContents(tried.host_contents)
+        choices = Choices(tried.policy, _sizes("--ram", tried.ram), _sizes("--disk", tried.disk), device, contents)
         checked = speeds.checked()
         prices = Prices(_price("--ram-price", goal.ram_price), _price("--disk-price", goal.disk_price))
         ttft_p95 = goal.ttft_p95

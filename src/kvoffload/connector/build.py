@@ -18,7 +18,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
-from kvoffload.config import INCLUSIVE_FROM, HostContents, OffloadConfig
+from kvoffload.config import HostContents, OffloadConfig
 from kvoffload.connector.engine import EngineSpec, TraceHeaders
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
@@ -69,7 +69,7 @@ def build_scheduler(
             below += open_tiers(entries, context, opened, shares)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
         below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
-        is_exclusive = _is_exclusive(config, host_pools)
+        is_exclusive = config.host_contents is HostContents.EXCLUSIVE
         scheduler = OffloadingConnectorScheduler(
             _make_manager(config, host_pools, below, tenants, is_exclusive),
             replace(engine, num_workers=host_pools.num_workers),
@@ -87,16 +87,6 @@ def build_scheduler(
         logger.info("kvoffload: tenants: %s; all other requests are of the tenant %s", configured or "none", OTHER)
     logger.info("kvoffload: model fingerprint %s", fingerprint)
     return scheduler
-
-
-def _is_exclusive(config: OffloadConfig, pools: _HostPools) -> bool:
-    """Whether host memory does not repeat what the device holds. Raises ConfigError if it is asked to and cannot."""
-    reason = pools.engine.why_inclusive
-    if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
-        raise ConfigError("host_contents", "exclusive", reason, "leave it out")
-    if config.host_contents is None:
-        return reason is None and pools.num_blocks < INCLUSIVE_FROM * pools.device_cache_blocks
-    return config.host_contents is HostContents.EXCLUSIVE
 
 
 def _make_manager(
@@ -127,7 +117,8 @@ def _make_manager(
         engine.enable_events,
         must_store=bool(tiers) or is_exclusive,
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
-        device_blocks=pools.device_cache_blocks if is_exclusive else 0,
+        # One device block, the null block, is never used.
+        device_blocks=(engine.device_blocks or 1) - 1 if is_exclusive else 0,
     )
     if not tiers:
         return host
@@ -217,6 +208,9 @@ class _HostPools:
                     f"the host pools of this node take {format_bytes(nbytes)}",
                     f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots",
                 )
+        reason = self.engine.why_inclusive
+        if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
+            raise ConfigError("host_contents", "exclusive", reason, "leave it out")
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
@@ -255,11 +249,6 @@ class _HostPools:
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
         return device_blocks * self.layout.device_align // self._device_blocks_per_align
-
-    @property
-    def device_cache_blocks(self) -> int:
-        """Device blocks that hold something: one, the null block, is never used."""
-        return (self.engine.device_blocks or 1) - 1
 
     @property
     def _device_blocks_per_align(self) -> int:

@@ -96,7 +96,7 @@ class EngineSpec:
     def why_inclusive(self) -> str | None:
         """Why host memory must repeat what the device holds; None if it need not."""
         if not self.keeps_blocks or self.device_blocks is None:
-            return "this engine does not say that its device cache keeps blocks (keeps_blocks, device_blocks)"
+            return "the device cache does not keep blocks (keeps_blocks, device_blocks; vLLM's does without sleep mode)"
         if self.adapter_of is not None:
             return "the engine serves adapters"
         layout = self.layout

@@ -47,10 +47,10 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
-from kvoffload.config import HostContents
+from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.columns import Folder, pieces
+from kvoffload.lab.columns import pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
@@ -58,6 +58,7 @@ from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
 from kvoffload.observe.trace import name_hash
+from kvoffload.supported import TESTED
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
@@ -127,7 +128,7 @@ class ReplayConfig:
     """Capacity of the disk; 0: none."""
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it."""
-    host_contents: HostContents = HostContents.INCLUSIVE
+    host_contents: HostContents = HOST_CONTENTS
     """Exclusive contents need a device."""
     contract: Contract = DEFAULT_CONTRACT
 
@@ -142,8 +143,13 @@ class ReplayConfig:
         ):
             fault = "this policy is replayed with host memory alone"
             raise ConfigError("policy", self.policy, fault, "leave device and disk out")
-        if self.host_contents is HostContents.EXCLUSIVE and not self.device_blocks:
-            raise ConfigError("host_contents", "exclusive", "there is nothing to leave out", "give a device")
+        check_contents(self.host_contents, self.device_blocks)
+
+
+def check_contents(contents: HostContents, device: int) -> None:
+    """Raises ConfigError for exclusive contents without a device."""
+    if contents is HostContents.EXCLUSIVE and not device:
+        raise ConfigError("host_contents", "exclusive", "there is nothing to leave out", "give a device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +319,7 @@ def run_class(policy: str) -> type[Run]:
             "policy",
             policy,
             f"vLLM's manager of host memory cannot be imported ({error})",
-            "install vLLM 0.31 or later, or name a policy of kvoffload",
+            f"install vLLM {TESTED[0]} or later, or name a policy of kvoffload",
         ) from error
     return found
 
@@ -349,8 +355,7 @@ def replay_many(
     context = multiprocessing.get_context("spawn")
     done = context.Array("d", len(configs), lock=False)
     # All processes map the same files.
-    folder = trace.folder or Folder()
-    trace.save(folder)
+    folder = trace.save()
     shared = folder.path, trace.name, trace.block_tokens, trace.tenant_names
     with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]

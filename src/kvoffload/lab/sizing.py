@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import HOST
-from kvoffload.config import INCLUSIVE_FROM, HostContents
+from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
@@ -23,6 +23,7 @@ from kvoffload.lab.replay import (
     Contract,
     ReplayConfig,
     ReplayResult,
+    check_contents,
     least_device_blocks,
     part,
     replay_many,
@@ -65,8 +66,17 @@ class Choices:
     disk: Sequence[int] = ()
     """In bytes; 0: none. By default powers of two; with only ``ram``, no disk."""
     device: int = 0
-    """The engine's own cache on the device, in bytes. RAM without a disk does not repeat it where a server would not.
-    0: counted as a part of RAM."""
+    """The engine's own cache on the device, in bytes; 0: counted as a part of RAM."""
+    host_contents: HostContents = HOST_CONTENTS
+    """Exclusive: RAM does not repeat what the device holds. This needs a device."""
+
+    def __post_init__(self) -> None:
+        check_contents(self.host_contents, self.device)
+
+    def caches(self, ram_bytes: int, disk_bytes: int) -> tuple[int, int]:
+        """Returns the size of the cache that device and RAM are together, and that of the disk."""
+        is_exclusive = self.host_contents is HostContents.EXCLUSIVE
+        return ram_bytes + self.device if is_exclusive else max(ram_bytes, self.device), disk_bytes
 
 
 DEFAULT_CHOICES = Choices()
@@ -138,8 +148,11 @@ class Sizing:
     """Percent of prompt tokens that LRU serves, by capacity in blocks, from 0 to all distinct blocks."""
     comparison: Comparison | None
     """What the contract brings and costs in ``best``; None without a contract."""
-    device_bytes: int
-    """The engine's own cache on the device; 0: counted as a part of RAM."""
+    choices: Choices
+
+    @property
+    def device_bytes(self) -> int:
+        return self.choices.device
 
     @property
     def best(self) -> Setting:
@@ -234,13 +247,13 @@ def size(
     pairs = _with_room(all_pairs, choices, contract)
     footprint = trace.num_distinct * block_bytes
     tried = [(ram * r, disk * d) for ram, disk in pairs for r, d in ((1, 1), (2, 1), (1, 2))]
-    amounts = {amount for pair in (*tried, (footprint, 0), (0, 0)) for amount in caches(*pair, choices.device)}
+    amounts = {amount for pair in (*tried, (footprint, 0), (0, 0)) for amount in choices.caches(*pair)}
     amounts.add(choices.device)
     capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts if amount}
     # LRU's curve takes no replays, and where nothing is evicted, all policies find the same.
     curve_policy = "lru" if has_contract else choices.policy
     curve = hit_curve(trace, curve_policy, sorted(capacities), processes=processes, on_progress=on_progress)
-    on_curve = _OnCurve(trace, block_bytes, curve, choices.device)
+    on_curve = _OnCurve(trace, block_bytes, curve, choices)
     evaluate = _Evaluator(trace, model, speeds, prices)
     nothing, ceiling = evaluate([(0, 0), (footprint, 0)], on_curve)
     find: _Find = on_curve
@@ -274,19 +287,8 @@ def size(
         curve=curve,
         lru_pct=lru_pct,
         comparison=comparison,
-        device_bytes=choices.device,
+        choices=choices,
     )
-
-
-def caches(ram_bytes: int, disk_bytes: int, device_bytes: int) -> tuple[int, int]:
-    """Returns the size of the cache that device and RAM are together, and that of the disk."""
-    is_exclusive = _is_exclusive(ram_bytes, disk_bytes, device_bytes)
-    return ram_bytes + device_bytes if is_exclusive else max(ram_bytes, device_bytes), disk_bytes
-
-
-def _is_exclusive(ram_bytes: int, disk_bytes: int, device_bytes: int) -> bool:
-    """Whether RAM does not repeat what the device holds."""
-    return not disk_bytes and ram_bytes < INCLUSIVE_FROM * device_bytes
 
 
 def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[int]]:
@@ -413,14 +415,14 @@ class _OnCurve:
     trace: Trace
     block_bytes: int
     curve: Curve
-    device_bytes: int
+    choices: Choices
 
     def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
         return (self._found(*pair) for pair in pairs)
 
     def _found(self, ram_bytes: int, disk_bytes: int) -> _Found:
-        on_device, device_pct, _ = self._at(self.device_bytes)
-        in_ram, ram_pct, ram_bound = self._at(caches(ram_bytes, disk_bytes, self.device_bytes)[0])
+        on_device, device_pct, _ = self._at(self.choices.device)
+        in_ram, ram_pct, ram_bound = self._at(self.choices.caches(ram_bytes, disk_bytes)[0])
         served, served_pct, bound = in_ram, ram_pct, ram_bound
         if disk_bytes:
             on_disk, disk_pct, disk_bound = self._at(disk_bytes)
@@ -497,13 +499,12 @@ class _InReplays:
     def _config(self, pair: Pair, has_contract: bool) -> ReplayConfig:
         ram_bytes, disk_bytes = pair
         block_bytes, device_bytes = self.contract.block_bytes, self.choices.device
-        is_exclusive = _is_exclusive(ram_bytes, disk_bytes, device_bytes)
         return ReplayConfig(
             self.choices.policy,
             ram_bytes // block_bytes,
             device_bytes // block_bytes,
             disk_bytes // block_bytes,
-            host_contents=HostContents.EXCLUSIVE if is_exclusive else HostContents.INCLUSIVE,
+            host_contents=self.choices.host_contents,
             contract=self.contract if has_contract else NO_CONTRACT,
         )
 
@@ -606,12 +607,16 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
             f" * marks the cheapest setting that saves {100 * GOOD_SHARE:.0f}% of the time to first token that the "
             "fastest one saves."
         )
+    device = ""
+    if sizing.device_bytes:
+        repeats = "does not repeat" if sizing.choices.host_contents is HostContents.EXCLUSIVE else "repeats"
+        device = f" RAM {repeats} what the device holds."
     replayed = (
         "" if sizing.comparison is None else " Every setting was replayed with the tenants' shares and the hints."
     )
     return (
         f"Percentages are of prompt tokens, with the policy {sizing.policy} in RAM and on disk; the disk also has a "
-        f"copy of everything in RAM.{replayed}{rule} TTFT is an estimate without queueing: prefill at "
+        f"copy of everything in RAM.{device}{replayed}{rule} TTFT is an estimate without queueing: prefill at "
         f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({speeds.prefill_origin}), loads at "
         f"{speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and "
         f"{speeds.disk_bytes_per_s / 1e9:g} GB/s from disk. Without a cache, p50 is {milliseconds(nothing.ttft_p50_s)} "

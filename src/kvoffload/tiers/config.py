@@ -72,6 +72,8 @@ class TierConfig(ABC):
     """Whether tenants have shares of the tier: see ``TierContext.shares``."""
     retains: ClassVar[bool] = False
     """Whether tenants can have blocks retained in it: see ``Tier.retain``."""
+    is_shared: ClassVar[bool] = False
+    """Whether its tier is, see ``Tier.is_shared``, if it has a ``directory``."""
 
     store_threshold: int | None = None
     """How many requests must ask for a block before it is written to this tier, 2 or more. By default all blocks that
@@ -93,6 +95,7 @@ class TierConfig(ABC):
     @abstractmethod
     def open(self, context: TierContext) -> Tier:
         """Returns the tier, ready to serve. A tier whose server cannot be reached is opened too, and reaches it later.
+        If there is a ``directory``, another thread calls this, which may hang, and again after a failure.
 
         Raises ConfigError for a wrong setting, and OSError if the medium fails: a server continues without the tier
         then, with a warning.

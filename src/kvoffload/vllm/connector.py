@@ -157,7 +157,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             parts=layout.parts,
             following=following,
             num_workers=len(infos),
-            share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
+            share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching),
             enable_events=events is not None and events.enable_kv_cache_events,
             device_blocks=layout.num_device_blocks,
             keeps_blocks=versions.keeps_blocks(self._vllm_config),
@@ -299,8 +299,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Does nothing: ``get_transfer_results`` accepts the stores, because vLLM calls it in every step. Before 0.31
-        it does not call this method in a step without tokens."""
+        """Does nothing: ``get_transfer_results`` accepts the stores."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         step = self._step_meta()

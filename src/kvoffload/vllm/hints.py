@@ -16,10 +16,10 @@ MAX_ACTIONS = 64
 
 def engine_options(request: Request) -> Mapping[str, object]:
     """Returns request options: the ``session`` that vLLM names, and the payloads of the actions of type PARAM in its
-    ``kv_hints``, of which the last one counts most. Versions before 0.31 have no ``kv_hints``. Values are not checked.
+    ``kv_hints``, of which the last one counts most. Values are not checked.
 
     A request that returns something for every token of its prompt, as with ``prompt_logprobs``, may not load: vLLM
-    computes what is missing in a cache, and so must have nothing in it. Schedulers before 0.31 would take an offer.
+    computes what is missing in a cache, and so must have nothing in it.
     """
     options: dict[str, object] = {}
     session = getattr(request, "session_id", None)

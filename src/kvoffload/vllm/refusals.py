@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvoffload.abc import NOT_SET, ConfigError
-from kvoffload.supported import FIRST_TO_DRAIN_HOLDERS_FIRST
 from kvoffload.tiers.config import TierEntry
 from kvoffload.vllm import versions
 
@@ -36,7 +35,8 @@ STATES_AT_BOUNDARIES = "align"
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:
     """Raises ConfigError for a version, a setting or a model with which kvoffload cannot be used at all."""
-    versions.refuse_older()
+    if reason := versions.why_too_old():
+        raise ConfigError(reason)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         value = versions.attribute(parallel, name)
@@ -102,12 +102,6 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
 def refuse_unserved_with_tiers(vllm_config: VllmConfig, tier: TierEntry) -> None:
     """Raises ConfigError for a setting that works with host memory, but not with blocks that another process has left
     in ``tier``."""
-    if not versions.DRAINS_HOLDERS_FIRST:
-        raise ConfigError(
-            *tier.named,
-            f"{versions.NAME} cannot let a request wait for blocks from a tier below host memory",
-            f"use vLLM {FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier",
-        )
     nodes = versions.attribute(vllm_config.parallel_config, "nnodes_within_dp")
     if nodes > 1:
         raise ConfigError(

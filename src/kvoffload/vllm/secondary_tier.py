@@ -31,7 +31,7 @@ from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
 
-if _reason := versions.reason_against_secondary_tiers("KVOffloadTier"):
+if _reason := versions.why_too_old():
     raise ConfigError(_reason)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -336,8 +336,9 @@ class KVOffloadTier(SecondaryTierManager):
             name, _, label = labelled.partition(":")
             if name not in METRIC_NAMES:
                 continue
-            put = stats.set_gauge if METRICS[name].kind == "gauge" else stats.increase_counter
-            put(PREFIX + name, float(value), (label,) if label else ())
+            spec = METRICS[name]
+            put = stats.set_gauge if spec.kind == "gauge" else stats.increase_counter
+            put(PREFIX + name, float(value), tuple(spec.split(label)))
         return None if stats.is_empty() else stats
 
     # The end.

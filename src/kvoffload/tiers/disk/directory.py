@@ -233,6 +233,16 @@ class DirectoryStorage(Storage):
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
+    def has_vanished(self) -> bool:
+        try:
+            is_same = os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            if self._lock_fd >= 0:
+                named = os.stat(LOCK_NAME, dir_fd=self._fd, follow_symlinks=False)
+                is_same = is_same and os.path.samestat(os.fstat(self._lock_fd), named)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not is_same or (self._parent is not None and self._parent.has_vanished())
+
     def close(self) -> None:
         self._lock_fd = _unlock(self._lock_fd)
         self._start_lock_fd = _unlock(self._start_lock_fd)
@@ -274,8 +284,11 @@ class _DirectoryFile(StoredFile):
         self._storage = storage
         self._fresh = fresh
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.ENXIO, "not a regular file")
+            self._has_links = status.st_nlink > 0
+            """Whether the file system counts the names of a file."""
             storage.close_to_others(fd, name, _FILE_MODE)
             self._is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
             """Whether the file was opened so."""
@@ -323,6 +336,9 @@ class _DirectoryFile(StoredFile):
     @property
     def is_cached(self) -> bool:
         return self._is_cached
+
+    def is_removed(self) -> bool:
+        return self._has_links and os.fstat(self._fd).st_nlink == 0
 
     def sync(self) -> None:
         os.fdatasync(self._fd)

@@ -19,7 +19,6 @@ from kvoffload.abc import (
     Slots,
     States,
     TenantUse,
-    Tier,
     TierError,
     TierResult,
     TierStats,
@@ -37,6 +36,7 @@ from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.shrinking import MOVED_BYTES, shrink
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.late import RenewableTier
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.threads import IOThreads
 
@@ -71,7 +71,7 @@ class DiskSettings:
     """Bytes that are moved together into a smaller budget."""
 
 
-class DiskTier(Tier):
+class DiskTier(RenewableTier):
     """Blocks of ``pools`` (one per rank, shape (num_slots, slot_bytes)) on ``storage``.
 
     ``files`` and ``catalog``, its two public parts, are for tests and benchmarks. The catalog is kept on the
@@ -380,9 +380,10 @@ class DiskTier(Tier):
         if not self.files.read_only:
             self.files.index.write_journal()
 
+    def has_vanished(self) -> bool:
+        return self.files.folder.has_vanished()
+
     def give_up(self) -> None:
-        """Another process owns the directory from now on, so nothing is held, and nothing is written any more. Jobs
-        under way may still write."""
         self.files.read_only = True
         self._io.abandon()
         self.catalog.reset()
