@@ -125,12 +125,15 @@ class OffloadConfig:
                 f"(half of the {format_bytes(free)} free here)"
             )
             raise ConfigError("host_bytes", NOT_SET, "is not set", fix)
+        for name in ("host_bytes", "disk_bytes"):
+            if options.get(name) is not None:
+                parse_bytes(name, options[name], MIN_BUDGET)
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     def __post_init__(self) -> None:
         for name in ("host_bytes", "disk_bytes"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, parse_bytes(name, getattr(self, name), MIN_BUDGET))
+                object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
         for name in _PATHS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
@@ -157,10 +160,9 @@ class OffloadConfig:
         object.__setattr__(self, "tiers", load_tiers(self.tiers))
         check_distinct(self.tier_entries)
         object.__setattr__(self, "tenants", load_tenants(self.tenants))
-        budgets = [each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries]
-        named = dict(zip(self.tier_names, self.tier_entries, strict=True))
-        retaining = [HOST, *(name for name, entry in named.items() if entry.config.retains)]
-        check_budgets(self.tenants, {HOST: self.host_bytes, **dict(zip(named, budgets, strict=True))}, retaining)
+        named = zip(self.tier_names, self.tier_entries, strict=True)
+        retaining = [HOST, *(name for name, entry in named if entry.config.retains)]
+        check_budgets(self.tenants, {HOST: self.host_bytes, **self.tier_budgets}, retaining)
         self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
@@ -193,6 +195,12 @@ class OffloadConfig:
     def tier_names(self) -> list[str]:
         """The names of these tiers in logs, metrics and events."""
         return distinct_names(entry.config.kind for entry in self.tier_entries)
+
+    @property
+    def tier_budgets(self) -> dict[str, int | None]:
+        """The bytes of which tenants have shares, by the name of the tier; None if they have none there."""
+        budgets = (each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries)
+        return dict(zip(self.tier_names, budgets, strict=True))
 
     def _check_trace(self) -> None:
         if self.record_trace is None:
