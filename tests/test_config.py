@@ -187,6 +187,11 @@ def test_the_constructor_checks_and_converts_values_too(monkeypatch: pytest.Monk
         ("disk_byte", "disk_bytes"),
         ("diskdir", "disk_dir"),
         ("store_treshold", "store_threshold"),
+        ("max_local_cpu_size", "host_bytes"),
+        ("local_disk", "disk_dir"),
+        ("remote_url", "tiers"),
+        ("chunk_size", "block_size"),
+        ("cpu_bytes_to_use", "host_bytes"),
     ],
 )
 def test_an_error_proposes_the_option_that_was_meant(name: str, meant: str) -> None:
@@ -218,19 +223,29 @@ def test_without_host_bytes_the_error_proposes_a_valid_amount(
 
 
 def test_less_than_one_block() -> None:
-    assert make(host_bytes=8192).num_blocks(4097) == 1
+    assert OffloadConfig(8192).num_blocks(4097) == 1
     with pytest.raises(ConfigError) as caught:
-        make(host_bytes=8191).num_blocks(4097)
+        OffloadConfig(8191).num_blocks(4097)
     message = str(caught.value)
     assert "host_bytes=8191" in message
     assert "8192 bytes" in message
     assert "set host_bytes to many times that" in message
 
 
+@pytest.mark.parametrize(("value", "meant"), [(64, 64), ("64", 64), ("64KiB", None), ((1 << 20) - 1, (1 << 20) - 1)])
+@pytest.mark.parametrize("name", ["host_bytes", "disk_bytes"])
+def test_a_number_that_was_meant_in_gib(name: str, value: object, meant: int | None) -> None:
+    message = refused(**{"disk_dir": "/cache", "disk_bytes": "1GiB", name: value})
+    assert message.startswith(f"{name}={value!r}: ")
+    assert (f'did you mean {name}="{meant}GiB"?' in message) == (meant is not None)
+    assert "did you mean" not in refused(host_bytes=0)
+    assert make(disk_dir="/cache", disk_bytes=1 << 20).disk_bytes == 1 << 20
+
+
 def test_padding_and_every_rank_are_counted() -> None:
-    assert make(host_bytes=64 * KIB).num_blocks(4096) == 16
-    assert make(host_bytes=64 * KIB).num_blocks(4097) == 8
-    assert make(host_bytes=64 * KIB).num_blocks(4097, ranks=4) == 2
+    assert OffloadConfig(64 * KIB).num_blocks(4096) == 16
+    assert OffloadConfig(64 * KIB).num_blocks(4097) == 8
+    assert OffloadConfig(64 * KIB).num_blocks(4097, ranks=4) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import json
 import os
@@ -19,10 +18,10 @@ from kvoffload.cache.tenants import HOST, TenantConfig, check_budgets, load_tena
 from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
-from kvoffload.settings import absolute_path, check_deadline, check_whole_number
+from kvoffload.settings import absolute_path, check_deadline, check_whole_number, unknown
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
 from kvoffload.tiers.disk.config import DiskConfig
-from kvoffload.units import Amount, format_bytes, parse_bytes
+from kvoffload.units import MIN_BUDGET, Amount, format_bytes, parse_bytes
 
 _PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
 """Options that are paths, with an example of each."""
@@ -127,6 +126,9 @@ class OffloadConfig:
                 f"(half of the {format_bytes(free)} free here)"
             )
             raise ConfigError("host_bytes", NOT_SET, "is not set", fix)
+        for name in ("host_bytes", "disk_bytes"):
+            if options.get(name) is not None:
+                parse_bytes(name, options[name], MIN_BUDGET)
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     def __post_init__(self) -> None:
@@ -159,14 +161,13 @@ class OffloadConfig:
         object.__setattr__(self, "tiers", load_tiers(self.tiers))
         check_distinct(self.tier_entries)
         object.__setattr__(self, "tenants", load_tenants(self.tenants))
-        budgets = [each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries]
-        named = dict(zip(self.tier_names, self.tier_entries, strict=True))
-        retaining = [HOST, *(name for name, entry in named.items() if entry.config.retains)]
-        check_budgets(self.tenants, {HOST: self.host_bytes, **dict(zip(named, budgets, strict=True))}, retaining)
+        named = zip(self.tier_names, self.tier_entries, strict=True)
+        retaining = [HOST, *(name for name, entry in named if entry.config.retains)]
+        check_budgets(self.tenants, {HOST: self.host_bytes, **self.tier_budgets}, retaining)
         try:
             within(FILES_DEADLINE_S, self._check_trace)
         except TimeoutError as error:
-            raise ConfigError(f"record_trace={self.record_trace!r}: {error.strerror}") from None
+            raise ConfigError("record_trace", self.record_trace, str(error.strerror)) from None
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
         for name in ("load_only_if_faster", "batched_copies", "canonical_layout"):
@@ -198,6 +199,12 @@ class OffloadConfig:
     def tier_names(self) -> list[str]:
         """The names of these tiers in logs, metrics and events."""
         return distinct_names(entry.config.kind for entry in self.tier_entries)
+
+    @property
+    def tier_budgets(self) -> dict[str, int | None]:
+        """The bytes of which tenants have shares, by the name of the tier; None if they have none there."""
+        budgets = (each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries)
+        return dict(zip(self.tier_names, budgets, strict=True))
 
     def _check_trace(self) -> None:
         if self.record_trace is None:
@@ -322,9 +329,7 @@ def _check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raises ConfigError for an option that is not ``known``."""
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
-            raise ConfigError(name, options[name], "unknown option", f"{hint} Known: {', '.join(known)}")
+            raise unknown(name, options[name], "option", known)
 
 
 def _check_policy(policy: object) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
+from collections.abc import Sequence
 from typing import TypeVar
 
 from kvoffload.abc import ConfigError
@@ -14,6 +16,40 @@ Base = TypeVar("Base")
 MAX_WHOLE_NUMBER = 1 << 30
 """The largest value of a setting that counts something: far above useful values, and safe in arithmetic."""
 MAX_DEADLINE_MS = 3_600_000.0
+
+
+_ELSEWHERE = {
+    # LMCache.
+    "max_local_cpu_size": "host_bytes",
+    "local_cpu": "host_bytes",
+    "local_disk": "disk_dir",
+    "max_local_disk_size": "disk_bytes",
+    "remote_url": "tiers",
+    "remote_serde": "tiers",
+    "chunk_size": "block_size",
+    "cache_policy": "policy",
+    # vLLM.
+    "cpu_bytes_to_use": "host_bytes",
+    "num_cpu_blocks": "host_bytes",
+    "kv_offloading_size": "host_bytes",
+    "cpu_offload_gb": "host_bytes",
+    "swap_space": "host_bytes",
+    "eviction_policy": "policy",
+    "blocks_per_chunk": "block_size_factor",
+    "offloaded_block_size": "block_size",
+    "secondary_tiers": "tiers",
+}
+"""Options of other software, and those here that do the same."""
+
+
+def unknown(name: str, value: object, what: str, known: Sequence[str], otherwise: str = "remove it.") -> ConfigError:
+    """Returns the error about a setting that is not ``known``; ``what`` it is: "option", or "key" and whose. Proposes
+    the setting that was meant, or ``otherwise``."""
+    meant = _ELSEWHERE.get(name)
+    begun = [each for each in known if each.startswith(f"{name}_")]
+    near = [meant] if meant in known else begun or difflib.get_close_matches(name, known, n=1, cutoff=0.65)
+    hint = f"did you mean {near[0]}?" if near else otherwise
+    return ConfigError(name, value, f"unknown {what}", f"{hint} Known: {', '.join(known)}")
 
 
 def absolute_path(setting: str, value: object, example: str) -> str:

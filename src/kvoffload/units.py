@@ -11,6 +11,8 @@ NO_VALUE = "–"  # noqa: RUF001
 """Shown where there is nothing to show."""
 
 
+MIN_BUDGET = 1 << 20
+"""Bytes of the smallest budget of a server."""
 _MAX_BYTES = 1 << 62
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
@@ -84,9 +86,10 @@ def percentage(part: int, whole: int) -> str:
 # Parsing.
 
 
-def parse_bytes(setting: str, value: object) -> int:
+def parse_bytes(setting: str, value: object, least: int = 1) -> int:
     """Returns the bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T". Units are powers of 1024,
-    except that "GB" and the like are powers of 1000. Raises ConfigError that names ``setting``."""
+    except that "GB" and the like are powers of 1000. Raises ConfigError that names ``setting``, also for less than
+    ``least`` bytes: people write a number and mean GiB."""
     fix = f'write a number of bytes or a string such as {setting}="8GiB"'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(setting, value, "not an amount of memory", fix)
@@ -102,4 +105,7 @@ def parse_bytes(setting: str, value: object) -> int:
         raise ConfigError(setting, value, "not a whole number of bytes", fix)
     if not 1 <= amount <= _MAX_BYTES:
         raise ConfigError(setting, value, f"must be 1 byte or more, and less than {_MAX_BYTES}", fix)
+    if amount < least:
+        meant = f' did you mean {setting}="{int(amount)}GiB"?' if str(value).strip().isdecimal() else ""
+        raise ConfigError(setting, value, f"{counted(int(amount), 'byte')} are of no use", f"{fix};{meant}".rstrip(";"))
     return int(amount)

@@ -177,7 +177,7 @@ def test_host_memory_repeats_the_device_unless_it_is_told_not_to(
         ({"parts": Parts((2,))}, "other KV"),
     ):
         assert make(config(), **{**keeping, **change}).stores.device is None
-        with pytest.raises(ConfigError, match=f'host_contents="exclusive": .*{why}'):
+        with pytest.raises(ConfigError, match=f"host_contents='exclusive': .*{why}"):
             make(exclusive, **{**keeping, **change})
     factor = {**keeping, "groups": [KVGroup(TOKENS, 4)]}
     with pytest.raises(ConfigError, match="block_size_factor"):

@@ -28,9 +28,8 @@ _PATH = re.compile(r"(~|\.{1,2})?/[\w./@-]+")
 _OPTION_WITH_FILE = ("--config", "--tenants")
 """Options that are JSON or the name of a file."""
 _ADDRESSES = frozenset(("url", "endpoint", "master", "metadata", "host"))
-_ADDRESS = re.compile(r"([a-z0-9]+://)[^@?#%\s]*|[\w.-]+(:\d+)?|\[[0-9a-fA-F:]+\](:\d+)?")
-"""An address without a user, a password or a query, in which signatures are. A host alone may be shown only where the
-setting is one."""
+_ADDRESS = re.compile(r"([a-z0-9]+://)[^@?#%\n]*|[\w.-]+(:\d+)|\[[0-9a-fA-F:]+\](:\d+)|[\d.:]+")
+"""An address without a user, a password or a query, in which signatures are. A word alone may be a password."""
 _AMOUNT_OF_TENANT = re.compile(r"tenants\.[\w.-]+\.(guaranteed|quota|retain)\.[\w-]+")
 _NAME = re.compile(r"([\w-]+)(\[\d+\])?$")
 
@@ -38,9 +37,9 @@ _NAME = re.compile(r"([\w-]+)(\[\d+\])?$")
 def shown(setting: str, value: object) -> str:
     """Returns ``value`` of ``setting`` as it may be shown: as it is if it is known to be harmless, else HIDDEN."""
     if value is None or isinstance(value, (bool, int, float)):
-        text = repr(value)
+        text = repr(value).removesuffix(".0")
     elif isinstance(value, (str, bytes)):
-        text = repr(value) if _may_be_shown(setting, value) else HIDDEN
+        text = repr(value) if not value or _may_be_shown(setting, value) else HIDDEN
     elif isinstance(value, (list, tuple)):
         text = f"[{', '.join(shown(setting, each) for each in value[:MAX_SHOWN])}]"
     elif isinstance(value, dict):
@@ -60,6 +59,5 @@ def _may_be_shown(setting: str, value: str | bytes) -> bool:
     if setting in _OPTION_WITH_FILE:
         return re.search(r"[\s{}:'\"=]", value) is None
     if name in _ADDRESSES and not _AMOUNT_OF_TENANT.fullmatch(setting):
-        found = _ADDRESS.fullmatch(value)
-        return found is not None and (found[1] is not None or name in ("master", "host"))
+        return _ADDRESS.fullmatch(value) is not None
     return name in _HARMLESS or setting.startswith("--") or _AMOUNT_OF_TENANT.fullmatch(setting) is not None

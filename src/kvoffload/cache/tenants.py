@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from kvoffload.abc import NOT_SET, ConfigError, OffloadKey
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
 from kvoffload.printable import printable
+from kvoffload.settings import unknown
 from kvoffload.units import Amount, format_bytes, parse_bytes
 
 OTHER = "other"
@@ -95,9 +96,8 @@ def _load(name: object, entry: object) -> TenantConfig:
     known = ["guaranteed", "quota", "retain", "salt_sha256"]
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"write an entry such as {json.dumps(_EXAMPLE['search'])}."
-            raise ConfigError(f"{setting}.{key}", entry[key], "unknown key", f"{hint} Known: {', '.join(known)}")
+            otherwise = f"write an entry such as {json.dumps(_EXAMPLE['search'])}."
+            raise unknown(str(key), entry[key], "key", known, otherwise).within(f"{setting}.")
     salt = entry.get("salt_sha256")
     if salt is not None and name == OTHER:
         raise ConfigError(
@@ -272,8 +272,15 @@ class Tenants:
     A request with another tenant has a namespace of its own too, so no request of somebody else finds its blocks.
     """
 
-    def __init__(self, namespace: bytes, configured: Sequence[TenantConfig] = ()) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        configured: Sequence[TenantConfig] = (),
+        budgets: Mapping[str, int | None] = MappingProxyType({}),
+    ) -> None:
+        """``budgets``: bytes by the name of a tier that keeps more than blocks in them; shares are of these bytes."""
         self._namespace = namespace
+        self._budgets = budgets
         named = [tenant for tenant in configured if tenant.name != OTHER]
         self._configured = {tenant.name: tenant for tenant in configured}
         self._named = {tenant.name: Tenant(self._namespace_of(tenant.name), tenant.name) for tenant in named}
@@ -317,11 +324,18 @@ class Tenants:
                         "has no room for one block",
                         f"write {format_bytes(engines * block_bytes)} or more",
                     )
+        budget, for_blocks = self._budgets.get(tier) or 0, num_blocks * block_bytes * engines
+        unless_set = {"quota": for_blocks}
         guaranteed, quota, retain = (
-            [amounts[tier] // engines // block_bytes if tier in amounts else None for amounts in of_all]
-            for of_all in zip(*(tenant.shares.values() for tenant in configured), strict=True)
+            [each.shares[kind].get(tier, unless_set.get(kind, 0)) // engines // block_bytes for each in configured]
+            for kind in ("guaranteed", "quota", "retain")
         )
-        total = sum(each or 0 for each in guaranteed)
+        claimed = sum(map(max, guaranteed, retain))
+        if for_blocks < budget and (claimed > num_blocks or sum(retain) > num_blocks * RETAIN_SHARE):
+            # They are parts of the budget, all of which is promised, and blocks have less than all of it.
+            guaranteed = [each * for_blocks // budget for each in guaranteed]
+            retain = [each * for_blocks // budget for each in retain]
+        total = sum(guaranteed)
         if total > num_blocks:
             wanted, there = (format_bytes(n * engines * block_bytes) for n in (total, num_blocks))
             raise ConfigError(
@@ -333,10 +347,10 @@ class Tenants:
         made = Shares(
             self.names,
             {tenant.namespace: i for i, tenant in enumerate(self._named.values())},
-            tuple(each or 0 for each in guaranteed),
-            tuple(num_blocks if each is None else min(each, num_blocks) for each in quota),
+            tuple(guaranteed),
+            tuple(min(each, num_blocks) for each in quota),
             num_blocks,
-            tuple(each or 0 for each in retain),
+            tuple(retain),
             block_bytes,
         )
         without = replace(made, retain=(0,) * len(self.names))

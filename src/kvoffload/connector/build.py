@@ -62,7 +62,7 @@ def build_scheduler(
         if recorder is not None:
             opened.callback(recorder.close)
         below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
-        tenants = Tenants(namespace(fingerprint), config.tenants)
+        tenants = Tenants(namespace(fingerprint), config.tenants, config.tier_budgets)
         if entries:
             context = host_pools.context(fingerprint, config.policy)
             shares = (lambda name: partial(tenants.shares, name, engines=engine.engines)) if config.tenants else None

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvoffload.abc import ConfigError, Tier
+from kvoffload.abc.shown import HIDDEN, shown
 from kvoffload.cache.tenants import load_tenants
 from kvoffload.config import DoorConfig, OffloadConfig
-from kvoffload.doctor.doors import Door, Given, Part, door_of, read_sglang, read_vllm
-from kvoffload.doctor.findings import Level
+from kvoffload.doctor.doors import Door, Given, Part, Say, door_of, read_sglang, read_vllm
+from kvoffload.doctor.findings import Level, strings_in
 from kvoffload.doctor.process import Report
+from kvoffload.supported import CONNECTOR, refuse_companions
 from kvoffload.tiering.bridge import STAGING_BYTES
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, check_distinct, distinct_names
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
 
-CONNECTOR = "KVOffloadConnector"
 ROLE = "kv_both"
+OPTIONS_KEY = "kv_connector_extra_config"
 PLUGIN = "kvoffload"
 MAX_ERRORS = 16
 """Errors that are shown; each costs one more attempt to read the configuration."""
@@ -40,6 +42,7 @@ _OF_BUDGET = re.compile("host_bytes|disk_|tiers")
 _ENTRY = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
+_OPTIONS = frozenset(each.name for each in fields(OffloadConfig))
 _STAND_IN_BYTES = 1 << 20
 """In place of a wrong ``host_bytes``, so that the other settings can be checked."""
 
@@ -92,6 +95,8 @@ class Plan:
     block_size_factor: int = 1
     has_fingerprint: bool = False
     tiers: list[PlannedTier] = field(default_factory=list)
+    is_beside_others: bool = False
+    """Whether vLLM has other connectors too."""
     tenants: list[str] = field(default_factory=list)
     shares: dict[str, int] = field(default_factory=dict)
     """Bytes of each share of a tenant by its setting, such as "tenants.search.quota.host"."""
@@ -133,9 +138,9 @@ def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports faults of the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
     door = door_of(arguments["options"], arguments["transfer"])
-    if arguments["transfer"] is not None:
-        _check_transfer(arguments["transfer"], door, report)
-    for path in _paths(arguments["options"]):
+    for name, path in strings_in(arguments["options"]):
+        if not path.startswith(("/", "~")) or shown(name, path) == HIDDEN:
+            continue
         # Reading the configuration touches them. If one hangs, this stage names it.
         report.stage(f"looks at {path}")
         with suppress(OSError, ValueError):
@@ -148,10 +153,20 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         is_valid &= level is not Level.PROBLEM
         report.found(f"config.{name}", level, text, fix)
 
-    given = Given([Part(arguments["options"])])
+    options, transfer = arguments["options"], arguments["transfer"] or {}
+    if arguments["transfer"] is not None:
+        _check_transfer(transfer, arguments.get("several"), door, say)
+    misplaced = {name: transfer[name] for name in transfer if name in _OPTIONS}
+    if misplaced and door is Door.CONNECTOR:
+        # They are checked there: what else is wrong is said too.
+        options = {**misplaced, **options}
+        text = f"{', '.join(misplaced)}: vLLM knows no such {'keys' if len(misplaced) > 1 else 'key'} there"
+        say("misplaced", text, f'write kvoffload\'s options one level below, into "{OPTIONS_KEY}": {{...}}')
+    given = Given([Part(options)])
     if door is not Door.CONNECTOR:
         given = (read_vllm if door is Door.VLLM else read_sglang)(arguments["options"], say)
     plan, errors = _plan(door, given, arguments["options"], report)
+    plan = replace(plan, is_beside_others=arguments.get("several") is not None)
     for error in errors:
         say("refused", error.wrong, error.fix or "correct the setting")
     if is_valid:
@@ -164,15 +179,6 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         figures = {"host_bytes": plan.host_bytes, "num_tiers": len(plan.tiers)}
         report.found("config.valid", Level.OK, text, figures=figures)
     report.fact("plan", plan.to_dict())
-
-
-def _paths(options: object) -> Iterator[str]:
-    """Yields every string in parsed JSON that is a path."""
-    if isinstance(options, str) and options.startswith(("/", "~")):
-        yield options
-    elif isinstance(options, (list, dict)):
-        for inner in options.values() if isinstance(options, dict) else options:
-            yield from _paths(inner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,24 +368,35 @@ def _check_secret_file(setting: str, name: str | None, harm: str, report: Report
         report.found("config.key_file_open", Level.WARNING, text, fix)
 
 
-def _check_transfer(transfer: Mapping[str, Any], door: Door, report: Report) -> None:
-    """Checks vLLM's own keys in its ``--kv-transfer-config``."""
-
-    def problem(name: str, text: str, fix: str, level: Level = Level.PROBLEM) -> None:
-        report.found(f"config.{name}", level, text, fix)
-
+def _check_transfer(transfer: Mapping[str, Any], several: Mapping[str, Any] | None, door: Door, say: Say) -> None:
+    """Checks vLLM's own keys in its ``--kv-transfer-config``, or in that of ``several`` connectors too."""
     connector, role = transfer.get("kv_connector"), transfer.get("kv_role")
     if door is Door.CONNECTOR and connector != CONNECTOR:
-        problem("connector", f"kv_connector={connector!r}: is not kvoffload", f'write "kv_connector": "{CONNECTOR}"')
+        text = f"kv_connector={shown('kv_connector', connector)}: is not kvoffload"
+        say("connector", text, f'write "kv_connector": "{CONNECTOR}"')
     if role is None:
-        problem("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
+        say("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
     elif role != ROLE:
-        fix = f'write "kv_role": "{ROLE}"'
-        problem("role", f"kv_role={role!r}: a server both stores and loads blocks", fix, Level.WARNING)
+        text, fix = (
+            f"kv_role={shown('kv_role', role)}: a server both stores and loads blocks",
+            f'write "kv_role": "{ROLE}"',
+        )
+        say("role", text, fix, level=Level.WARNING)
     plugins = os.environ.get("VLLM_PLUGINS") if door is Door.CONNECTOR else None
-    if plugins is not None and PLUGIN not in plugins.split(",") and "kv_connector_module_path" not in transfer:
-        problem(
+    has_plugin = plugins is None or PLUGIN in plugins.split(",")
+    if not has_plugin and "kv_connector_module_path" not in transfer:
+        say(
             "plugin",
             f"VLLM_PLUGINS={plugins!r}: vLLM then does not load kvoffload's plugin",
             f'add ",{PLUGIN}" to the variable, or "kv_connector_module_path": "kvoffload.vllm" to the configuration',
         )
+    if several is not None:
+        entries = [each for each in several[OPTIONS_KEY]["connectors"] if isinstance(each, Mapping)]
+        # A module's class may be derived from one that is served: only vLLM can tell.
+        known = [
+            each for each in entries if "kv_connector_module_path" not in each or each.get("kv_connector") == CONNECTOR
+        ]
+        try:
+            refuse_companions(several.get("kv_role"), [[str(each.get("kv_connector"))] for each in known], has_plugin)
+        except ConfigError as error:
+            say("several", error.wrong, error.fix)

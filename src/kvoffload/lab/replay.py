@@ -141,11 +141,8 @@ class ReplayConfig:
         if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
             self.disk_blocks or self.device_blocks
         ):
-            raise ConfigError(
-                fault=f"policy={self.policy!r} with device_blocks={self.device_blocks}, "
-                f"disk_blocks={self.disk_blocks}: this policy is replayed with host memory alone",
-                fix="leave device and disk out",
-            )
+            fault = "this policy is replayed with host memory alone"
+            raise ConfigError("policy", self.policy, fault, "leave device and disk out")
         check_contents(self.host_contents, self.device_blocks)
 
 
@@ -153,7 +150,7 @@ def check_contents(contents: HostContents, device: int) -> None:
     """Raises ConfigError for exclusive contents without a device."""
     if contents is HostContents.EXCLUSIVE and not device:
         raise ConfigError(
-            "host_contents", contents.value, "there is nothing to leave out without a device", "give a device"
+            "host_contents", "exclusive", "there is nothing to leave out without a device", "give a device"
         )
 
 
@@ -303,7 +300,7 @@ def replay(
     except Exception as error:
         if config.policy in (CLAIRVOYANT, *KNOWN):
             raise
-        raise ConfigError(_failed(config.policy, done, error)) from error
+        raise _failed(config.policy, done, error) from error
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
@@ -382,13 +379,11 @@ def replay_many(
             raise
 
 
-def _failed(policy: str, request: int, error: Exception) -> str:
+def _failed(policy: str, request: int, error: Exception) -> ConfigError:
     where = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    return (
-        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; test it with "
-        "kvoffload.testing.conformance"
-    )
+    fault = f"failed at request {request}, {where.filename}:{where.lineno}: {words}"
+    return ConfigError("policy", policy, fault, "test it with kvoffload.testing.conformance")
 
 
 def part(on_progress: Progress | None, start: float, end: float) -> Progress | None:

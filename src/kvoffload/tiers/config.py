@@ -18,7 +18,7 @@ from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import MakeShares
 from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.pool import PoolHandle
-from kvoffload.settings import check_deadline, check_whole_number, import_subclass
+from kvoffload.settings import check_deadline, check_whole_number, import_subclass, unknown
 
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
@@ -235,14 +235,7 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
     known = [each.name for each in sorted(fields, key=lambda each: each.name in shared)]
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
-            raise ConfigError(
-                key,
-                given[key],
-                f"unknown key of a tier of kind {found.kind}",
-                f"{hint} Known: kind, {', '.join(known)}",
-            )
+            raise unknown(str(key), given[key], f"key of a tier of kind {found.kind}", ["kind", *known])
     for each in fields:
         is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
         if is_needed and each.name not in given:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvoffload.abc import NOT_SET, ConfigError
-from kvoffload.supported import COMPANIONS, FIRST_BESIDE_OTHERS
 from kvoffload.tiers.config import TierEntry
 from kvoffload.vllm import versions
 
@@ -34,48 +31,6 @@ REFUSED = {
 """Known kinds of KV cache that kvoffload does not serve, and why."""
 STATES_AT_BOUNDARIES = "align"
 """The mode of MambaSpec in which vLLM keeps the states of recurrent and convolutional layers at block boundaries."""
-
-
-def refuse_companions(config: KVTransferConfig, own: type) -> None:
-    """Raises ConfigError if kvoffload cannot be one of the connectors in ``config``, that of a MultiConnector. ``own``:
-    the class of kvoffload's connector."""
-    if not versions.is_since(FIRST_BESIDE_OTHERS):
-        raise ConfigError(
-            fault=f"kv_connector=MultiConnector: beside others kvoffload needs vLLM {FIRST_BESIDE_OTHERS} "
-            f"or later, and this is {versions.NAME}",
-            fix="upgrade it, or name KVOffloadConnector as kv_connector",
-        )
-    if not config.is_kv_consumer:
-        raise ConfigError(
-            fault=f"kv_role={config.kv_role} of the MultiConnector: vLLM then hands out device blocks "
-            "that a step in flight still writes to, and loads would be overwritten",
-            fix='write "kv_role": "kv_both" there',
-        )
-    num_own = 0
-    for i, entry in enumerate(config.kv_connector_extra_config["connectors"]):
-        found = KVConnectorFactory.get_connector_class(KVTransferConfig(**entry))
-        num_own += issubclass(found, own)
-        if not issubclass(found, own) and not COMPANIONS.keys() & {each.__name__ for each in found.__mro__}:
-            raise ConfigError(
-                f"connectors[{i}].kv_connector",
-                entry.get("kv_connector"),
-                "kvoffload would keep what this connector loads, and is not tested with it: it may change KV",
-                f"remove it ({' and '.join(COMPANIONS.values())} are served)",
-            )
-    if num_own > 1:
-        raise ConfigError(
-            "connectors",
-            NOT_SET,
-            f"{num_own} of them are kvoffload's, and each would keep the same blocks",
-            "remove all but one",
-        )
-    try:
-        KVConnectorFactory.get_connector_class_by_name(own.__name__)
-    except ValueError:
-        raise ConfigError(
-            f"vLLM knows {own.__name__} only by kv_connector_module_path, and cannot show its metrics beside others': "
-            "let vLLM load the plugin kvoffload (VLLM_PLUGINS must name it, or not be set)"
-        ) from None
 
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:

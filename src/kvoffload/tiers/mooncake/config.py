@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload.abc import ConfigError
 from kvoffload.host.limits import available_memory
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from kvoffload.units import Amount, format_bytes, parse_bytes
+from kvoffload.units import MIN_BUDGET, Amount, format_bytes, parse_bytes
 
 PROTOCOLS = ("tcp", "rdma")
 LIBRARIES = {
@@ -71,7 +71,7 @@ class MooncakeConfig(RemoteTierConfig):
                 raise ConfigError(name, value, "", f"write a string, {fix}")
         super().__post_init__()
         if self.segment_bytes != 0:
-            object.__setattr__(self, "segment_bytes", parse_bytes("segment_bytes", self.segment_bytes))
+            object.__setattr__(self, "segment_bytes", parse_bytes("segment_bytes", self.segment_bytes, MIN_BUDGET))
         check_installed()
 
     @property

@@ -21,7 +21,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 _WORDS = {
     "NOAUTH": "it wants a password; set password_file, and username unless it is the default user's",
-    "WRONGPASS": "it does not accept username and the password in password_file, or has no password set",
+    "WRONGPASS": "it does not accept the password in password_file, or has no password set",
     "NOPERM": "the user lacks a permission; docs/shared.md says which are needed",
     "READONLY": "it is a replica; write the address of the primary",
     "LOADING": "it still loads its data",
@@ -144,7 +144,8 @@ class Login:
             if reply != b"OK":
                 # Without the text of the answer, which may repeat the password.
                 code = reply.code if isinstance(reply, ErrorReply) and reply.code in _WORDS else "WRONGPASS"
-                raise StoreError(_WORDS[code])
+                whose = f" for username={self.username!r}" if self.username else ""
+                raise StoreError(_WORDS[code].replace("password_file,", f"password_file{whose},"))
         if self.database:
             reply = self._ask(stream, b"SELECT", b"%d" % self.database)
             if reply != b"OK":
