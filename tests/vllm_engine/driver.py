@@ -60,7 +60,8 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
         "intermediate_size": 256,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
+        # Builds of attention for GPUs may lack small heads.
+        "head_dim": 128 if torch.cuda.is_available() else 32,
         "max_position_embeddings": 2048,
         "initializer_range": 0.08,
         "tie_word_embeddings": False,
@@ -561,7 +562,7 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.lab.readers import read_trace
     from kvoffload.lab.replay import ReplayConfig, replay
 
-    trace = read_trace("synthetic:chat").between(0, 0.05)
+    trace = read_trace(config["chat"])
     pairs = [(trace, "lru", "LRUCachePolicy", trace.num_distinct // 4)]
     if config.get("traces"):
         published = read_trace(str(Path(config["traces"]) / "mooncake_conversation.jsonl.gz"))

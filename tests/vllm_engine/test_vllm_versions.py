@@ -26,7 +26,7 @@ from vllm_harness import (
 )
 
 from kvoffload.supported import TESTED
-from kvoffload.testing.scale import SCALE
+from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 

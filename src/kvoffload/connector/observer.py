@@ -166,10 +166,14 @@ class RequestObserver:
             self._coming.add(state)
 
     def allocated(
-        self, state: RequestState, match: Match | None, num_external_tokens: int, promoted: Mapping[str, int]
+        self,
+        state: RequestState,
+        match: Match | None,
+        num_external_tokens: int,
+        promoted: Mapping[str, Sequence[OffloadKey]],
     ) -> None:
         """Records a request that was given device blocks. Without a match it had blocks before and continues with
-        them. ``promoted``: how many blocks lower tiers have delivered for it, by tier."""
+        them. ``promoted``: the blocks that lower tiers have delivered for it, by tier."""
         req_id = state.context.req_id
         self._coming.remove(req_id)
         if match is not None:
@@ -187,14 +191,14 @@ class RequestObserver:
         """Ends the measurement of a prefill, because the request was preempted."""
         self._prefills.pop(req_id, None)
 
-    def end(self, state: RequestState, retained: Retained | None = None) -> None:
+    def end(self, state: RequestState, retained: Retained | None = None, retained_tokens: int = 0) -> None:
         """Ends the observation of a request, and writes it to the trace. ``retained``: the answer, if it has asked for
-        its blocks to be retained."""
+        its blocks of the first ``retained_tokens`` tokens to be retained."""
         if retained is not None and (answer := retained.refusal or retained.tier) is not None:
             if state.record is not None:
                 self.metrics.add("retentions", label=answer)
                 state.record.retain_refused, state.record.retained_in = retained.refusal, retained.tier
-                state.record.retained_tokens = self._layout.chains.tokens(retained.num_blocks)
+                state.record.retained_tokens = retained_tokens if retained.tier is not None else 0
         req_id, request = state.context.req_id, state.request
         observed = self._requests.pop(req_id, None)
         self._coming.remove(req_id)
@@ -221,7 +225,7 @@ class RequestObserver:
         for state in states:
             record = state.record
             if record is not None and (state.blocks.stored or record.retained_in or record.retain_refused):
-                record.stored_tokens = self._layout.chains.tokens(len(state.blocks.stored))
+                record.stored_tokens = self._layout.num_tokens(state.blocks.stored)
                 log_record(record)
             if self._spans is not None:
                 self._spans.end(state.context.req_id)
@@ -248,7 +252,13 @@ class RequestObserver:
                     if req_id in self._requests:
                         self._requests[req_id].prefill = tokens, seconds
 
-    def _record(self, state: RequestState, match: Match, num_external_tokens: int, promoted: Mapping[str, int]) -> None:
+    def _record(
+        self,
+        state: RequestState,
+        match: Match,
+        num_external_tokens: int,
+        promoted: Mapping[str, Sequence[OffloadKey]],
+    ) -> None:
         if state.context.req_id not in self._requests or state.record is not None:
             return
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
@@ -304,11 +314,14 @@ class RequestObserver:
             miss = Miss(MissReason.NO_STATE, policy=miss.policy)
         return missed, miss
 
-    def _count_tier_hits(self, promoted: Mapping[str, int], num_external_tokens: int) -> dict[str, int]:
-        """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has."""
+    def _count_tier_hits(
+        self, promoted: Mapping[str, Sequence[OffloadKey]], num_external_tokens: int
+    ) -> dict[str, int]:
+        """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has. Without full
+        attention, the few blocks that are loaded stand for all tokens before them."""
         left, by_tier = num_external_tokens, {}
-        for tier, num_blocks in promoted.items():
-            tokens = min(left, self._layout.chains.tokens(num_blocks))
+        for tier, keys in promoted.items():
+            tokens = min(left, self._layout.num_tokens(keys)) if self._layout.full else left
             if tokens:
                 left -= tokens
                 by_tier[tier] = tokens

@@ -145,7 +145,8 @@ class RequestState:
         most = NEVER if options.max_tokens is None else options.max_tokens
         namespace = tenant.namespace + NO_ADAPTER if has_adapters else tenant.namespace
         blocks = RequestBlocks(request, layout, namespace, most, min(most, longest))
-        context = ReqContext(request.request_id, params, hints=options.hints(tenant.namespace))
+        hints = options.hints(tenant.namespace)
+        context = ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode)
         handover = None if options.handover is None else Handover.from_option(options.handover)
         return cls(
             request, context, options, blocks, adapter, tenant=tenant.label, may_load=options.load, handover=handover

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.doctor.configuration import PlannedTier, tier_from_dict
-from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
+from kvoffload.doctor.findings import Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
 from kvoffload.tiers.disk.layout import check_capacity
@@ -176,7 +176,7 @@ class _DirectoryCheck:
         return path
 
     def _refused(self, error: ConfigError) -> None:
-        text, fix = split_fix(f"{self._tier.prefix}{error}")
+        text, fix = error.within(self._tier.prefix).wrong, error.fix
         owner = -1
         with suppress(OSError):
             owner = os.stat(self._path).st_uid
@@ -218,7 +218,7 @@ class _DirectoryCheck:
         try:
             check_capacity(wanted, free + held)
         except ConfigError as error:
-            text, fix = split_fix(f"{self._tier.prefix}{error}")
+            text, fix = error.within(self._tier.prefix).wrong, error.fix
             if held:
                 text += ": it evicts before it has what was set"
             is_refused = not held and self._tier.kind != SHARED

@@ -131,7 +131,7 @@ class DirectoryStorage(Storage):
         owner = self.take_lock(LOCK_DEADLINE_S if deadline_s is None else deadline_s, shared)
         if owner is not None:
             remedy = owner.remedy or "give each server its own directory"
-            raise ConfigError(f"dir={str(self.path)!r}: in use by {owner.name}; {remedy}")
+            raise ConfigError("dir", str(self.path), f"in use by {owner.name}", remedy)
 
     def try_lock(self) -> bool:
         return self._lock_fd >= 0 or self.take_lock() is None
@@ -167,8 +167,10 @@ class DirectoryStorage(Storage):
         try:
             if fd >= 0 and not try_to_lock(fd, deadline_s):
                 raise ConfigError(
-                    f"dir={str(self.path)!r}: another process has been starting or clearing it for "
-                    f"{deadline_s:.0f} s; end that process, or name another directory"
+                    "dir",
+                    str(self.path),
+                    f"another process has been starting or clearing it for {deadline_s:.0f} s",
+                    "end that process, or name another directory",
                 )
             yield
         finally:
@@ -265,6 +267,16 @@ class DirectoryStorage(Storage):
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
+    def has_vanished(self) -> bool:
+        try:
+            is_same = os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            if self._lock_fd >= 0:
+                named = os.stat(LOCK_NAME, dir_fd=self._fd, follow_symlinks=False)
+                is_same = is_same and os.path.samestat(os.fstat(self._lock_fd), named)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not is_same or (self._parent is not None and self._parent.has_vanished())
+
     def close(self) -> None:
         self._lock_fd = _unlock(self._lock_fd)
         self._start_lock_fd = _unlock(self._start_lock_fd)
@@ -306,8 +318,11 @@ class _DirectoryFile(StoredFile):
         self._storage = storage
         self._fresh = fresh
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.ENXIO, "not a regular file")
+            self._has_links = status.st_nlink > 0
+            """Whether the file system counts the names of a file."""
             storage.close_to_others(fd, name, _FILE_MODE)
             self._is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
             """Whether the file was opened so."""
@@ -355,6 +370,9 @@ class _DirectoryFile(StoredFile):
     @property
     def is_cached(self) -> bool:
         return self._is_cached
+
+    def is_removed(self) -> bool:
+        return self._has_links and os.fstat(self._fd).st_nlink == 0
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -433,11 +451,11 @@ def _unlock(fd: int) -> int:
 
 
 def _open_root(path: Path) -> int:
-    setting = f"dir={str(path)!r}"
+    named = "dir", str(path)
     if path.is_symlink():
-        raise ConfigError(f"{setting}: is a symbolic link; name its target, {os.path.realpath(path)!r}")
+        raise ConfigError(*named, "is a symbolic link", f"name its target, {os.path.realpath(path)!r}")
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{setting}: is not a directory; name a directory")
+        raise ConfigError(*named, "is not a directory", "name a directory")
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         fd = os.open(path, _FOLDER_FLAGS)
@@ -446,16 +464,18 @@ def _open_root(path: Path) -> int:
         if error.errno not in (*SETTING_ERRORS, errno.EROFS):
             raise
         raise ConfigError(
-            f"{setting}: cannot be used ({error.strerror}); name a directory that this user can write to, or let root "
-            f"make it: install -d -m 700 -o {os.geteuid()} {path}"
+            *named,
+            f"cannot be used ({error.strerror})",
+            "name a directory that this user can write to, or let root make it: install -d -m 700 "
+            f"-o {os.geteuid()} {path}",
         ) from error
     status = os.fstat(fd)
     problem = None
     if status.st_uid not in (os.geteuid(), 0):
-        problem = f"belongs to user {status.st_uid}; name a directory of your own, or chown it"
+        problem = f"belongs to user {status.st_uid}", "name a directory of your own, or chown it"
     elif status.st_mode & _OTHERS_WRITE:
-        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}); run chmod 700 on it"
+        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})", "run chmod 700 on it"
     if problem:
         os.close(fd)
-        raise ConfigError(f"{setting}: {problem}")
+        raise ConfigError(*named, *problem)
     return fd
