@@ -441,3 +441,12 @@ def test_escape_sequences_of_another_process_are_not_printed(tmp_path: Path) -> 
         assert "\x1b" not in done.stdout + done.stderr
         assert "\u202e" not in done.stdout + done.stderr
         assert more or "\\x1b[2J\\u202e" in done.stdout
+
+
+def test_a_setting_that_concerns_few_requests_is_not_said_to_help_most() -> None:
+    late = RequestRecord(START, "late", 1000, 0, 0, "ab", MissReason.NOT_ANSWERED)
+    new = [RequestRecord(START, f"new{i}", 1000, 0, 0, "ab", MissReason.NEVER_STORED) for i in range(99)]
+    assert "What would help most" not in words(run("-", stdin=as_log([late, *new])).stdout)
+    text = words(run("-", stdin=as_log([late, *new[:9]])).stdout)
+    assert "What would help most: raise lookup_deadline_ms" in text
+    assert "load_deadline_ms" not in text

@@ -42,6 +42,10 @@ DEVICE_STYLE, HOST_STYLE = "dodger_blue2", "green4"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
+HELPS_SHARE = 0.05
+"""A setting that concerns a smaller share of the requests is not said to help most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
     """A reason in words, which follow "missed because", and its remedy."""
@@ -101,6 +105,11 @@ ADVICE = {
         "Raise load_deadline_ms or host_bytes, or the tenant's quota of host, or find out what else uses the medium.",
         True,
     ),
+    MissReason.NOT_ANSWERED: Advice(
+        "a lower tier did not say in time whether it has the block",
+        "Raise lookup_deadline_ms, or find out what slows down the store or the way to it.",
+        True,
+    ),
     MissReason.FASTER_TO_COMPUTE: Advice(
         "computing it was faster than loading it from a lower tier",
         "Nothing to do, unless a faster medium is an option; load_only_if_faster=false loads it anyway.",
@@ -139,6 +148,8 @@ BEHIND_ENGINE = {
     "that was stored before. A restart finds it again.",
     MissReason.NOT_IN_TIME: "Raise load_deadline_ms of the entry in secondary_tiers, or find out what else uses the "
     "medium.",
+    MissReason.NOT_ANSWERED: "Raise lookup_deadline_ms of the entry in secondary_tiers, or find out what slows down the "
+    "store or the way to it.",
     MissReason.TOO_LARGE: "Nothing to do: a window or the states are larger than kvoffload's staging memory.",
 }
 """Other remedies where kvoffload is below an engine's own host memory."""
@@ -389,7 +400,7 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool, r
         held = "".join(f", {count:,} {in_tier(tier)}" for tier, count in each.tiers.items())
         held = f" ({held.removeprefix(', ')})" if held else ""
         clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {advice.because}{held}{since}")
-        if advice.setting:
+        if advice.setting and each.requests >= total.requests * HELPS_SHARE:
             fixes.append(fix(each.reason, records))
     text += f" {', '.join(clauses)}." if clauses else " No request missed a block."
     if fixes:
