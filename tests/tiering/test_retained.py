@@ -18,6 +18,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import Tenants, load_tenants
 from kvoffload.lab.tier import CatalogTier
+from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiering.unwritten import WRITE_WITHIN_S
 from kvoffload.tiering.writes import GIVE_UP_S
@@ -33,6 +34,7 @@ class Disk(CatalogTier):
     refuses = False
     num_fails = 0
     """This many writes fail, then they succeed."""
+    error = TierError.IO
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self._catalog.most_blocks(key)
@@ -47,7 +49,7 @@ class Disk(CatalogTier):
             slots = np.array([slot for _, slot in failed], dtype=np.int64)
             self._catalog.end_writes(slots, np.zeros(len(failed), dtype=np.bool_))
         now = self._clock()
-        errors = [TierResult(key, False, TierError.IO, 0, 0.0, now, now) for key, _ in failed]
+        errors = [TierResult(key, False, self.error, 0, 0.0, now, now) for key, _ in failed]
         return errors + super()._end(ended[len(failed) :], is_read)
 
 
@@ -251,6 +253,16 @@ def test_a_disk_that_fails_on_and_on_loses_what_it_is_to_retain() -> None:
     assert rig.kept() == (0, 8)
     assert not rig.manager._unwritten.slots
     assert rig.serve(rig.keys("a", 2, 8), retain(3)) == Retained(RetainRefusal.NOT_WRITTEN)
+
+
+@pytest.mark.parametrize("error", [TierError.NO_SPACE, TierError.AWAY])
+def test_a_retained_chain_is_written_to_a_full_disk_at_a_growing_pace(error: TierError) -> None:
+    rig = Rig({"a": 50})
+    disk = rig.disks[0]
+    disk.error, disk.num_fails = error, 10**6
+    rig.serve(rig.keys("a", 1, 8), retain(2))
+    rig.wait(WRITE_WITHIN_S)
+    assert 16 <= 10**6 - disk.num_fails < 8 * (WRITE_WITHIN_S / MAX_REST_S + 8)
 
 
 def test_only_what_the_disk_retains_passes_its_reuse_filter() -> None:
