@@ -41,10 +41,22 @@ OTHER = b"o" * 36
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 0.5)
-    monkeypatch.setattr(late, "NOTICE_S", 0.1)
+    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(late, "NOTICE_S", DEADLINE_S / 2)
     monkeypatch.setattr(late, "RETRY_S", 0.05)
     monkeypatch.setattr(late, "WATCH_S", 0.05)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Returns what makes starts wait for a moment only."""
+
+    def change() -> None:
+        monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 0.2)
+        monkeypatch.setattr(opening, "LEAST_WAIT_S", 0.2)
+        monkeypatch.setattr(late, "NOTICE_S", 0.1)
+
+    return change
 
 
 @pytest.fixture
@@ -134,7 +146,7 @@ def frozen(mounts: Mounts) -> Iterator[Frozen]:
 @pytest.mark.parametrize("config", [DiskConfig, SharedDirConfig])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_frozen_file_system_does_not_hold_up_the_start(
-    frozen: Frozen, config: Any, exists: bool, caplog: pytest.LogCaptureFixture
+    frozen: Frozen, config: Any, exists: bool, caplog: pytest.LogCaptureFixture, impatient: Callable[[], None]
 ) -> None:
     """And what a former server has stored there is found after the thaw."""
     pools = make_pools(4, SLOT)
@@ -144,6 +156,7 @@ def test_a_frozen_file_system_does_not_hold_up_the_start(
             write(open_tier(made, former, pools), KEY)
         caplog.clear()
     frozen.freeze()
+    impatient()
     with ExitStack() as opened:
         tier = open_tier(made, opened, pools)
         assert frozen.is_frozen
@@ -221,7 +234,11 @@ def gate() -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize("change", ["reset", "delete"])
 def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
-    gate: threading.Event, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, change: str
+    gate: threading.Event,
+    opened: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    impatient: Callable[[], None],
 ) -> None:
     """New weights, for example. The control is another block, which a deletion leaves."""
     pools = make_pools(4, SLOT)
@@ -234,6 +251,7 @@ def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
         return tier
 
     monkeypatch.setattr(GateConfig, "open", open_filled)
+    impatient()
     tier = open_tier(GateConfig(), opened, pools)
     if change == "reset":
         tier.reset()
@@ -244,7 +262,8 @@ def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
     assert tier.contains([KEY, OTHER]).tolist() == [MISS, MISS if change == "reset" else HIT]
 
 
-def test_a_tier_that_opens_after_the_end_is_closed(gate: threading.Event) -> None:
+def test_a_tier_that_opens_after_the_end_is_closed(gate: threading.Event, impatient: Callable[[], None]) -> None:
+    impatient()
     pools = make_pools(4, SLOT)
     with ExitStack() as opened:
         tier = open_tier(GateConfig(), opened, pools)

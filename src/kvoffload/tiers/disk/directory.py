@@ -30,6 +30,7 @@ LOCK_DEADLINE_S = 2.0
 ALONE_DEADLINE_S = 120.0
 MAX_DEPTH = 64
 """Folders inside each other in which the files of others are counted."""
+NO_INODES = "no inodes are left on the file system, so no file can be made there; remove files that are many and small"
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _OTHERS = 0o077
@@ -52,6 +53,12 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def has_no_inodes(status: os.statvfs_result) -> bool:
+    """Returns whether a file system has no inode left for this user. Some have no fixed number of them."""
+    return status.f_files > 0 and status.f_favail == 0
+
 
 _OWNER = re.compile(rb"process ([0-9]{1,10}) since ")
 
@@ -195,7 +202,8 @@ class DirectoryStorage(Storage):
 
     def make_folder(self, folder: str) -> None:
         try:
-            os.mkdir(folder, _FOLDER_MODE, dir_fd=self._fd)
+            with self._naming_inodes():
+                os.mkdir(folder, _FOLDER_MODE, dir_fd=self._fd)
         except FileExistsError:
             with self._folder(folder):
                 pass
@@ -208,7 +216,7 @@ class DirectoryStorage(Storage):
     ) -> StoredFile:
         only_read = self._read_only or fresh
         flags = _FILE_FLAGS | (os.O_RDONLY if only_read else os.O_RDWR) | (os.O_CREAT if create else 0)
-        with self._folder(folder) as folder_fd:
+        with self._folder(folder) as folder_fd, self._naming_inodes():
             if direct or fresh:
                 try:
                     fd = os.open(name, flags | os.O_DIRECT, _FILE_MODE, dir_fd=folder_fd)
@@ -260,6 +268,16 @@ class DirectoryStorage(Storage):
         if not self._knows_direct:
             self._knows_direct = True
             logger.warning("kvoffload: %r: its file system has no O_DIRECT; using the page cache", str(self.path))
+
+    @contextmanager
+    def _naming_inodes(self) -> Iterator[None]:
+        """Says of a full file system that has space left what it lacks."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.ENOSPC and has_no_inodes(os.fstatvfs(self._fd)):
+                raise OSError(errno.ENOSPC, NO_INODES) from error
+            raise
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
