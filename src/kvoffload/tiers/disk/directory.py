@@ -152,7 +152,8 @@ class DirectoryStorage(Storage):
         read-only and has no such file: no process that could write there has ever owned it."""
         flags = os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
         try:
-            fd = os.open(name, _FILE_FLAGS | flags, _FILE_MODE, dir_fd=self._fd)
+            with _naming_inodes(self._fd):
+                fd = os.open(name, _FILE_FLAGS | flags, _FILE_MODE, dir_fd=self._fd)
         except FileNotFoundError:
             return -1
         try:
@@ -202,7 +203,7 @@ class DirectoryStorage(Storage):
 
     def make_folder(self, folder: str) -> None:
         try:
-            with self._naming_inodes():
+            with _naming_inodes(self._fd):
                 os.mkdir(folder, _FOLDER_MODE, dir_fd=self._fd)
         except FileExistsError:
             with self._folder(folder):
@@ -216,7 +217,7 @@ class DirectoryStorage(Storage):
     ) -> StoredFile:
         only_read = self._read_only or fresh
         flags = _FILE_FLAGS | (os.O_RDONLY if only_read else os.O_RDWR) | (os.O_CREAT if create else 0)
-        with self._folder(folder) as folder_fd, self._naming_inodes():
+        with self._folder(folder) as folder_fd, _naming_inodes(folder_fd):
             if direct or fresh:
                 try:
                     fd = os.open(name, flags | os.O_DIRECT, _FILE_MODE, dir_fd=folder_fd)
@@ -268,16 +269,6 @@ class DirectoryStorage(Storage):
         if not self._knows_direct:
             self._knows_direct = True
             logger.warning("kvoffload: %r: its file system has no O_DIRECT; using the page cache", str(self.path))
-
-    @contextmanager
-    def _naming_inodes(self) -> Iterator[None]:
-        """Says of a full file system that has space left what it lacks."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno == errno.ENOSPC and has_no_inodes(os.fstatvfs(self._fd)):
-                raise OSError(errno.ENOSPC, NO_INODES) from error
-            raise
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
@@ -424,6 +415,17 @@ def _held_bytes(fd: int, path: str, is_left_out: Callable[[str, str], bool]) -> 
     return total
 
 
+@contextmanager
+def _naming_inodes(at: int | Path) -> Iterator[None]:
+    """Says of a file system that is full, and has space left, what it lacks. ``at``: a folder in it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC and has_no_inodes(os.statvfs(at)):
+            raise OSError(errno.ENOSPC, NO_INODES) from error
+        raise
+
+
 def _unlock(fd: int) -> int:
     """Gives up the lock of ``fd``, even if a forked child has inherited it, and closes ``fd``. Returns -1."""
     if fd >= 0:
@@ -439,7 +441,8 @@ def _open_root(path: Path) -> int:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{setting}: is not a directory; name a directory")
     try:
-        path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        with _naming_inodes(next(each for each in path.parents if each.exists())):
+            path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         fd = os.open(path, _FOLDER_FLAGS)
     except OSError as error:
         # A path that does not exist on a read-only file system is a mistake; one that does can be read.
