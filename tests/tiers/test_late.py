@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier, TierStats
+from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.testing.tier_conformance import TierConformance, make_pools
 from kvoffload.tiers import late, opening
@@ -94,7 +94,11 @@ def check_read(tier: Tier, key: OffloadKey, pools: Sequence[ByteArray]) -> None:
     pools[0][1] = 0
     assert tier.read([key], np.array([1])) == [key]
     results = list(tier.poll())
-    until(lambda: bool(results.extend(tier.poll()) or results), tier)
+    deadline = time.monotonic() + DEADLINE_S
+    while not results:
+        assert time.monotonic() < deadline
+        tier.wait(0.01)
+        results += tier.poll()
     assert [result.error for result in results] == [None]
     np.testing.assert_array_equal(pools[0][1], pools[0][0])
 
@@ -166,6 +170,7 @@ def test_a_frozen_file_system_does_not_hold_up_the_start(
         assert tier.contains([KEY]).tolist() == [MISS]
         assert tier.write([KEY], np.array([0])) == []
         assert not is_open(tier)
+        assert tier.stats().capacity_bytes == 0
         assert tier.is_shared == (config is SharedDirConfig)
         assert frozen.is_frozen
         frozen.thaw()
@@ -314,8 +319,7 @@ class TestLateTier(TierConformance):
             return MemoryTier(pools, num_blocks)
 
         opener = Opener(open_late, "/", "memory", "tiers[0]")
-        size = MemoryTier(pools, num_blocks).stats().capacity_bytes
-        tier = LateTier(opener, TierStats(size, 0, 0), sum(pool.shape[1] for pool in pools), is_shared=False)
+        tier = LateTier(opener, sum(pool.shape[1] for pool in pools), is_shared=False)
         assert tier.contains([KEY]).tolist() == [MISS]
         gate.set()
         until(lambda: is_open(tier), tier)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from kvoffload.observe.metrics import METRICS, PREFIX
+
+_registering = threading.Lock()
+"""Held where a metric may be registered: several threads of SGLang ask for the metrics."""
 
 
 class ServerMetrics:
@@ -25,7 +29,8 @@ class ServerMetrics:
             if spec is None or spec.label != "tier":
                 # The rest is about the staging pool, or about requests, which only the engine knows.
                 continue
-            child = _metric(metric, tuple(self._labels)).labels(**self._labels, tier=tier)
+            with _registering:
+                child = _metric(metric, tuple(self._labels)).labels(**self._labels, tier=tier)
             if spec.kind == "gauge":
                 child.set(value)
             else:
