@@ -22,11 +22,11 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.connector.engine import EngineSpec
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.late import LateTier
 from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt, start_together
+from tests.scale import scaled
 
 SLOT, HOST_BLOCKS, FINGERPRINT, DEADLINE_S = 4096, 64, "ab" * 32, 60.0
 NAMES = ("a", "b", "other")

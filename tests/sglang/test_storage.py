@@ -25,7 +25,7 @@ from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
 from kvoffload.sglang import metrics as server_metrics  # isort: skip
 from kvoffload.sglang.metrics import ServerMetrics  # isort: skip
 from kvoffload.sglang.pools import HostPages  # isort: skip
-from kvoffload.testing.scale import scaled  # isort: skip
+from tests.scale import scaled  # isort: skip
 from kvoffload.tiering.bridge import BridgeSettings, build_bridge  # isort: skip
 
 torch = parts.torch

@@ -15,7 +15,6 @@ import pytest
 from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering import tier_blocks, writes
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, Plan, plan_writes
@@ -25,6 +24,7 @@ from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
 from tests.asking_tier import AskingTier
 from tests.clock import Clock
+from tests.scale import scaled
 from tests.sim import life as living
 from tests.sim import simulation
 from tests.sim.__main__ import main

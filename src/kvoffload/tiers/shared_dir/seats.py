@@ -224,12 +224,14 @@ class Claimant:
             if error.errno not in NO_LOCK_ERRORS:
                 raise
             raise ConfigError(
-                "its file system has no file locks, which servers need to agree on their folders; mount it with locks "
-                "(NFS: version 4, without nolock or local_lock; Lustre: -o flock; CephFS has them)"
+                fault="its file system has no file locks, which servers need to agree on their folders",
+                fix="mount it with locks (NFS: version 4, without nolock or local_lock; Lustre: -o "
+                "flock; CephFS has them)",
             ) from error
         if seat is None:
             raise ConfigError(
-                f"{self.max_seats} servers use it already, the most that there can be; name another directory"
+                fault=f"{self.max_seats} servers use it already, the most that there can be",
+                fix="name another directory",
             )
         return seat
 
