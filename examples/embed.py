@@ -17,7 +17,7 @@ def serve(config: kv.OffloadConfig, ids: list[int]) -> int:
     pool = kv.HostPool(config.num_blocks(LAYERS * PAGE_BYTES), LAYERS * PAGE_BYTES)
     worker = kv.OffloadingConnectorWorker(kv.InlineTransfer([kv.PageGroup(list(device))], pool.data))
     fingerprint = kv.fingerprint({"weights": "version 1"})  # in earnest: everything that shapes the bytes
-    scheduler = kv.build_scheduler(config, ENGINE, [pool.data], fingerprint)
+    scheduler = kv.build_scheduler(config, ENGINE, [pool.handle()], fingerprint)
     request = SimpleNamespace(request_id="r", num_tokens=65, num_computed_tokens=0, kv_transfer_params=None)
     request.block_hashes = kv.hash_blocks(range(65), TOKENS)
 
@@ -33,6 +33,7 @@ def serve(config: kv.OffloadConfig, ids: list[int]) -> int:
         pass
     request.num_computed_tokens = offer = 0 if offer and "r" in finished.failed else offer
     step(kv.ScheduledStep({"r": 65 - offer}, {"r": (ids,)}, frozenset({"r"})), ids[offer // TOKENS : 4])
+    request.num_computed_tokens = 65
     while scheduler.has_pending_work():
         step(kv.ScheduledStep({}), [])  # blocks are stored and written to disk meanwhile
     scheduler.request_finished(request)

@@ -20,6 +20,7 @@ import pytest
 
 from kvoffload import cli
 from kvoffload.abc import ByteArray, Tier
+from kvoffload.cli import disk as disk_command
 from kvoffload.cli import inspect as tools
 from kvoffload.cli.folder import Folder
 from kvoffload.tiers.config import TierContext
@@ -397,6 +398,15 @@ def test_verify_reads_every_block(directory: Path) -> None:
     assert result["nbytes"] == NUM_BLOCKS * BLOCK_BYTES
     assert (result["bad"], result["num_changed"], result["findings"]) == ([], 0, [])
     assert "No block is bad: 20 blocks read, 160 KiB." in invoke("verify", directory).stdout
+
+
+def test_verify_says_how_far_it_is(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody sees a bar. The control: not for what takes a moment."""
+    assert invoke("verify", directory).stderr == ""
+    monkeypatch.setattr(disk_command, "PROGRESS_S", 0.0)
+    done = invoke("verify", directory)
+    assert done.stderr.splitlines()[-1] == "kvoffload disk verify: 160 KiB of 160 KiB read"
+    assert "No block is bad" in done.stdout
 
 
 def test_verify_names_the_bad_blocks(directory: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tests.sglang.parts import Rank, extra_config, fill, mamba_pool, mha_pool, m
 from kvoffload.abc import MissReason  # isort: skip
 from kvoffload.sglang import KVOffloadStorage, engine, storage  # isort: skip
 from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
+from kvoffload.sglang import metrics as server_metrics  # isort: skip
+from kvoffload.sglang.metrics import ServerMetrics  # isort: skip
 from kvoffload.sglang.pools import HostPages  # isort: skip
 from tests.scale import scaled  # isort: skip
 from kvoffload.tiering.bridge import BridgeSettings, build_bridge  # isort: skip
@@ -637,6 +640,29 @@ def test_the_metrics_of_the_tiers_are_among_those_of_the_server(start: Start) ->
         assert written() == before + 6
         assert prometheus.REGISTRY.get_sample_value("kvoffload:tier_used_bytes", labels) > 0
         rank.close()
+
+
+def test_several_threads_may_ask_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric is registered once, even if its registration takes a while."""
+    prometheus = pytest.importorskip("prometheus_client")
+    made: list[str] = []
+
+    counter: Any = prometheus.Counter
+
+    class SlowCounter(counter):  # type: ignore[misc]
+        def __init__(self, name: str, *arguments: Any, **named: Any) -> None:
+            made.extend([name] * ("_labelvalues" not in named))
+            threading.Event().wait(0.05)
+            super().__init__(name, *arguments, **named)
+
+    monkeypatch.setattr(prometheus, "Counter", SlowCounter)
+    rank = ServerMetrics({"of": "threads"})
+    monkeypatch.setattr(server_metrics, "PREFIX", "kvoffload_threads_")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: rank.add({"tier_write_blocks:disk": 1.0}), range(4)))
+    assert len(made) == 1
+    labels = {"of": "threads", "tier": "disk"}
+    assert prometheus.REGISTRY.get_sample_value("kvoffload_threads_tier_write_blocks_total", labels) == 4
 
 
 def test_ranks_that_do_not_write_take_no_share_of_the_budget(

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier, TierStats
+from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.testing.tier_conformance import TierConformance, make_pools
 from kvoffload.tiers import late, opening
@@ -41,10 +41,22 @@ OTHER = b"o" * 36
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 0.5)
-    monkeypatch.setattr(late, "NOTICE_S", 0.1)
+    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(late, "NOTICE_S", DEADLINE_S / 2)
     monkeypatch.setattr(late, "RETRY_S", 0.05)
     monkeypatch.setattr(late, "WATCH_S", 0.05)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Returns what makes starts wait for a moment only."""
+
+    def change() -> None:
+        monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 0.2)
+        monkeypatch.setattr(opening, "LEAST_WAIT_S", 0.2)
+        monkeypatch.setattr(late, "NOTICE_S", 0.1)
+
+    return change
 
 
 @pytest.fixture
@@ -136,7 +148,7 @@ def frozen(mounts: Mounts) -> Iterator[Frozen]:
 @pytest.mark.parametrize("config", [DiskConfig, SharedDirConfig])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_frozen_file_system_does_not_hold_up_the_start(
-    frozen: Frozen, config: Any, exists: bool, caplog: pytest.LogCaptureFixture
+    frozen: Frozen, config: Any, exists: bool, caplog: pytest.LogCaptureFixture, impatient: Callable[[], None]
 ) -> None:
     """And what a former server has stored there is found after the thaw."""
     pools = make_pools(4, SLOT)
@@ -146,6 +158,7 @@ def test_a_frozen_file_system_does_not_hold_up_the_start(
             write(open_tier(made, former, pools), KEY)
         caplog.clear()
     frozen.freeze()
+    impatient()
     with ExitStack() as opened:
         tier = open_tier(made, opened, pools)
         assert frozen.is_frozen
@@ -155,6 +168,7 @@ def test_a_frozen_file_system_does_not_hold_up_the_start(
         assert tier.contains([KEY]).tolist() == [MISS]
         assert tier.write([KEY], np.array([0])) == []
         assert not is_open(tier)
+        assert tier.stats().capacity_bytes == 0
         assert tier.is_shared == (config is SharedDirConfig)
         assert frozen.is_frozen
         frozen.thaw()
@@ -223,7 +237,11 @@ def gate() -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize("change", ["reset", "delete"])
 def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
-    gate: threading.Event, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, change: str
+    gate: threading.Event,
+    opened: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    impatient: Callable[[], None],
 ) -> None:
     """New weights, for example. The control is another block, which a deletion leaves."""
     pools = make_pools(4, SLOT)
@@ -236,6 +254,7 @@ def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
         return tier
 
     monkeypatch.setattr(GateConfig, "open", open_filled)
+    impatient()
     tier = open_tier(GateConfig(), opened, pools)
     if change == "reset":
         tier.reset()
@@ -246,7 +265,8 @@ def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
     assert tier.contains([KEY, OTHER]).tolist() == [MISS, MISS if change == "reset" else HIT]
 
 
-def test_a_tier_that_opens_after_the_end_is_closed(gate: threading.Event) -> None:
+def test_a_tier_that_opens_after_the_end_is_closed(gate: threading.Event, impatient: Callable[[], None]) -> None:
+    impatient()
     pools = make_pools(4, SLOT)
     with ExitStack() as opened:
         tier = open_tier(GateConfig(), opened, pools)
@@ -297,8 +317,7 @@ class TestLateTier(TierConformance):
             return MemoryTier(pools, num_blocks)
 
         opener = Opener(open_late, "/", "memory", "tiers[0]")
-        size = MemoryTier(pools, num_blocks).stats().capacity_bytes
-        tier = LateTier(opener, TierStats(size, 0, 0), sum(pool.shape[1] for pool in pools), is_shared=False)
+        tier = LateTier(opener, sum(pool.shape[1] for pool in pools), is_shared=False)
         assert tier.contains([KEY]).tolist() == [MISS]
         gate.set()
         until(lambda: is_open(tier), tier)

@@ -124,7 +124,8 @@ class Tier(ABC):
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Returns how full the tier is and what it has done so far. ``capacity_bytes`` does not change."""
+        """Returns how full the tier is and what it has done so far. ``capacity_bytes`` does not change while it is
+        connected."""
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing, by default, in a tier of which tenants have no shares."""

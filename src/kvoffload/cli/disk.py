@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_DIGITS = 12
+PROGRESS_S = 10.0
+"""Time between two lines about the progress of a long command whose errors go to no terminal."""
 """Digits of a fingerprint in the table."""
 MAX_BAD_SHOWN = 20
 
@@ -124,12 +126,21 @@ def _verify(directory: Path) -> Verification:
 
     columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
     with progress_bar(*columns) as bar:
-        task = bar.add_task("", total=None)
-        return verify_directory(
-            directory,
-            lambda nbytes: bar.update(task, total=nbytes),
-            lambda nbytes: bar.advance(task, nbytes),
-        )
+        task, said = bar.add_task("", total=None), time.monotonic()
+
+        def advance(nbytes: int) -> None:
+            nonlocal said
+            bar.advance(task, nbytes)
+            now, work = time.monotonic(), bar.tasks[0]
+            if bar.disable and now - said >= PROGRESS_S:
+                said = now
+                say(
+                    "disk verify",
+                    f"{format_bytes(int(work.completed))} of {format_bytes(int(work.total or 0))} read",
+                    "",
+                )
+
+        return verify_directory(directory, lambda nbytes: bar.update(task, total=nbytes), advance)
 
 
 def _complete_fingerprint(digits: str, folders: Sequence[Folder]) -> str:

@@ -23,7 +23,7 @@ from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.doctor.configuration import PlannedTier, tier_from_dict
 from kvoffload.doctor.findings import Figure, Finding, Level
 from kvoffload.doctor.process import Report
-from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
+from kvoffload.tiers.disk.directory import LOCK_NAME, NO_INODES, DirectoryStorage, has_no_inodes
 from kvoffload.tiers.disk.layout import check_capacity
 from kvoffload.tiers.disk.storage import Storage, StoredFile, aligned_buffer, is_full
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, seat_names
@@ -213,6 +213,10 @@ class _DirectoryCheck:
             return
         usage = os.statvfs(where)
         free = usage.f_bavail * usage.f_frsize
+        if has_no_inodes(usage):
+            text, fix = f"{where}: {NO_INODES}".split("; ")
+            self._found("directory.inodes", Level.PROBLEM, text, f"{fix}: df -i {where} shows how many there are")
+            return
         figures: dict[str, Figure] = {"bytes": wanted, "free_bytes": free, "held_bytes": held}
         self._report.fact("space", asdict(Space(os.stat(where).st_dev, wanted, free, held)))
         try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from kvoffload.observe.metrics import METRICS, PREFIX
+
+_registering = threading.Lock()
+"""Held where a metric may be registered: several threads of SGLang ask for the metrics."""
 
 
 class ServerMetrics:
@@ -26,7 +30,8 @@ class ServerMetrics:
                 # The rest is about the staging pool, or about requests, which only the engine knows.
                 continue
             labels = dict(zip(spec.labels, spec.split(label), strict=True))
-            child = _metric(metric, tuple(self._labels)).labels(**self._labels, **labels)
+            with _registering:
+                child = _metric(metric, tuple(self._labels)).labels(**self._labels, **labels)
             if spec.kind == "gauge":
                 child.set(value)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -279,10 +280,12 @@ class KVOffloadStorage(HiCacheStorage):
             self._metrics.add(self._transfers.bridge.take_counts())
         metrics = StorageMetrics()
         for name, samples in self._transfers.samples.items():
-            while samples:
-                pages, gigabytes_per_second = samples.popleft()
-                getattr(metrics, f"{name}_pgs").append(pages)
-                getattr(metrics, f"{name}_bandwidth").append(gigabytes_per_second)
+            # Another thread may take the last one.
+            with contextlib.suppress(IndexError):
+                while True:
+                    pages, gigabytes_per_second = samples.popleft()
+                    getattr(metrics, f"{name}_pgs").append(pages)
+                    getattr(metrics, f"{name}_bandwidth").append(gigabytes_per_second)
         return metrics
 
     def explain(self, page_hash: str, pool: str = KV) -> Miss | None:

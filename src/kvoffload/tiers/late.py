@@ -178,12 +178,12 @@ class Opener:
 
 class LateTier(Tier):
     """The tier that ``opener`` opens. Until it is open, and while another one is opened in place of a lost one, nothing
-    is held and nothing is taken on, and the tier seems as large as ``standby`` says."""
+    is held and nothing is taken on, and the tier has no budget."""
 
-    def __init__(self, opener: Opener, standby: TierStats, block_bytes: int, *, is_shared: bool) -> None:
+    def __init__(self, opener: Opener, block_bytes: int, *, is_shared: bool) -> None:
         self.name, self.is_shared = opener.name, is_shared
         self._opener = opener
-        self._standby, self._block_bytes = standby._replace(is_connected=False), block_bytes
+        self._standby, self._block_bytes = TierStats(0, 0, 0, is_connected=False), block_bytes
         self._tier: Tier | None = None
         self._is_given_up = False
         """Whether the tier has lost its files, and its jobs are waited for."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from kvoffload.abc import ConfigError, Tier, TierStats
+from kvoffload.abc import ConfigError, Tier
 from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, distinct_names
 from kvoffload.tiers.late import LateTier, Opener, RenewableTier
@@ -73,10 +73,8 @@ def _open_in_directory(entry: TierEntry, directory: str, context: TierContext, n
     """
     opener = Opener(partial(_open, entry, context), directory, name, entry.setting)
     opener.wait(max(LEAST_WAIT_S, deadline - time.monotonic()))
-    capacity_bytes = entry.config.capacity_bytes
-    standby = TierStats(None if capacity_bytes is None else capacity_bytes // context.engines, 0, 0)
     block_bytes = sum(pool.shape[1] for pool in context.pools)
-    late = LateTier(opener, standby, block_bytes, is_shared=entry.config.is_shared)
+    late = LateTier(opener, block_bytes, is_shared=entry.config.is_shared)
     tier = late.join()
     if tier is None and opener.error is not None:
         if not isinstance(opener.error, OSError):

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import pytest
 from kvoffload.abc import ConfigError, Tier, TierError
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.budget import Budget
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, payload_checksum, record_offset
+from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import StoredFile
@@ -595,3 +597,60 @@ def test_a_mounted_disk_stays_within_its_budget(
     rig.check_reads(*rig.present())
     assert [each for each in warnings(caplog) if "O_DIRECT" not in each] == []
     rig.tier.close()
+
+
+def test_a_file_system_without_inodes_says_so(mounts: Mounts, tmp_path: Path) -> None:
+    """It has space. The control has inodes."""
+    image = tmp_path / "ext4.img"
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    mounts.run("mkfs.ext4", "-q", "-N", "32", str(image))
+    path = mounts.mount("-o", "loop", str(image))
+    with pytest.raises(OSError, match="No space left"):  # noqa: PT012
+        for number in range(64):
+            (path / f"small-{number}").touch()
+    rig = Rig(path / "disk", slab_bytes=64 * PAGE, capacity_bytes=capacity(64))
+    for number in range(3):
+        # Room for the directory, then for its lock, too.
+        with pytest.raises(OSError, match="no inodes are left"):
+            rig.open()
+        (path / f"small-{number}").unlink()
+    for number in range(3, 12):
+        (path / f"small-{number}").unlink()
+    rig.open()
+    rig.write(1)
+    rig.check_reads(1)
+
+
+class SlowToFree(SimulatedStorage):
+    """Has the space of a removed file back when it has been asked three times, as XFS has a little later."""
+
+    late_bytes = asked = 0
+
+    def remove(self, folder: str, name: str) -> None:
+        before = self.medium.used_bytes
+        super().remove(folder, name)
+        self.late_bytes, self.asked = before - self.medium.used_bytes, 0
+        self.medium.capacity_bytes -= self.late_bytes
+
+    def free_bytes(self) -> int:
+        self.asked += 1
+        if self.asked == 3:
+            self.medium.capacity_bytes += self.late_bytes
+            self.late_bytes = 0
+        return super().free_bytes()
+
+
+def test_a_medium_that_frees_space_late_costs_other_models_no_more_than_their_room() -> None:
+    """Each removal is waited for before the next file goes."""
+    storage, others = SlowToFree(64 * PAGE), ("11" * 32, "22" * 32)
+    for folder in others:
+        storage.make_folder(folder)
+        for name in ("index", "slab-00000"):
+            with closing(storage.open(folder, name, create=True)) as other:
+                other.resize(16 * PAGE)
+    budget = Budget(1 << 20, Layout(PAGE, 4), storage, FINGERPRINT)
+    storage.make_folder(FINGERPRINT)
+    file = storage.open(FINGERPRINT, "slab-00000", create=True)
+    budget.with_room(lambda: file.resize(8 * PAGE))
+    assert [len(storage.files(folder)) for folder in others] == [1, 2]

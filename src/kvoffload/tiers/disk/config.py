@@ -52,7 +52,7 @@ class DiskConfig(DirectoryConfig):
             "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
             self.dir,
             format_bytes(tier.files.capacity_bytes),
-            f"{context.num_tokens(tier.files.capacity_bytes // tier.block_bytes):,}",
+            f"{context.num_tokens(tier.files.num_slots):,}",
             f"{tier.catalog.num_blocks:,}",
         )
         return tier

@@ -31,6 +31,7 @@ LOCK_DEADLINE_S = 2.0
 ALONE_DEADLINE_S = 120.0
 MAX_DEPTH = 64
 """Folders inside each other in which the files of others are counted."""
+NO_INODES = "no inodes are left on the file system, so no file can be made there; remove files that are many and small"
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _OTHERS = 0o077
@@ -53,6 +54,11 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def has_no_inodes(status: os.statvfs_result) -> bool:
+    """Returns whether a file system has no inode left for this user. Some have no fixed number of them."""
+    return status.f_files > 0 and status.f_favail == 0
 
 
 class LockOwner(NamedTuple):
@@ -181,7 +187,8 @@ class DirectoryStorage(Storage):
         read-only and has no such file: no process that could write there has ever owned it."""
         flags = os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
         try:
-            fd = os.open(name, _FILE_FLAGS | flags, _FILE_MODE, dir_fd=self._fd)
+            with _naming_inodes(self._fd):
+                fd = os.open(name, _FILE_FLAGS | flags, _FILE_MODE, dir_fd=self._fd)
         except FileNotFoundError:
             return -1
         try:
@@ -231,7 +238,8 @@ class DirectoryStorage(Storage):
 
     def make_folder(self, folder: str) -> None:
         try:
-            os.mkdir(folder, _FOLDER_MODE, dir_fd=self._fd)
+            with _naming_inodes(self._fd):
+                os.mkdir(folder, _FOLDER_MODE, dir_fd=self._fd)
         except FileExistsError:
             with self._folder(folder):
                 pass
@@ -244,7 +252,7 @@ class DirectoryStorage(Storage):
     ) -> StoredFile:
         only_read = self._read_only or fresh
         flags = _FILE_FLAGS | (os.O_RDONLY if only_read else os.O_RDWR) | (os.O_CREAT if create else 0)
-        with self._folder(folder) as folder_fd:
+        with self._folder(folder) as folder_fd, _naming_inodes(folder_fd):
             if direct or fresh:
                 try:
                     fd = os.open(name, flags | os.O_DIRECT, _FILE_MODE, dir_fd=folder_fd)
@@ -442,6 +450,17 @@ def _held_bytes(fd: int, path: str, is_left_out: Callable[[str, str], bool]) -> 
     return total
 
 
+@contextmanager
+def _naming_inodes(at: int | Path) -> Iterator[None]:
+    """Says of a file system that is full, and has space left, what it lacks. ``at``: a folder in it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC and has_no_inodes(os.statvfs(at)):
+            raise OSError(errno.ENOSPC, NO_INODES) from error
+        raise
+
+
 def _unlock(fd: int) -> int:
     """Gives up the lock of ``fd``, even if a forked child has inherited it, and closes ``fd``. Returns -1."""
     if fd >= 0:
@@ -457,7 +476,8 @@ def _open_root(path: Path) -> int:
     if path.exists() and not path.is_dir():
         raise ConfigError(*named, "is not a directory", "name a directory")
     try:
-        path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        with _naming_inodes(next(each for each in path.parents if each.exists())):
+            path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         fd = os.open(path, _FOLDER_FLAGS)
     except OSError as error:
         # A path that does not exist on a read-only file system is a mistake; one that does can be read.

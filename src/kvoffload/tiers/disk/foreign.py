@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from kvoffload.tiers.disk.storage import Storage
 logger = logging.getLogger(__name__)
 
 FOLDER_BYTES = 4096
+GIVEN_BACK_S = 0.5
+"""Some file systems (XFS) give the space of a removed file back a little later: it is waited for so long."""
+LOOK_S = 0.01
 
 
 @dataclass(slots=True)
@@ -46,11 +50,15 @@ class ForeignFolders:
         return file in self._files
 
     def remove_oldest(self) -> None:
-        """Removes one file."""
-        folder = self._folders[0]
+        """Removes one file, and waits until the medium has its space back, at most GIVEN_BACK_S."""
+        folder, free = self._folders[0], self._storage.free_bytes()
         name, nbytes = folder.files[-1]
         with suppress(FileNotFoundError):
             self._storage.remove(folder.name, name)
+        deadline = time.monotonic() + GIVEN_BACK_S
+        # Others use the medium, too, so not all of it may be seen to come back.
+        while self._storage.free_bytes() < free + nbytes // 2 and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
         folder.files.pop()
         self.nbytes -= nbytes
         if not folder.files:

@@ -54,7 +54,7 @@ class SharedDirConfig(DirectoryConfig):
             self.dir,
             tier.seat.name,
             format_bytes(capacity_bytes),
-            f"{context.num_tokens(capacity_bytes // tier.block_bytes):,}",
+            f"{context.num_tokens(tier.own.files.num_slots):,}",
             f"{tier.own.catalog.num_blocks:,}",
         )
         if not existed:
