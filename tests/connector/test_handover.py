@@ -198,6 +198,20 @@ def test_a_request_waits_for_blocks_that_are_not_written_yet(pair: Pair, is_hand
     assert pair.decode.half.records[-1].tier_tokens == {"store": 8}
 
 
+@pytest.mark.parametrize(("num_tokens", "result"), [(8, "complete"), (12, "partial")])
+def test_a_handover_is_complete_if_less_than_a_block_of_it_is_computed(
+    pair: Pair, num_tokens: int, result: str
+) -> None:
+    """The device has the first block, and the last token is computed in any case."""
+    answer = pair.prefill.compute(prompt(num_tokens))
+    request = FakeRequest("d", prompt(num_tokens), answer)
+    assert pair.decode.look_up(request, 4) == ((0, False) if result == "complete" else (None, False))
+    pair.clock.now += 2 * DEADLINE_S
+    assert pair.decode.look_up(request, 4) == (0, False)
+    pair.decode.allocate(request, pair.decode.new_blocks(3), 0)
+    assert pair.decode.count(result) == 1
+
+
 def test_a_server_hands_over_what_it_has_found_itself(pair: Pair) -> None:
     pair.prefill.store(prompt(12))
     pair.prefill.settle()

@@ -16,12 +16,12 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering import lookup
 from kvoffload.tiering.unwritten import PromisedBlocks, UnwrittenPins
 from kvoffload.tiering.writes import WriteThrough
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from tests.scale import scaled
 from tests.sim import __main__ as program
 from tests.sim.engine import Late, WrongBytes
 from tests.sim.handovers import HandoverLife, Incomplete, Role, Slow, Wasted, plan_handovers, simulate_handovers

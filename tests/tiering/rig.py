@@ -120,6 +120,8 @@ class SpyTier(MemoryTier):
         results = []
         for result in super().poll():
             error = self.fails or result.error
+            if self.fails is not None and not result.is_read:
+                super().delete([result.key])
             if result.key == self.fails_for and not result.is_read and self.num_fails:
                 error, self.num_fails = TierError.IO, self.num_fails - 1
                 self.delete([result.key])

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext
+from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext, TierError
+from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.lookup import LOOK_AGAIN_S, LOOK_AGAIN_SHARE
 from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
 from tests.tiering.rig import A, B, Rig, SpyTier, chain
@@ -112,6 +113,31 @@ def test_what_is_not_written_for_long_waits_no_more() -> None:
     assert rig.host.lookup(keys) == 0
 
 
+@pytest.mark.parametrize("error", [TierError.NO_SPACE, TierError.IO, TierError.AWAY])
+def test_what_cannot_be_written_is_written_again_at_a_growing_pace(error: TierError) -> None:
+    rig, shared = with_shared()
+    shared.most_writes, shared.fails = 1 << 30, error
+    keys = chain("x", PROMISED)
+    rig.manager.hand_over(keys)
+    rig.store(keys)
+    begun = rig.clock.now
+    while rig.clock.now < begun + WRITE_WITHIN_S:
+        rig.settle()
+        rig.clock.now += 0.01
+    most = 2 * (WRITE_WITHIN_S / MAX_REST_S + 8)
+    assert 4 <= shared.writes.count(keys[0]) <= most
+    assert len(shared.writes) <= most * len(keys)
+    shared.fails = None
+    for _ in range(20):
+        rig.clock.now += 0.5
+        rig.store(chain(f"y{rig.clock.now}", 1))
+        rig.settle()
+    last = chain("z", 1)
+    rig.store(last)
+    rig.settle()
+    assert (shared.contains(last) == HIT).all()
+
+
 def test_a_chain_that_is_too_long_is_not_promised_and_its_head_may_be() -> None:
     rig, shared = with_shared()
     keys = chain("x", PROMISED + 4)
@@ -151,7 +177,7 @@ def test_a_tier_that_is_off_is_not_named() -> None:
     keys = chain("x", 4)
     rig.store(keys)
     rig.manager.reset()
-    assert rig.manager.tiers[1].breaker.is_off
+    assert rig.manager.tiers[1].is_off
     assert rig.manager.hand_over(keys) == ({}, 0)
     assert shared.handed_over == []
 

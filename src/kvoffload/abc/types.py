@@ -63,11 +63,11 @@ class KVGroup:
         if (self.sliding_window is not None) + (self.attention_chunk is not None) + self.state > 1:
             raise ConfigError("a KV cache group has a sliding window, an attention chunk or a state, not several")
         if self.state and self.block_size_factor != 1:
-            raise ConfigError(f"block_size_factor={self.block_size_factor}: must be 1 for a group with a state")
+            raise ConfigError("block_size_factor", self.block_size_factor, "must be 1 for a group with a state")
         for name in ("device_block_size", "block_size_factor", "sliding_window", "attention_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
+                raise ConfigError(name, value, "must be at least 1")
         most = 0 if self.state else self.block_tokens
         if not 0 <= self.lookahead <= most:
             raise ConfigError(

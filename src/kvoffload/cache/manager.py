@@ -90,8 +90,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
     ) -> None:
         if policy.capacity != backend.num_blocks:
             raise ConfigError(
-                f"policy capacity {policy.capacity}: the backend has {backend.num_blocks} blocks; "
-                "make the policy for as many"
+                fault=f"policy capacity {policy.capacity}: the backend has {backend.num_blocks} blocks",
+                fix="make the policy for as many",
             )
         self.backend = backend
         self.policy = policy

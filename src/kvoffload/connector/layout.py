@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.abc import BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
+from kvoffload.abc import NOT_SET, BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
 from kvoffload.cache.keys import key_group_idx, make_offload_key, with_following
 from kvoffload.connector.parts import Parts
 from kvoffload.tiering.plan import ChainLayout, last_resumable
@@ -36,7 +36,7 @@ class Layout:
         parts: Parts | None = None,
     ) -> None:
         if not groups:
-            raise ConfigError("groups: an engine has at least one KV cache group")
+            raise ConfigError("groups", NOT_SET, "an engine has at least one KV cache group")
         self.engine_groups = tuple(groups)
         """The groups as the engine has them."""
         self.parts = parts or Parts.none(len(groups))
@@ -45,13 +45,17 @@ class Layout:
         for group in groups:
             if group.device_block_size % self.hash_block_size:
                 raise ConfigError(
-                    f"hash_block_size={self.hash_block_size}: must divide the {group.device_block_size} tokens of each "
-                    "device block; set the engine's hash block size to a divisor of its block size"
+                    "hash_block_size",
+                    self.hash_block_size,
+                    f"must divide the {group.device_block_size} tokens of each device block",
+                    "set the engine's hash block size to a divisor of its block size",
                 )
         if following is None and any(group.lookahead for group in groups):
             raise ConfigError(
-                "following=None: the KV of a group with a lookahead depends on the tokens after a block; pass a "
-                "function that describes them"
+                "following",
+                None,
+                "the KV of a group with a lookahead depends on the tokens after a block",
+                "pass a function that describes them",
             )
         self._following = following
         self.block_tokens = tuple(group.block_tokens for group in groups)
@@ -105,10 +109,14 @@ class Layout:
             name = with_following(name, self._following(request, end, lookahead))
         return namespace + name + self._suffixes[g]
 
-    def describe(self, request: Request, block: Block) -> BlockDescription:
-        """Describes the contents of ``block``, for events."""
-        size = self.groups[block.group].block_tokens
-        start, end = block.ordinal * size, (block.ordinal + 1) * size
+    def describe(self, request: Request, block: Block, namespace: bytes) -> BlockDescription | None:
+        """Describes the contents of ``block`` of a request with this ``namespace``, for events; None if the request has
+        other tokens there by now."""
+        g, ordinal = block.group, block.ordinal
+        if ordinal >= self.num_named(g, request) or self.key(g, ordinal, request, namespace) != block.key:
+            return None
+        size = self.block_tokens[g]
+        start, end = ordinal * size, (ordinal + 1) * size
         hashes = request.block_hashes
         parent = hashes[start // self.hash_block_size - 1] if start else None
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)

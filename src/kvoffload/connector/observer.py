@@ -97,8 +97,9 @@ class _ComingBlocks:
             if not place.num_requests:
                 del self._places[key]
 
-    def get(self, key: OffloadKey) -> _Place | None:
-        return self._places.get(key)
+    def get(self, key: OffloadKey) -> tuple[RequestState, Block] | None:
+        place = self._places.get(key)
+        return None if place is None else (place.state, Block(place.group, place.ordinal, key, 0, []))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -109,7 +110,8 @@ class RequestObserver:
     manager, takes part in a decision: whether to load or to compute.
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
-    ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription. ``moved``
+    ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription,
+    unless their requests have other tokens by now. ``moved``
     counts the bytes that are copied for tenants, in blocks of ``block_bytes`` on all ranks; None if there are none.
     """
 
@@ -142,8 +144,8 @@ class RequestObserver:
         """When the bill is to be logged again."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
-        self._descriptions: OrderedDict[OffloadKey, BlockDescription] = OrderedDict()
-        """Blocks that became loadable since events were last taken."""
+        self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
+        """Blocks that became loadable since events were last taken, each with a request that can describe it."""
         self._coming = _ComingBlocks()
         """Empty unless events describe blocks."""
         self._last_warning: dict[str, float] = {}
@@ -357,29 +359,25 @@ class RequestObserver:
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        for state, block in job.blocks:
-            self._descriptions[block.key] = self._layout.describe(state.request, block)
-        while len(self._descriptions) > MAX_PENDING_EVENTS:
-            self._descriptions.popitem(last=False)
+        self._stored.update((block.key, (state, block)) for state, block in job.blocks)
+        while len(self._stored) > MAX_PENDING_EVENTS:
+            self._stored.popitem(last=False)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
         events = list(self._manager.take_events())
         if not self.describes_blocks:
             return events
-        known, self._descriptions = self._descriptions, OrderedDict()
+        stored, self._stored = self._stored, OrderedDict()
 
         def describe(key: OffloadKey) -> BlockDescription | None:
-            return known.get(key) or self._describe_coming(key)
+            found = stored.get(key) or self._coming.get(key)
+            if found is None:
+                return None
+            state, block = found
+            return self._layout.describe(state.request, block, state.blocks.namespace)
 
         return [event if event.removed else replace(event, blocks=list(map(describe, event.keys))) for event in events]
-
-    def _describe_coming(self, key: OffloadKey) -> BlockDescription | None:
-        """Describes a block for which some request waits."""
-        place = self._coming.get(key)
-        if place is None:
-            return None
-        return self._layout.describe(place.state.request, Block(place.group, place.ordinal, key, 0, []))
 
     # Metrics and warnings.
 

@@ -222,7 +222,7 @@ class OffloadingConnectorScheduler:
         patience, result = self.lookups.patience, "complete"
         if not awaited.keys:
             result = "other_name"
-        elif num_found < min(handover.tokens, state.request.num_tokens - 1):
+        elif min(handover.tokens, state.request.num_tokens - 1) - num_found >= self.layout.device_align:
             result = "partial" if num_found else "none"
         if awaited.keys:
             # A part may be what this server has computed itself.
@@ -284,7 +284,12 @@ class OffloadingConnectorScheduler:
         if (device := self.stores.device) is not None:
             if leaving or step.overwritten:
                 meta.stores |= self.stores.store_leaving(device, leaving, step.overwritten)
-            meta.stores |= self.stores.store_forgotten(device)
+            meta.stores |= self.stores.store_forgotten(device, requests.values())
+        if self.jobs.jobs:
+            for req_id in step.num_scheduled_tokens:
+                state = requests.get(req_id)
+                if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
+                    handed_out.update(state.blocks.computed_again())
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)

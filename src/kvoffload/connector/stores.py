@@ -99,8 +99,7 @@ class StorePlanner:
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
         self._due.remove(state.context.req_id)
-        if self.device is not None and state.blocks.has_other_tokens():
-            self._leave_tables(state)
+        self._leave_if_other(state)
 
     def end(self, state: RequestState) -> None:
         """Forgets a request that has ended."""
@@ -235,11 +234,13 @@ class StorePlanner:
             self._forgotten |= dict.fromkeys(of_group[end // self._layout.block_tokens[g] :])
         return True
 
-    def store_forgotten(self, device: DeviceBlocks) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that requests wait for, see ``bring_back``."""
+    def store_forgotten(self, device: DeviceBlocks, requests: Iterable[RequestState]) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that some of the ``requests`` wait for, see ``bring_back``."""
         specs: dict[int, TransferSpec] = {}
         if not self._forgotten:
             return specs
+        for state in requests:
+            self._leave_if_other(state)
         self._store_held(device.get(self._forgotten), specs)
         self._forgotten.clear()
         if not specs:
@@ -359,6 +360,11 @@ class StorePlanner:
 
     def _extend_keys(self, state: RequestState) -> None:
         if not state.extend_keys():
+            self._leave_tables(state)
+
+    def _leave_if_other(self, state: RequestState) -> None:
+        """Forgets the device blocks of a request whose tokens are others than when its keys were made."""
+        if self.device is not None and state.blocks.has_other_tokens():
             self._leave_tables(state)
 
     def _leave_tables(self, state: RequestState) -> None:

@@ -290,7 +290,7 @@ class TieredOffloadingManager(OffloadingManager):
         session, seconds = hints.session, 0.0 if hints.drop else hints.retain_s or 0.0
         if answer.refusal is RetainRefusal.NOTHING:
             return answer
-        asked = [tier for tier in self.tiers if not tier.breaker.is_off]
+        asked = [tier for tier in self.tiers if not tier.is_off]
         for tier in asked if answer.refusal is not None else ():
             refusal = self._retain_in(tier, keys, session, seconds)
             if refusal is None:
@@ -375,7 +375,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Returns which of ``keys`` all tiers hold, or will not be given."""
         written = np.ones(len(keys), dtype=np.bool_)
         for tier in self.tiers:
-            if not tier.breaker.is_off:
+            if not tier.is_off:
                 written &= tier.writes.is_done(keys)
         return written
 
@@ -437,7 +437,7 @@ class TieredOffloadingManager(OffloadingManager):
                 tier.tier.reset()
         if not keep_shared:
             self._leave_shared_tiers()
-        return any(tier.tier.is_shared and not tier.breaker.is_off for tier in self.tiers)
+        return any(tier.tier.is_shared and not tier.is_off for tier in self.tiers)
 
     def forget(self) -> None:
         """Does the same as ``reset``, but tiers that are not shared keep their blocks for the next process: the caller

@@ -185,7 +185,7 @@ class WriteThrough:
         holds all of it, there is nothing to do."""
         before = self.backlog.of_request(request)
         if before is not None:
-            state = ChainState.STARTED if before.state is ChainState.STARTED else ChainState.FRESH
+            state = before.state if before.state in (ChainState.STARTED, ChainState.RESTING) else ChainState.FRESH
             self.backlog.move(before, ChainState.GONE)
         elif self._holds(keys):
             return
@@ -280,6 +280,7 @@ class WriteThrough:
         begun: list[OffloadKey] = []
         if not self._pace.may_ask(self._clock()):
             return begun
+        self.backlog.wake_rested(self._clock())
         while len(begun) < room and (chain := self.backlog.next()) is not None:
             plan = self._plan(chain)
             keys = plan.keys[: room - len(begun)]
@@ -400,14 +401,14 @@ class WriteThrough:
             self._tier.touch(chain.keys, list(chain.history.fates))
 
     def _rewrite(self, chain: Chain) -> None:
-        """A write has failed: looks the chain up again from its head, so that writing continues where the tier lacks a
-        block, or cuts it off there."""
+        """A write has failed: after a pause, looks the chain up again from its head, so that writing continues where
+        the tier lacks a block, or cuts it off there."""
         if not chain.promised and chain.history.num_failures > MAX_REWRITES:
             self._blocks.delete_unreachable(chain)
             self.backlog.move(chain, ChainState.GONE)
         else:
             chain.done = 0
-            self.backlog.move(chain, ChainState.STARTED)
+            self.backlog.rest(chain, self._clock())
 
     def _drop(self, chain: Chain) -> None:
         self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=True))
