@@ -108,6 +108,7 @@ test: install
 docs: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/docs_site.py
 	@$(VENV)/bin/zensical build --clean --strict
+	@$(VENV)/bin/python tools/docs_site.py --search site/search.json
 	@! grep --recursive --only-matching --extended-regexp --include='*.html' \
 		'<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//[^ >]*' site
 

@@ -202,7 +202,7 @@ def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
         (["--device", "200MiB"], "--device=200MiB: the longest request needs 5 blocks (320 MiB) at once, so no engine"),
         (
             ["--host-contents", "exclusive"],
-            "--host-contents=exclusive with --device=0: there is nothing to leave out",
+            "--host-contents='exclusive': there is nothing to leave out",
         ),
         (["--disk", "0"], "--disk='0': must be 1 to"),
         (["--store-threshold", "1"], "--store-threshold=1: must be 2 or more"),
@@ -211,7 +211,7 @@ def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
         (["--block-tokens", "0"], "--block-tokens=0: must be a whole number"),
         (["--prefill-speed", "0"], "--prefill-speed=0: must be more than 0"),
         (["--bound", "--disk", "5"], "--bound is for host memory alone; leave out --device and --disk"),
-        (["--policy", "clairvoyant", "--disk", "5"], "--policy='clairvoyant' with --device=0, --disk=5: this policy"),
+        (["--policy", "clairvoyant", "--disk", "5"], "--policy='clairvoyant': this policy"),
         (["--html", "/no/such/page.html"], "--html='/no/such/page.html': cannot be written"),
         (["--capacity", ",".join(map(str, range(1, 1003)))], "--policy and --capacity: 1,002 combinations"),
     ],

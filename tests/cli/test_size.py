@@ -179,7 +179,7 @@ def test_the_page(chat: str, tmp_path: Path) -> None:
     [
         (["--ram", "much"], "--ram='much': not an amount of memory; write"),
         (["--ram", "8GiB,"], "--ram='8GiB,': an entry is empty"),
-        (["--ram", "1KiB"], "--ram=1 KiB: too small for one block of 32 MiB"),
+        (["--ram", "1KiB"], "--ram='1 KiB': too small for one block of 32 MiB"),
         (["--ram", "none"], "--ram='none': not an amount of memory"),
         (["--policy", "mru"], "--policy='mru': no policy has this name"),
         (["--prefill-speed", "0"], "--prefill-speed=0: must be more than 0"),

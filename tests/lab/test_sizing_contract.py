@@ -80,7 +80,7 @@ def test_the_result_equals_a_replay(
 
 def test_a_device_without_room_for_the_longest_request_is_named(trace: Trace) -> None:
     choices = Choices(ram=[60 * GIB], device=11 * GIB)
-    with pytest.raises(ConfigError, match="device=11 GiB: the longest request needs 12 GiB at once"):
+    with pytest.raises(ConfigError, match="device='11 GiB': the longest request needs 12 GiB at once"):
         size(trace, MODEL, choices, contract=RETAINED)
 
 

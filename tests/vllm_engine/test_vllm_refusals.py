@@ -15,11 +15,11 @@ pytestmark = pytest.mark.vllm
 DISK = POOL | {"disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
 TIERS = POOL | {"tiers": [{"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "1GiB"}]}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "unknown option": ({"host_byte": "1GiB"}, ["host_byte='1GiB'", "did you mean host_bytes?"]),
+    "unknown option": ({"host_byte": "1GiB"}, ["host_byte=***", "did you mean host_bytes?"]),
     "no host_bytes": ({}, ["host_bytes is not set", 'host_bytes="']),
     "not an amount": ({"host_bytes": "lots"}, ["host_bytes='lots'", 'host_bytes="8GiB"']),
     "more than the machine has": ({"host_bytes": "900TiB"}, ["host_bytes=", "900 TiB", "set host_bytes to"]),
-    "less than one block": ({"host_bytes": 4096}, ["host_bytes=4096", "set host_bytes to many times"]),
+    "less than one block": ({"host_bytes": 4096}, ["host_bytes=4096", 'did you mean host_bytes="4096GiB"?']),
     "policy not importable": (POOL | {"policy": "no.such.module:Policy"}, ["policy='no.such.module:Policy'"]),
     "policy not a policy": (
         POOL | {"policy": "collections:OrderedDict"},

@@ -125,7 +125,7 @@ def replay(
         output.check()
         processes = number_of_jobs(jobs)
         if bound and (grid.device is not None or grid.disk is not None):
-            raise ConfigError("--bound is for host memory alone; leave out --device and --disk, or --bound")
+            raise ConfigError(fault="--bound is for host memory alone", fix="leave out --device and --disk, or --bound")
         names = _policies(grid.policies, bound)
         shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
         checked = speeds.checked()
@@ -210,8 +210,9 @@ class _Sizes:
         """Returns every policy with every capacity. Raises ConfigError if there are too many."""
         if len(policies) * len(self.host) > MAX_CONFIGS:
             raise ConfigError(
-                f"--policy and --capacity: {len(policies) * len(self.host):,} combinations, but at most "
-                f"{MAX_CONFIGS:,} are allowed; give fewer"
+                fault=f"--policy and --capacity: {len(policies) * len(self.host):,} combinations, but at "
+                f"most {MAX_CONFIGS:,} are allowed",
+                fix="give fewer",
             )
         return [
             ReplayConfig(policy, capacity, self.device, self.disk, store_threshold, self.host_contents, contract)

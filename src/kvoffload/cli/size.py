@@ -143,9 +143,11 @@ def size(
         measured_speeds = measured(checked, requests)
         if ttft_p95 is not None and measured_speeds.prefill_origin is Origin.GUESSED:
             raise ConfigError(
-                f"--ttft-p95={ttft_p95:g}: the time to first token depends on how fast your server computes, and this "
-                "trace does not say it; give --prefill-speed, the tokens of a long prompt per second until its first "
-                "token, or take a trace that record_trace of this version has recorded"
+                "--ttft-p95",
+                ttft_p95,
+                "the time to first token depends on how fast your server computes, and this trace does not say it",
+                "give --prefill-speed, the tokens of a long prompt per second until its first "
+                "token, or take a trace that record_trace of this version has recorded",
             )
         contract = promised.checked(requests, shape)
         with progress("sizing") as on_progress:
@@ -178,7 +180,7 @@ def size(
 
 def _model(config: str | None, kv_dtype: str | None) -> ModelShape:
     if kv_dtype is not None and kv_dtype not in DTYPE_BYTES:
-        raise ConfigError(f"--kv-dtype={kv_dtype!r}: unknown; use one of {', '.join(DTYPE_BYTES)}, or leave it out")
+        raise ConfigError("--kv-dtype", kv_dtype, "unknown", f"use one of {', '.join(DTYPE_BYTES)}, or leave it out")
     if config is None and kv_dtype is not None:
         raise ConfigError(f"--kv-dtype={kv_dtype!r} without --model: give the model's config.json too")
     if config is None:
@@ -200,7 +202,7 @@ def _choices(tried: Tried, trace: Trace, model: ModelShape) -> Choices:
 
 def _price(option: str, value: float) -> float:
     if not 0 <= value < math.inf:
-        raise ConfigError(f"{option}={value:g}: must be 0 or more; give the price per GiB, or leave it out")
+        raise ConfigError(option, value, "must be 0 or more", "give the price per GiB, or leave it out")
     return value
 
 

@@ -28,7 +28,7 @@ from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, 
 from kvoffload.tiers.config import TierConfig, TierContext, distinct_names
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.opening import named, open_tiers
-from kvoffload.units import format_bytes
+from kvoffload.units import Amount, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def build_scheduler(
     medium itself fails, a warning says so and the others serve.
     """
     if not isinstance(fingerprint, str) or not is_fingerprint(fingerprint):
-        raise ConfigError(f"fingerprint={fingerprint!r}: must be 64 hex digits; make it with kvoffload.fingerprint")
+        raise ConfigError("fingerprint", fingerprint, "must be 64 hex digits", "make it with kvoffload.fingerprint")
     host_pools = _HostPools(engine, pools)
     host_pools.check(config)
     if tiers or config.tier_entries:
@@ -62,7 +62,7 @@ def build_scheduler(
         if recorder is not None:
             opened.callback(recorder.close)
         below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
-        tenants = Tenants(namespace(fingerprint), config.tenants)
+        tenants = Tenants(namespace(fingerprint), config.tenants, config.tier_budgets)
         if entries:
             context = host_pools.context(fingerprint, config.policy)
             shares = (lambda name: partial(tenants.shares, name, engines=engine.engines)) if config.tenants else None
@@ -176,8 +176,10 @@ class _HostPools:
         """Ranks that use them."""
         if self.num_workers % len(pools):
             raise ConfigError(
-                f"num_workers={engine.num_workers}: must be {len(pools)}, the number of pools, or a multiple of it if "
-                "as many ranks share each pool; or leave it out"
+                "num_workers",
+                engine.num_workers,
+                f"must be {len(pools)}, the number of pools, or a multiple of it if as many ranks share each pool",
+                "or leave it out",
             )
         self.engine = engine
         self.layout = engine.layout
@@ -201,19 +203,22 @@ class _HostPools:
             nbytes = sum(num_blocks * slot_bytes for num_blocks, slot_bytes in shapes) * engines
             if nbytes > config.host_bytes:
                 raise ConfigError(
-                    f"host_bytes={config.host_bytes} ({format_bytes(config.host_bytes)}): the host pools of this node "
-                    f"take {format_bytes(nbytes)}; make each pool with config.num_blocks(block_bytes, "
-                    f"{len(shapes) * engines}) slots"
+                    "host_bytes",
+                    Amount(config.host_bytes),
+                    f"the host pools of this node take {format_bytes(nbytes)}",
+                    f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots",
                 )
         reason = self.engine.why_inclusive
         if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
-            raise ConfigError(f'host_contents="exclusive": {reason}; leave it out')
+            raise ConfigError("host_contents", "exclusive", reason, "leave it out")
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
                 raise ConfigError(
-                    f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}; make the "
-                    f"group with block_size_factor=config.factor({group.device_block_size}), or 1 if it has a state"
+                    fault=f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}",
+                    fix="make the group with "
+                    f"block_size_factor=config.factor({group.device_block_size}), or 1 if it has a "
+                    "state",
                 )
 
     def check_reachable(self) -> None:

@@ -84,8 +84,9 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
     release = supported.release_of(version)
     text = f"{name} {version}"
     fix = f"pip install '{name.lower()}=={last}.*'"
-    if plan.door is not Door.SGLANG and release is not None and release < _release(first):
-        wrong = f"{text}: kvoffload needs {first} or later"
+    needed, beside = (supported.FIRST_BESIDE_OTHERS, " beside others") if plan.is_beside_others else (first, "")
+    if plan.door is not Door.SGLANG and release is not None and release < _release(needed):
+        wrong = f"{text}:{beside} kvoffload needs {needed} or later"
         yield Finding("engine.too_old", Level.PROBLEM, wrong, fix, figures=figures)
     elif release in [_release(each) for each in tested]:
         yield Finding("engine.tested", Level.OK, f"{text}, which kvoffload is tested with", "", "", figures)

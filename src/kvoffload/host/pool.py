@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.abc import NOT_SET, ByteArray, ConfigError
 from kvoffload.host.limits import Reservation, available_memory, other_reservations, reserve
 from kvoffload.host.mapping import map_file
 from kvoffload.host.numa import allocated_on
@@ -59,12 +59,13 @@ class PoolHandle:
         """Raises ConfigError unless this process runs on the pool's machine."""
         if self.boot_id != boot_id():
             raise ConfigError(
-                "a worker runs on another node than the scheduler, whose tiers below host memory cannot reach that "
-                "worker's host pool; remove these tiers, or run one engine per node"
+                fault="a worker runs on another node than the scheduler, whose tiers below host memory "
+                "cannot reach that worker's host pool",
+                fix="remove these tiers, or run one engine per node",
             )
 
-    def open_file(self) -> int:
-        """Returns a new descriptor of the pool's memory file, which the caller closes.
+    def open(self) -> npt.NDArray[np.uint8]:
+        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
 
         Raises ConfigError if the pool cannot be opened or no longer exists.
         """
@@ -76,18 +77,9 @@ class PoolHandle:
                 f"the host pool of worker process {self.pid} cannot be opened ({error.strerror}): run scheduler and "
                 "workers as the same user in the same container"
             ) from error
-        if os.fstat(fd).st_ino != self.inode:
-            os.close(fd)
-            raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
-        return fd
-
-    def open(self) -> npt.NDArray[np.uint8]:
-        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
-
-        Raises ConfigError if the pool cannot be opened or no longer exists.
-        """
-        fd = self.open_file()
         try:
+            if os.fstat(fd).st_ino != self.inode:
+                raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
             return map_file(fd, self.num_blocks * self.slot_bytes).reshape(self.num_blocks, self.slot_bytes)
         finally:
             os.close(fd)
@@ -148,8 +140,10 @@ class HostPool:
                 raise
         except OSError as error:
             raise ConfigError(
-                f"host_bytes: the kernel refused {format_bytes(self.nbytes)} ({error.strerror}); "
-                "set host_bytes lower, or raise the container's memory limit"
+                "host_bytes",
+                NOT_SET,
+                f"the kernel refused {format_bytes(self.nbytes)} ({error.strerror})",
+                "set host_bytes lower, or raise the container's memory limit",
             ) from error
 
     def _find_room(self) -> None:
@@ -166,8 +160,11 @@ class HostPool:
             is_first = all(mine < (other.pid, other.inode) for other in others)
             if not others or not is_first or time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"host_bytes: {format_bytes(self.nbytes)} requested, but only {format_bytes(available)} can be "
-                    f"allocated here{_beside(others)}; set host_bytes to {format_bytes(available * 8 // 10)} or less"
+                    "host_bytes",
+                    NOT_SET,
+                    f"{format_bytes(self.nbytes)} requested, but only {format_bytes(available)} can "
+                    f"be allocated here{_beside(others)}",
+                    f"set host_bytes to {format_bytes(available * 8 // 10)} or less",
                 )
             if not waits:
                 waits = True
@@ -187,9 +184,12 @@ class HostPool:
             left, available = self.nbytes - offset, available_memory()
             if left > available:
                 raise ConfigError(
-                    f"host_bytes: {format_bytes(self.nbytes)} requested, but other processes took memory at the same "
-                    f"time: {format_bytes(left)} are still to be allocated, but only {format_bytes(available)} are "
-                    f"available; set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less"
+                    "host_bytes",
+                    NOT_SET,
+                    f"{format_bytes(self.nbytes)} requested, but other processes took memory at the "
+                    f"same time: {format_bytes(left)} are still to be allocated, but only "
+                    f"{format_bytes(available)} are available",
+                    f"set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less",
                 )
             step = min(ALLOCATION_STEP, left)
             os.posix_fallocate(self.fd, offset, step)

@@ -135,23 +135,23 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         for name, least in (("capacity_blocks", 1), ("device_blocks", 0), ("disk_blocks", 0)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be {least} or more")
+                raise ConfigError(name, getattr(self, name), f"must be {least} or more")
         if self.store_threshold is not None and self.store_threshold < 2:
-            raise ConfigError(f"store_threshold={self.store_threshold}: must be 2 or more; leave it out to store all")
+            raise ConfigError("store_threshold", self.store_threshold, "must be 2 or more", "leave it out to store all")
         if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
             self.disk_blocks or self.device_blocks
         ):
-            raise ConfigError(
-                f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
-                "policy is replayed with host memory alone; leave device and disk out"
-            )
+            fault = "this policy is replayed with host memory alone"
+            raise ConfigError("policy", self.policy, fault, "leave device and disk out")
         check_contents(self.host_contents, self.device_blocks)
 
 
 def check_contents(contents: HostContents, device: int) -> None:
     """Raises ConfigError for exclusive contents without a device."""
     if contents is HostContents.EXCLUSIVE and not device:
-        raise ConfigError("host_contents=exclusive with device=0: there is nothing to leave out; give a device")
+        raise ConfigError(
+            "host_contents", "exclusive", "there is nothing to leave out without a device", "give a device"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ def replay(
     except Exception as error:
         if config.policy in (CLAIRVOYANT, *KNOWN):
             raise
-        raise ConfigError(_failed(config.policy, done, error)) from error
+        raise _failed(config.policy, done, error) from error
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
@@ -318,8 +318,10 @@ def run_class(policy: str) -> type[Run]:
         found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
     except ImportError as error:
         raise ConfigError(
-            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM "
-            f"{TESTED[0]} or later, or name a policy of kvoffload"
+            "policy",
+            policy,
+            f"vLLM's manager of host memory cannot be imported ({error})",
+            f"install vLLM {TESTED[0]} or later, or name a policy of kvoffload",
         ) from error
     return found
 
@@ -370,20 +372,18 @@ def replay_many(
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise ConfigError(
-                f"jobs={processes}: a process died, perhaps because memory ran out; use fewer jobs, or 1 to see why"
+                "jobs", processes, "a process died, perhaps because memory ran out", "use fewer jobs, or 1 to see why"
             ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _failed(policy: str, request: int, error: Exception) -> str:
+def _failed(policy: str, request: int, error: Exception) -> ConfigError:
     where = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    return (
-        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; test it with "
-        "kvoffload.testing.conformance"
-    )
+    fault = f"failed at request {request}, {where.filename}:{where.lineno}: {words}"
+    return ConfigError("policy", policy, fault, "test it with kvoffload.testing.conformance")
 
 
 def part(on_progress: Progress | None, start: float, end: float) -> Progress | None:
@@ -657,7 +657,7 @@ class Run:
         else:
             raise IntegrityError("a request waited forever for blocks on disk")
         ready = self.host.table.states(prompt) == HIT
-        from_disk = min(found, sum(manager.release_request(context).values()))
+        from_disk = min(found, sum(map(len, manager.release_request(context).values())))
         return found, from_disk, ready
 
     def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
@@ -792,12 +792,14 @@ def _device(trace: Trace, num_blocks: int) -> DeviceCache:
     longest = least_device_blocks(trace)
     if longest > num_blocks:
         raise ConfigError(
-            f"device_blocks={num_blocks}: the longest request needs {longest} at once, so no engine could serve it; "
-            f"use {longest} or more, or leave the device out"
+            "device_blocks",
+            num_blocks,
+            f"the longest request needs {longest} at once, so no engine could serve it",
+            f"use {longest} or more, or leave the device out",
         )
     used = min(num_blocks, max(1, int(_device_blocks_of(trace).sum())))
     if used > MAX_DEVICE_BLOCKS:
-        raise ConfigError(f"device_blocks={num_blocks}: a replay supports at most {MAX_DEVICE_BLOCKS:,}; use fewer")
+        raise ConfigError("device_blocks", num_blocks, f"a replay supports at most {MAX_DEVICE_BLOCKS:,}", "use fewer")
     return DeviceCache(used, trace.num_distinct)
 
 

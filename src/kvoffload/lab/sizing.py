@@ -246,8 +246,11 @@ def size(
         for amount in sizes:
             if amount < block_bytes and not (name != "ram" and amount == 0):
                 raise ConfigError(
-                    f"{name}={format_bytes(amount)}: too small for one block of {format_bytes(block_bytes)} "
-                    f"({trace.block_tokens} tokens of {model.name}); give many times that"
+                    name,
+                    format_bytes(amount),
+                    f"too small for one block of {format_bytes(block_bytes)} ({trace.block_tokens} "
+                    f"tokens of {model.name})",
+                    "give many times that",
                 )
     contract = dataclasses.replace(contract, block_bytes=block_bytes)
     has_contract = contract.counts_in(trace)
@@ -322,8 +325,8 @@ def _pairs(choices: Choices, default_ram: Sequence[int], default_disk: Sequence[
     rams = sorted(set(choices.ram or default_ram))
     if len(rams) * len(disks) > MAX_SETTINGS:
         raise ConfigError(
-            f"ram and disk: {len(rams) * len(disks):,} combinations, but at most {MAX_SETTINGS:,} are allowed; give "
-            "fewer sizes"
+            fault=f"ram and disk: {len(rams) * len(disks):,} combinations, but at most {MAX_SETTINGS:,} are allowed",
+            fix="give fewer sizes",
         )
     pairs = [(ram_bytes, disk_bytes) for ram_bytes in rams for disk_bytes in disks]
     useful = [pair for pair in pairs if pair[1] == 0 or pair[1] > pair[0]]
@@ -334,8 +337,10 @@ def _check_device(device_bytes: int, least: int) -> None:
     """Raises ConfigError if the longest request, which needs ``least`` bytes, has no room on the device."""
     if device_bytes < least:
         raise ConfigError(
-            f"device={format_bytes(device_bytes)}: the longest request needs {format_bytes(least)} at once, so no "
-            "engine could serve it; give that or more, or leave the device out"
+            "device",
+            format_bytes(device_bytes),
+            f"the longest request needs {format_bytes(least)} at once, so no engine could serve it",
+            "give that or more, or leave the device out",
         )
 
 
@@ -353,8 +358,8 @@ def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> l
             contract.shares(DISK, disk_bytes // block_bytes)
         if least_disk and not disk_bytes and (choices.disk or choices.ram):
             raise ConfigError(
-                f"disk=none: the shares of the tenants need {format_bytes(least_disk)} of disk; give a disk, or remove "
-                "these shares"
+                fault=f"disk=none: the shares of the tenants need {format_bytes(least_disk)} of disk",
+                fix="give a disk, or remove these shares",
             )
     roomy = [pair for pair in pairs if pair[0] >= least_ram and pair[1] >= least_disk]
     if not roomy:
@@ -363,8 +368,9 @@ def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> l
         if least_disk:
             needed += f" and {format_bytes(least_disk)} of disk"
         raise ConfigError(
-            f"ram={ram}, disk={disk}: the largest sizes tried have no room for the shares of the tenants, "
-            f"which need {needed}; give larger sizes, or lower the shares"
+            fault=f"ram={ram}, disk={disk}: the largest sizes tried have no room for the shares of the "
+            f"tenants, which need {needed}",
+            fix="give larger sizes, or lower the shares",
         )
     return roomy
 

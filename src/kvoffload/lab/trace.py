@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload.abc import Hints, KVOffloadError, OffloadKey
+from kvoffload.abc import ConfigError, Hints, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.lab.columns import PIECE, Folder, renumber
 from kvoffload.native import load
@@ -37,7 +37,7 @@ DIGEST = np.dtype([("digest", "<u8"), ("rest", "V12")])
 """A key, split where its bytes distinguish it well enough: they are a hash."""
 
 
-class TraceError(KVOffloadError, ValueError):
+class TraceError(ConfigError):
     """A trace cannot be used. The message names the file, and the line if a line is the cause."""
 
 

@@ -92,16 +92,17 @@ def _open(entry: TierEntry, context: TierContext) -> Tier:
     try:
         tier = entry.config.open(context)
     except ConfigError as error:
-        raise ConfigError(entry.name_setting(str(error))) from error
+        raise entry.name_error(error) from error
     except OSError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{entry.setting}: the tier cannot be opened ({type(error).__name__}: {error}); correct its class, or "
-            "remove the entry"
+            *entry.named,
+            f"the tier cannot be opened ({type(error).__name__}: {error})",
+            "correct its class, or remove the entry",
         ) from error
     if not isinstance(tier, Tier):
-        raise ConfigError(f"{entry.setting}: open() returned a {type(tier).__name__}; it must return a kvoffload.Tier")
+        raise ConfigError(*entry.named, f"open() returned a {type(tier).__name__}", "it must return a kvoffload.Tier")
     return tier
 
 

@@ -55,8 +55,8 @@ def attribute(owner: Any, name: str, before: Any = None) -> Any:
     except AttributeError:
         of = getattr(owner, "__name__", type(owner).__name__)
         raise ConfigError(
-            f"{NAME} has no {of}.{name}, which kvoffload needs to know; kvoffload is tested with vLLM "
-            f"{', '.join(TESTED)}: use one of these"
+            fault=f"{NAME} has no {of}.{name}, which kvoffload needs to know",
+            fix=f"kvoffload is tested with vLLM {', '.join(TESTED)}: use one of these",
         ) from None
 
 

@@ -39,10 +39,10 @@ def read_trace(
     not define it. ``on_progress`` gets the share that was read. Raises TraceError if the file is no trace.
     """
     if not str(source):
-        raise TraceError("trace='': give the path of a file")
+        raise TraceError("trace", "", "", "give the path of a file")
     file = Source(Path(source).expanduser(), Problems(skip_bad_lines), on_progress)
     if format not in (None, *FORMATS):
-        raise TraceError(f"format={format!r}: unknown; use one of {', '.join(FORMATS)}")
+        raise TraceError("format", format, "unknown", f"use one of {', '.join(FORMATS)}")
     if not file.path.is_dir():
         file.check_kind()
     file.format = format or _guess(file)

@@ -336,7 +336,7 @@ def positive_or(block_tokens: int | None, default: int) -> int:
     if block_tokens is None:
         return default
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_TOKENS:
-        raise TraceError(f"block_tokens={block_tokens!r}: must be a whole number, 1 or more")
+        raise TraceError("block_tokens", block_tokens, "must be a whole number, 1 or more")
     return block_tokens
 
 
@@ -344,5 +344,5 @@ def units_in(size: int, unit: int, path: Path) -> int:
     """Returns how many blocks of ``unit`` tokens, those of the file, a block of ``size`` tokens has. Raises
     TraceError unless that is a whole number."""
     if size % unit:
-        raise TraceError(f"block_tokens={size}: blocks of {path.name} have {unit} tokens; use a multiple of that")
+        raise TraceError("block_tokens", size, f"blocks of {path.name} have {unit} tokens", "use a multiple of that")
     return size // unit

@@ -71,7 +71,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     if header is None:
         source.empty()
     if block_tokens not in (None, size):
-        raise TraceError(f"block_tokens={block_tokens}: {source.path.name} was recorded with {size}; leave it out")
+        raise TraceError("block_tokens", block_tokens, f"{source.path.name} was recorded with {size}", "leave it out")
     return source.trace(
         rows,
         size,

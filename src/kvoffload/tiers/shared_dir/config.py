@@ -38,8 +38,10 @@ class SharedDirConfig(DirectoryConfig):
         seconds = self.gone_after_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not SILENT_S <= seconds < float("inf"):
             raise ConfigError(
-                f"gone_after_s={seconds!r}: must be a number of seconds, {SILENT_S:.0f} or more; leave it out for "
-                f"{GONE_AFTER_S:.0f}"
+                "gone_after_s",
+                seconds,
+                f"must be a number of seconds, {SILENT_S:.0f} or more",
+                f"leave it out for {GONE_AFTER_S:.0f}",
             )
 
     def open(self, context: TierContext) -> SharedDirTier:
@@ -69,7 +71,8 @@ class SharedDirConfig(DirectoryConfig):
         try:
             root = DirectoryStorage(self.dir)
         except ConfigError as error:
-            raise ConfigError(f"{error}. All servers that share a directory run as the same user") from error
+            fix = f"{error.fix}. All servers that share a directory run as the same user"
+            raise ConfigError(error.setting, self.dir, error.fault, fix) from error
         try:
             if root.read_only:
                 raise OSError(errno.EROFS, "the file system is mounted read-only")
@@ -80,8 +83,10 @@ class SharedDirConfig(DirectoryConfig):
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"dir={str(root.path)!r}: cannot be used ({reason(error)}); name a directory that this user can write "
-                "to"
+                "dir",
+                str(root.path),
+                f"cannot be used ({reason(error)})",
+                "name a directory that this user can write to",
             ) from error
         except BaseException:
             root.close()
