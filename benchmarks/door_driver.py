@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvoffload.testing.vllm_servers import BLOCK_TOKENS, Server, offloading_scheduler, set_positions
+from demo.vllm_servers import BLOCK_TOKENS, Server, offloading_scheduler, set_positions
 
 CHUNK_BYTES = 4096
 HOST_CHUNKS = 2048

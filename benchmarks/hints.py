@@ -22,11 +22,10 @@ import numpy.typing as npt
 
 from benchmarks.policies import SYNTHETIC
 from benchmarks.report import Row, publish
-from benchmarks.traces import trace_sources
+from benchmarks.traces import traces
 from kvoffload.abc import Hints
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, replay
 from kvoffload.lab.trace import UNKNOWN, Floats, Ints, Trace
 
@@ -63,8 +62,7 @@ class Future:
 
 def main(out: Path, quick: bool) -> None:
     cells: list[Cell] = []
-    for source in trace_sources(SYNTHETIC):
-        trace = read_trace(source)
+    for trace in traces(SYNTHETIC):
         if quick:
             trace = trace.between(0, 0.01)
         cells += measure(trace)

@@ -22,20 +22,19 @@ import numpy as np
 
 from benchmarks import managers, shared_dir
 from benchmarks.report import Row, publish
-from benchmarks.traces import trace_sources
+from benchmarks.traces import traces
 from kvoffload.abc import OffloadKey, Slots, States, TierResult
 from kvoffload.abc.tier import MISS
 from kvoffload.host.pool import HostPool
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import Speeds
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig
 from kvoffload.lab.replay import Run as Server
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import UNKNOWN, Trace
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 
-SYNTHETIC = ("synthetic:chat?requests=2000", "synthetic:agent?requests=2000")
+SYNTHETIC = {"chat": 2000, "agent": 2000}
 ENGINES = (2, 4, 8)
 GIB = 1 << 30
 TOKEN_BYTES = 128 << 10
@@ -293,8 +292,7 @@ def foreign_seat(quick: bool) -> list[Row]:
 def main(out: Path, quick: bool) -> None:
     engines = ENGINES[:1] if quick else ENGINES
     cells: list[Cell] = []
-    for source in trace_sources(SYNTHETIC):
-        trace = read_trace(source)
+    for trace in traces(SYNTHETIC):
         found = list(cells_of(trace.between(0, 0.01) if quick else trace, engines))
         show(found)
         cells += found

@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Row, publish
-from benchmarks.traces import trace_sources
+from benchmarks.traces import traces
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, replay
 from kvoffload.lab.trace import Trace
 
@@ -30,7 +29,7 @@ POLICIES = (*SINGLE, "auto", *PEERS, CLAIRVOYANT)
 CAPACITIES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "5859")
 SMALL = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "5859")
 """The capacities where most of the gap between LRU and the bound is."""
-SYNTHETIC = ("synthetic:chat", "synthetic:agent", "synthetic:documents")
+SYNTHETIC = {"chat": 5000, "agent": 5000, "documents": 5000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,7 @@ class Cell:
 
 def main(out: Path, quick: bool) -> None:
     cells: list[Cell] = []
-    for source in trace_sources(SYNTHETIC):
-        trace = read_trace(source)
+    for trace in traces(SYNTHETIC):
         if quick:
             trace = trace.between(0, 0.1)
         jobs = [(capacity, policy) for capacity in CAPACITIES for policy in POLICIES]

@@ -20,12 +20,11 @@ import numpy.typing as npt
 from benchmarks.hints import future_of, hints_of
 from benchmarks.policies import SYNTHETIC
 from benchmarks.report import Row, publish
-from benchmarks.traces import trace_sources
+from benchmarks.traces import traces
 from kvoffload.abc import Hints
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.latency import DEFAULT_SPEEDS
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, Run
 from kvoffload.lab.trace import Trace
 from kvoffload.tiering import prefetch
@@ -53,8 +52,7 @@ class Cell:
 
 def main(out: Path, quick: bool) -> None:
     cells: list[Cell] = []
-    for source in trace_sources(SYNTHETIC):
-        trace = read_trace(source)
+    for trace in traces(SYNTHETIC):
         if quick:
             trace = trace.between(0, 0.01)
         cells += measure(trace)

@@ -19,6 +19,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.report import Row, publish
+from benchmarks.synthetic import generate
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay, replay_many
 from kvoffload.lab.trace import Trace
@@ -35,8 +36,8 @@ PEER_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next"
 
 def workloads() -> Iterator[Trace]:
     """Yields a trace with long chains, one with short chains, and a public trace if it is available."""
-    yield read_trace("synthetic:agent?requests=4000")
-    yield read_trace("synthetic:chat?requests=20000")
+    yield generate("agent", 4000)
+    yield generate("chat", 20000)
     folder = os.environ.get("KVOFFLOAD_TRACES")
     if folder and (public := Path(folder, "mooncake_conversation.jsonl.gz")).is_file():
         yield read_trace(public)

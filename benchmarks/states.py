@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from benchmarks.report import Row, publish
-from benchmarks.traces import trace_sources
+from benchmarks.traces import traces
 from kvoffload.abc import BlockHash, KVGroup, OffloadKey
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -31,10 +31,9 @@ from kvoffload.connector import hits
 from kvoffload.connector.layout import Block, Layout
 from kvoffload.connector.request import NEVER, RequestState
 from kvoffload.connector.states import StateKeeper
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.trace import Trace
 
-SYNTHETIC = ("synthetic:chat", "synthetic:agent")
+SYNTHETIC = {"chat": 5000, "agent": 5000}
 SHARES = (0.05, 0.1, 0.4)
 MIDDLE = 0.1
 """The share at which everything else varies."""
@@ -355,8 +354,7 @@ def _cell(setting: Setting) -> Cell:
 def main(out: Path, quick: bool) -> None:
     jobs = list(settings())
     cells: list[Cell] = []
-    for source in trace_sources(SYNTHETIC):
-        trace = read_trace(source)
+    for trace in traces(SYNTHETIC):
         if quick:
             trace = trace.between(0, 0.02)
         with ProcessPoolExecutor(initializer=_start, initargs=(trace,)) as pool, progress(trace.name) as on_progress:

@@ -22,20 +22,19 @@ import numpy as np
 
 from benchmarks.managers import REQUEST_BLOCKS, ROUNDS, new_keys
 from benchmarks.report import Row, publish
-from benchmarks.traces import trace_sources
+from benchmarks.traces import traces
 from kvoffload.abc import CachePolicy, OffloadKey
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.trace import Trace
 
 POLICIES = ("lru", "auto")
 SHARE_PCT = (5, 20)
 """What is guaranteed to the victim, and the pool of the equals, in % of the distinct blocks of the trace."""
 RATE = 10
-SYNTHETIC = ("synthetic:chat", "synthetic:agent")
+SYNTHETIC = {"chat": 5000, "agent": 5000}
 
 Request = tuple[int, list[OffloadKey], int, float]
 """Tenant, chain and tokens of the prompt, and the time of the request."""
@@ -176,8 +175,7 @@ def cost(num_blocks: int) -> Iterator[Row]:
 
 def main(out: Path, quick: bool) -> None:
     rows: list[Row] = []
-    for source in trace_sources(SYNTHETIC):
-        trace = read_trace(source)
+    for trace in traces(SYNTHETIC):
         if quick:
             trace = trace.between(0, 0.01)
         for policy in POLICIES:

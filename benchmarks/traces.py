@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from benchmarks.synthetic import generate
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.trace import Trace
 
-def trace_sources(otherwise: Sequence[str]) -> Sequence[str]:
-    """Returns the ``*.jsonl.gz`` in the folder that KVOFFLOAD_TRACES names, or ``otherwise`` if there are none."""
+
+def traces(otherwise: Mapping[str, int]) -> Iterator[Trace]:
+    """Yields the ``*.jsonl.gz`` in the folder that KVOFFLOAD_TRACES names; if there are none, synthetic workloads: of
+    each kind so many requests as ``otherwise`` says."""
     folder = os.environ.get("KVOFFLOAD_TRACES")
-    found = sorted(map(str, Path(folder).glob("*.jsonl.gz"))) if folder else []
-    return found or otherwise
+    found = sorted(Path(folder).glob("*.jsonl.gz")) if folder else []
+    yield from map(read_trace, found)
+    if not found:
+        for kind, requests in otherwise.items():
+            yield generate(kind, requests)

@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from kvoffload.testing.scale import SCALE, scaled
 from kvoffload.tiers.disk import directory
+from tests.scale import SCALE, scaled
 
 LONGEST = (
     "test_vllm_serve.py",

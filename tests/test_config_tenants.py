@@ -41,10 +41,10 @@ def test_shares_of_the_host_and_of_tiers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tenants", "message"),
     [
-        (["search"], r"tenants=\['search'\]: must be a mapping from names to shares, such as tenants={"),
-        ({"a b": {}}, r"tenants: 'a b' cannot be the name of a tenant; use up to 63 letters, digits, '.', '_' and '-'"),
-        ({"a,b": {}}, r"tenants: 'a,b' cannot be the name"),
-        ({7: {}}, r"tenants: 7 cannot be the name"),
+        (["search"], r"tenants=\[\*\*\*\]: must be a mapping from names to shares, such as tenants={"),
+        ({"a b": {}}, r"tenants.a b: cannot be the name of a tenant; use up to 63 letters, digits, '.', '_' and '-'"),
+        ({"a,b": {}}, r"tenants.a,b: cannot be the name"),
+        ({7: {}}, r"tenants.7: cannot be the name"),
         ({"a": 7}, r"tenants\.a=7: must be a mapping such as"),
         ({"a": {"quotas": {}}}, r"tenants\.a\.quotas={}: unknown key; did you mean quota\?"),
         ({"a": {"salt": "S3CRET"}}, r"tenants\.a\.salt=\*\*\*: unknown key; did you mean salt_sha256\?"),
@@ -83,7 +83,10 @@ def test_shares_of_the_host_and_of_tiers(tmp_path: Path) -> None:
             r'tenants\.other\.salt_sha256: "other" is every request without a configured tenant',
         ),
         ({"a": {"salt_sha256": "0" * 64}, "b": {"salt_sha256": "0" * 64}}, "give each tenant a salt of its own"),
-        ({"a": {}, "b": {"salt_sha256": sha256(b"a").hexdigest()}}, r"tenants\.b: .*of another tenant's salt or name"),
+        (
+            {"a": {}, "b": {"salt_sha256": sha256(b"a").hexdigest()}},
+            r"tenants\.b\.salt_sha256: .*of another tenant's salt or name",
+        ),
         ({f"t{i}": {} for i in range(MAX_TENANTS + 1)}, "tenants: has 33 entries, at most 32 may be configured"),
     ],
 )

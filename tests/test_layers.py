@@ -17,7 +17,7 @@ PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
     {"abc"},
-    {"units", "printable", "locks", "digests", "settings", "native", "supported"},
+    {"units", "printable", "locks", "deadlines", "digests", "settings", "native", "supported"},
     {"host", "transfer", "observe", "fingerprints"},
     {"cache"},
     {"config", "tiers"},
@@ -30,16 +30,10 @@ LAYERS = [
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may
 import anything, and only the top layer may import it."""
 
-VLLM_TESTING = ("kvoffload.testing.secondary_tier_conformance", "kvoffload.testing.vllm_servers")
-
 ENGINE_MODULES = {
-    "vllm": ("kvoffload.vllm", *VLLM_TESTING),
+    "vllm": ("kvoffload.vllm",),
     "sglang": ("kvoffload.sglang",),
-    "torch": (
-        "kvoffload.vllm",
-        "kvoffload.sglang",
-        *VLLM_TESTING,
-    ),
+    "torch": ("kvoffload.vllm", "kvoffload.sglang"),
     "opentelemetry": ("kvoffload.observe.spans",),
 }
 """The modules, or rooms of modules, that may import each package of an engine, or of its tracing."""
@@ -144,7 +138,7 @@ def test_rooms_do_not_import_each_other_in_a_cycle() -> None:
         ("kvoffload.transfer.cuda.kernels", "import vllm"),
         ("tests.sim.engine", "import torch"),
         ("kvoffload.connector.observer", "from opentelemetry import trace"),
-        ("kvoffload.cache.manager", "from kvoffload.testing.reference import ReferenceLRUManager"),
+        ("kvoffload.cache.manager", "from kvoffload.testing.conformance import keys"),
     ],
 )
 def test_a_wrong_import_is_found(name: str, source: str) -> None:
@@ -160,7 +154,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("kvoffload.cache.manager", "from kvoffload.cache.table import BlockTable\nimport numpy"),
         ("kvoffload.vllm.connector", "import torch\nfrom vllm.config import VllmConfig"),
         ("kvoffload.sglang.storage", "import torch\nfrom sglang.srt.mem_cache.hicache_storage import HiCacheStorage"),
-        ("kvoffload.testing.stateful", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
+        ("kvoffload.testing.conformance", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
     ],
 )
 def test_a_correct_import_is_accepted(name: str, source: str) -> None:
@@ -215,4 +209,4 @@ def test_the_library_loads_no_optional_package(statement: str) -> None:
         "opentelemetry",
     }
     assert loaded_by(statement) & optional == set()
-    assert "hypothesis" in loaded_by("import kvoffload.testing.stateful")
+    assert "hypothesis" in loaded_by("import hypothesis")

@@ -28,7 +28,6 @@ DEMO_ENGINE = ROOT / "demo" / "engine.py"
 """The only module outside the adapter that imports vLLM."""
 ENGINES = ("vllm", "sglang")
 """Packages with an adapter: ``tools/interface_sglang.py`` checks SGLang's."""
-SUPPORTED = ROOT / "src" / "kvoffload" / "supported.py"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload" / "wheels"
 MAX_DEPTH = 20
 """How many imports of imports are followed."""
@@ -89,15 +88,6 @@ FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cac
 """Arguments of vLLM that the adapter refuses, besides those in ``test_vllm_refusals.py``."""
 FIELD_MAKERS = {"_make"}
 """Functions that return an object of the class in their first argument, with fields given by keyword."""
-OWN_OFFLOADING = (
-    "cache_policy.py",
-    "host_spec.py",
-    "replay.py",
-    "secondary_tier.py",
-    "tier_layout.py",
-    "tier_requests.py",
-)
-"""The files behind vLLM's own connector, whose interfaces are others in versions before OWN_OFFLOADING_SINCE."""
 ARGUMENTS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler.__init__": (
         "spec",
@@ -159,7 +149,6 @@ REVIEWED = ROOT / "tools" / "reviewed.json"
 """The fields of vLLM's classes whose meaning for the adapter was reviewed, by class, and under SPECS the kinds of KV
 cache. All others are reported as new: names that the adapter knows can get another meaning by them."""
 SPECS = "vllm.v1.kv_cache_interface:KVCacheSpec"
-OFFLOADING_MODULES = "vllm.v1.kv_offload."
 
 
 @dataclass(frozen=True)
@@ -433,17 +422,9 @@ class Check:
         if not any((r.kind, r.name, r.state) == (kind, name, state) for r in self.rows):
             self.rows.append(row)
 
-    @property
-    def is_too_old(self) -> bool:
-        """Whether this version has no interface that OWN_OFFLOADING can use."""
-        return _numbers(self.version) < _numbers(OWN_OFFLOADING_SINCE)
-
     def run(self) -> list[Row]:
         for path in [*sorted(self.adapter.glob("*.py")), *([DEMO_ENGINE] if self.adapter == ADAPTER else [])]:
-            if path.name in OWN_OFFLOADING and self.is_too_old:
-                self.rows.append(Row("file", path.name, path.name, "not yet", f"needs {OWN_OFFLOADING_SINCE}"))
-            else:
-                File(self, path).run()
+            File(self, path).run()
         self.tables()
         self._new_names()
         return self.rows
@@ -485,8 +466,7 @@ class Check:
         flags = {flag for case in cases.values() for flag in case}
         for flag in sorted({*FLAGS, *flags}):
             self.expect("vllm.engine.arg_utils:EngineArgs", flag, "test_vllm_refusals.py", "flag")
-        if not self.is_too_old:
-            self._own_offloading()
+        self._own_offloading()
         refusals = ast.parse((self.adapter / "refusals.py").read_text())
         for spec in sorted({*constant(refusals, "SERVED"), *constant(refusals, "REFUSED")}):
             there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
@@ -495,7 +475,7 @@ class Check:
         self.add("module", module, "companions.py", None if self.source.module(module) else "no such module", "")
 
     def _own_offloading(self) -> None:
-        """Checks what vLLM's own connector does with the files OWN_OFFLOADING, and nothing in them names."""
+        """Checks what vLLM's own connector does with the files of kvoffload behind it, and nothing in them names."""
         where = "tools/interface.py"
         for path, arguments in ARGUMENTS.items():
             found = self._function(path)
@@ -522,8 +502,6 @@ class Check:
     def _new_names(self) -> None:
         """Reports fields, arguments and kinds of KV cache that nobody has reviewed."""
         for path, reviewed in self.reviewed.items():
-            if path.startswith(OFFLOADING_MODULES) and self.is_too_old:
-                continue
             label = path.rpartition(":")[2]
             if path.endswith(".__init__"):
                 method = self._function(path)
@@ -924,8 +902,6 @@ def report(engine: str, package: str, make: Callable[[Source, str], Check]) -> i
 def main() -> int:
     return report("vLLM", "vllm", Check)
 
-
-OWN_OFFLOADING_SINCE = str(constant(ast.parse(SUPPORTED.read_text()), "FIRST_WITH_SECONDARY_TIERS"))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import json
 import os
@@ -13,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.cache.tenants import HOST, TenantConfig, check_budgets, load_tenants
+from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
-from kvoffload.settings import absolute_path, check_deadline, check_whole_number, shown_unknown
+from kvoffload.settings import absolute_path, check_deadline, check_whole_number, unknown
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
 from kvoffload.tiers.disk.config import DiskConfig
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import MIN_BUDGET, Amount, format_bytes, parse_bytes
 
 _PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
 """Options that are paths, with an example of each."""
@@ -50,15 +50,14 @@ class HostContents(enum.StrEnum):
     """Those that leave the device. The blocks that the device holds too leave host memory first."""
 
 
-INCLUSIVE_FROM = 8
-"""Host memory of this multiple of the device's cache, or more, repeats what the device holds, unless it is told not to:
-leaving that out would bring next to nothing (docs/policies.md)."""
+HOST_CONTENTS = HostContents.INCLUSIVE
+"""The default, of a server and of what is computed for one."""
 
 
 def _host_contents(value: object) -> HostContents:
     if isinstance(value, str) and value in set(HostContents):
         return HostContents(value)
-    raise ConfigError(f'host_contents={value!r}: must be "inclusive" or "exclusive"; or leave it out')
+    raise ConfigError("host_contents", value, 'must be "inclusive" or "exclusive"', "or leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,9 @@ class OffloadConfig:
     policy: str = "auto"
     """The eviction policy: "auto", which tunes itself, "lru", "arc", or a
     CachePolicy as "package.module:Class"."""
-    host_contents: HostContents | None = None
-    """"exclusive": a block is stored when it leaves the device, so host memory adds its whole size to the device's.
-    "inclusive": a block is stored when it is computed. By default exclusive where engine and model allow it, and host
-    memory is smaller than eight times the device's cache."""
+    host_contents: HostContents = HOST_CONTENTS
+    """"inclusive": a block is stored when it is computed. "exclusive": a block is stored when it leaves the device, so
+    host memory adds its whole size to the device's; for full attention only."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None
@@ -123,10 +121,14 @@ class OffloadConfig:
         _check_known(options, [field.name for field in dataclasses.fields(cls)])
         if options.get("host_bytes") is None:
             free = available_memory()
-            raise ConfigError(
-                f'host_bytes is not set: say how much host RAM to use, such as host_bytes="{_half(free)}" '
+            fix = (
+                f'say how much host RAM to use, such as host_bytes="{_half(free)}" '
                 f"(half of the {format_bytes(free)} free here)"
             )
+            raise ConfigError("host_bytes", NOT_SET, "is not set", fix)
+        for name in ("host_bytes", "disk_bytes"):
+            if options.get(name) is not None:
+                parse_bytes(name, options[name], MIN_BUDGET)
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     def __post_init__(self) -> None:
@@ -137,13 +139,14 @@ class OffloadConfig:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
         _check_policy(self.policy)
-        if self.host_contents is not None:
-            object.__setattr__(self, "host_contents", _host_contents(self.host_contents))
+        object.__setattr__(self, "host_contents", _host_contents(self.host_contents))
         total = total_memory()
         if self.host_bytes > total:
             raise ConfigError(
-                f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): this machine has "
-                f"{format_bytes(total)} in all; set host_bytes to what it can spare, such as {format_bytes(total // 2)}"
+                "host_bytes",
+                Amount(self.host_bytes),
+                f"this machine has {format_bytes(total)} in all",
+                f"set host_bytes to what it can spare, such as {format_bytes(total // 2)}",
             )
         for name, least in (
             ("block_size_factor", 1),
@@ -153,38 +156,36 @@ class OffloadConfig:
         ):
             check_whole_number(name, getattr(self, name), least)
         if self.block_size_factor is not None and self.block_size is not None:
-            raise ConfigError(
-                f"block_size={self.block_size} and block_size_factor={self.block_size_factor}: "
-                "both set the same; remove one"
-            )
+            raise ConfigError("block_size", self.block_size, "block_size_factor sets the same", "remove one of the two")
         self._check_disk()
         object.__setattr__(self, "tiers", load_tiers(self.tiers))
         check_distinct(self.tier_entries)
         object.__setattr__(self, "tenants", load_tenants(self.tenants))
-        budgets = [each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries]
-        named = dict(zip(self.tier_names, self.tier_entries, strict=True))
-        retaining = [HOST, *(name for name, entry in named.items() if entry.config.retains)]
-        check_budgets(self.tenants, {HOST: self.host_bytes, **dict(zip(named, budgets, strict=True))}, retaining)
-        self._check_trace()
+        named = zip(self.tier_names, self.tier_entries, strict=True)
+        retaining = [HOST, *(name for name, entry in named if entry.config.retains)]
+        check_budgets(self.tenants, {HOST: self.host_bytes, **self.tier_budgets}, retaining)
+        try:
+            within(FILES_DEADLINE_S, self._check_trace)
+        except TimeoutError as error:
+            raise ConfigError("record_trace", self.record_trace, str(error.strerror)) from None
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
         for name in ("load_only_if_faster", "batched_copies", "canonical_layout"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be true or false, without quotes")
+                raise ConfigError(name, getattr(self, name), "must be true or false, without quotes")
         _check_model_fingerprint(self.model_fingerprint)
 
     def _check_disk(self) -> None:
         if self.disk_dir is None and self.disk_bytes is not None:
-            raise ConfigError(
-                f"disk_bytes={self.disk_bytes} without disk_dir: say where, such as "
-                'disk_dir="/var/cache/kvoffload"; or remove it'
-            )
+            fix = 'say where, such as disk_dir="/var/cache/kvoffload"; or remove it'
+            raise ConfigError("disk_bytes", Amount(self.disk_bytes), "disk_dir is not set", fix)
         if self.disk_dir is not None and self.disk_bytes is None:
             free = _free_disk(self.disk_dir)
-            raise ConfigError(
-                f"disk_dir={self.disk_dir!r} without disk_bytes: say how much of that disk to use, such as "
-                f'disk_bytes="{_half(free)}" (half of the {format_bytes(free)} free there)'
+            fix = (
+                f'say how much of that disk to use, such as disk_bytes="{_half(free)}" '
+                f"(half of the {format_bytes(free)} free there)"
             )
+            raise ConfigError("disk_dir", self.disk_dir, "disk_bytes is not set", fix)
 
     @property
     def tier_entries(self) -> list[TierEntry]:
@@ -199,24 +200,36 @@ class OffloadConfig:
         """The names of these tiers in logs, metrics and events."""
         return distinct_names(entry.config.kind for entry in self.tier_entries)
 
+    @property
+    def tier_budgets(self) -> dict[str, int | None]:
+        """The bytes of which tenants have shares, by the name of the tier; None if they have none there."""
+        budgets = (each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries)
+        return dict(zip(self.tier_names, budgets, strict=True))
+
     def _check_trace(self) -> None:
         if self.record_trace is None:
             return
         folder = os.path.dirname(self.record_trace)
         if os.path.isdir(self.record_trace):
             raise ConfigError(
-                f"record_trace={self.record_trace!r}: a directory; name a file in it, such as "
-                f'record_trace="{os.path.join(self.record_trace, "trace.jsonl")}"'
+                "record_trace",
+                self.record_trace,
+                "a directory",
+                f'name a file in it, such as record_trace="{os.path.join(self.record_trace, "trace.jsonl")}"',
             )
         if not os.path.isdir(folder):
             raise ConfigError(
-                f"record_trace={self.record_trace!r}: there is no directory {folder}; make it, for this server's user "
-                "only: install -d -m 700 -o USER DIRECTORY"
+                "record_trace",
+                self.record_trace,
+                f"there is no directory {folder}",
+                "make it, for this server's user only: install -d -m 700 -o USER DIRECTORY",
             )
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"record_trace={self.record_trace!r}: this user may not write to {folder}; name a file elsewhere, or "
-                "give the user the right to"
+                "record_trace",
+                self.record_trace,
+                f"this user may not write to {folder}",
+                "name a file elsewhere, or give the user the right to",
             )
 
     def factor(self, device_block_size: int) -> int:
@@ -229,8 +242,10 @@ class OffloadConfig:
         factor, rest = divmod(self.block_size, device_block_size)
         if rest or factor < 1:
             raise ConfigError(
-                f"block_size={self.block_size}: must be a multiple of the engine's block size, "
-                f"{device_block_size} tokens; set it to {device_block_size * max(1, factor)} or leave it out"
+                "block_size",
+                self.block_size,
+                f"must be a multiple of the engine's block size, {device_block_size} tokens",
+                f"set it to {device_block_size * max(1, factor)} or leave it out",
             )
         return factor
 
@@ -243,8 +258,10 @@ class OffloadConfig:
         blocks = self.host_bytes // slot_bytes
         if blocks < 1:
             raise ConfigError(
-                f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): holds no block; one takes "
-                f"{format_bytes(slot_bytes)} ({slot_bytes} bytes); set host_bytes to many times that"
+                "host_bytes",
+                Amount(self.host_bytes),
+                "holds no block",
+                f"one takes {format_bytes(slot_bytes)} ({slot_bytes} bytes); set host_bytes to many times that",
             )
         return blocks
 
@@ -281,16 +298,15 @@ class DoorConfig:
             if is_single:
                 given["tiers"] = [given.pop("tier")]
             elif "tier" in given:
-                raise ConfigError("tier and tiers: both say which tiers there are; move the entry of tier into tiers")
+                raise ConfigError("tier", NOT_SET, "tiers is set too", "move the entry of tier into tiers")
             if not given.get("tiers"):
                 example = {"kind": "disk", **DiskConfig.example}
-                raise ConfigError(f"tier is not set: add a tier, such as {json.dumps({'tier': example})}")
+                raise ConfigError("tier", NOT_SET, "is not set", f"add a tier, such as {json.dumps({'tier': example})}")
             tiers = given["tiers"]
             names = [f"{prefix}tiers[{i}]" for i in range(len(tiers) if isinstance(tiers, Sequence) else 0)]
             return cls(**given, names=(f"{prefix}tier",) if is_single else tuple(names))
         except ConfigError as error:
-            text = str(error)
-            raise ConfigError(text if text.startswith(prefix) else prefix + text) from error
+            raise (error if error.setting.startswith(prefix) else error.within(prefix)) from error
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)
@@ -313,19 +329,15 @@ def _check_known(options: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raises ConfigError for an option that is not ``known``."""
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
-            raise ConfigError(
-                f"{name}={shown_unknown(name, options[name])}: unknown option; {hint} Known: {', '.join(known)}"
-            )
+            raise unknown(name, options[name], "option", known)
 
 
 def _check_policy(policy: object) -> None:
     if not isinstance(policy, str):
-        raise ConfigError(f'policy={policy!r}: write a name such as policy="lru"')
+        raise ConfigError("policy", policy, "", 'write a name such as policy="lru"')
     policy_class(policy)
 
 
 def _check_model_fingerprint(value: object) -> None:
     if value is not None and not (isinstance(value, str) and value):
-        raise ConfigError(f"model_fingerprint={value!r}: must be a string that changes with the weights")
+        raise ConfigError("model_fingerprint", value, "must be a string that changes with the weights")

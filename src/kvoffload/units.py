@@ -11,11 +11,20 @@ NO_VALUE = "–"  # noqa: RUF001
 """Shown where there is nothing to show."""
 
 
+MIN_BUDGET = 1 << 20
+"""Bytes of the smallest budget of a server."""
 _MAX_BYTES = 1 << 62
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
 
 # Formatting.
+
+
+class Amount(int):
+    """A number of bytes that reads "8589934592 (8 GiB)"."""
+
+    def __repr__(self) -> str:
+        return f"{int(self)} ({format_bytes(int(self))})"
 
 
 def format_bytes(n: int) -> str:
@@ -77,22 +86,26 @@ def percentage(part: int, whole: int) -> str:
 # Parsing.
 
 
-def parse_bytes(setting: str, value: object) -> int:
+def parse_bytes(setting: str, value: object, least: int = 1) -> int:
     """Returns the bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T". Units are powers of 1024,
-    except that "GB" and the like are powers of 1000. Raises ConfigError that names ``setting``."""
+    except that "GB" and the like are powers of 1000. Raises ConfigError that names ``setting``, also for less than
+    ``least`` bytes: people write a number and mean GiB."""
     fix = f'write a number of bytes or a string such as {setting}="8GiB"'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
+        raise ConfigError(setting, value, "not an amount of memory", fix)
     amount = value
     if isinstance(amount, str):
         match = _BYTES.fullmatch(amount)
         if match is None:
-            raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
+            raise ConfigError(setting, value, "not an amount of memory", fix)
         number, prefix, binary, suffix = match.groups()
         base = 1000 if suffix and not binary else 1024
         amount = float(number) * (base ** _POWERS[prefix.lower()] if prefix else 1)
     elif isinstance(amount, float) and math.isfinite(amount) and not amount.is_integer():
-        raise ConfigError(f"{setting}={value!r}: not a whole number of bytes; {fix}")
+        raise ConfigError(setting, value, "not a whole number of bytes", fix)
     if not 1 <= amount <= _MAX_BYTES:
-        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {fix}")
+        raise ConfigError(setting, value, f"must be 1 byte or more, and less than {_MAX_BYTES}", fix)
+    if amount < least:
+        meant = f' did you mean {setting}="{int(amount)}GiB"?' if str(value).strip().isdecimal() else ""
+        raise ConfigError(setting, value, f"{counted(int(amount), 'byte')} are of no use", f"{fix};{meant}".rstrip(";"))
     return int(amount)

@@ -28,7 +28,7 @@ from kvoffload.abc import (
     ReqContext,
     ScheduledStep,
 )
-from kvoffload.testing.reference import ReferenceLRUManager
+from tests.suites.reference import ReferenceLRUManager
 
 
 def test_every_error_is_one_of_ours_and_they_can_be_told_apart() -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import node
 from benchmarks.node import Memory, Node, Router, Seat
+from benchmarks.synthetic import generate
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import make_trace
@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("memory", Memory)
 @pytest.mark.parametrize("router", Router)
 def test_one_engine_finds_what_a_replay_finds(memory: Memory, router: Router) -> None:
-    trace = read_trace("synthetic:documents?requests=150")
+    trace = generate("documents", 150)
     has_disk = memory in (Memory.SPLIT_DISK, Memory.SPLIT_SHARED)
     result = replay(trace, ReplayConfig("auto", 60, 200, 90 if has_disk else 0))
     assert result.device_hit_tokens > 0

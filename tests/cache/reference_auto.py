@@ -9,7 +9,7 @@ from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
 from kvoffload.cache.keys import key_hashes
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.tournament import RULES, Rule, Tournament
-from kvoffload.testing.reference import BEING_WRITTEN, ReferenceManager, unique
+from tests.suites.reference import BEING_WRITTEN, ReferenceManager, unique
 
 TEXTBOOK = tuple(rule for rule in RULES if not rule.by_gap)
 

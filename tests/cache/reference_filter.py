@@ -19,7 +19,7 @@ from kvoffload.abc import (
     ReqContext,
     States,
 )
-from kvoffload.testing.reference import unique
+from tests.suites.reference import unique
 
 
 class ReferenceFilter(HostOffloadingManager):

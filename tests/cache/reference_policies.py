@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvoffload.abc import OffloadKey, ReqContext
-from kvoffload.testing.reference import ReferenceLRUManager, ReferenceManager, unique
+from tests.suites.reference import ReferenceLRUManager, ReferenceManager, unique
 
 
 class ReferenceARCManager(ReferenceManager):

@@ -10,11 +10,12 @@ from kvoffload.cache.admission import FilterReusedOffloadingManager, ReuseFilter
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.policies.engine_arc import ARCOffloadingManager
-from kvoffload.testing.conformance import ManagerConformance, keys, letters
-from kvoffload.testing.reference import ReferenceLRUManager
-from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from kvoffload.testing.conformance import keys, letters
 from tests.cache.reference_filter import ReferenceFilter
 from tests.cache.reference_policies import ReferenceARCManager
+from tests.suites.conformance import ManagerConformance
+from tests.suites.reference import ReferenceLRUManager
+from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 R1, R2, R3 = (ReqContext(name) for name in ("r1", "r2", "r3"))
 

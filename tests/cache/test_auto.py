@@ -16,9 +16,10 @@ from kvoffload.cache.policies.auto import AutoPolicy
 from kvoffload.cache.policies.tournament import RULES, SHADOW_GHOSTS, Rule, Shadow, Tournament
 from kvoffload.cache.slots import HostBackend
 from kvoffload.native.structures import GhostTable
-from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
-from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from kvoffload.testing.conformance import PolicyConformance
 from tests.cache.reference_auto import TEXTBOOK, Fixed, ReferenceAutoManager, ReferenceTwoLists, TextbookTournament
+from tests.suites.conformance import ManagerConformance
+from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 BY_NAME = {rule.name: rule for rule in RULES}
 

@@ -16,7 +16,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.policies import KNOWN, make_policy
 from kvoffload.testing.conformance import keys, letters
-from kvoffload.testing.scale import scaled
+from tests.scale import scaled
 
 A, B, C = 2, 3, 4
 DROP_A, DROP_B = Hints(A, drop=True), Hints(B, drop=True)

@@ -7,9 +7,10 @@ import pytest
 from kvoffload.abc import OffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.policies.engine_arc import ARCOffloadingManager, EngineARCPolicy
-from kvoffload.testing.conformance import ManagerConformance, keys, letters
-from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from kvoffload.testing.conformance import keys, letters
 from tests.cache.reference_policies import ReferenceARCManager
+from tests.suites.conformance import ManagerConformance
+from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 
 def make_arc(num_blocks: int) -> ARCOffloadingManager:

@@ -29,9 +29,10 @@ from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManage
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.conformance import ManagerConformance, keys, letters
-from kvoffload.testing.reference import ReferenceLRUManager
-from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from kvoffload.testing.conformance import keys, letters
+from tests.suites.conformance import ManagerConformance
+from tests.suites.reference import ReferenceLRUManager
+from tests.suites.stateful import WALK_SEEDS, manager_machine, walk
 
 
 class ShelfBackend(Backend):

@@ -21,8 +21,6 @@ from kvoffload.lab.policies.s3fifo import S3FIFOPolicy
 from kvoffload.lab.policies.sieve import SIEVEPolicy
 from kvoffload.lab.policies.twoq import TwoQPolicy
 from kvoffload.testing.conformance import keys, letters
-from kvoffload.testing.reference import ReferenceLRUManager, ReferenceManager
-from kvoffload.testing.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
 from tests.cache.reference_policies import (
     Reference2QManager,
     ReferenceFIFOManager,
@@ -31,6 +29,8 @@ from tests.cache.reference_policies import (
     ReferenceSIEVEManager,
     ReferenceTextbookARCManager,
 )
+from tests.suites.reference import ReferenceLRUManager, ReferenceManager
+from tests.suites.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import pytest
 
 from kvoffload.abc import Backend, ConfigError, IntegrityError
 from kvoffload.cache.slots import HostBackend, SlotBackend
-from kvoffload.testing.conformance import BackendConformance, keys
+from kvoffload.testing.conformance import keys
+from tests.suites.conformance import BackendConformance
 
 
 class TestHostBackend(BackendConformance):

@@ -30,8 +30,9 @@ from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.lab.policies import path_of
-from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
+from kvoffload.testing.conformance import PolicyConformance
 from tests.clock import Clock
+from tests.suites.conformance import ManagerConformance
 
 NAMES = ("a", "b", OTHER)
 

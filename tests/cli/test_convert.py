@@ -37,14 +37,14 @@ def test_a_converted_trace_has_the_same_replay(tmp_path: Path) -> None:
 
 def test_a_summary_as_json(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    done = run("convert", SAMPLES / "codex_swebenchpro.made.json", out, "--block-tokens", 32, "--json")
+    done = run("convert", SAMPLES / "bailian.made.jsonl", out, "--block-tokens", 32, "--json")
     assert json.loads(done.stdout) == {
         "out": str(out),
         "bytes": out.stat().st_size,
-        "format": "sharegpt",
+        "format": "bailian",
         "requests": 5,
         "skipped_lines": 0,
-        "sessions": 2,
+        "sessions": 3,
         "tenants": 0,
         "accesses": json.loads(done.stdout)["accesses"],
         "distinct_blocks": json.loads(done.stdout)["distinct_blocks"],

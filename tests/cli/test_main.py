@@ -139,14 +139,13 @@ def test_imports_match_the_declared_dependencies() -> None:
     found = third_party_imports()
     assert set(cli.EXTRA) == extras["plots"]
     assert {name for name in found if any(path.startswith("cli/") for path in found[name])} <= core
-    of_vllm = ("testing/secondary_tier_conformance.py", "testing/vllm_servers.py")
     rooms = {
         **dict.fromkeys(extras["plots"], ("lab/",)),
         **dict.fromkeys(extras["testing"], ("testing/",)),
-        "vllm": ("vllm/", *of_vllm),
+        "vllm": ("vllm/",),
         "sglang": ("sglang/",),
         "prometheus_client": ("vllm/", "sglang/"),
-        "torch": ("vllm/", "sglang/", *of_vllm),
+        "torch": ("vllm/", "sglang/"),
         "huggingface_hub": ("fingerprints.py",),
         "mooncake": ("tiers/mooncake/",),
         "obstore": ("tiers/object_store/",),

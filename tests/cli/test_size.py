@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from benchmarks.synthetic import generate  # noqa: E402
 from kvoffload.cli.convert import convert  # noqa: E402
+from kvoffload.cli.replay import replay  # noqa: E402
 from kvoffload.cli.size import size  # noqa: E402
+from kvoffload.lab.writer import write_trace  # noqa: E402
 
-CHAT = "synthetic:chat?requests=200"
 CONFIG = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -31,6 +35,13 @@ def run(*arguments: str) -> Any:
     return testing.CliRunner().invoke(size, list(arguments), env={"COLUMNS": "120"})
 
 
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("traces") / "chat.jsonl"
+    write_trace(generate("chat", 200), path)
+    return str(path)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "config.json"
@@ -38,8 +49,8 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_answer_is_sentences_and_a_table(config: str) -> None:
-    result = run(CHAT, "--model", config, "--ram", "4GiB,8GiB", "--disk", "none,32GiB")
+def test_the_answer_is_sentences_and_a_table(chat: str, config: str) -> None:
+    result = run(chat, "--model", config, "--ram", "4GiB,8GiB", "--disk", "none,32GiB")
     assert result.exit_code == 0, result.output
     assert "of prompt tokens" in result.stdout
     assert "A cache that never evicts would serve" in result.stdout
@@ -49,48 +60,85 @@ def test_the_answer_is_sentences_and_a_table(config: str) -> None:
     assert result.stderr == ""
 
 
-def test_no_option_is_required() -> None:
-    result = run(CHAT)
+def test_no_option_is_required(chat: str) -> None:
+    result = run(chat)
     assert result.exit_code == 0, result.output
     assert "of KV for Llama-3.1-8B (128 KiB per token)" in " ".join(result.stdout.split())
     assert "with the policy auto in RAM" in " ".join(result.stdout.split())
 
 
-def test_json(config: str) -> None:
-    result = run(CHAT, "--model", config, "--ram", "8GiB", "--json")
+def test_json(chat: str, config: str) -> None:
+    result = run(chat, "--model", config, "--ram", "8GiB", "--json")
     content = json.loads(result.stdout)
     assert content["bytes_per_token"] == 131_072
     assert content["requests"] == 200
     assert content["answer"].startswith("8 GiB RAM serves ")
     (setting,) = content["settings"]
     assert setting["ram_bytes"] == 8 << 30
-    halved = json.loads(run(CHAT, "--model", config, "--ram", "8GiB", "--kv-dtype", "fp8", "--json").stdout)
+    halved = json.loads(run(chat, "--model", config, "--ram", "8GiB", "--kv-dtype", "fp8", "--json").stdout)
     assert halved["bytes_per_token"] == 65_536
     assert halved["settings"][0]["served_pct"] > setting["served_pct"]
 
 
-def test_other_policies() -> None:
-    content = json.loads(run(CHAT, "--policy", "arc", "--ram", "4GiB", "--jobs", "1", "--json").stdout)
+@pytest.mark.parametrize("disk", ["none", "8GiB"])
+def test_parts_add_up_and_text_and_page_have_the_same(chat: str, tmp_path: Path, disk: str) -> None:
+    """For some prompts of the trace, more than the smallest RAM is on the device."""
+    page = tmp_path / "size.html"
+    arguments = ["--policy", "arc", "--device", "5GiB", "--ram", "1GiB,6GiB,7GiB", "--disk", disk, "--html", str(page)]
+    shown = run(chat, *arguments, "--jobs", "1").stdout
+    sentence = re.search(r"serves? ([\d.]+)% of prompt tokens \(([^)]*)\)", " ".join(shown.split()))
+    assert sentence is not None
+    places = ["the device", "RAM", *([] if disk == "none" else ["disk"])]
+    assert re.findall(r"% from ([a-zA-Z ]+)", sentence[2]) == places
+    assert sum(Decimal(part) for part in re.findall(r"([\d.]+)%", sentence[2])) == Decimal(sentence[1])
+    assert "The device's own cache has 5 GiB." in " ".join(shown.split())
+    assert "-0.0" not in shown
+    lines = [line for line in shown.splitlines() if " ms " in line and "%" in line]
+    rows = [[Decimal(part) for part in re.findall(r"([\d.]+)%", line)] for line in lines]
+    assert len(rows) == 3
+    for served, *parts in rows:
+        assert sum(parts) == served
+        assert len(parts) == len(places)
+    html = page.read_text()
+    table = [
+        [Decimal(each) for each in re.findall(r">([\d.]+)%<", row)] for row in re.findall(r"<tr.*?</tr>", html, re.S)
+    ]
+    assert [row for row in table if row] == rows
+    assert "The device&#39;s own cache has 5 GiB." in html
+    assert len(re.findall(r"<th>from ", html)) == len(places)
+
+
+@pytest.mark.parametrize("unit", ["4GiB", "128", "{}%"])
+def test_units_of_sizes(chat: str, unit: str) -> None:
+    """A block has 32 MiB."""
+    known = json.loads(run(chat, "--ram", "4GiB", "--json").stdout)
+    text = unit.format(f"{100 * 128.5 / known['distinct_blocks']:.5f}")
+    found = json.loads(run(chat, "--ram", text, "--device", text, "--json").stdout)
+    assert found["device_bytes"] == found["settings"][0]["ram_bytes"] == 4 << 30
+
+
+def test_other_policies(chat: str) -> None:
+    content = json.loads(run(chat, "--policy", "arc", "--ram", "4GiB", "--jobs", "1", "--json").stdout)
     assert content["policy"] == "arc"
     assert content["settings"][0]["bound_pct"] == 0.0
 
 
-def test_speeds_and_target() -> None:
-    slow = json.loads(run(CHAT, "--ram", "16GiB", "--prefill-speed", "100", "--json").stdout)["settings"][0]
-    fast = json.loads(run(CHAT, "--ram", "16GiB", "--prefill-speed", "1e6", "--json").stdout)["settings"][0]
+def test_speeds_and_target(chat: str) -> None:
+    slow = json.loads(run(chat, "--ram", "16GiB", "--prefill-speed", "100", "--json").stdout)["settings"][0]
+    fast = json.loads(run(chat, "--ram", "16GiB", "--prefill-speed", "1e6", "--json").stdout)["settings"][0]
     assert slow["ttft_p95_s"] > 100 * fast["ttft_p95_s"]
-    met = json.loads(run(CHAT, "--ram", "16GiB", "--ttft-p95", "1e6", "--prefill-speed", "1e4", "--json").stdout)
+    met = json.loads(run(chat, "--ram", "16GiB", "--ttft-p95", "1e6", "--prefill-speed", "1e4", "--json").stdout)
     assert met["chosen"] is not None
     assert "is the cheapest setting tried" in met["answer"]
-    missed = run(CHAT, "--ram", "16GiB", "--ttft-p95", "0.001", "--prefill-speed", "1e4", "--json")
+    missed = run(chat, "--ram", "16GiB", "--ttft-p95", "0.001", "--prefill-speed", "1e4", "--json")
     assert json.loads(missed.stdout)["chosen"] is None
 
 
-def test_the_prefill_speed_is_not_guessed_for_a_target(tmp_path: Path) -> None:
-    refused = run(CHAT, "--ram", "16GiB", "--ttft-p95", "100")
+def test_the_prefill_speed_is_not_guessed_for_a_target(chat: str, tmp_path: Path) -> None:
+    refused = run(chat, "--ram", "16GiB", "--ttft-p95", "100")
     assert refused.exit_code == 2
     assert "give --prefill-speed" in refused.output
-    assert "(a guess: give" in " ".join(run(CHAT, "--ram", "16GiB").output.split())
+    assert "(a guess: give" in " ".join(run(chat, "--ram", "16GiB").output.split())
 
     trace = tmp_path / "trace.jsonl"
     lines: list[dict[str, Any]] = [{"kvoffload_trace": 1, "started": 0.0, "block_tokens": 16}]
@@ -112,9 +160,9 @@ def test_the_prefill_speed_is_not_guessed_for_a_target(tmp_path: Path) -> None:
     assert json.loads(given.stdout)["settings"][0]["ttft_p50_s"] == pytest.approx(0.4, rel=0.01)
 
 
-def test_the_page(tmp_path: Path) -> None:
+def test_the_page(chat: str, tmp_path: Path) -> None:
     page = tmp_path / "size.html"
-    result = run(CHAT, "--html", str(page))
+    result = run(chat, "--html", str(page))
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith(f"Page: {page}\n")
     html = page.read_text()
@@ -131,7 +179,7 @@ def test_the_page(tmp_path: Path) -> None:
     [
         (["--ram", "much"], "--ram='much': not an amount of memory; write"),
         (["--ram", "8GiB,"], "--ram='8GiB,': an entry is empty"),
-        (["--ram", "1KiB"], "--ram=1 KiB: too small for one block of 32 MiB"),
+        (["--ram", "1KiB"], "--ram='1 KiB': too small for one block of 32 MiB"),
         (["--ram", "none"], "--ram='none': not an amount of memory"),
         (["--policy", "mru"], "--policy='mru': no policy has this name"),
         (["--prefill-speed", "0"], "--prefill-speed=0: must be more than 0"),
@@ -144,16 +192,16 @@ def test_the_page(tmp_path: Path) -> None:
         (["--html", "/nowhere/page.html"], "--html='/nowhere/page.html': cannot be written"),
     ],
 )
-def test_an_invalid_option_is_named_as_typed_in_one_line(arguments: list[str], message: str) -> None:
-    result = run(CHAT, *arguments)
+def test_an_invalid_option_is_named_as_typed_in_one_line(chat: str, arguments: list[str], message: str) -> None:
+    result = run(chat, *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith(f"kvoffload size: {message}")
     assert result.stderr.count("\n") == 1
 
 
-def test_an_unknown_dtype(config: str) -> None:
-    result = run(CHAT, "--model", config, "--kv-dtype", "fp7")
+def test_an_unknown_dtype(chat: str, config: str) -> None:
+    result = run(chat, "--model", config, "--kv-dtype", "fp7")
     assert result.exit_code == 2
     assert "--kv-dtype='fp7': unknown; use one of float32" in result.stderr
 
@@ -162,15 +210,31 @@ def test_invalid_lines(tmp_path: Path) -> None:
     good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
     trace = tmp_path / "trace.jsonl"
     trace.write_text(good + "nonsense\n" + good)
-    result = run(str(trace))
+    refused = run(str(trace))
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert f"1 of 3 lines cannot be used: {trace}:2: not JSON" in refused.stderr
+    page = tmp_path / "size.html"
+    result = run(str(trace), "--html", str(page), "--skip-bad-lines")
     assert result.exit_code == 0, result.output
     assert "skipped 1 line" in result.stderr
-    page = tmp_path / "size.html"
-    run(str(trace), "--html", str(page))
     assert f"1 line of the trace was invalid and skipped; the first: {trace}:2: " in " ".join(page.read_text().split())
     assert f"{trace}:2" in result.stderr.replace("\n", "")
-    strict = run(str(trace), "--strict")
-    assert strict.exit_code == 2
-    assert "2" in strict.stderr
     trace.write_text("")
     assert run(str(trace)).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [size, replay, convert])
+def test_what_others_wrote_does_not_control_the_terminal(tmp_path: Path, command: Any) -> None:
+    title = "\x1b]0;OWNED\x07"
+    good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    (tmp_path / "header.csv").write_text(f"{title},obj_id\n1,2\n")
+    (tmp_path / f"{title.replace('/', '')}.jsonl").write_text(good * 200 + title)
+    (tmp_path / "sessions").mkdir()
+    (tmp_path / "sessions" / f"{title}.json").write_text("{")
+    for trace in tmp_path.iterdir():
+        result = testing.CliRunner().invoke(
+            command, [str(trace), *([str(tmp_path / "out")] if command is convert else [])]
+        )
+        assert "OWNED" in result.output
+        assert "\x1b" not in result.output
+        assert "\x07" not in result.output

@@ -48,7 +48,7 @@ class OwnConfig(TierConfig):
     def open(self, context: TierContext) -> Tier:
         CONTEXTS.append(context)
         if self.fails == "setting":
-            raise ConfigError(f"blocks={self.blocks}: too few; set more")
+            raise ConfigError("blocks", self.blocks, "too few", "set more")
         if self.fails == "medium":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if self.fails == "bug":
@@ -270,10 +270,6 @@ def test_errors_of_a_disk_name_the_setting_in_both_forms(make: Builder, tmp_path
     assert in_both_forms(make, tmp_path / "file")[0] == (
         f"disk_dir={str(tmp_path / 'file')!r}: is not a directory; name a directory"
     )
-    assert in_both_forms(make, tmp_path / "small", 100)[0] == (
-        "disk_bytes=100 (100 bytes): not enough for one block; set it to at least 132.2 KiB, better a few hundred "
-        "times that"
-    )
     large = in_both_forms(make, tmp_path / "large", 1 << 60)[0]
     assert large.startswith(f"disk_bytes={1 << 60} (1048576 TiB): the file system of the directory can give only ")
 
@@ -310,3 +306,23 @@ def test_a_block_of_several_ranks_is_one_value(make: Builder, tmp_path: Path) ->
     make(disk(tmp_path / "disk"), own(), pools=[pool(), pool()])
     assert len(CONTEXTS[0].pools) == 2
     assert OPENED[0].block_bytes == 2 * SLOT
+
+
+@pytest.mark.parametrize(
+    "tenants",
+    [
+        {"a": {"retain": {"disk": "32MiB"}}},
+        {"a": {"retain": {"disk": "16MiB"}}, "b": {"retain": {"disk": "16MiB"}}},
+        {"a": {"guaranteed": {"disk": "64MiB"}}},
+        {"a": {"guaranteed": {"disk": "32MiB"}, "retain": {"disk": "32MiB"}}, "b": {"guaranteed": {"disk": "32MiB"}}},
+    ],
+)
+def test_what_may_be_promised_of_the_whole_budget_is_promised_of_the_blocks_that_fit(
+    make: Builder, tmp_path: Path, tenants: dict[str, Any]
+) -> None:
+    """An index and spare room are in the budget too, so fewer blocks fit than it has bytes for."""
+    assert make(options={"disk_dir": str(tmp_path), "disk_bytes": 64 * MIB, "tenants": tenants}) == ["disk"]
+    over = {"a": {"retain": {"disk": 32 * MIB + 1}}}
+    assert "more than half of its budget" in refused(
+        make, options={"disk_dir": str(tmp_path), "disk_bytes": 64 * MIB, "tenants": over}
+    )

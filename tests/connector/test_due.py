@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvoffload.connector.due import FEW_TOKENS, DueList
-from kvoffload.testing.scale import scaled
 from tests.connector.test_engine_model import exact_ends, silent_updates
+from tests.scale import scaled
 from tests.sim.engine import ModelEngine, Scenario
 
 

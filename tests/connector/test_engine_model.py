@@ -33,8 +33,8 @@ from kvoffload.connector.request import Phase, RequestState, Storing
 from kvoffload.connector.stores import Due
 from kvoffload.connector.weights import WeightWatch
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
-from kvoffload.testing.scale import scaled
 from kvoffload.transfer.follower import FollowerTransfer
+from tests.scale import scaled
 from tests.sim.engine import (
     BrokenPromise,
     Leak,

@@ -15,7 +15,6 @@ import pytest
 from kvoffload.abc import BoundaryState, KVGroup, ScheduledStep, TransferSpec
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta
-from kvoffload.testing.scale import scaled
 from tests.connector.test_engine_model import (
     Bug,
     caught,
@@ -26,6 +25,7 @@ from tests.connector.test_engine_model import (
     silent_updates,
     sleeps,
 )
+from tests.scale import scaled
 from tests.sim.content import EngineRequest
 from tests.sim.engine import BrokenPromise, ModelEngine, Scenario
 

@@ -22,10 +22,11 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.connector.engine import EngineSpec
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.late import LateTier
 from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt, start_together
+from tests.scale import scaled
 
 SLOT, HOST_BLOCKS, FINGERPRINT, DEADLINE_S = 4096, 64, "ab" * 32, 60.0
 NAMES = ("a", "b", "other")
@@ -62,7 +63,9 @@ class Server:
         half = build_scheduler(config, EngineSpec([KVGroup(16)]), pools, FINGERPRINT)
         assert isinstance(half.manager, TieredOffloadingManager)
         self.manager = half.manager
-        disk = self.manager.tiers[0].tier._tier
+        tier = self.manager.tiers[0].tier._tier
+        assert isinstance(tier, LateTier)
+        disk = tier.join()
         assert isinstance(disk, DiskTier)
         self.disk = disk
         self.namespaces = {name: Tenants(namespace(FINGERPRINT), config.tenants).of(name).namespace for name in NAMES}

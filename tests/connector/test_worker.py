@@ -552,16 +552,16 @@ LOAD = {1: job([3], [4])}
 STORE = {2: job([2], [5])}
 
 
-def test_weights_are_compared_in_steps_with_loads_or_stores_only(
+def test_weights_are_compared_in_steps_that_compute_load_or_store(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
     for meta, comparisons in [
-        (NOTHING, 0),
         (IDLE, 0),
-        (StepMeta(fences=[7], releases=["q"]), 0),
-        (StepMeta(loads=LOAD), 1),
-        (StepMeta(stores=STORE), 2),
-        (NOTHING, 2),
+        (StepMeta(fences=[7], releases=["q"], has_tokens=False), 0),
+        (NOTHING, 1),
+        (StepMeta(loads=LOAD, has_tokens=False), 2),
+        (StepMeta(stores=STORE), 3),
+        (IDLE, 3),
     ]:
         step(watched, meta)
         assert weights.num_comparisons == comparisons
@@ -587,6 +587,19 @@ def test_changed_weights_fail_loads_and_stores_until_the_next_epoch(
     step(watched, StepMeta(loads={4: job([3], [4])}, epoch=1))
     assert report(watched) == ({4: 1}, set())
     assert device.block(4) == device.slot(3)
+
+
+def test_other_weights_are_seen_in_a_step_without_jobs(watched: OffloadingConnectorWorker, weights: Weights) -> None:
+    """What it computes may be stored when the weights are the former ones again."""
+    weights.now = 1
+    step(watched, NOTHING)
+    weights.now = 0
+    step(watched, StepMeta(stores=STORE))
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.changed_at, taken.done, taken.failed) == (0, {}, set())
+    step(watched, NOTHING)
+    assert report(watched) == ({2: 1}, {2})
 
 
 def test_jobs_in_progress_when_weights_change_fail(device: Device, weights: Weights) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvoffload import supported
 from kvoffload.abc import ConfigError
 from kvoffload.doctor.clock import monotonic_finding, time_findings
 from kvoffload.doctor.configuration import Plan, PlannedTier
@@ -33,9 +32,8 @@ DISK = Plan(host_bytes=GIB, tiers=[PlannedTier("disk", "disk", "disk_", 100.0)])
         (None, DISK, "engine.missing", Level.NOTE),
         ("0.32.0", DISK, "engine.tested", Level.OK),
         ("0.32.0+cpu", DISK, "engine.tested", Level.OK),
-        ("0.29.2", Plan(), "engine.too_old", Level.PROBLEM),
-        ("0.30.1", DISK, "engine.too_old", Level.PROBLEM),
-        ("0.30.1", Plan(), "engine.tested", Level.OK),
+        ("0.30.1", Plan(), "engine.too_old", Level.PROBLEM),
+        ("0.31.0", DISK, "engine.tested", Level.OK),
         ("0.33.0", DISK, "engine.tested", Level.OK),
         ("0.40.0", DISK, "engine.untested", Level.WARNING),
         ("dev", DISK, "engine.untested", Level.WARNING),
@@ -64,12 +62,6 @@ def test_variables_that_vllm_cannot_read(environment: dict[str, str], fixes: lis
     found = list(variable_findings(environment))
     assert [(each.id, each.level) for each in found] == [("engine.port_variable", Level.PROBLEM)] * len(fixes)
     assert all(fix in each.fix for fix, each in zip(fixes, found, strict=True))
-
-
-def test_versions_are_those_of_the_adapter() -> None:
-    source = (Path(supported.__file__).parent / "vllm" / "versions.py").read_text()
-    since = dict(re.findall(r'"(\w+)": "(0\.\d+)"', source))
-    assert since["_holds_kv_blocks"] == supported.FIRST_TO_DRAIN_HOLDERS_FIRST
 
 
 HYBRID = {**LLAMA, "layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}

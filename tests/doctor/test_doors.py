@@ -127,7 +127,7 @@ def test_what_vllm_would_refuse_or_ignore(tmp_path: Path, change: dict[str, Any]
         (
             {"tiers": [{"kind": "disk", "dir": "/c", "bytes": 9}]},
             "refused",
-            "secondary_tiers[0].tier and tiers",
+            "secondary_tiers[0].tier: tiers is set too",
             "into tiers",
         ),
         ({"dir": "/cache"}, "refused", "secondary_tiers[0].dir='/cache': unknown option", "Known: tier, tiers"),

@@ -21,6 +21,7 @@ from kvoffload.doctor import configuration, stores
 from kvoffload.doctor.configuration import PlannedTier, Store
 from kvoffload.doctor.findings import Level
 from kvoffload.doctor.process import Report
+from kvoffload.tiers.config import TierEntry
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.client import Outcome, StoreClient
@@ -137,7 +138,7 @@ def test_a_client_may_take_what_its_configuration_says(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(stores, "GrowthWatch", Watch)
     config = LargeClient(url="redis://127.0.0.1:1")
-    plan = configuration._planned("large", "tiers[0].", config, 100.0, Report(-1))
+    plan = configuration._planned(TierEntry("tiers[0].", config), 100.0, Report(-1))
     assert plan.store is not None
     tier = replace(plan, store=replace(plan.store, client=f"{HERE}:connect", settings={"swaps": False}))
     findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0})

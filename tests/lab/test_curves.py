@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import generate
 from kvoffload.abc import ConfigError
 from kvoffload.lab.curves import LRUCurve, hit_curve
 from kvoffload.lab.readers import read_trace
@@ -19,16 +20,17 @@ REAL = [
     pytest.param(name, marks=pytest.mark.skipif(not (TRACES / name).exists(), reason=f"no {name} in KVOFFLOAD_TRACES"))
     for name in ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz", "agentic_coding.jsonl.gz")
 ]
-SYNTHETIC = ["synthetic:chat?requests=500", "synthetic:agent?requests=200", "synthetic:documents?requests=250"]
+SYNTHETIC = {"chat": 500, "agent": 200, "documents": 250}
+"""Requests of each kind."""
 ALL = pytest.mark.parametrize("source", [*SYNTHETIC, *REAL])
 
-read_once = functools.cache(read_trace)
+read_once, generate_once = functools.cache(read_trace), functools.cache(generate)
 
 
 def load(source: str, requests: int) -> Trace:
     """Returns the first ``requests`` of a trace."""
-    if source.startswith("synthetic:"):
-        return read_once(source)
+    if source in SYNTHETIC:
+        return generate_once(source, SYNTHETIC[source])
     trace = read_once(TRACES / source)
     span = trace.times[-1] - trace.times[0]
     return trace.between(0.0, float((trace.times[requests] - trace.times[0]) / span))
@@ -122,7 +124,7 @@ def test_long_and_empty_traces() -> None:
 
 
 def test_short_traces_are_replayed_in_full() -> None:
-    trace = load(SYNTHETIC[0], 500)
+    trace = load("chat", 500)
     seen: list[float] = []
     curve = hit_curve(trace, "s3fifo", [300, 100, 100], processes=1, on_progress=seen.append)
     assert curve.capacities == (100, 300)
@@ -134,7 +136,7 @@ def test_short_traces_are_replayed_in_full() -> None:
 
 
 def test_the_curve_of_lru_is_exact() -> None:
-    trace = load(SYNTHETIC[0], 500)
+    trace = load("chat", 500)
     curve = hit_curve(trace, "lru", [50, 500], sample_bits=3)
     assert curve.bound_pct.tolist() == [0.0, 0.0]
     assert [tokens.tolist() for tokens in curve.hit_tokens] == [replayed(trace, "lru", c) for c in (50, 500)]
@@ -158,7 +160,7 @@ def test_sampled_curves_are_within_their_bound(source: str) -> None:
 
 def test_sampled_curves_are_not_exact() -> None:
     """Control: without their bound, sampled curves would fail the test above."""
-    trace = load(SYNTHETIC[2], 500)
+    trace = load("documents", 500)
     capacity = trace.num_distinct // 10
     sampled = hit_curve(trace, "fifo", [capacity], sample_bits=3, processes=1)
     exact = replay(trace, ReplayConfig("fifo", capacity)).prefix_hit_tokens_pct

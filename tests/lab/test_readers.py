@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import random
 from pathlib import Path
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvoffload.lab.readers import FORMATS, read_trace
-from kvoffload.lab.readers.lines import MAX_PROBLEMS_KEPT
+from kvoffload.lab.readers.lines import MAX_PROBLEMS_KEPT, first_repeated
+from kvoffload.lab.readers.mooncake import OUTPUT_TOKEN_S
 from kvoffload.lab.trace import UNKNOWN, Trace, TraceError
 from tests.lab.traces import TRACES, needs_traces
 
@@ -120,7 +123,7 @@ BAD = [
 def test_an_invalid_line_is_named_counted_and_skipped(tmp_path: Path, bad: Line | str | bytes, reason: str) -> None:
     good = request(1, 1024, [4, 5])
     path = write(tmp_path / "t.jsonl", good, "", bad, good)
-    trace = read_trace(path)
+    trace = read_trace(path, skip_bad_lines=True)
     assert chains(trace) == [[4, 5], [4, 5]]
     assert trace.num_problems == 1
     (problem,) = trace.problems
@@ -128,21 +131,31 @@ def test_an_invalid_line_is_named_counted_and_skipped(tmp_path: Path, bad: Line 
     assert reason in problem.reason
     assert len(problem.reason) < 300
     with pytest.raises(TraceError) as caught:
-        read_trace(path, strict=True)
-    assert str(caught.value).startswith(f"{path}:3: {problem.reason}")
+        read_trace(path)
+    assert str(caught.value).startswith(
+        f"{path}: read as mooncake, 1 of 3 lines cannot be used: {path}:3: {problem.reason}"
+    )
 
 
-def test_strict_accepts_valid_lines(tmp_path: Path) -> None:
-    assert read_trace(write(tmp_path / "t.jsonl", request()), strict=True).num_requests == 1
+def test_one_line_of_a_hundred_may_be_bad(tmp_path: Path) -> None:
+    lines: list[Line | str | bytes] = [*["x"] * 2, *(request(i) for i in range(198))]
+    assert read_trace(write(tmp_path / "t.jsonl", *lines)).num_problems == 2
+    worse = write(tmp_path / "u.jsonl", *["y"] * 3, *lines)
+    with pytest.raises(TraceError) as caught:
+        read_trace(worse)
+    assert f"{worse}: read as mooncake, 5 of 203 lines cannot be used: {worse}:1: not JSON" in str(caught.value)
+    assert str(caught.value).count("not JSON") == 3
+    assert "give --skip-bad-lines (skip_bad_lines=True)" in str(caught.value)
+    assert read_trace(worse, skip_bad_lines=True).num_requests == 198
 
 
 def test_all_problems_are_counted_and_the_first_kept(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "t.jsonl", *["x"] * 300, request()))
+    trace = read_trace(write(tmp_path / "t.jsonl", *["x"] * 300, request()), skip_bad_lines=True)
     assert trace.num_problems == 300
     assert [problem.line for problem in trace.problems] == list(range(1, MAX_PROBLEMS_KEPT + 1))
 
 
-@pytest.mark.parametrize("name", ["t.jsonl", "t.csv", "t", "t.jsonl.gz"])
+@pytest.mark.parametrize("name", ["t.jsonl", "t", "t.jsonl.gz"])
 @pytest.mark.parametrize("content", [b"", b"\n \n\n"])
 def test_an_empty_trace_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name
@@ -161,18 +174,10 @@ def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
         read_trace("")
 
 
-def test_a_header_without_a_required_column(tmp_path: Path) -> None:
-    for header, missing in (("time,size", "obj_id"), ("obj_id,size", "time")):
-        path = tmp_path / "t.csv"
-        path.write_text(f"{header}\n1,2\n3,4\n")
-        with pytest.raises(TraceError, match=rf"t\.csv:1: the header has no column for .*; name that column {missing}"):
-            read_trace(path)
-
-
 def test_a_trace_without_a_valid_line_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", "x", "y")
     with pytest.raises(TraceError) as caught:
-        read_trace(path)
+        read_trace(path, format="mooncake", skip_bad_lines=True)
     why = "it has no valid request: 2 invalid, the first:"
     assert str(caught.value).startswith(f"{path}: read as mooncake, {why} {path}:1: not JSON")
     with pytest.raises(TraceError, match=f"read as kv-cache-tester, {why}"):
@@ -185,7 +190,9 @@ def test_a_truncated_compressed_file(tmp_path: Path) -> None:
     packed = gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(packed[: len(packed) // 2])
-    trace = read_trace(path)
+    with pytest.raises(TraceError, match="cannot be read beyond this line: Compressed file ended"):
+        read_trace(path)
+    trace = read_trace(path, skip_bad_lines=True)
     assert 500 < trace.num_requests < 1500
     assert chains(trace) == [line["hash_ids"] for line in lines[: trace.num_requests]]
     assert trace.num_problems == 1
@@ -196,7 +203,7 @@ def test_a_truncated_compressed_file(tmp_path: Path) -> None:
         read_trace(path)
     path.write_bytes(packed[:500] + bytes(500) + packed[1000:])
     with pytest.raises(TraceError, match="cannot be read beyond this line"):
-        read_trace(path, strict=True)
+        read_trace(path)
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv", "t", "t.gz"])
@@ -236,63 +243,96 @@ def test_progress_grows_to_one(tmp_path: Path) -> None:
     assert shares[-1] == 1.0
 
 
-# libCacheSim.
+# Turns of sessions.
 
 
-def test_csv_of_objects(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "t.csv", "10,5,4096", "11.5,6,512", "12,5,4096"))
-    assert trace.block_tokens == 1
-    assert trace.times.tolist() == [10.0, 11.5, 12.0]
-    assert trace.blocks.tolist() == [0, 1, 0]
-    assert trace.ids.tolist() == [5, 6]
-    assert trace.input_tokens.tolist() == trace.prompt_blocks.tolist() == [1, 1, 1]
-    assert trace.output_tokens.tolist() == [0, 0, 0]
+def test_a_turn_comes_after_the_end_of_the_one_before(tmp_path: Path) -> None:
+    def turn_of(name: object, ids: list[int], **when: float) -> Line:
+        line = request(0, 512 * len(ids), ids, session_id=name, output_length=100, **when)
+        return line if "timestamp" in when else {key: value for key, value in line.items() if key != "timestamp"}
+
+    path = write(
+        tmp_path / "t.jsonl",
+        turn_of("a", [1], timestamp=1000),
+        turn_of("a", [1, 2], delay=500.5),
+        turn_of(7, [9], timestamp=0),
+        turn_of("a", [1, 2, 3], delay=0),
+        turn_of(7, [9, 8], timestamp=60_000, delay=1),
+    )
+    trace = read_trace(path)
+    answer = 100 * OUTPUT_TOKEN_S
+    assert trace.times.tolist() == pytest.approx([0, 1, 1.5005 + answer, 1.5005 + 2 * answer, 60])
+    assert chains(trace) == [[9], [1], [1, 2], [1, 2, 3], [9, 8]]
+    assert trace.sessions.tolist() == [1, 0, 0, 0, 1]
+    with pytest.raises(TraceError, match=":1: timestamp is missing"):
+        read_trace(write(tmp_path / "u.jsonl", turn_of("a", [1], delay=5)))
+    with pytest.raises(TraceError, match=":2: delay=-1: not a time"):
+        read_trace(write(tmp_path / "v.jsonl", turn_of("a", [1], timestamp=5), turn_of("a", [1], delay=-1)))
+
+
+# Files that are no trace.
+
+COUNTS = "token counts without block names: they do not say which prompts begin alike"
 
 
 @pytest.mark.parametrize(
-    "lines",
+    ("content", "words"),
     [
-        ("version,time,op,size,lbn", "1,10,2a,512,5", "1,11,2a,512,6", "1,12,2a,512,5"),
-        ("timestamp;obj_id", "10;5", "11;6", "12;5"),
-        ("# made by hand", "Time\tSize\tObj-ID", "10\t1\t5", "11\t1\t6", "12\t1\t5"),
-        ("10 a 1", "11 b 1", "12 a 1"),
-        ('10,"a,b",1', '11,"a,c",1', '12,"a,b",1'),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,396,156\n", COUNTS),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2026-11-16 18:15:00.68,374,110\n", COUNTS),
+        (b'{"timestamp": 0, "input_length": 9, "output_length": 4}\n', COUNTS),
+        (b'[{"isl": 9, "osl": 4}]', COUNTS),
+        (b'{"messages": [{"role": "user", "content": "tokens"}]}\n', "text without block names: "),
+        (b'[\n {"conversations": []}]', "text without block names: .* examples/convert_trace.py"),
+        (b'[{"timestamp": 0, "hash_ids": [1]}]', "one JSON array; write one object per line: jq"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 13\n",
+            "a pointer of Git LFS.* git lfs pull",
+        ),
+        (b"\x28\xb5\x2f\xfd\x04\x00", "packed with Zstandard; unpack it with zstd -d"),
+        (lzma.compress(b"{}"), "packed with xz; unpack it with xz -d"),
+        (bz2.compress(b"{}"), "packed with bzip2; unpack it with bzip2 -d"),
+        (b"PK\x03\x04\x14\x00", "a zip archive; unpack it"),
+        (gzip.compress(b"trace.jsonl".ljust(257, b"\0") + b"ustar\x0000"), "a tar archive; unpack it with tar -xf"),
+        (b"PAR1\x15", "a Parquet file; give the JSON file"),
+        (b"<!DOCTYPE html>\n<html>", "a page of a web site, not a trace"),
+        ('{"timestamp": 0}\n'.encode("utf-16"), "text in UTF-16; write it in UTF-8"),
+        (
+            b"\x1b]0;OWNED\x07,obj_id\n1,2\n",
+            r'the format is not recognized; it begins with "\\x1b\]0;OWNED\\x07,obj_id"',
+        ),
     ],
 )
-def test_csv_with_a_header_other_delimiters_and_names(tmp_path: Path, lines: tuple[str, ...]) -> None:
-    trace = read_trace(write(tmp_path / "t.csv", *lines))
-    assert trace.times.tolist() == [10.0, 11.0, 12.0]
-    assert trace.blocks.tolist() == [0, 1, 0]
-    assert trace.num_problems == 0
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=words) as caught:
+        read_trace(path, skip_bad_lines=True)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).isprintable()
 
 
-def test_csv_is_recognized_by_its_content(tmp_path: Path) -> None:
-    assert read_trace(write(tmp_path / "t", "10,5,1")).info["format"] == "libcachesim"
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
+    for lines in ([request(0, 512, [5]), request(1, 512, [6])], [HEADER, recorded(0, 16, 0, [5])]):
+        plain = write(tmp_path / "t.jsonl", *lines).read_bytes()
+        (tmp_path / "u.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
+        assert chains(read_trace(tmp_path / "u.jsonl")) == chains(read_trace(tmp_path / "t.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("x,5", "'x': not a time in seconds"),
-        ("nan,5", "'nan': not a time in seconds"),
-        ("inf,5", "'inf': not a time in seconds"),
-        ("-1,5", "'-1': not a time of 0 or more"),
-        ("12", "the object id is missing"),
-        ("12,", "the object id is missing"),
-        ('12,"5', "not CSV: "),
-        ("12," + "5" * 100_000, "longer than"),
-    ],
-)
-def test_invalid_lines_of_csv(tmp_path: Path, line: str, reason: str) -> None:
-    trace = read_trace(write(tmp_path / "t.csv", "10,5", line, "12,5"))
-    assert trace.blocks.tolist() == [0, 0]
-    assert [problem.line for problem in trace.problems] == [2]
-    assert reason in trace.problems[0].reason
+def test_the_cost_of_a_repeated_id_is_linear() -> None:
+    """It counts comparisons of ids, in place of seconds."""
+    compared = 0
 
+    class Id(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return isinstance(other, int) and int(self) == int(other)
 
-def test_csv_takes_no_block_tokens(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"block_tokens=16: t\.csv has objects, not tokens"):
-        read_trace(write(tmp_path / "t.csv", "10,5"), block_tokens=16)
+        __hash__ = int.__hash__
+
+    assert first_repeated([*map(Id, range(2000)), Id(7)]) == 7
+    assert compared < 2000
 
 
 # kv-cache-tester.
@@ -429,19 +469,19 @@ def test_sessions_per_line_indented_and_compressed(tmp_path: Path) -> None:
 )
 def test_invalid_requests_of_a_session(tmp_path: Path, bad: Any, reason: str) -> None:
     path = sessions(tmp_path / "d", session("s", turn(0, [1]), bad, turn(2, [1, 2])))
-    trace = read_trace(path)
+    trace = read_trace(path, skip_bad_lines=True)
     assert trace.num_requests == 2
     assert [str(problem) for problem in trace.problems] == [f"{path / 'trace_0000.json'}:1: {trace.problems[0].reason}"]
     assert trace.problems[0].reason.startswith(reason)
     with pytest.raises(TraceError, match="request 1"):
-        read_trace(path, strict=True)
+        read_trace(path)
 
 
 def test_invalid_sessions(tmp_path: Path) -> None:
     path = sessions(tmp_path / "d", session("s", turn(0, [1])), session("t", block_size=0), {"id": "u"})
     (path / "v.json").write_text("{")
     (path / "w.json").mkdir()
-    trace = read_trace(path)
+    trace = read_trace(path, skip_bad_lines=True)
     assert trace.num_requests == 1
     reasons = {Path(problem.file).name: problem.reason for problem in trace.problems}
     assert reasons.keys() == {"trace_0001.json", "trace_0002.json", "v.json", "w.json"}
@@ -458,7 +498,7 @@ def test_the_nesting_of_subagents_is_bounded(tmp_path: Path) -> None:
     entry: Line = turn(0, [1])
     for _ in range(50):
         entry = {"t": 0, "type": "subagent", "requests": [entry]}
-    trace = read_trace(sessions(tmp_path / "d", session("s", turn(0, [1]), entry)))
+    trace = read_trace(sessions(tmp_path / "d", session("s", turn(0, [1]), entry)), skip_bad_lines=True)
     assert trace.num_requests == 1
     assert "deep" in trace.problems[0].reason
 
@@ -505,12 +545,23 @@ def test_names_and_prompt_blocks_of_a_recorded_trace(tmp_path: Path) -> None:
         recorded(2, 40, 30, [1], session="a", prompt_blocks=1),
         recorded(3, 40, 30, [1, 2]),
     )
-    trace = read_trace(path, strict=True)
+    trace = read_trace(path)
     assert trace.sessions.tolist() == [0, 1, 0, UNKNOWN]
     assert trace.tenants.tolist() == [0, 0, UNKNOWN, UNKNOWN]
     assert trace.tenant_names == ("7",)
     assert (trace.num_sessions, trace.num_tenants) == (2, 1)
     assert trace.prompt_blocks.tolist() == [2, 3, 1, 2]
+
+
+def test_a_torn_line_of_a_killed_server_is_normal(tmp_path: Path) -> None:
+    torn = '{"timestamp": 0, "inp'
+    header = HEADER | {"started": 1060.0}
+    trace = read_trace(write(tmp_path / "t.jsonl", HEADER, recorded(0, 16, 0, [1]), torn, header, torn))
+    assert (trace.num_requests, trace.num_problems) == (1, 2)
+    with pytest.raises(TraceError, match="1 of 3 lines cannot be used"):
+        read_trace(write(tmp_path / "t.jsonl", HEADER, recorded(0, 16, 0, [1]), torn, recorded(1, 16, 0, [1])))
+    with pytest.raises(TraceError, match="1 of 2 lines cannot be used"):
+        read_trace(write(tmp_path / "u.jsonl", request(), torn))
 
 
 def test_a_restarted_server_continues_in_the_same_file(tmp_path: Path) -> None:
@@ -537,7 +588,7 @@ def test_a_restarted_server_continues_in_the_same_file(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_lines_of_a_recorded_trace(tmp_path: Path, line: Line | str, reason: str) -> None:
-    trace = read_trace(write(tmp_path / "t.jsonl", HEADER, line, recorded(1, 16, 0, [1])))
+    trace = read_trace(write(tmp_path / "t.jsonl", HEADER, line, recorded(1, 16, 0, [1])), skip_bad_lines=True)
     assert trace.num_requests == 1
     assert [problem.line for problem in trace.problems] == [2]
     assert reason in trace.problems[0].reason
@@ -568,11 +619,6 @@ def test_recorded_traces_that_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_real_traces(name: str, requests: int, accesses: int, distinct: int) -> None:
-    trace = read_trace(TRACES / f"{name}.jsonl.gz", strict=True)
+    trace = read_trace(TRACES / f"{name}.jsonl.gz")
     assert (trace.num_requests, trace.num_accesses, trace.num_distinct) == (requests, accesses, distinct)
     assert (np.diff(trace.times) >= 0).all()
-
-
-def test_a_synthetic_trace_has_no_format() -> None:
-    with pytest.raises(TraceError, match="format='mooncake': a synthetic trace is not read from a file"):
-        read_trace("synthetic:chat?requests=10", format="mooncake")

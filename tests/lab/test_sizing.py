@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import generate
 from kvoffload.abc import ConfigError
-from kvoffload.config import HostContents
+from kvoffload.config import HostContents, OffloadConfig
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.sizing import Choices, Prices, Sizing, size
+from kvoffload.lab.sizing import Choices, Prices, Sizing, footnote, size
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import make_trace
 
@@ -25,7 +26,7 @@ SPEEDS = Speeds(prefill_tokens_per_s=1000.0, host_bytes_per_s=100e9, disk_bytes_
 
 @pytest.fixture(scope="module")
 def chat() -> Trace:
-    return read_trace("synthetic:chat?requests=400")
+    return generate("chat", 400)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_with_a_disk_the_result_is_close_to_a_replay(chat: Trace, policy: str, r
 @pytest.mark.parametrize("ram", [120, 240, 400])
 def test_ram_adds_to_the_device_as_in_a_replay(chat: Trace, ram: int) -> None:
     """One cache of both sizes finds nearly what device and RAM do that do not repeat each other."""
-    choices = Choices(ram=[ram * GIB], device=60 * GIB)
+    choices = Choices(ram=[ram * GIB], device=60 * GIB, host_contents=HostContents.EXCLUSIVE)
     sizing = size(chat, MODEL, choices, speeds=SPEEDS)
     (setting,) = sizing.settings
     exclusive = ReplayConfig("lru", ram, 60, host_contents=HostContents.EXCLUSIVE)
@@ -69,13 +70,34 @@ def test_ram_adds_to_the_device_as_in_a_replay(chat: Trace, ram: int) -> None:
     assert setting.served_pct > alone.served_pct + 1.0
     assert setting.device_pct == pytest.approx(size(chat, MODEL, Choices(ram=[60 * GIB])).settings[0].served_pct)
     assert "% from the device, " in sizing.answer
+    assert "RAM does not repeat what the device holds" in footnote(SPEEDS, sizing)
 
 
-def test_ram_repeats_the_device_where_a_server_repeats_it(chat: Trace) -> None:
-    large = size(chat, MODEL, Choices(ram=[480 * GIB], device=60 * GIB)).settings[0]
-    assert large.served_pct == size(chat, MODEL, Choices(ram=[480 * GIB])).settings[0].served_pct
-    with_disk = size(chat, MODEL, Choices(ram=[100 * GIB], disk=[400 * GIB], device=60 * GIB)).settings[0]
-    assert with_disk.served_pct == size(chat, MODEL, Choices(ram=[100 * GIB], disk=[400 * GIB])).settings[0].served_pct
+def test_exclusive_contents_need_a_device() -> None:
+    with pytest.raises(ConfigError, match=r"host_contents=exclusive with device=0: .*give a device"):
+        Choices(ram=[GIB], host_contents=HostContents.EXCLUSIVE)
+
+
+@pytest.mark.parametrize("disk", [0, 400], ids=["no disk", "disk"])
+def test_each_tier_serves_what_it_does_in_a_server(chat: Trace, disk: int) -> None:
+    """Nothing says what host memory holds, so the default of a server does. The device of a replay needs room for
+    outputs too, which moves up to 3 points from the device to RAM."""
+    server = OffloadConfig(host_bytes=1 << 20).host_contents
+    choices = Choices(ram=[120 * GIB], disk=[disk * GIB] if disk else (), device=60 * GIB)
+    sizing = size(chat, MODEL, choices, speeds=SPEEDS)
+    (setting,) = sizing.settings
+    config = ReplayConfig("lru", 120, 60, disk)
+    assert config.host_contents is choices.host_contents is server
+    result = replay(chat, config)
+    tokens = (result.device_hit_tokens, result.host_hit_tokens, result.disk_hit_tokens)
+    shares = [100 * each / result.prompt_tokens for each in tokens]
+    assert [setting.device_pct, setting.ram_pct, setting.disk_pct] == pytest.approx(shares, abs=3.0)
+    assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=0.1)
+    assert "RAM repeats what the device holds" in footnote(SPEEDS, sizing)
+    # The control: with other contents RAM finds more than the tolerance.
+    exclusive = dataclasses.replace(choices, host_contents=HostContents.EXCLUSIVE)
+    (other,) = size(chat, MODEL, exclusive, speeds=SPEEDS).settings
+    assert other.ram_pct > setting.ram_pct + 6.0
 
 
 def test_ram_limits_how_much_a_request_gets_from_disk(chat: Trace) -> None:
@@ -180,7 +202,7 @@ def test_json_is_complete(answer: Sizing) -> None:
 
 
 def test_invalid_settings(chat: Trace) -> None:
-    with pytest.raises(ConfigError, match=r"ram=1 MiB: too small for one block of 1 GiB .* give many times that"):
+    with pytest.raises(ConfigError, match=r"ram='1 MiB': too small for one block of 1 GiB .* give many times that"):
         size(chat, MODEL, Choices(ram=[1 << 20]))
     with pytest.raises(ConfigError, match="disk=1 MiB: too small for one block"):
         size(chat, MODEL, Choices(disk=[1 << 20]))

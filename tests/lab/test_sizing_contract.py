@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.synthetic import generate
 from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import HOST, TenantConfig
 from kvoffload.cli.replay import replay as replay_command
@@ -59,13 +60,14 @@ def tokens(setting: Setting, trace: Trace) -> list[float]:
         (60, 0, 16, HostContents.EXCLUSIVE),
         (128, 0, 16, HostContents.INCLUSIVE),
         (60, 120, 16, HostContents.INCLUSIVE),
+        (60, 120, 16, HostContents.EXCLUSIVE),
     ],
 )
 @pytest.mark.parametrize("contract", [RETAINED, Contract()], ids=["tenants", "hints"])
 def test_the_result_equals_a_replay(
     trace: Trace, ram: int, disk: int, device: int, contents: HostContents, contract: Contract
 ) -> None:
-    choices = Choices("auto", [ram * GIB], [disk * GIB], device * GIB)
+    choices = Choices("auto", [ram * GIB], [disk * GIB], device * GIB, contents)
     (setting,) = size(trace, MODEL, choices, contract=contract, speeds=SPEEDS, processes=1).settings
     config = ReplayConfig("auto", ram, device, disk, host_contents=contents, contract=contract)
     result = replay(trace, config, model=MODEL, speeds=SPEEDS)
@@ -78,7 +80,7 @@ def test_the_result_equals_a_replay(
 
 def test_a_device_without_room_for_the_longest_request_is_named(trace: Trace) -> None:
     choices = Choices(ram=[60 * GIB], device=11 * GIB)
-    with pytest.raises(ConfigError, match="device=11 GiB: the longest request needs 12 GiB at once"):
+    with pytest.raises(ConfigError, match="device='11 GiB': the longest request needs 12 GiB at once"):
         size(trace, MODEL, choices, contract=RETAINED)
 
 
@@ -101,7 +103,7 @@ def test_nothing_changes_without_a_contract(trace: Trace) -> None:
     plain = size(trace, MODEL, choices)
     assert plain.comparison is None
     assert "by_tenant" not in plain.to_dict()
-    synthetic = read_trace("synthetic:chat?requests=100")
+    synthetic = generate("chat", 100)
     assert not synthetic.has_hints
     assert size(synthetic, MODEL, contract=Contract()).to_dict() == size(synthetic, MODEL).to_dict()
     hinted = size(trace, MODEL, choices, contract=Contract(), processes=1)

@@ -95,7 +95,7 @@ def test_the_benchmark_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("KVOFFLOAD_TRACES", raising=False)
-    monkeypatch.setattr(states, "SYNTHETIC", ["synthetic:chat?requests=40"])
+    monkeypatch.setattr(states, "SYNTHETIC", {"chat": 40})
     monkeypatch.setattr(states, "SHARES", (states.MIDDLE,))
     states.main(tmp_path, quick=False)
     cells = json.loads((tmp_path / "states-cells.json").read_text())

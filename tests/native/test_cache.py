@@ -17,8 +17,8 @@ from kvoffload.cache.slots import check_slots
 from kvoffload.cache.table import BlockTable
 from kvoffload.native import load, reference
 from kvoffload.native.reference import NO_END
-from kvoffload.testing.scale import SCALE
 from tests.native.twins import Odd, PlainBlockTable, Twins, array, make_key, same_answer, some
+from tests.scale import SCALE
 
 native: Any = load("_cache")
 lists: Any = load("_ghosts")

@@ -10,7 +10,7 @@ import pytest
 
 WALK = """
 from kvoffload.native import describe
-from kvoffload.testing.stateful import walk
+from tests.suites.stateful import walk
 from tests.cache.{module} import Machine
 assert describe().startswith("plain Python"), describe()
 for seed in range(3):

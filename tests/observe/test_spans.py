@@ -23,9 +23,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvoffload.observe import spans as spans_module
 from kvoffload.observe.spans import RequestSpans
-from kvoffload.testing.scale import scaled
 from tests.connector.rig import FakeRequest, Rig, only, prompt, start_together
 from tests.connector.test_tiered_scheduler import TieredRig
+from tests.scale import scaled
 from tests.sim.engine import ModelEngine, Scenario
 
 BLOCK_BYTES = 100

@@ -22,7 +22,7 @@ from kvoffload.abc import MissReason  # isort: skip
 from kvoffload.sglang import KVOffloadStorage, engine, storage  # isort: skip
 from kvoffload.sglang.fingerprint import fingerprint_parts  # isort: skip
 from kvoffload.sglang.pools import HostPages  # isort: skip
-from kvoffload.testing.scale import scaled  # isort: skip
+from tests.scale import scaled  # isort: skip
 from kvoffload.tiering.bridge import BridgeSettings, build_bridge  # isort: skip
 
 torch = parts.torch

@@ -16,12 +16,12 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering import lookup
 from kvoffload.tiering.unwritten import PromisedBlocks, UnwrittenPins
 from kvoffload.tiering.writes import WriteThrough
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from tests.scale import scaled
 from tests.sim import __main__ as program
 from tests.sim.engine import Late, WrongBytes
 from tests.sim.handovers import HandoverLife, Incomplete, Role, Slow, Wasted, plan_handovers, simulate_handovers
@@ -156,7 +156,7 @@ def promises_have_no_bounds(monkeypatch: pytest.MonkeyPatch) -> type[SharedMediu
 def patience_never_ends(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """Also for blocks that a server has computed itself, as if they had come."""
     ended = Patience.ended
-    monkeypatch.setattr(Patience, "ended", lambda patience, is_complete: ended(patience, True))
+    monkeypatch.setattr(Patience, "ended", lambda patience, server, is_complete: ended(patience, server, True))
     return PlainMedium
 
 

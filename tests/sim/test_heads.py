@@ -10,8 +10,8 @@ import pytest
 from kvoffload.abc import ByteArray, PageGroup, TransferSpec
 from kvoffload.connector import canonical
 from kvoffload.connector.canonical import PageRun
-from kvoffload.testing.scale import scaled
 from kvoffload.transfer.inline import InlineTransfer
+from tests.scale import scaled
 from tests.sim import heads, ranks
 from tests.sim.engine import ModelEngine, Scenario, WrongBytes
 from tests.sim.handovers import HandoverLife, plan_handovers, simulate_handovers

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvoffload.testing.scale import scaled
 from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject
 from kvoffload.tiers.object_store.contents import Place, Places
 from kvoffload.tiers.remote.record import ValueFormat, Verdict
+from tests.scale import scaled
 from tests.sim.engine import WrongBytes
 from tests.sim.life import FalseAlarm
 from tests.sim.object_store_medium import BucketFaults, ObjectStoreMedium

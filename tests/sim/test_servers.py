@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier, TierResult
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering import writes
 from kvoffload.tiering.health import CircuitBreaker
 from kvoffload.tiering.plan import Plan, plan_writes
@@ -23,6 +22,7 @@ from kvoffload.tiers.remote.known import PresenceCache
 from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.record import ValueFormat, Verdict
 from kvoffload.tiers.remote.tier import RemoteTier
+from tests.scale import scaled
 from tests.sim import __main__ as program
 from tests.sim import life as living
 from tests.sim import store_medium

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, OffloadKey, TierResult
-from kvoffload.testing.scale import scaled
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import remove_blocks
@@ -22,6 +21,7 @@ from kvoffload.tiers.shared_dir import writer as writer_module
 from kvoffload.tiers.shared_dir.seats import HEARTBEAT_NAME, Machine, Seat, SeatState, Sighting, seat_names
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.clock import Clock
+from tests.scale import scaled
 from tests.sim import shared_folder
 from tests.sim.engine import WrongBytes
 from tests.sim.executor import SteppedExecutor

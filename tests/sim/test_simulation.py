@@ -15,7 +15,6 @@ import pytest
 from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering import tier_blocks, writes
 from kvoffload.tiering.health import MAX_FAILURES
 from kvoffload.tiering.plan import Bools, ChainLayout, Look, Plan, plan_writes
@@ -25,6 +24,7 @@ from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
 from tests.asking_tier import AskingTier
 from tests.clock import Clock
+from tests.scale import scaled
 from tests.sim import life as living
 from tests.sim import simulation
 from tests.sim.__main__ import main
@@ -307,8 +307,8 @@ def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatc
     late: dict[int, Any] = {}
     monkeypatch.setattr(slabs, "write", late.__setitem__)
 
-    def records_first(first_slot: int, records: ByteArray, is_change: bool = True) -> None:
-        write_records(first_slot, records, is_change=is_change)
+    def records_first(first_slot: int, records: ByteArray) -> None:
+        write_records(first_slot, records)
         if first_slot in late:
             write(first_slot, late.pop(first_slot))
 

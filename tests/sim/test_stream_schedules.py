@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from kvoffload.testing.scale import scaled
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import native_loop, slots
 from kvoffload.transfer.cuda.device import Addresses, Event, Stream
 from kvoffload.transfer.cuda.driver import DriverError
+from tests.scale import scaled
 from tests.sim import stream_schedules
 from tests.sim.__main__ import main
 from tests.sim.engine import Leak

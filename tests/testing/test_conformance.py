@@ -35,15 +35,16 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.conformance import BackendConformance, ManagerConformance, PolicyConformance
-from kvoffload.testing.reference import (
+from kvoffload.testing.conformance import PolicyConformance
+from tests.cache.reference_filter import ReferenceFilter
+from tests.cache.reference_policies import ReferenceARCManager
+from tests.suites.conformance import BackendConformance, ManagerConformance
+from tests.suites.reference import (
     ReferenceLRUManager,
     ReferenceManager,
     unique,
 )
-from kvoffload.testing.stateful import manager_machine, walk
-from tests.cache.reference_filter import ReferenceFilter
-from tests.cache.reference_policies import ReferenceARCManager
+from tests.suites.stateful import manager_machine, walk
 
 Keys = Sequence[OffloadKey]
 Context = ReqContext | None

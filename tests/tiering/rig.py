@@ -120,6 +120,8 @@ class SpyTier(MemoryTier):
         results = []
         for result in super().poll():
             error = self.fails or result.error
+            if self.fails is not None and not result.is_read:
+                super().delete([result.key])
             if result.key == self.fails_for and not result.is_read and self.num_fails:
                 error, self.num_fails = TierError.IO, self.num_fails - 1
                 self.delete([result.key])
@@ -209,7 +211,7 @@ class Rig:
 def arrived(manager: TieredOffloadingManager, context: ReqContext) -> dict[str, int]:
     """Returns how many blocks have arrived for a request, by tier, and leaves them pinned."""
     promotion = manager._promoter.get(context)
-    return {} if promotion is None else dict(promotion.promoted)
+    return {} if promotion is None else {tier: len(keys) for tier, keys in promotion.promoted.items()}
 
 
 def lookup_last(

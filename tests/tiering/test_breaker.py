@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import (
+    Ability,
     LookupState,
     OffloadKey,
     ReqContext,
@@ -16,11 +17,13 @@ from kvoffload.tiering.health import (
     MAX_FAILURES,
     MAX_HANGS,
     MAX_PAUSE_S,
+    MAX_WRITE_PAUSE_S,
     PAUSE_S,
     TRUST_FACTOR,
     WRITE_DEADLINE_S,
     BreakerState,
     CircuitBreaker,
+    Health,
     Progress,
     TierState,
 )
@@ -44,7 +47,7 @@ def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
     rig.settle()
     rig.clock.now += 1.0
     rig.settle()
-    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    assert rig.manager.tiers[0].read_health.breaker.state is BreakerState.OPEN
     return keys
 
 
@@ -94,7 +97,7 @@ def test_transfers_that_have_ended_while_the_engine_was_idle_are_no_hang() -> No
     assert rig.manager.lookup(keys, A) is None, "it is loaded"
     rig.settle()
     assert rig.manager.lookup(keys, A) == 2
-    assert rig.manager.tiers[0].breaker.is_working
+    assert rig.manager.tiers[0].read_health.breaker.is_working
 
 
 def test_a_tier_is_read_again_after_a_successful_test_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -189,42 +192,143 @@ def test_a_tier_that_fails_too_often_is_paused_and_the_host_serves_on(caplog: py
     rig.store_below(keys)
     fail(rig, MAX_FAILURES - 1)
     assert rig.manager.lookup(keys, A) is None
-    assert rig.counts()["tier_paused:memory"] == 0
+    assert rig.counts()["tier_paused:read,memory"] == 0
     fail(rig, 1)
     assert rig.manager.lookup(keys, B) == 0
     counts = rig.counts()
-    assert (counts["tier_paused:memory"], counts["tier_off:memory"]) == (1, 0)
-    assert len([record for record in caplog.records if "TIER IS PAUSED" in record.message]) == 1
+    assert (counts["tier_paused:read,memory"], counts["tier_off:memory"]) == (1, 0)
+    assert counts["tier_paused:write,memory"] == 0
+    (line,) = [record.message for record in caplog.records if "PAUSED" in record.message]
+    assert "READS OF THE MEMORY TIER ARE PAUSED" in line
     rig.store(chain("y", 2))
     assert rig.manager.lookup(chain("y", 2), B) == 2
 
 
-def pause(rig: Rig) -> None:
-    """The tier fails until it is paused."""
-    fail(rig, MAX_FAILURES)
-    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+def fail_writes(rig: Rig, error: TierError = TierError.IO, times: int = MAX_FAILURES) -> None:
+    rig.tier.fails = error
+    for i in range(times):
+        rig.store(chain(f"refused{rig.clock.now}/{i}", 1))
+        rig.settle()
+    rig.tier.fails = None
 
 
-def half_open(rig: Rig) -> None:
-    rig.clock.now += rig.manager.tiers[0].breaker.pause_s
+def health(rig: Rig, ability: Ability) -> Health:
+    state = rig.manager.tiers[0]
+    return state.read_health if ability is Ability.READ else state.write_health
+
+
+def pause(rig: Rig, ability: Ability = Ability.READ) -> None:
+    """An ability of the tier fails until it is paused."""
+    if ability is Ability.READ:
+        fail(rig, MAX_FAILURES)
+    else:
+        fail_writes(rig)
+        # None of their chains is left for a test.
+        rig.manager.tiers[0].writes.clear()
+    assert health(rig, ability).breaker.state is BreakerState.OPEN
+
+
+def half_open(rig: Rig, ability: Ability = Ability.READ) -> None:
+    rig.clock.now += health(rig, ability).breaker.pause_s
     rig.settle()
 
 
-def test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written() -> None:
-    rig = Rig(host_blocks=64, tier_blocks=100)
+@pytest.mark.parametrize("ability", Ability)
+def test_while_one_ability_is_paused_the_other_goes_on(ability: Ability, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(host_blocks=128, tier_blocks=100)
     keys = chain("x", 2)
     rig.store_below(keys)
-    pause(rig)
-    rig.tier.asked.clear()
+    pause(rig, ability)
+    rig.tier.expected.clear()
     rig.tier.reads.clear()
     rig.tier.writes.clear()
     for i in range(20):
         rig.clock.now += PAUSE_S / 25
-        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0, "no request waits"
+        found = rig.manager.lookup(keys, ReqContext(f"r{i}"))
         rig.manager.touch(keys, ReqContext(f"r{i}"))
         rig.store(chain(f"y{i}", 2))
         rig.settle()
-    assert (rig.tier.asked, rig.tier.reads, rig.tier.writes) == ([], [], [])
+        rig.manager.release_request(ReqContext(f"r{i}"))
+        rig.host.drop(keys)
+        if ability is Ability.READ:
+            assert found == 0, "no request waits"
+        else:
+            assert found is None, "it is read"
+    is_read = ability is Ability.READ
+    assert (len(rig.tier.expected), len(rig.tier.reads)) == (0, 0) if is_read else len(rig.tier.reads) == 40
+    assert len(rig.tier.writes) == (40 if is_read else 0)
+    gauges = [rig.counts()[f"tier_paused:{each},memory"] for each in Ability]
+    assert gauges == [ability is each for each in Ability]
+    (line,) = [record.message for record in caplog.records if "PAUSED" in record.message]
+    assert f"{ability.upper()}S " in line
+    assert ("writes go on" if is_read else "reads go on") in line
+
+
+def test_successful_writes_do_not_hide_that_reads_fail() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=200)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    for i in range(20):
+        half_open(rig)
+        rig.store(chain(f"y{i}", 2))
+        rig.settle()
+        assert not rig.manager.tiers[0].can_read
+    assert rig.manager.lookup(keys, A) == 0
+    rig.settle()
+    assert rig.manager.tiers[0].can_read, "its test was a read"
+
+
+def test_successful_reads_do_not_hide_that_writes_fail() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=200)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig, Ability.WRITE)
+    half_open(rig, Ability.WRITE)
+    for i in range(20):
+        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) is None
+        rig.settle()
+        rig.manager.release_request(ReqContext(f"r{i}"))
+        rig.host.drop(keys)
+        assert health(rig, Ability.WRITE).breaker.may_test
+
+
+def test_writes_come_back_within_ten_seconds_however_long_they_failed() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=400)
+    for i in range(600):
+        rig.clock.now += 1.0
+        rig.tier.fails = TierError.IO
+        rig.store(chain(f"x{i}", 2))
+        rig.settle()
+    num_tests = len(rig.tier.writes) - MAX_FAILURES
+    assert num_tests <= 600 / MAX_WRITE_PAUSE_S + 10, "tested at a growing pace"
+    rig.tier.fails = None
+    for i in range(10):
+        rig.clock.now += 1.0
+        rig.store(chain(f"y{i}", 2))
+        rig.settle()
+    assert health(rig, Ability.WRITE).breaker.is_working
+    assert on_disk(rig, chain("y9", 2)) == 2
+
+
+def test_a_full_tier_is_no_fault_and_is_tested_at_a_growing_pace(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(host_blocks=64, tier_blocks=400)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.tier.writes.clear()
+    for _ in range(60):
+        rig.clock.now += 1.0
+        fail_writes(rig, TierError.NO_SPACE, times=2)
+    assert len(rig.tier.writes) <= MAX_FAILURES + 60 / MAX_WRITE_PAUSE_S + 5
+    assert rig.counts()["tier_paused:write,memory"] == 0
+    assert rig.manager.lookup(keys, A) is None, "what it has is read"
+    (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "THE MEMORY TIER IS FULL" in line
+    for i in range(10):
+        rig.clock.now += 1.0
+        rig.store(chain(f"y{i}", 2))
+        rig.settle()
+    assert on_disk(rig, chain("y9", 2)) == 2
 
 
 def test_a_request_that_waits_when_its_tier_is_paused_waits_no_longer() -> None:
@@ -240,7 +344,7 @@ def test_a_request_that_waits_when_its_tier_is_paused_waits_no_longer() -> None:
     rig.tier.refuses = False
     rig.tier.num_failed_lookups += MAX_FAILURES
     assert rig.manager.poll()
-    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    assert rig.manager.tiers[0].read_health.breaker.state is BreakerState.OPEN
     assert rig.manager.lookup(keys, A) == 0
     assert rig.manager.lookup(queued, ReqContext("queued")) == 0
     rig.manager.check_integrity()
@@ -265,16 +369,16 @@ def test_half_open_reads_one_block_for_no_request(succeeds: bool) -> None:
         assert rig.manager.lookup(other, ReqContext("c")) is None
         assert rig.host.lookup(keys[1:2]) == 1, "the bytes of the test are not lost"
     else:
-        assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
-        assert rig.manager.tiers[0].breaker.pause_s == 2 * PAUSE_S
+        assert rig.manager.tiers[0].read_health.breaker.state is BreakerState.OPEN
+        assert rig.manager.tiers[0].read_health.breaker.pause_s == 2 * PAUSE_S
     rig.manager.check_integrity()
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_half_open_writes_one_block(succeeds: bool) -> None:
     rig = Rig(host_blocks=64, tier_blocks=100)
-    pause(rig)
-    half_open(rig)
+    pause(rig, Ability.WRITE)
+    half_open(rig, Ability.WRITE)
     rig.tier.writes.clear()
     keys = chain("y", 4)
     with rig.executor.hold():
@@ -282,15 +386,15 @@ def test_half_open_writes_one_block(succeeds: bool) -> None:
         rig.manager.poll()
         rig.manager.poll()
         assert rig.tier.writes == keys[:1]
-        assert rig.manager.tiers[0].breaker.state is BreakerState.TESTING
+        assert health(rig, Ability.WRITE).breaker.state is BreakerState.TESTING
     rig.tier.fails = None if succeeds else TierError.IO
     rig.settle()
     rig.settle()
     if succeeds:
-        assert rig.manager.tiers[0].breaker.state is BreakerState.WORKING  # type: ignore[comparison-overlap]
+        assert health(rig, Ability.WRITE).breaker.is_working
         assert on_disk(rig, keys) == 4
     else:
-        assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN  # type: ignore[comparison-overlap]
+        assert health(rig, Ability.WRITE).breaker.state is BreakerState.OPEN
         assert rig.tier.writes == keys[:1]
 
 
@@ -314,8 +418,8 @@ def test_a_tier_that_failed_for_ten_minutes_is_used_again_without_a_restart(capl
         rig.settle()
         rig.host.reset()
     assert found is None
-    assert len([record for record in caplog.records if "works again" in record.message]) == 1
-    assert len([record for record in caplog.records if "TIER IS PAUSED" in record.message]) == 1
+    assert len([record for record in caplog.records if "work again" in record.message]) == 1
+    assert len([record for record in caplog.records if "TIER ARE PAUSED" in record.message]) == 1
 
 
 def test_a_tier_that_fails_again_soon_is_paused_longer_and_one_that_has_worked_is_not() -> None:
@@ -353,7 +457,7 @@ def test_corrupt_blocks_that_tests_find_do_not_keep_a_tier_paused() -> None:
         rig.store_below(keys)
     pause(rig)
     half_open(rig)
-    breaker = rig.manager.tiers[0].breaker
+    breaker = rig.manager.tiers[0].read_health.breaker
     rig.tier.fails = TierError.CORRUPT
     for i, keys in enumerate(bad):
         assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0
@@ -390,7 +494,7 @@ def test_lookups_that_fail_pause_a_tier() -> None:
     half_open(rig)
     rig.tier.num_failed_lookups += 1
     rig.settle()
-    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN, "while it is tested, one is enough"
+    assert rig.manager.tiers[0].read_health.breaker.state is BreakerState.OPEN, "while it is tested, one is enough"
     assert rig.counts()["tier_lookup_failures:memory"] == MAX_FAILURES + 1
 
 
@@ -404,10 +508,10 @@ def test_a_tier_that_does_not_answer_the_lookup_of_a_test_is_paused_again() -> N
     rig.tier.unsure = True
     assert rig.manager.lookup(keys, A) == 0
     rig.settle()
-    assert rig.manager.tiers[0].breaker.may_test
+    assert rig.manager.tiers[0].read_health.breaker.may_test
     rig.clock.now += 1.0
     rig.settle()
-    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    assert rig.manager.tiers[0].read_health.breaker.state is BreakerState.OPEN
     half_open(rig)
     rig.manager.lookup(keys, A)
     rig.settle()
@@ -427,14 +531,15 @@ def test_writes_that_hang_pause_the_tier_and_tests_of_them_are_bounded() -> None
         for _ in range(int(WRITE_DEADLINE_S)):
             rig.clock.now += 1.1
             rig.settle()
-    assert not rig.manager.tiers[0].can_read
+    assert rig.manager.tiers[0].can_read
+    assert health(rig, Ability.WRITE).breaker.is_paused
     assert len(rig.tier.writes) <= 4 + MAX_HANGS - 1
     assert rig.host.num_available_blocks >= 64 - len(rig.tier.writes), "the others are not pinned"
     rig.tier.hanging.clear()
     rig.clock.now += 1000.0
     rig.settle()
     rig.settle()
-    assert rig.manager.tiers[0].can_read
+    assert health(rig, Ability.WRITE).breaker.is_working
     rig.store(chain("z", 4))
     for _ in range(20):
         rig.settle()
@@ -445,20 +550,21 @@ def test_a_test_write_that_hangs_does_not_keep_the_tier_in_the_test() -> None:
     rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1000)
     keys = chain("x", 2)
     rig.store_below(keys)
-    pause(rig)
-    half_open(rig)
+    pause(rig, Ability.WRITE)
+    half_open(rig, Ability.WRITE)
     other = chain("y", 2)
-    rig.tier.hanging = dict.fromkeys(other, 1e9)
+    rig.tier.hanging = {other[0]: 1e9}
     rig.store(other)
     rig.settle()
-    assert rig.manager.tiers[0].breaker.state is BreakerState.TESTING
+    writes = health(rig, Ability.WRITE).breaker
+    assert writes.state is BreakerState.TESTING
     rig.clock.now += WRITE_DEADLINE_S
     rig.settle()
-    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN  # type: ignore[comparison-overlap]
-    half_open(rig)
-    assert rig.manager.lookup(keys, A) == 0
+    assert writes.state is BreakerState.OPEN  # type: ignore[comparison-overlap]
+    half_open(rig, Ability.WRITE)
+    rig.store(chain("z", 2))
     rig.settle()
-    assert rig.manager.tiers[0].can_read, "a read may test it next"
+    assert writes.is_working, "another block may test it next"
 
 
 def test_one_tier_that_hangs_leaves_another_its_share_of_writes() -> None:
@@ -477,6 +583,16 @@ def test_one_tier_that_hangs_leaves_another_its_share_of_writes() -> None:
     assert all((fast.contains(each) == LookupState.HIT).all() for each in keys)
 
 
+def check_that_paused_reads_cost_nothing() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    rig.clock.now += PAUSE_S / 2
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 0
+
+
 @pytest.mark.parametrize("planted", ["never half open", "closed without a test", "requests wait for it"])
 def test_a_breaker_with_a_bug_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if planted == "never half open":
@@ -486,7 +602,7 @@ def test_a_breaker_with_a_bug_is_caught(planted: str, monkeypatch: pytest.Monkey
     elif planted == "requests wait for it":
         monkeypatch.setattr(TierState, "can_read", True)
         with pytest.raises(AssertionError):
-            test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written()
+            check_that_paused_reads_cost_nothing()
     else:
 
         def close(breaker: CircuitBreaker, now: float) -> None:
@@ -494,7 +610,7 @@ def test_a_breaker_with_a_bug_is_caught(planted: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(CircuitBreaker, "update", close)
         with pytest.raises(AssertionError):
-            test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written()
+            check_that_paused_reads_cost_nothing()
 
 
 def test_failures_far_apart_switch_nothing_off() -> None:

@@ -446,7 +446,7 @@ def test_a_reset_switches_shared_tiers_off(caplog: pytest.LogCaptureFixture) -> 
         rig.bridge.reset()
         rig.settle()
     assert SHARED_RESET in caplog.text
-    assert rig.manager.tiers[0].breaker.is_off
+    assert rig.manager.tiers[0].is_off
     assert not rig.store(keys, keys, "new").ok
     assert rig.held(keys) == [0, 1, 2, 3], "other servers use these"
 
@@ -643,7 +643,7 @@ def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
     rig.tier.fails = TierError.IO
     for i in range(20):
         rig.store(keys[i : i + 1], keys[: i + 1], f"request {i}")
-    assert rig.manager.tiers[0].breaker.is_paused
+    assert rig.manager.tiers[0].write_health.breaker.is_paused
     others = chain("y", 4)
     assert not rig.store(others, others, "y").done
     rig.tier.fails = None
@@ -651,7 +651,7 @@ def test_stores_are_dropped_while_no_tier_can_be_written() -> None:
     rig.settle()
     rig.store(others, others, "z")
     rig.settle()
-    assert rig.manager.tiers[0].breaker.is_working
+    assert rig.manager.tiers[0].write_health.breaker.is_working
     assert rig.held(others) == [0, 1, 2, 3]
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from kvoffload.abc import IntegrityError, OffloadKey, TierError
 from kvoffload.abc.tier import HIT
-from kvoffload.testing.scale import scaled
 from kvoffload.tiering.bridge import JobEnd, Page
 from kvoffload.tiering.bridge_jobs import Job, Jobs
 from kvoffload.tiering.writes import WriteThrough
+from tests.scale import scaled
 from tests.sim.memory_tier import StoredBlock
 from tests.tiering.bridge_rig import BridgeRig
 from tests.tiering.rig import SLOT_BYTES, SpyTier, chain

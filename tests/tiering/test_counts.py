@@ -19,8 +19,8 @@ def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
     assert counts["tier_read_bytes:memory"] == 3 * SLOT_BYTES
     assert counts["tier_blocks:memory"] == 3
     assert counts["tier_capacity_bytes:memory"] == 64 * SLOT_BYTES
-    assert counts["tier_off:memory"] == counts["tier_paused:memory"] == 0
-    assert rig.manager.release_request(A) == {"memory": 3}
+    assert counts["tier_off:memory"] == counts["tier_paused:read,memory"] == 0
+    assert rig.manager.release_request(A) == {"memory": keys}
     assert "tier_write_blocks:memory" not in rig.counts(), "each is reported once"
 
 
@@ -57,7 +57,7 @@ class Store(SpyTier):
 def test_a_store_that_was_never_reached_is_paused() -> None:
     """It has no failures, because nothing is asked of it."""
     rig = Rig(tier_class=Store)
-    assert rig.counts()["tier_paused:memory"] == 1
+    assert rig.counts()["tier_paused:read,memory"] == 1
     assert isinstance(rig.tier, Store)
     rig.tier.is_away = False
-    assert rig.counts()["tier_paused:memory"] == 0
+    assert rig.counts()["tier_paused:read,memory"] == 0

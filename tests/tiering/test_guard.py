@@ -165,7 +165,7 @@ class Rig:
 
     @property
     def is_off(self) -> bool:
-        return self.manager.tiers[0].breaker.is_off
+        return self.manager.tiers[0].is_off
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def assert_only_one_is_lost(rig: Rig, log: str) -> None:
     assert "failed: a bug in the tier" in log
     assert "TIER IS OFF" in log
     assert rig.manager.host.lookup(chain("z", 8)) == 8
-    assert not rig.manager.tiers[1].breaker.is_off
+    assert not rig.manager.tiers[1].is_off
     assert (rig.other.contains(chain("z", 8)) == HIT).all()
     rig.manager.shutdown()
 
@@ -239,7 +239,7 @@ def hand_over(rig: Rig) -> Mapping[str, str]:
     rig.manager.lookup(chain("w", 4), context)
     rig.manager.poll()
     rig.manager.release_request(context)
-    places: Mapping[str, str] = rig.manager.hand_over(keys)
+    places: Mapping[str, str] = rig.manager.hand_over(keys).places
     rig.manager.poll()
     return places
 

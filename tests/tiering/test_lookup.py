@@ -140,7 +140,7 @@ def test_a_chain_may_be_found_partly_in_each_tier() -> None:
     assert rig.manager.lookup(keys, A) == 5
     assert remote.reads == keys[3:5], "the faster tier has the others"
     assert rig.bytes_of(keys[:5]) == [bytes(content(key)) for key in keys[:5]]
-    assert rig.manager.release_request(A) == {"memory": 3, "memory-2": 2}
+    assert rig.manager.release_request(A) == {"memory": keys[:3], "memory-2": keys[3:5]}
 
 
 def test_a_slower_tier_is_asked_while_a_faster_one_does_not_know() -> None:
@@ -183,7 +183,7 @@ def test_late_answers_count_once_per_lookup_and_pause_the_tier() -> None:
             assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0
             rig.manager.poll()
     assert rig.counts()["tier_lookup_failures:memory-2"] == MAX_FAILURES
-    assert rig.manager.tiers[1].breaker.state is BreakerState.OPEN
+    assert rig.manager.tiers[1].read_health.breaker.state is BreakerState.OPEN
     assert rig.manager.tiers[0].can_read
     assert rig.manager.lookup(chain("y", 10), A) == 0, "no request waits for its answer any more"
 

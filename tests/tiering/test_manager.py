@@ -15,10 +15,10 @@ from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.testing.conformance import ManagerConformance
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from tests.sim.memory_tier import MemoryTier
+from tests.suites.conformance import ManagerConformance
 from tests.tiering.rig import (
     SLOT_BYTES,
     A,

@@ -12,6 +12,7 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
+from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import WRITE_SHARE
 from kvoffload.tiering.writes import MAX_WRITES_PER_BLOCK, PATIENCE_S
 from tests.tiering.rig import (
@@ -273,6 +274,10 @@ def test_after_a_failed_write_the_chain_is_written_again_or_cut_off(times: int) 
     rig.tier.fails_for, rig.tier.num_fails = keys[2], times
     rig.store(keys)
     for _ in range(4):
+        rig.settle()
+    assert rig.tier.writes.count(keys[2]) == 1, "a pause comes first"
+    for _ in range(4):
+        rig.clock.now += MAX_REST_S
         rig.settle()
     assert on_disk(rig, keys) == (6 if times == 1 else 2)
     assert rig.host.num_available_blocks == rig.host.num_blocks

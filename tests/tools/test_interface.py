@@ -198,13 +198,6 @@ def end() -> Result:
 RESULT = "from dataclasses import dataclass\n\n@dataclass\nclass Result:\n    done: int\n"
 
 
-def test_files_for_which_a_version_is_too_old_are_one_row_each(missing: Any, tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "secondary_tier.py").write_text(TIER)
-    assert missing(version="0.30.1", state="not yet")[0] == ("secondary_tier.py", "needs 0.31")
-    assert [name for name, _ in missing(version="0.31.0") if "tiers" in name] == ["vllm.tiers.Result"]
-
-
 def test_a_field_that_a_dataclass_has_no_more_is_reported(missing: Any, tmp_path: Path) -> None:
     for folder, name, text in (("adapter", "secondary_tier.py", TIER), ("vllm", "tiers.py", RESULT)):
         (tmp_path / folder).mkdir()

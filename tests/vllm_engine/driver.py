@@ -562,7 +562,7 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.lab.readers import read_trace
     from kvoffload.lab.replay import ReplayConfig, replay
 
-    trace = read_trace("synthetic:chat").between(0, 0.05)
+    trace = read_trace(config["chat"])
     pairs = [(trace, "lru", "LRUCachePolicy", trace.num_distinct // 4)]
     if config.get("traces"):
         published = read_trace(str(Path(config["traces"]) / "mooncake_conversation.jsonl.gz"))
@@ -760,6 +760,46 @@ def turns(config: dict[str, Any]) -> dict[str, Any]:
         known.append(list(map(len, conversations)))
         conversations = [[*said, *rng.integers(5, 500, size=17).tolist()] for said in conversations]
     return {"outputs": outputs, "known": known, **engine.state()}
+
+
+def sessions(config: dict[str, Any]) -> dict[str, Any]:
+    """Streams two inputs per session, of which the first has as many tokens as ``inputs`` says. The token that is
+    sampled after it is dropped. Returns the answers to prompts that begin with the first input and that token, once
+    with what was offloaded, and once without."""
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, rng = Engine(config), Random(3)
+    core = engine.llm.llm_engine
+    params = engine.sampling(max_tokens=1, output_kind=RequestOutputKind.CUMULATIVE)
+
+    def draw(n: int) -> list[int]:
+        return [rng.randrange(5, 500) for _ in range(n)]
+
+    def stream(name: str, tokens: list[int], resumable: bool = True) -> list[Any]:
+        """Streams input to the session ``name``, and returns what is sampled then."""
+        prompt = {"prompt_token_ids": tokens}
+        made = core.input_processor.process_inputs(
+            name, prompt, params, core.get_supported_tasks(), resumable=resumable
+        )
+        made.external_req_id = name
+        core.output_processor.add_request(made, None, None, 0)
+        core.engine_core.add_request(made)
+        outputs = [output for _ in range(4) for output in core.step()]
+        return [token for output in outputs for token in output.outputs[0].token_ids]
+
+    prompts = []
+    for size in config["inputs"]:
+        first, name = draw(size), f"session-{size}"
+        (sampled,) = stream(name, first)
+        assert len(stream(name, draw(40))) == 1
+        stream(name, [0], resumable=False)
+        prompts.append([*first, sampled, *draw(60)])
+    assert engine.llm.reset_prefix_cache()
+    found = engine.round(prompts, max_tokens=8)
+    state = engine.state()
+    assert engine.llm.reset_prefix_cache()
+    computed = engine.round(prompts, max_tokens=8, extra_args={"kv_transfer_params": {"kvoffload": {"load": False}}})
+    return {"found": found, "computed": computed, **state}
 
 
 def divergent(config: dict[str, Any]) -> dict[str, Any]:
@@ -1602,6 +1642,7 @@ SCENARIOS = {
         reuse,
         turns,
         divergent,
+        sessions,
         aborts,
         failed_load,
         storm,

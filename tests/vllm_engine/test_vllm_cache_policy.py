@@ -12,12 +12,14 @@ pytest.importorskip("vllm.version")
 from test_vllm_versions import OVERLAYS
 from vllm_harness import Run, Runner, differences
 
-from kvoffload.testing.scale import SCALE
+from benchmarks.synthetic import generate
+from kvoffload.lab.writer import write_trace
+from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
 MODULE = "kvoffload.vllm.cache_policy"
-VERSIONS = [None, *(pytest.param(name, marks=pytest.mark.soak) for name in OVERLAYS if name >= "0.31")]
+VERSIONS = [None, *(pytest.param(name, marks=pytest.mark.soak) for name in OVERLAYS)]
 """None: the installed version."""
 
 
@@ -27,9 +29,12 @@ def in_version(version: str | None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=VERSIONS, ids=lambda version: version or "installed")
-def seen(request: pytest.FixtureRequest, run: Runner) -> Run:
+def seen(request: pytest.FixtureRequest, run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    chat = tmp_path_factory.mktemp("traces") / "chat.jsonl"
+    write_trace(generate("chat").between(0, 0.05), chat)
     traces = os.environ.get("KVOFFLOAD_TRACES") if SCALE > 1 and request.param is None else None
-    return run("cache_policies", seeds=int(20 * SCALE), steps=120, traces=traces, **in_version(request.param))
+    options = {"seeds": int(20 * SCALE), "steps": 120, "chat": str(chat), "traces": traces}
+    return run("cache_policies", **options, **in_version(request.param))
 
 
 def test_random_schedules_keep_what_vllm_relies_on(seen: Run) -> None:
@@ -69,12 +74,6 @@ def test_replays_find_the_same(seen: Run) -> None:
     for ours, theirs in seen["replays"]:
         assert abs(ours - theirs) < 0.3
     assert "package.module:Class" in seen["unknown"]
-
-
-@pytest.mark.skipif("0.30.0" not in OVERLAYS, reason="no older vLLM here: run make overlays")
-@pytest.mark.soak
-def test_an_older_version_is_refused(run: Runner) -> None:
-    assert "use vLLM 0.31 or later" in run("cache_policies", seeds=1, steps=1, **in_version("0.30.0"))["refused"]
 
 
 def test_vllm_answers_the_same_with_auto(run: Runner, expected: list[Any]) -> None:

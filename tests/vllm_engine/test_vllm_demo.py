@@ -16,7 +16,7 @@ from demo import run as demo_run
 from demo.act import EngineProcess, Progress
 from demo.engine import connector
 from demo.protocol import RequestResult, Source
-from kvoffload.testing.scale import SCALE
+from tests.scale import SCALE
 
 pytestmark = [
     pytest.mark.vllm,

@@ -172,19 +172,6 @@ def test_metrics_of_an_engine_in_another_process(run: Runner, expected: list[Any
 
 
 @pytest.mark.soak
-def test_an_older_version_says_what_to_use_instead(run: Runner, tmp_path: Path) -> None:
-    version = next((name for name in OVERLAYS if name < "0.31"), None)
-    if version is None:
-        pytest.skip("no older vLLM here: run make overlays")
-    overlaid = {"PYTHONPATH": os.pathsep.join([str(OVERLAYS[version]), os.environ.get("PYTHONPATH", "")])}
-    child, path = run.start("offloading", offloading=with_tier(tier=disk(tmp_path / "disk")), environment=overlaid)
-    assert child.wait(DEADLINE_S) != 0
-    said = path.with_suffix(".log").read_text()
-    assert f"ConfigError: vLLM {version} cannot use kvoffload.vllm.host_spec: " in said
-    assert "use vLLM 0.31 to 0.33, or kvoffload's own connector" in said
-
-
-@pytest.mark.soak
 def test_windows_and_chunks_of_several_blocks(run: Runner, gemma3_expected: list[Any], tmp_path: Path) -> None:
     options = with_tier(SMALL, tier=disk(tmp_path / "disk")) | {"blocks_per_chunk": 2} | AUTO
     for _ in range(2):
@@ -231,7 +218,7 @@ def test_ranks_find_their_own_chunks(run: Runner, expected: list[Any], tmp_path:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("version", [name for name in OVERLAYS if name >= "0.31"])
+@pytest.mark.parametrize("version", OVERLAYS)
 def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
     paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
     overlaid = {"environment": {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": "0"}}

@@ -25,7 +25,7 @@ from vllm_harness import (
     with_lfm2,
 )
 
-from kvoffload.testing.scale import SCALE
+from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 

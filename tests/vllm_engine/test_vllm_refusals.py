@@ -15,11 +15,11 @@ pytestmark = pytest.mark.vllm
 DISK = POOL | {"disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
 TIERS = POOL | {"tiers": [{"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "1GiB"}]}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "unknown option": ({"host_byte": "1GiB"}, ["host_byte='1GiB'", "did you mean host_bytes?"]),
+    "unknown option": ({"host_byte": "1GiB"}, ["host_byte=***", "did you mean host_bytes?"]),
     "no host_bytes": ({}, ["host_bytes is not set", 'host_bytes="']),
     "not an amount": ({"host_bytes": "lots"}, ["host_bytes='lots'", 'host_bytes="8GiB"']),
     "more than the machine has": ({"host_bytes": "900TiB"}, ["host_bytes=", "900 TiB", "set host_bytes to"]),
-    "less than one block": ({"host_bytes": 4096}, ["host_bytes=4096", "set host_bytes to many times"]),
+    "less than one block": ({"host_bytes": 4096}, ["host_bytes=4096", 'did you mean host_bytes="4096GiB"?']),
     "policy not importable": (POOL | {"policy": "no.such.module:Policy"}, ["policy='no.such.module:Policy'"]),
     "policy not a policy": (
         POOL | {"policy": "collections:OrderedDict"},
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "an older version": (
         POOL,
-        ["vLLM 0.29.1 is installed, and kvoffload needs 0.30 or later: pip install 'vllm==0.33.*'"],
+        ["vLLM 0.30.1 is installed, and kvoffload needs 0.31 or later: pip install 'vllm==0.33.*'"],
     ),
     "a window for generated tokens only": (POOL, ["RSWASpec", "without kvoffload"]),
     "hidden states": (POOL, ["extract_hidden_states", "remove the speculative config"]),
@@ -153,7 +153,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "parallel_config.data_parallel_rank_local": 2,
     },
     "states without prefix caching": {"kv_cache": "mamba"},
-    "an older version": {"version": "0.29.1"},
+    "an older version": {"version": "0.30.1"},
     "a window for generated tokens only": {"kv_cache": "rswa"},
     "hidden states": {"speculative_config": "extract_hidden_states"},
     "hashes of tokens behind a block": {"version": "0.33.0", "num_hash_lookahead_tokens": 1},

@@ -143,7 +143,7 @@ def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:
 
 
 def test_the_recorded_trace_has_one_line_per_request(service: Run, recorded: Path) -> None:
-    trace = read_trace(recorded, strict=True)
+    trace = read_trace(recorded)
     records = service["remote"]["records"]
     assert trace.num_requests == len(records) > 30
     for name in ("device_tokens", "host_tokens"):

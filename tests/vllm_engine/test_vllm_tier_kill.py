@@ -27,7 +27,7 @@ from tier_storm import taken
 from vllm_harness import DEADLINE_S, ENVIRONMENT, TOLERANCE, Child, Runner, differences_beyond_ties
 
 from demo.process import kill_session
-from kvoffload.testing.scale import scaled
+from tests.scale import scaled
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 

@@ -21,7 +21,7 @@ from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import TOLERANCE, Run, Runner, differences_beyond_ties, with_gemma3
 
 from demo.stores import RedisStore, ServerStore, send
-from kvoffload.testing.scale import scaled
+from tests.scale import scaled
 
 pytestmark = pytest.mark.vllm
 

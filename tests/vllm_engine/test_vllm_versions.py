@@ -12,6 +12,7 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
+from driver import BLOCK_SIZE
 from vllm_harness import (
     DEADLINE_S,
     GEMMA3,
@@ -25,14 +26,11 @@ from vllm_harness import (
 )
 
 from kvoffload.supported import TESTED
-from kvoffload.testing.scale import SCALE
+from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
 OVERLAYS = {path.name: path for path in sorted((Path(sys.prefix) / "overlays").glob("*")) if path.name >= TESTED[0]}
-CANNOT_WAIT = "0.30"
-"""A version in which a request that must wait may wait for ever."""
-FIRST_WITH_DISK = "vLLM 0.31"
 RUNNERS = {"0.33": ("0", "1")}
 """Versions of which both of vLLM's model runners are run: the second is the usual one on a GPU from 0.33 on. It runs in
 Triton's interpreter."""
@@ -122,40 +120,42 @@ def test_corrupted_bytes_change_outputs(run_version: Callable[..., Run], answers
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", WHOLE_PROMPTS)
 def test_answers_about_whole_prompts_use_no_offloaded_blocks(run_version: Callable[..., Run], kind: str) -> None:
-    """Before 0.31 vLLM would take an offer for them."""
     right = run_version("whole_prompts", **WHOLE_PROMPTS[kind])["outputs"]
     result = run_version("whole_prompts", connector=POOL, **WHOLE_PROMPTS[kind])
     assert_computed_whole(result, right)
 
 
 @pytest.mark.usefixtures("not_interpreted")
-def test_the_disk_tier(
-    run: Runner,
-    run_version: Callable[..., Run],
-    version: str,
-    overlaid: dict[str, Any],
-    answers: list[Any],
-    tmp_path: Path,
-) -> None:
-    """Served if requests can wait, also in the canonical layout, otherwise refused with the reason and the fix."""
+def test_the_disk_tier(run_version: Callable[..., Run], answers: list[Any], tmp_path: Path) -> None:
+    """In the canonical layout, too."""
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
     connector["canonical_layout"] = True
     connector["load_deadline_ms"] = 1000 * DEADLINE_S
-    if version.startswith(CANNOT_WAIT):
-        child, path = run.start("rounds", connector=connector, **overlaid)
-        assert child.wait(DEADLINE_S) != 0
-        said = path.with_suffix(".log").read_text()
-        assert (
-            f"cannot let a request wait for blocks from a tier below host memory; use {FIRST_WITH_DISK} or later"
-            in said
-        )
-        return
     for _ in range(2):
         result = run_version("rounds", rounds=1, close=True, connector=connector)
         assert differences(result["outputs"][0], answers) == []
         assert_at_rest(result.result)
         assert "canonical_layout has no effect" not in result.log
     assert result["metrics"]["tier_hit_tokens:disk"] > 0
+
+
+INPUTS = [BLOCK_SIZE - 1, 2 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE - 1, 2 * BLOCK_SIZE]
+"""Tokens of the first inputs of sessions. The token that is sampled after each but the last one completes a block."""
+
+
+@pytest.mark.usefixtures("not_interpreted")
+def test_sessions_that_drop_a_token(run_version: Callable[..., Run]) -> None:
+    result = run_version("sessions", connector=POOL, inputs=INPUTS)
+    assert differences(result["found"], result["computed"]) == []
+    assert result["metrics"]["host_hit_tokens"] >= (2 + 1 + 2) * BLOCK_SIZE
+    assert_at_rest(result.result)
+
+
+@pytest.mark.soak
+def test_names_of_dropped_tokens_are_noticed(run_version: Callable[..., Run], version: str) -> None:
+    result = run_version("sessions", connector=POOL, connector_class="CredulousKVOffloadConnector", inputs=INPUTS)
+    wrong = [0, 1, 2] if version.startswith("0.31") else []
+    assert differences(result["found"], result["computed"]) == wrong
 
 
 @pytest.mark.soak

@@ -23,11 +23,11 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences
 
 from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
-from kvoffload.testing.scale import SCALE
 from kvoffload.vllm import adapters as adapters_module
 from kvoffload.vllm import weights
 from kvoffload.vllm.adapters import WorkerAdapters, digest_of
 from kvoffload.vllm.weights import ModelWeights, watch_weights
+from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.testing.vllm_servers import Server, offloading_scheduler, set_positions
+from demo.vllm_servers import Server, offloading_scheduler, set_positions
 
 DOCUMENTS = 24
 LONGEST = 12

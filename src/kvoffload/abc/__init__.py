@@ -5,7 +5,14 @@ Nothing here imports another part of kvoffload.
 
 from kvoffload.abc.backend import Backend
 from kvoffload.abc.engine import BoundaryState, Following, KVBlocks, Request, ScheduledStep
-from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
+from kvoffload.abc.errors import (
+    NOT_SET,
+    BlockNotPinnedError,
+    BlockNotReadyError,
+    ConfigError,
+    IntegrityError,
+    KVOffloadError,
+)
 from kvoffload.abc.manager import (
     Admission,
     BlockDescription,
@@ -16,7 +23,7 @@ from kvoffload.abc.manager import (
     PrepareStoreOutput,
 )
 from kvoffload.abc.policy import Access, CachePolicy, Eviction
-from kvoffload.abc.tier import States, Tier, TierError, TierResult, TierStats
+from kvoffload.abc.tier import Ability, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.transfer import PageGroup, Placement, Transfer, TransferResult
 from kvoffload.abc.types import (
     Awaited,
@@ -24,6 +31,7 @@ from kvoffload.abc.types import (
     BlockStatus,
     ByteArray,
     DeviceSpec,
+    HandedOver,
     Hints,
     KVGroup,
     LoadStoreSpec,
@@ -40,6 +48,8 @@ from kvoffload.abc.types import (
 )
 
 __all__ = [
+    "NOT_SET",
+    "Ability",
     "Access",
     "Admission",
     "Awaited",
@@ -56,6 +66,7 @@ __all__ = [
     "DeviceSpec",
     "Eviction",
     "Following",
+    "HandedOver",
     "Hints",
     "HostOffloadingManager",
     "IntegrityError",

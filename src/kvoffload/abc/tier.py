@@ -29,6 +29,14 @@ MAX_PLACE_CHARS = 64
 """Characters of what ``Tier.hand_over`` returns."""
 
 
+class Ability(enum.StrEnum):
+    """What a tier can do. Each may fail while the other works."""
+
+    READ = "read"
+    """It says what it holds, and reads it."""
+    WRITE = "write"
+
+
 class TierError(enum.StrEnum):
     """Why one block could not be read or written."""
 
@@ -40,6 +48,8 @@ class TierError(enum.StrEnum):
     """The medium has no room, although the tier's own budget has."""
     GONE = "gone"
     """The block has left the tier since the transfer began: it was evicted, deleted or reset."""
+    AWAY = "away"
+    """The part of the medium that has the block does not work now, while other parts do."""
 
 
 class TierResult(NamedTuple):

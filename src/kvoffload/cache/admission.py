@@ -188,6 +188,8 @@ def FilterReusedOffloadingManager(
     admission = ReuseFilter(store_threshold, max_tracker_size, request_of)
     host = getattr(backing, "host", backing)
     if not isinstance(host, PolicyOffloadingManager):
-        raise ConfigError(f"{type(backing).__name__} takes no admission; put a PolicyOffloadingManager in its place")
+        raise ConfigError(
+            fault=f"{type(backing).__name__} takes no admission", fix="put a PolicyOffloadingManager in its place"
+        )
     host.admission = admission
     return backing

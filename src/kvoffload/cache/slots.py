@@ -31,7 +31,7 @@ class SlotBackend(Backend):
     def __init__(self, block_size: int, medium: str, num_blocks: int, grows: bool = False) -> None:
         super().__init__(block_size, medium)
         if not 1 <= num_blocks <= MAX_SLOTS:
-            raise ConfigError(f"num_blocks={num_blocks}: a backend needs at least 1, and has at most {MAX_SLOTS}")
+            raise ConfigError("num_blocks", num_blocks, f"a backend needs at least 1, and has at most {MAX_SLOTS}")
         self._num_blocks = num_blocks
         self._free = FreeSlots(num_blocks)
         self._num_existing = 0

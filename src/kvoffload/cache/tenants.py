@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from kvoffload.abc import ConfigError, OffloadKey
+from kvoffload.abc import NOT_SET, ConfigError, OffloadKey
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
-from kvoffload.settings import shown, shown_unknown
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.printable import printable
+from kvoffload.settings import unknown
+from kvoffload.units import Amount, format_bytes, parse_bytes
 
 OTHER = "other"
 """The name under which all requests count that belong to no configured tenant."""
@@ -62,17 +63,21 @@ def load_tenants(value: object) -> tuple[TenantConfig, ...]:
         return value
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"tenants={shown(value)}: must be a mapping from names to shares, such as tenants={json.dumps(_EXAMPLE)}"
+            "tenants", value, f"must be a mapping from names to shares, such as tenants={json.dumps(_EXAMPLE)}"
         )
     if len(value) > MAX_TENANTS:
-        raise ConfigError(f"tenants: has {len(value)} entries, at most {MAX_TENANTS} may be configured; remove some")
+        raise ConfigError(
+            "tenants", NOT_SET, f"has {len(value)} entries, at most {MAX_TENANTS} may be configured", "remove some"
+        )
     loaded = tuple(_load(name, entry) for name, entry in value.items())
     salts = [tenant.salt_sha256 or _digest(tenant.name) for tenant in loaded]
     for tenant in loaded:
         if tenant.salt_sha256 is not None and salts.count(tenant.salt_sha256) > 1:
             raise ConfigError(
-                f"tenants.{tenant.name}: salt_sha256={tenant.salt_sha256!r} is that of another tenant's salt or name; "
-                "give each tenant a salt of its own"
+                f"tenants.{tenant.name}.salt_sha256",
+                NOT_SET,
+                "is that of another tenant's salt or name",
+                "give each tenant a salt of its own",
             )
     return loaded
 
@@ -80,43 +85,50 @@ def load_tenants(value: object) -> tuple[TenantConfig, ...]:
 def _load(name: object, entry: object) -> TenantConfig:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"tenants: {shown(name)} cannot be the name of a tenant; use up to 63 letters, digits, '.', '_' and '-', "
-            "of which the first is a letter or a digit"
+            f"tenants.{printable(str(name), 64)}",
+            NOT_SET,
+            "cannot be the name of a tenant",
+            "use up to 63 letters, digits, '.', '_' and '-', of which the first is a letter or a digit",
         )
     setting = f"tenants.{name}"
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{setting}={shown(entry)}: must be a mapping such as {json.dumps(_EXAMPLE['search'])}")
+        raise ConfigError(setting, entry, f"must be a mapping such as {json.dumps(_EXAMPLE['search'])}")
     known = ["guaranteed", "quota", "retain", "salt_sha256"]
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"write an entry such as {json.dumps(_EXAMPLE['search'])}."
-            raise ConfigError(
-                f"{setting}.{key}={shown_unknown(key, entry[key])}: unknown key; {hint} Known: {', '.join(known)}"
-            )
+            otherwise = f"write an entry such as {json.dumps(_EXAMPLE['search'])}."
+            raise unknown(str(key), entry[key], "key", known, otherwise).within(f"{setting}.")
     salt = entry.get("salt_sha256")
     if salt is not None and name == OTHER:
         raise ConfigError(
-            f'{setting}.salt_sha256: "{OTHER}" is every request without a configured tenant, whatever its salt; '
-            "remove it, or give the tenant another name"
+            f"{setting}.salt_sha256",
+            NOT_SET,
+            f'"{OTHER}" is every request without a configured tenant, whatever its salt',
+            "remove it, or give the tenant another name",
         )
     if salt is not None and not (isinstance(salt, str) and _SHA256.fullmatch(salt)):
         # Somebody may have written the salt itself.
         raise ConfigError(
-            f"{setting}.salt_sha256: must be the SHA-256 of a cache_salt in 64 lower-case hex digits; "
-            "make it with: printf %s SALT | sha256sum"
+            f"{setting}.salt_sha256",
+            NOT_SET,
+            "must be the SHA-256 of a cache_salt in 64 lower-case hex digits",
+            "make it with: printf %s SALT | sha256sum",
         )
     guaranteed, quota, retain = (_amounts(f"{setting}.{key}", entry.get(key)) for key in known[:3])
     for tier, most in quota.items():
         if guaranteed.get(tier, 0) > most:
             raise ConfigError(
-                f"{setting}.quota.{tier}={most} ({format_bytes(most)}): less than the {format_bytes(guaranteed[tier])} "
-                "that are guaranteed; raise it, or lower what is guaranteed"
+                f"{setting}.quota.{tier}",
+                Amount(most),
+                f"less than the {format_bytes(guaranteed[tier])} that are guaranteed",
+                "raise it, or lower what is guaranteed",
             )
         if retain.get(tier, 0) > most * RETAIN_SHARE:
             raise ConfigError(
-                f"{setting}.retain.{tier}={retain[tier]} ({format_bytes(retain[tier])}): more than half of its quota "
-                f"of {format_bytes(most)}; lower it, or raise the quota"
+                f"{setting}.retain.{tier}",
+                Amount(retain[tier]),
+                f"more than half of its quota of {format_bytes(most)}",
+                "lower it, or raise the quota",
             )
     return TenantConfig(name, guaranteed, quota, retain, salt)
 
@@ -125,7 +137,7 @@ def _amounts(setting: str, value: object) -> dict[str, int]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(tier, str) for tier in value):
-        raise ConfigError(f'{setting}={shown(value)}: must map names of tiers to bytes, such as {{"{HOST}": "8GiB"}}')
+        raise ConfigError(setting, value, f'must map names of tiers to bytes, such as {{"{HOST}": "8GiB"}}')
     return {tier: parse_bytes(f"{setting}.{tier}", amount) for tier, amount in value.items()}
 
 
@@ -136,16 +148,16 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
     for tenant in tenants:
         for kind, amounts in tenant.shares.items():
             for tier, amount in amounts.items():
-                setting = f"tenants.{tenant.name}.{kind}.{tier}={amount} ({format_bytes(amount)})"
+                named = f"tenants.{tenant.name}.{kind}.{tier}", Amount(amount)
                 if tier not in budgets:
                     raise ConfigError(
-                        f"{setting}: this configuration has no tier {tier}; use one of {', '.join(budgets)}"
+                        *named, f"this configuration has no tier {tier}", f"use one of {', '.join(budgets)}"
                     )
                 if budgets[tier] is None:
-                    raise ConfigError(f"{setting}: this tier bounds itself and has no shares; remove it")
+                    raise ConfigError(*named, "this tier bounds itself and has no shares", "remove it")
                 if kind == "retain" and tier not in retaining:
                     raise ConfigError(
-                        f"{setting}: nothing can be retained in this tier; name one of {', '.join(retaining)}"
+                        *named, "nothing can be retained in this tier", f"name one of {', '.join(retaining)}"
                     )
     for tier, budget in budgets.items():
         if budget is None:
@@ -153,18 +165,26 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
         total = sum(tenant.guaranteed.get(tier, 0) for tenant in tenants)
         if total > budget:
             raise ConfigError(
-                f"tenants: {format_bytes(total)} of {tier} are guaranteed, more than the {format_bytes(budget)} of its "
-                "budget; lower some, or raise the budget"
+                "tenants",
+                NOT_SET,
+                f"{format_bytes(total)} of {tier} are guaranteed, more than the {format_bytes(budget)} of its budget",
+                "lower some, or raise the budget",
             )
         if (retained := sum(tenant.retain.get(tier, 0) for tenant in tenants)) > budget * RETAIN_SHARE:
             raise ConfigError(
-                f"tenants: {format_bytes(retained)} of {tier} may be retained, more than half of its budget of "
-                f"{format_bytes(budget)}; lower some, or raise the budget"
+                "tenants",
+                NOT_SET,
+                f"{format_bytes(retained)} of {tier} may be retained, more than half of its budget "
+                f"of {format_bytes(budget)}",
+                "lower some, or raise the budget",
             )
         if (total := sum(tenant.claim(tier) for tenant in tenants)) > budget:
             raise ConfigError(
-                f"tenants: {format_bytes(total)} of {tier} are guaranteed or may be retained, more than the "
-                f"{format_bytes(budget)} of its budget; lower some, or raise the budget"
+                "tenants",
+                NOT_SET,
+                f"{format_bytes(total)} of {tier} are guaranteed or may be retained, more than the "
+                f"{format_bytes(budget)} of its budget",
+                "lower some, or raise the budget",
             )
 
 
@@ -190,21 +210,29 @@ class Shares:
             object.__setattr__(self, "retain", (0,) * len(self.names))
         if sum(self.guaranteed) > self.num_blocks:
             raise ConfigError(
-                f"tenants: {sum(self.guaranteed)} blocks are guaranteed, and the tier has {self.num_blocks}; lower "
-                "what is guaranteed"
+                "tenants",
+                NOT_SET,
+                f"{sum(self.guaranteed)} blocks are guaranteed, and the tier has {self.num_blocks}",
+                "lower what is guaranteed",
             )
         for name, guaranteed, quota in zip(self.names, self.guaranteed, self.quota, strict=True):
             if not max(1, guaranteed) <= quota <= self.num_blocks:
-                raise ConfigError(f"tenants.{name}: its quota has room for {quota} blocks; raise it")
+                raise ConfigError(f"tenants.{name}", NOT_SET, f"its quota has room for {quota} blocks", "raise it")
         for name, retain, quota in zip(self.names, self.retain, self.quota, strict=True):
             if retain > quota * RETAIN_SHARE:
                 raise ConfigError(
-                    f"tenants.{name}: {retain} blocks may be retained, more than half of its {quota}; lower that"
+                    f"tenants.{name}",
+                    NOT_SET,
+                    f"{retain} blocks may be retained, more than half of its {quota}",
+                    "lower that",
                 )
         if self.num_unclaimed < 0 or sum(self.retain) > self.num_blocks * RETAIN_SHARE:
             raise ConfigError(
-                f"tenants: {sum(self.retain)} blocks may be retained beside those that are guaranteed, and the tier "
-                f"has {self.num_blocks}; lower some"
+                "tenants",
+                NOT_SET,
+                f"{sum(self.retain)} blocks may be retained beside those that are guaranteed, and "
+                f"the tier has {self.num_blocks}",
+                "lower some",
             )
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
@@ -244,8 +272,15 @@ class Tenants:
     A request with another tenant has a namespace of its own too, so no request of somebody else finds its blocks.
     """
 
-    def __init__(self, namespace: bytes, configured: Sequence[TenantConfig] = ()) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        configured: Sequence[TenantConfig] = (),
+        budgets: Mapping[str, int | None] = MappingProxyType({}),
+    ) -> None:
+        """``budgets``: bytes by the name of a tier that keeps more than blocks in them; shares are of these bytes."""
         self._namespace = namespace
+        self._budgets = budgets
         named = [tenant for tenant in configured if tenant.name != OTHER]
         self._configured = {tenant.name: tenant for tenant in configured}
         self._named = {tenant.name: Tenant(self._namespace_of(tenant.name), tenant.name) for tenant in named}
@@ -284,36 +319,48 @@ class Tenants:
             for kind, amounts in tenant.shares.items():
                 if amounts.get(tier, math.inf) < engines * block_bytes:
                     raise ConfigError(
-                        f"tenants.{tenant.name}.{kind}.{tier}={amounts[tier]} ({format_bytes(amounts[tier])}): has no "
-                        f"room for one block; write {format_bytes(engines * block_bytes)} or more"
+                        f"tenants.{tenant.name}.{kind}.{tier}",
+                        Amount(amounts[tier]),
+                        "has no room for one block",
+                        f"write {format_bytes(engines * block_bytes)} or more",
                     )
+        budget, for_blocks = self._budgets.get(tier) or 0, num_blocks * block_bytes * engines
+        unless_set = {"quota": for_blocks}
         guaranteed, quota, retain = (
-            [amounts[tier] // engines // block_bytes if tier in amounts else None for amounts in of_all]
-            for of_all in zip(*(tenant.shares.values() for tenant in configured), strict=True)
+            [each.shares[kind].get(tier, unless_set.get(kind, 0)) // engines // block_bytes for each in configured]
+            for kind in ("guaranteed", "quota", "retain")
         )
-        total = sum(each or 0 for each in guaranteed)
+        claimed = sum(map(max, guaranteed, retain))
+        if for_blocks < budget and (claimed > num_blocks or sum(retain) > num_blocks * RETAIN_SHARE):
+            # They are parts of the budget, all of which is promised, and blocks have less than all of it.
+            guaranteed = [each * for_blocks // budget for each in guaranteed]
+            retain = [each * for_blocks // budget for each in retain]
+        total = sum(guaranteed)
         if total > num_blocks:
             wanted, there = (format_bytes(n * engines * block_bytes) for n in (total, num_blocks))
             raise ConfigError(
-                f"tenants: {wanted} of {tier} are guaranteed, and its budget has room for {there} of blocks; lower "
-                "some, or raise the budget"
+                "tenants",
+                NOT_SET,
+                f"{wanted} of {tier} are guaranteed, and its budget has room for {there} of blocks",
+                "lower some, or raise the budget",
             )
         made = Shares(
             self.names,
             {tenant.namespace: i for i, tenant in enumerate(self._named.values())},
-            tuple(each or 0 for each in guaranteed),
-            tuple(num_blocks if each is None else min(each, num_blocks) for each in quota),
+            tuple(guaranteed),
+            tuple(min(each, num_blocks) for each in quota),
             num_blocks,
-            tuple(each or 0 for each in retain),
+            tuple(retain),
             block_bytes,
         )
         without = replace(made, retain=(0,) * len(self.names))
         for i, tenant in enumerate(configured):
             if retain[i] and made.sure_blocks(i) < 1 <= without.sure_blocks(i):
                 raise ConfigError(
-                    f"tenants.{tenant.name}.retain.{tier}={tenant.retain[tier]} ({format_bytes(tenant.retain[tier])}): "
-                    "leaves it no block that is not retained, so it could store nothing; lower it, raise its "
-                    f"guaranteed.{tier} above it, or raise the budget of {tier}"
+                    f"tenants.{tenant.name}.retain.{tier}",
+                    Amount(tenant.retain[tier]),
+                    "leaves it no block that is not retained, so it could store nothing",
+                    f"lower it, raise its guaranteed.{tier} above it, or raise the budget of {tier}",
                 )
         return made
 

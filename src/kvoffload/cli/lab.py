@@ -9,7 +9,6 @@ import inspect
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,17 +18,17 @@ from typing import Any
 
 import click
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli import EXTRA
 from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say, table_of
+from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.replay import Contract, ReplayResult
 from kvoffload.lab.trace import Trace, TraceError
 from kvoffload.printable import printable
-from kvoffload.settings import shown
 from kvoffload.units import age, counted, format_bytes
 
 MAX_PROBLEMS_SHOWN = 5
@@ -52,7 +51,15 @@ OPTIONS = {
     "trace": "TRACE",
 }
 """The option that a user typed, by the Python setting that an error of the library names."""
-_SETTING = re.compile(rf"\b({'|'.join(OPTIONS)})(?==)")
+
+
+contents_option = click.option(
+    "--host-contents",
+    type=click.Choice([each.value for each in HostContents]),
+    default=HOST_CONTENTS.value,
+    show_default=True,
+    help="Whether host memory repeats what the device holds or, with --device, does not.",
+)
 
 
 def gathered(name: str, kind: Callable[..., object], *options: Decorator) -> Decorator:
@@ -79,7 +86,7 @@ class Source:
     trace: str
     trace_format: str | None
     block_tokens: int | None
-    strict: bool
+    skip_bad_lines: bool
 
 
 def trace_options(metavar: str) -> Decorator:
@@ -92,7 +99,7 @@ def trace_options(metavar: str) -> Decorator:
         click.argument("trace", metavar=metavar),
         click.option("--format", "trace_format", help=formats),
         click.option("--block-tokens", type=int, metavar="N", help=blocks),
-        click.option("--strict", is_flag=True, help="Stop at the first invalid line."),
+        click.option("--skip-bad-lines", is_flag=True, help="Go on even if more than 1% of the lines cannot be used."),
     )
 
 
@@ -145,18 +152,16 @@ class GivenContract:
         if self.tenants is None:
             return Contract(uses_hints=uses_hints)
         if not trace.num_tenants:
-            raise ConfigError("--tenants: no request of this trace names its tenant; leave the option out")
+            raise ConfigError("--tenants", NOT_SET, "no request of this trace names its tenant", "leave the option out")
         text = self.tenants
         try:
             if not text.lstrip().startswith("{"):
                 text = Path(text).read_text()
             entries = json.loads(text)
         except OSError as error:
-            raise ConfigError(
-                f"--tenants={shown(text)}: cannot be read ({error.strerror}); give JSON or a file"
-            ) from error
+            raise ConfigError("--tenants", text, f"cannot be read ({error.strerror})", "give JSON or a file") from error
         except ValueError as error:
-            raise ConfigError(f"--tenants={shown(self.tenants)}: is not JSON ({error})") from error
+            raise ConfigError("--tenants", self.tenants, f"is not JSON ({error})") from error
         return Contract(load_tenants(entries), max(1, int(trace.block_tokens * model.bytes_per_token)), uses_hints)
 
 
@@ -213,7 +218,7 @@ class Output:
             return
         if self.html.is_dir() or not os.access(self.html.parent, os.W_OK):
             raise ConfigError(
-                f"--html={str(self.html)!r}: cannot be written; give a file in a directory that you may write to"
+                "--html", str(self.html), "cannot be written", "give a file in a directory that you may write to"
             )
         for name in EXTRA:
             importlib.import_module(name)
@@ -226,7 +231,7 @@ class Output:
             self.html.write_text(render(), encoding="utf-8")
         except OSError as error:
             wrong = f"--html={str(self.html)!r}: {error.strerror}"
-            raise ConfigError(f"{wrong}; give a file that can be written") from error
+            raise ConfigError(fault=wrong, fix="give a file that can be written") from error
         console_of(stderr=self.as_json).print(f"\nPage: {self.html}", soft_wrap=True)
 
 
@@ -251,14 +256,14 @@ def measured(speeds: Speeds, trace: Trace) -> Speeds:
 def positive(option: str, value: float, unit: str) -> float:
     """Returns ``value``. Raises ConfigError unless it is a positive number."""
     if not 0 < value < math.inf:
-        raise ConfigError(f"{option}={value:g}: must be more than 0; give {unit}, or leave it out")
+        raise ConfigError(option, value, "must be more than 0", f"give {unit}, or leave it out")
     return value
 
 
 def number_of_jobs(jobs: int | None) -> int | None:
     """Returns ``jobs``. Raises ConfigError if it is less than 1."""
     if jobs is not None and jobs < 1:
-        raise ConfigError(f"jobs={jobs}: must be 1 or more; leave it out for one process per core")
+        raise ConfigError("jobs", jobs, "must be 1 or more", "leave it out for one process per core")
     return jobs
 
 
@@ -266,7 +271,7 @@ def listed(option: str, text: str) -> list[str]:
     """Returns the entries between commas, without duplicates. Raises ConfigError if one is empty."""
     parts = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if "" in parts:
-        raise ConfigError(f"{option}={text!r}: an entry is empty; separate entries with single commas")
+        raise ConfigError(option, text, "an entry is empty", "separate entries with single commas")
     return parts
 
 
@@ -276,8 +281,9 @@ def errors(command: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, TraceError) as error:
-        text = str(error)
-        say(command, _SETTING.sub(lambda found: OPTIONS[found[1]], text) if _SETTING.match(text) else text, "bold red")
+        if isinstance(error, ConfigError):
+            error.setting = OPTIONS.get(error.setting, error.setting)
+        say(command, str(error), "bold red")
         sys.exit(2)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -293,7 +299,7 @@ def requests_in(command: str, source: Source) -> Trace:
         trace = read_trace(
             source.trace,
             format=source.trace_format,
-            strict=source.strict,
+            skip_bad_lines=source.skip_bad_lines,
             block_tokens=source.block_tokens,
             on_progress=on_progress,
         )
@@ -307,8 +313,8 @@ def requests_in(command: str, source: Source) -> Trace:
 
 
 def described(trace: Trace, model: ModelShape, footprint_bytes: int) -> str:
-    """Returns a sentence about the size of the trace."""
-    return (
+    """Returns a sentence about the size of the trace. Others may have named it and the model."""
+    return printable(
         f"{trace.name}: {counted(trace.num_requests, 'request')}{sources(trace)} in "
         f"{age(float(trace.times[-1] - trace.times[0]))}, "
         f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_accesses:,} block accesses; "

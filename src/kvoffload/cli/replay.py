@@ -15,6 +15,7 @@ from kvoffload.cli.lab import (
     GivenSpeeds,
     Output,
     Source,
+    contents_option,
     contract_options,
     described,
     errors,
@@ -42,6 +43,7 @@ from kvoffload.lab.replay import (
     ReplayConfig,
     ReplayResult,
     TierUse,
+    least_device_blocks,
     replay_many,
     run_class,
 )
@@ -91,13 +93,7 @@ class Grid:
     click.option(
         "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
     ),
-    click.option(
-        "--host-contents",
-        type=click.Choice([each.value for each in HostContents]),
-        default=HostContents.INCLUSIVE.value,
-        show_default=True,
-        help="Whether host memory repeats what the device holds, or, with --device, does not.",
-    ),
+    contents_option,
 )
 @contract_options
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
@@ -122,15 +118,14 @@ def replay(
 ) -> None:
     """Replay a trace of requests through the managers that serve an engine, and print what they would have found.
 
-    TRACE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
-    synthetic:documents. Every policy is combined with every capacity. No bytes are copied, and a disk is always fast
-    enough. Exit status 2: the trace cannot be read, or an option is invalid.
+    TRACE is a file, or a directory of sessions. Every policy is combined with every capacity. No bytes are copied, and
+    a disk is always fast enough. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("replay"):
         output.check()
         processes = number_of_jobs(jobs)
         if bound and (grid.device is not None or grid.disk is not None):
-            raise ConfigError("--bound is for host memory alone; leave out --device and --disk, or --bound")
+            raise ConfigError(fault="--bound is for host memory alone", fix="leave out --device and --disk, or --bound")
         names = _policies(grid.policies, bound)
         shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
         checked = speeds.checked()
@@ -189,6 +184,7 @@ class _Sizes:
 
     def __init__(self, trace: Trace, model: ModelShape, grid: Grid) -> None:
         self._num_distinct = trace.num_distinct
+        self._block_bytes = trace.block_tokens * model.bytes_per_token
         self._percentages: dict[int, str] = {}
         """The percentage that the user typed, by blocks, which are rounded down."""
 
@@ -201,20 +197,31 @@ class _Sizes:
         self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", grid.capacities)))
         self.device = 0 if grid.device is None else blocks("--device", grid.device)
         self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
+        least = least_device_blocks(trace)
+        if 0 < self.device < least:
+            needed, given = (f"{counted(each, 'block')} ({self.memory(each)})" for each in (least, self.device))
+            raise ConfigError(
+                f"--device={grid.device}: the longest request needs {needed} at once, so no engine could serve it in "
+                f"{given}; give that or more, or leave the device out"
+            )
         self.host_contents = HostContents(grid.host_contents)
 
     def configs(self, policies: Sequence[str], store_threshold: int | None, contract: Contract) -> list[ReplayConfig]:
         """Returns every policy with every capacity. Raises ConfigError if there are too many."""
         if len(policies) * len(self.host) > MAX_CONFIGS:
             raise ConfigError(
-                f"--policy and --capacity: {len(policies) * len(self.host):,} combinations, but at most "
-                f"{MAX_CONFIGS:,} are allowed; give fewer"
+                fault=f"--policy and --capacity: {len(policies) * len(self.host):,} combinations, but at "
+                f"most {MAX_CONFIGS:,} are allowed",
+                fix="give fewer",
             )
         return [
             ReplayConfig(policy, capacity, self.device, self.disk, store_threshold, self.host_contents, contract)
             for policy in policies
             for capacity in self.host
         ]
+
+    def memory(self, blocks: int) -> str:
+        return format_bytes(int(blocks * self._block_bytes))
 
     def percentage(self, blocks: int) -> str:
         """Returns the percentage of the trace's distinct blocks: as it was typed, or with two digits."""
@@ -231,7 +238,8 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
     console.print(described(trace, model, footprint), style="dim")
     for name, blocks in (("Device cache", sizes.device), ("Disk", sizes.disk)):
         if blocks:
-            console.print(f"{name}: {counted(blocks, 'block')}, {sizes.percentage(blocks)} of the distinct blocks")
+            share = sizes.percentage(blocks)
+            console.print(f"{name}: {sizes.memory(blocks)}, {counted(blocks, 'block')}, {share} of the distinct blocks")
     if sizes.host_contents is HostContents.EXCLUSIVE:
         console.print("Host memory does not repeat what the device cache holds")
     capacities = sorted({result.capacity_blocks for result in results})
@@ -244,11 +252,7 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
             console.print(f"\n{measure[0]}", style="bold")
             for start in range(0, len(capacities), columns):
                 shown = capacities[start : start + columns]
-                heads = [
-                    f"{sizes.percentage(blocks)}\n{blocks:,}\n"
-                    f"{format_bytes(int(blocks * trace.block_tokens * model.bytes_per_token))}"
-                    for blocks in shown
-                ]
+                heads = [f"{sizes.percentage(blocks)}\n{blocks:,}\n{sizes.memory(blocks)}" for blocks in shown]
                 console.print(_grid(results, dict(zip(shown, heads, strict=True)), measure))
     if len(results) == 1:
         console.print()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvoffload.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
@@ -41,8 +43,9 @@ def console_of(stderr: bool = False) -> Console:
 
 
 def say(command: str, text: str, style: str) -> None:
-    """Prints a message of ``command`` to stderr."""
-    console_of(stderr=True).print(f"kvoffload {command}: {text}", style=style, soft_wrap=True)
+    """Prints a message of ``command`` to stderr. Files and other servers may have written parts of it."""
+    lines = "\n".join(map(printable, text.split("\n")))
+    console_of(stderr=True).print(f"kvoffload {command}: {lines}", style=style, soft_wrap=True)
 
 
 def table_of(*titles: str, gap: int = 1, wrap: bool = False) -> Table:

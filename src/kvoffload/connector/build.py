@@ -18,7 +18,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
-from kvoffload.config import INCLUSIVE_FROM, HostContents, OffloadConfig
+from kvoffload.config import HostContents, OffloadConfig
 from kvoffload.connector.engine import EngineSpec, TraceHeaders
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
@@ -28,7 +28,7 @@ from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, 
 from kvoffload.tiers.config import TierConfig, TierContext, distinct_names
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.opening import named, open_tiers
-from kvoffload.units import format_bytes
+from kvoffload.units import Amount, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def build_scheduler(
     medium itself fails, a warning says so and the others serve.
     """
     if not isinstance(fingerprint, str) or not is_fingerprint(fingerprint):
-        raise ConfigError(f"fingerprint={fingerprint!r}: must be 64 hex digits; make it with kvoffload.fingerprint")
+        raise ConfigError("fingerprint", fingerprint, "must be 64 hex digits", "make it with kvoffload.fingerprint")
     host_pools = _HostPools(engine, pools)
     host_pools.check(config)
     if tiers or config.tier_entries:
@@ -62,14 +62,14 @@ def build_scheduler(
         if recorder is not None:
             opened.callback(recorder.close)
         below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
-        tenants = Tenants(namespace(fingerprint), config.tenants)
+        tenants = Tenants(namespace(fingerprint), config.tenants, config.tier_budgets)
         if entries:
             context = host_pools.context(fingerprint, config.policy)
             shares = (lambda name: partial(tenants.shares, name, engines=engine.engines)) if config.tenants else None
             below += open_tiers(entries, context, opened, shares)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
         below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
-        is_exclusive = _is_exclusive(config, host_pools)
+        is_exclusive = config.host_contents is HostContents.EXCLUSIVE
         scheduler = OffloadingConnectorScheduler(
             _make_manager(config, host_pools, below, tenants, is_exclusive),
             replace(engine, num_workers=host_pools.num_workers),
@@ -87,16 +87,6 @@ def build_scheduler(
         logger.info("kvoffload: tenants: %s; all other requests are of the tenant %s", configured or "none", OTHER)
     logger.info("kvoffload: model fingerprint %s", fingerprint)
     return scheduler
-
-
-def _is_exclusive(config: OffloadConfig, pools: _HostPools) -> bool:
-    """Whether host memory does not repeat what the device holds. Raises ConfigError if it is asked to and cannot."""
-    reason = pools.engine.why_inclusive
-    if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
-        raise ConfigError(f'host_contents="exclusive": {reason}; leave it out')
-    if config.host_contents is None:
-        return reason is None and pools.num_blocks < INCLUSIVE_FROM * pools.device_cache_blocks
-    return config.host_contents is HostContents.EXCLUSIVE
 
 
 def _make_manager(
@@ -127,7 +117,8 @@ def _make_manager(
         engine.enable_events,
         must_store=bool(tiers) or is_exclusive,
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
-        device_blocks=pools.device_cache_blocks if is_exclusive else 0,
+        # One device block, the null block, is never used.
+        device_blocks=(engine.device_blocks or 1) - 1 if is_exclusive else 0,
     )
     if not tiers:
         return host
@@ -185,8 +176,10 @@ class _HostPools:
         """Ranks that use them."""
         if self.num_workers % len(pools):
             raise ConfigError(
-                f"num_workers={engine.num_workers}: must be {len(pools)}, the number of pools, or a multiple of it if "
-                "as many ranks share each pool; or leave it out"
+                "num_workers",
+                engine.num_workers,
+                f"must be {len(pools)}, the number of pools, or a multiple of it if as many ranks share each pool",
+                "or leave it out",
             )
         self.engine = engine
         self.layout = engine.layout
@@ -210,16 +203,22 @@ class _HostPools:
             nbytes = sum(num_blocks * slot_bytes for num_blocks, slot_bytes in shapes) * engines
             if nbytes > config.host_bytes:
                 raise ConfigError(
-                    f"host_bytes={config.host_bytes} ({format_bytes(config.host_bytes)}): the host pools of this node "
-                    f"take {format_bytes(nbytes)}; make each pool with config.num_blocks(block_bytes, "
-                    f"{len(shapes) * engines}) slots"
+                    "host_bytes",
+                    Amount(config.host_bytes),
+                    f"the host pools of this node take {format_bytes(nbytes)}",
+                    f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots",
                 )
+        reason = self.engine.why_inclusive
+        if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
+            raise ConfigError("host_contents", "exclusive", reason, "leave it out")
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
                 raise ConfigError(
-                    f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}; make the "
-                    f"group with block_size_factor=config.factor({group.device_block_size}), or 1 if it has a state"
+                    fault=f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}",
+                    fix="make the group with "
+                    f"block_size_factor=config.factor({group.device_block_size}), or 1 if it has a "
+                    "state",
                 )
 
     def check_reachable(self) -> None:
@@ -250,11 +249,6 @@ class _HostPools:
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
         return device_blocks * self.layout.device_align // self._device_blocks_per_align
-
-    @property
-    def device_cache_blocks(self) -> int:
-        """Device blocks that hold something: one, the null block, is never used."""
-        return (self.engine.device_blocks or 1) - 1
 
     @property
     def _device_blocks_per_align(self) -> int:

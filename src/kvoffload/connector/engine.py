@@ -78,17 +78,17 @@ class EngineSpec:
         self._check_number("engines")
         index, engines = self.engine, self.engines
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < engines:
-            raise ConfigError(f"engine={index!r}: must be a whole number from 0 to {engines - 1}, of {engines} engines")
+            raise ConfigError("engine", index, f"must be a whole number from 0 to {engines - 1}, of {engines} engines")
         for name in ("share_loads", "enable_events", "keeps_blocks", "is_beside_others"):
             if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"{name}={value!r}: must be True or False")
+                raise ConfigError(name, value, "must be True or False")
         for name in ("following", "next_free", "parent_request", "engine_options", "adapter_of", "trace_headers"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "parent_request"):
-                raise ConfigError(f"{name}={value!r}: must be a function; or leave it out")
+                raise ConfigError(name, value, "must be a function", "or leave it out")
         words = self.identity
         if not isinstance(words, Mapping) or not all(isinstance(word, str) for item in words.items() for word in item):
-            raise ConfigError(f'identity={words!r}: must be a mapping of strings, such as {{"dtype": "bfloat16"}}')
+            raise ConfigError("identity", words, 'must be a mapping of strings, such as {"dtype": "bfloat16"}')
         layout = Layout(self.groups, self.hash_block_size, self.following, self.parts)
         object.__setattr__(self, "layout", layout)
 
@@ -96,7 +96,7 @@ class EngineSpec:
     def why_inclusive(self) -> str | None:
         """Why host memory must repeat what the device holds; None if it need not."""
         if not self.keeps_blocks or self.device_blocks is None:
-            return "this engine does not say that its device cache keeps blocks (keeps_blocks, device_blocks)"
+            return "the device cache does not keep blocks (keeps_blocks, device_blocks; vLLM's does without sleep mode)"
         if self.adapter_of is not None:
             return "the engine serves adapters"
         layout = self.layout
@@ -109,13 +109,13 @@ class EngineSpec:
     def _check_groups(self) -> None:
         groups, parts = self.groups, self.parts
         if not isinstance(groups, Sequence) or not all(isinstance(group, KVGroup) for group in groups):
-            raise ConfigError(f"groups={groups!r}: pass a list with one KVGroup per KV cache group of the engine")
+            raise ConfigError("groups", groups, "", "pass a list with one KVGroup per KV cache group of the engine")
         if parts is not None and not isinstance(parts, Parts):
-            raise ConfigError(f"parts={parts!r}: pass plan_parts(...).parts; or leave it out")
+            raise ConfigError("parts", parts, "pass plan_parts(...).parts", "or leave it out")
         if parts is not None and len(parts.counts) != len(groups):
-            raise ConfigError(f"parts={parts!r}: must have one count for each of the {len(groups)} groups")
+            raise ConfigError("parts", parts, f"must have one count for each of the {len(groups)} groups")
 
     def _check_number(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name}={value!r}: must be a whole number, at least 1")
+            raise ConfigError(name, value, "must be a whole number, at least 1")

@@ -77,11 +77,14 @@ def call_within(deadline_s: float, call: Callable[[], T]) -> T:
     thread.start()
     thread.join(deadline_s)
     if errors:
-        raise ConfigError(f"the connection to the other ranks broke ({errors[0]}); their logs say why") from errors[0]
+        raise ConfigError(
+            fault=f"the connection to the other ranks broke ({errors[0]})", fix="their logs say why"
+        ) from errors[0]
     if not results:
         raise ConfigError(
-            f"some rank has not registered its KV cache within {deadline_s:g} s; its log says why, unless kvoffload is "
-            "not configured there: give every node the same --kv-transfer-config"
+            fault=f"some rank has not registered its KV cache within {deadline_s:g} s",
+            fix="its log says why, unless kvoffload is not configured there: give every node the same "
+            "--kv-transfer-config",
         )
     return results[0]
 

@@ -24,8 +24,9 @@ class WeightWatch(Protocol):
 
 
 class WeightComparisons:
-    """Compares the weights in every step with jobs, in the background. The comparisons are numbered: a job belongs to
-    the ``latest`` one when it begins, and can be trusted when that one, or a later one, has succeeded.
+    """Compares the weights in every step that computes or has jobs, in the background: a block is stored long after its
+    tokens were computed, and the weights may be the former ones again by then. The comparisons are numbered: a job
+    belongs to the ``latest`` one when it begins, and can be trusted when that one, or a later one, has succeeded.
 
     Without ``watch`` nothing is compared, and jobs are trusted at once. Errors of the watch are raised.
     """
@@ -33,7 +34,7 @@ class WeightComparisons:
     def __init__(self, watch: WeightWatch | None = None) -> None:
         self.watch = watch
         self.latest = 0
-        """Number of the latest comparison that a job needs."""
+        """Number of the latest comparison that a step needs."""
         self.is_stale = False
         """Whether the weights have changed in this epoch."""
         self._must_accept = False
@@ -51,14 +52,14 @@ class WeightComparisons:
         """Begins no comparison before the next step that needs one, because the weights may lose their memory."""
         self.latest = self._begun
 
-    def use(self, has_jobs: bool) -> bool:
+    def use(self) -> bool:
         """Accepts or compares the weights for a step that uses them. Returns whether a change was found."""
         if self.watch is None:
             return False
         if self._must_accept:
             self._must_accept = False
             self.watch.accept()
-        elif has_jobs and not self.is_stale:
+        elif not self.is_stale:
             self.latest += 1
             return self.advance()
         return False
@@ -71,7 +72,7 @@ class WeightComparisons:
         return not self._must_accept
 
     def advance(self) -> bool:
-        """Begins the comparison that jobs need, unless one is in progress, and processes the result of the one that has
+        """Begins the comparison that is needed, unless one is in progress, and processes the result of the one that has
         ended. Returns whether it found a change."""
         if self.watch is None:
             return False

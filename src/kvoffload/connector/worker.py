@@ -60,7 +60,7 @@ class OffloadingConnectorWorker:
     its tokens are not delayed. A job that fails is tried once more, unless its source may have changed; after that it
     is reported as failed. Nothing raises into the engine's step.
 
-    ``weights`` is asked in every step that brings loads or stores. If the weights have changed, all jobs fail, in
+    ``weights`` is asked in every step that computes, loads or stores. If the weights have changed, all jobs fail, in
     progress or new, until the epoch of a StepMeta shows that the scheduler half has forgotten all blocks. A job is not
     reported as successful before the comparison of its step, or a later one, has succeeded. ``adapters`` answers which
     bytes the model's adapters have; a load for other bytes than these fails.
@@ -220,12 +220,11 @@ class OffloadingConnectorWorker:
             self._report.done[meta.check_weights] = 1
             if not self._are_weights_same():
                 self._report.failed.add(meta.check_weights)
-        moves = bool(meta.loads or meta.stores)
         # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
         # have no memory. While suspended all jobs fail anyway.
-        if not self._broken and not self._suspended and (meta.has_tokens or moves):
+        if not self._broken and not self._suspended and (meta.has_tokens or meta.loads or meta.stores):
             try:
-                self._note_change(self.weights.use(has_jobs=moves))
+                self._note_change(self.weights.use())
             except Exception:
                 self._give_up()
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import ConfigError, Tier
+from kvoffload.abc.shown import HIDDEN, shown
+from kvoffload.cache.tenants import load_tenants
 from kvoffload.config import DoorConfig, OffloadConfig
-from kvoffload.doctor.doors import Door, Given, Part, door_of, read_sglang, read_vllm
-from kvoffload.doctor.findings import Level, split_fix
+from kvoffload.doctor.doors import Door, Given, Part, Say, door_of, read_sglang, read_vllm
+from kvoffload.doctor.findings import Level, strings_in
 from kvoffload.doctor.process import Report
-from kvoffload.settings import shown
+from kvoffload.supported import CONNECTOR, refuse_companions
 from kvoffload.tiering.bridge import STAGING_BYTES
-from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names
+from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, check_distinct, distinct_names
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
 
-CONNECTOR = "KVOffloadConnector"
 ROLE = "kv_both"
+OPTIONS_KEY = "kv_connector_extra_config"
 PLUGIN = "kvoffload"
 MAX_ERRORS = 16
 """Errors that are shown; each costs one more attempt to read the configuration."""
@@ -36,10 +38,11 @@ _SECRET_FILES = {
 }
 """Settings of tiers that name a file with a secret, and the harm that its readers could do."""
 _TOGETHER = ("disk_dir", "disk_bytes")
-_IS_OF_BUDGET = re.compile("this configuration has no tier|are guaranteed, more than")
-_INDEX = re.compile(r"(?<!\w)tiers\[(\d+)\]")
+_OF_BUDGET = re.compile("host_bytes|disk_|tiers")
+_ENTRY = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
+_OPTIONS = frozenset(each.name for each in fields(OffloadConfig))
 _STAND_IN_BYTES = 1 << 20
 """In place of a wrong ``host_bytes``, so that the other settings can be checked."""
 
@@ -92,6 +95,8 @@ class Plan:
     block_size_factor: int = 1
     has_fingerprint: bool = False
     tiers: list[PlannedTier] = field(default_factory=list)
+    is_beside_others: bool = False
+    """Whether vLLM has other connectors too."""
     tenants: list[str] = field(default_factory=list)
     shares: dict[str, int] = field(default_factory=dict)
     """Bytes of each share of a tenant by its setting, such as "tenants.search.quota.host"."""
@@ -133,9 +138,9 @@ def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports faults of the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
     door = door_of(arguments["options"], arguments["transfer"])
-    if arguments["transfer"] is not None:
-        _check_transfer(arguments["transfer"], door, report)
-    for path in _paths(arguments["options"]):
+    for name, path in strings_in(arguments["options"]):
+        if not path.startswith(("/", "~")) or shown(name, path) == HIDDEN:
+            continue
         # Reading the configuration touches them. If one hangs, this stage names it.
         report.stage(f"looks at {path}")
         with suppress(OSError, ValueError):
@@ -148,12 +153,22 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         is_valid &= level is not Level.PROBLEM
         report.found(f"config.{name}", level, text, fix)
 
-    given = Given([Part(arguments["options"])])
+    options, transfer = arguments["options"], arguments["transfer"] or {}
+    if arguments["transfer"] is not None:
+        _check_transfer(transfer, arguments.get("several"), door, say)
+    misplaced = {name: transfer[name] for name in transfer if name in _OPTIONS}
+    if misplaced and door is Door.CONNECTOR:
+        # They are checked there: what else is wrong is said too.
+        options = {**misplaced, **options}
+        text = f"{', '.join(misplaced)}: vLLM knows no such {'keys' if len(misplaced) > 1 else 'key'} there"
+        say("misplaced", text, f'write kvoffload\'s options one level below, into "{OPTIONS_KEY}": {{...}}')
+    given = Given([Part(options)])
     if door is not Door.CONNECTOR:
         given = (read_vllm if door is Door.VLLM else read_sglang)(arguments["options"], say)
     plan, errors = _plan(door, given, arguments["options"], report)
+    plan = replace(plan, is_beside_others=arguments.get("several") is not None)
     for error in errors:
-        say("refused", *split_fix(error))
+        say("refused", error.wrong, error.fix or "correct the setting")
     if is_valid:
         text = f"every setting is valid: tiers: {', '.join(tier.name for tier in plan.tiers) or 'none'}"
         if plan.host_bytes is not None:
@@ -166,97 +181,74 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     report.fact("plan", plan.to_dict())
 
 
-def _paths(options: object) -> Iterator[str]:
-    """Yields every string in parsed JSON that is a path."""
-    if isinstance(options, str) and options.startswith(("/", "~")):
-        yield options
-    elif isinstance(options, (list, dict)):
-        for inner in options.values() if isinstance(options, dict) else options:
-            yield from _paths(inner)
+@dataclass(frozen=True, kw_only=True)
+class _WrongTier(TierConfig):
+    """Takes the place of a wrong entry, so that the others keep theirs."""
+
+    kind = "wrong"
+    index: int
+
+    def open(self, context: TierContext) -> Tier:
+        raise NotImplementedError
 
 
 Config = TypeVar("Config", OffloadConfig, DoorConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadConfig(Generic[Config]):
-    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
-    None if there are more than MAX_ERRORS, or if a DoorConfig has no tier left. ``indexes``: the places that entries
-    left in ``tiers`` had."""
+def read_config(
+    kind: type[Config], options: Mapping[str, Any], prefix: str = ""
+) -> tuple[Config | None, list[ConfigError]]:
+    """Returns the configuration that a server would read from ``options``, without its wrong settings, and every error
+    for which the server would refuse them. ``prefix``: the words before the settings of a DoorConfig in errors.
 
-    config: Config | None
-    errors: list[str]
-    indexes: list[int]
-
-    def named(self, message: str) -> str:
-        """Returns ``message`` about an entry of ``config`` with the entry's index in the user's list."""
-        return _renumbered(message, self.indexes)
-
-
-def _renumbered(message: str, indexes: Sequence[int]) -> str:
-    places = dict(enumerate(indexes))
-    # A key that the user has made up may look like an entry.
-    return _INDEX.sub(lambda found: f"tiers[{places.get(int(found[1]), found[1])}]", message)
-
-
-def read_config(kind: type[Config], options: Mapping[str, Any], prefix: str = "") -> ReadConfig[Config]:
-    """Returns the configuration that a server would read from ``options``, and every error for which it would refuse
-    them. ``prefix``: the words before the settings of a DoorConfig in errors."""
+    The configuration is None if there are more than MAX_ERRORS, or if a DoorConfig has no tier.
+    """
     read: Any = partial(DoorConfig.from_mapping, prefix=prefix) if kind is DoorConfig else kind.from_mapping
-    left, errors = dict(options), list[str]()
-    tiers = left.get("tiers")
-    indexes = list(range(len(tiers))) if isinstance(tiers, list) else []
+    left, errors = dict(options), list[ConfigError]()
     while len(errors) < MAX_ERRORS:
         try:
-            return ReadConfig(read(left), errors, indexes)
+            return read(left), errors
         except ConfigError as error:
-            message = str(error)
-        errors.append(_renumbered(message, indexes))
-        message = message.removeprefix(prefix)
-        setting, entry = re.split(r"\W", message, maxsplit=1)[0], _INDEX.match(message)
-        if entry is not None and int(entry[1]) < len(indexes):
-            index = int(entry[1])
-            left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
-            del indexes[index]
-            if not indexes and kind is DoorConfig:
-                break
-        elif setting == "tier" and kind is DoorConfig and left.get("tiers") is None:
-            break
-        elif setting == "tenants":
-            if any(re.match("host_bytes|disk_|tiers", each) for each in errors) and _IS_OF_BUDGET.search(message):
+            errors.append(error)
+        setting = errors[-1].setting.removeprefix(prefix)
+        name, entry = re.split(r"\W", setting, maxsplit=1)[0], _ENTRY.match(setting)
+        if setting in left and name not in left:
+            del left[setting]
+        elif entry is not None:
+            left["tiers"] = [
+                _WrongTier(index=i) if i == int(entry[1]) else each for i, each in enumerate(left["tiers"])
+            ]
+        elif name == "tier" and "tier" in left and "tiers" not in left:
+            left["tier"] = _WrongTier(index=0)
+        elif name == "tenants":
+            if _are_tenants_right(left["tenants"]) and any(_OF_BUDGET.match(each.setting) for each in errors):
                 # The error follows from the settings that were left out.
                 errors.pop()
-            left["tenants"] = _without_fault(left["tenants"], message)
-        elif setting == "host_bytes":
+            left["tenants"] = (
+                _without(left["tenants"], _path_in(left["tenants"], setting.removeprefix("tenants"))) or {}
+            )
+        elif name == "host_bytes":
             left["host_bytes"] = _STAND_IN_BYTES
-        elif setting in left:
+        elif name in left:
             # Without the one the other would be an error too, which the user has not made.
-            for each in _TOGETHER if setting in _TOGETHER else (setting,):
+            for each in _TOGETHER if name in _TOGETHER else (name,):
                 left.pop(each, None)
         else:
             break
-    return ReadConfig(None, errors, indexes)
+    return None, errors
 
 
-def _without_fault(tenants: object, message: str) -> dict[str, Any]:
-    """Returns the option ``tenants`` without the subject of ``message``: a key of one tenant, one tenant, or all
-    guarantees of a tier; nothing if the message is about all tenants."""
-    if not isinstance(tenants, Mapping):
-        return {}
-    found = re.search(r" of (\S+) are guaranteed", message)
-    if message.startswith("tenants: ") and found is not None:
-        return {name: _without(entry, ("guaranteed", found[1])) for name, entry in tenants.items()}
-    for name in tenants:
-        if message.startswith(f"tenants: {shown(name)} "):
-            return {each: tenants[each] for each in tenants if each != name}
-    return dict(_without(tenants, _path_in(tenants, message.removeprefix("tenants"))) or {})
+def _are_tenants_right(tenants: object) -> bool:
+    with suppress(ConfigError):
+        return bool(load_tenants(tenants)) or not tenants
+    return False
 
 
 def _path_in(value: object, rest: str) -> tuple[str, ...]:
     """Returns the keys in nested mappings that ``rest`` begins with. A key may contain dots itself."""
-    rest = rest.lstrip(".: ")
+    rest = rest.removeprefix(".")
     names = value if isinstance(value, Mapping) else {}
-    keys = [str(key) for key in names if re.match(re.escape(str(key)) + r"[.:= ]", rest)]
+    keys = [str(key) for key in names if rest == str(key) or rest.startswith(f"{key}.")]
     if not keys:
         return ()
     key = max(keys, key=len)
@@ -272,27 +264,27 @@ def _without(value: Any, path: tuple[str, ...]) -> Any:
     return others if inner is None else {**value, path[0]: inner}
 
 
-def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) -> tuple[Plan, list[str]]:
+def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) -> tuple[Plan, list[ConfigError]]:
     """Returns the plan, and every error that a server would give."""
     is_connector = door is Door.CONNECTOR
-    planned, tiers, errors, config = list[TierEntry](), list[PlannedTier](), list[str](), None
+    planned, tiers, errors = list[TierEntry](), list[PlannedTier](), list[ConfigError]()
+    config: OffloadConfig | DoorConfig | None = None
     for part in given.parts:
-        read: ReadConfig[Any] = read_config(OffloadConfig if is_connector else DoorConfig, part.options, part.prefix)
-        errors += read.errors
-        config = read.config
+        kind: Any = OffloadConfig if is_connector else DoorConfig
+        config, found = read_config(kind, part.options, part.prefix)
+        errors += found
         if config is None:
             continue
         for entry in config.tier_entries:
-            prefix = read.named(entry.prefix)
-            named = TierEntry(prefix, entry.config)
+            if isinstance(entry.config, _WrongTier):
+                continue
             try:
-                tier = _planned(entry.config.kind, prefix, entry.config, config.lookup_deadline_ms, report)
-                check_distinct([*planned, named])
+                check_distinct([*planned, entry])
+                tier = _planned(entry, config.lookup_deadline_ms, report)
             except ConfigError as error:
-                message = str(error)
-                errors.append(message if message.startswith(prefix) else named.name_setting(message))
+                errors.append(error if error.setting.startswith(entry.prefix) else entry.name_error(error))
             else:
-                planned.append(named)
+                planned.append(entry)
                 tiers.append(tier)
     names = distinct_names(tier.name for tier in tiers)
     tiers = [replace(tier, name=name) for tier, name in zip(tiers, names, strict=True)]
@@ -311,7 +303,7 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) 
         ), errors
     if not isinstance(config, OffloadConfig):
         return Plan(), errors
-    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
+    is_host_wrong = any(error.setting == "host_bytes" for error in errors)
     plan = Plan(
         host_bytes=None if is_host_wrong else config.host_bytes,
         policy=config.policy,
@@ -334,8 +326,9 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
+def _planned(entry: TierEntry, lookup_deadline_ms: float, report: Report) -> PlannedTier:
     """Returns the doctor's view of a tier. Raises ConfigError."""
+    prefix, config = entry.prefix, entry.config
     store, memory_bytes, pins_memory = None, 0, False
     if isinstance(config, RemoteTierConfig):
         memory_bytes, pins_memory = config.memory_bytes, config.pins_memory
@@ -347,7 +340,7 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
             settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
         store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes, config.compress)
     return PlannedTier(
-        name,
+        config.kind,
         config.kind,
         prefix,
         lookup_deadline_ms if config.lookup_deadline_ms is None else config.lookup_deadline_ms,
@@ -375,24 +368,35 @@ def _check_secret_file(setting: str, name: str | None, harm: str, report: Report
         report.found("config.key_file_open", Level.WARNING, text, fix)
 
 
-def _check_transfer(transfer: Mapping[str, Any], door: Door, report: Report) -> None:
-    """Checks vLLM's own keys in its ``--kv-transfer-config``."""
-
-    def problem(name: str, text: str, fix: str, level: Level = Level.PROBLEM) -> None:
-        report.found(f"config.{name}", level, text, fix)
-
+def _check_transfer(transfer: Mapping[str, Any], several: Mapping[str, Any] | None, door: Door, say: Say) -> None:
+    """Checks vLLM's own keys in its ``--kv-transfer-config``, or in that of ``several`` connectors too."""
     connector, role = transfer.get("kv_connector"), transfer.get("kv_role")
     if door is Door.CONNECTOR and connector != CONNECTOR:
-        problem("connector", f"kv_connector={connector!r}: is not kvoffload", f'write "kv_connector": "{CONNECTOR}"')
+        text = f"kv_connector={shown('kv_connector', connector)}: is not kvoffload"
+        say("connector", text, f'write "kv_connector": "{CONNECTOR}"')
     if role is None:
-        problem("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
+        say("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
     elif role != ROLE:
-        fix = f'write "kv_role": "{ROLE}"'
-        problem("role", f"kv_role={role!r}: a server both stores and loads blocks", fix, Level.WARNING)
+        text, fix = (
+            f"kv_role={shown('kv_role', role)}: a server both stores and loads blocks",
+            f'write "kv_role": "{ROLE}"',
+        )
+        say("role", text, fix, level=Level.WARNING)
     plugins = os.environ.get("VLLM_PLUGINS") if door is Door.CONNECTOR else None
-    if plugins is not None and PLUGIN not in plugins.split(",") and "kv_connector_module_path" not in transfer:
-        problem(
+    has_plugin = plugins is None or PLUGIN in plugins.split(",")
+    if not has_plugin and "kv_connector_module_path" not in transfer:
+        say(
             "plugin",
             f"VLLM_PLUGINS={plugins!r}: vLLM then does not load kvoffload's plugin",
             f'add ",{PLUGIN}" to the variable, or "kv_connector_module_path": "kvoffload.vllm" to the configuration',
         )
+    if several is not None:
+        entries = [each for each in several[OPTIONS_KEY]["connectors"] if isinstance(each, Mapping)]
+        # A module's class may be derived from one that is served: only vLLM can tell.
+        known = [
+            each for each in entries if "kv_connector_module_path" not in each or each.get("kv_connector") == CONNECTOR
+        ]
+        try:
+            refuse_companions(several.get("kv_role"), [[str(each.get("kv_connector"))] for each in known], has_plugin)
+        except ConfigError as error:
+            say("several", error.wrong, error.fix)

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.doctor.configuration import PlannedTier, tier_from_dict
-from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
+from kvoffload.doctor.findings import Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
 from kvoffload.tiers.disk.layout import check_capacity
@@ -176,7 +176,7 @@ class _DirectoryCheck:
         return path
 
     def _refused(self, error: ConfigError) -> None:
-        text, fix = split_fix(f"{self._tier.prefix}{error}")
+        text, fix = error.within(self._tier.prefix).wrong, error.fix
         owner = -1
         with suppress(OSError):
             owner = os.stat(self._path).st_uid
@@ -199,9 +199,10 @@ class _DirectoryCheck:
                 self._found("directory.private", Level.OK, text, figures={"seats": seats})
             return
         # Without a lock file no server was here, and the doctor should leave none.
-        if LOCK_NAME in storage.files("") and not storage.read_only and not storage.try_lock():
-            text = f"{path} is in use by another server: a second one is refused"
-            fix = "stop that server first, or give each server a directory of its own"
+        has_lock = LOCK_NAME in storage.files("") and not storage.read_only
+        if has_lock and (owner := storage.take_lock()) is not None:
+            text = f"{path} is in use by {owner.name}: a second server is refused"
+            fix = owner.remedy or "stop that server first, or give each server a directory of its own"
             self._found("directory.in_use", Level.WARNING, text, fix)
         else:
             self._found("directory.private", Level.OK, f"{path} is private to user {user}, and not in use")
@@ -217,7 +218,7 @@ class _DirectoryCheck:
         try:
             check_capacity(wanted, free + held)
         except ConfigError as error:
-            text, fix = split_fix(f"{self._tier.prefix}{error}")
+            text, fix = error.within(self._tier.prefix).wrong, error.fix
             if held:
                 text += ": it evicts before it has what was set"
             is_refused = not held and self._tier.kind != SHARED

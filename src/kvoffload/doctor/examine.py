@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvoffload.abc import ConfigError
+from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.doctor.configuration import Plan, PlannedTier
 from kvoffload.doctor.directories import Space, space_findings
 from kvoffload.doctor.doors import Door
-from kvoffload.doctor.findings import Area, Finding, Level, Secrets
+from kvoffload.doctor.findings import Area, Finding, Hidden, Level
 from kvoffload.doctor.process import CheckProcess, Ending, Outcome
 from kvoffload.doctor.source import Source
 from kvoffload.doctor.worth import HOST, Medium, worth_findings
@@ -84,9 +84,9 @@ def _read_inputs(process: CheckProcess, arguments: Mapping[str, Any], deadline_s
     outcome = process.run("kvoffload.doctor.source:read", arguments, deadline_s)
     stage = outcome.stage or "reads the options"
     if outcome.ending is Ending.HUNG:
-        raise ConfigError(f"{stage}: no answer within {deadline_s:.0f} s; copy it to a local disk")
+        raise ConfigError(stage, NOT_SET, f"no answer within {deadline_s:.0f} s", "copy it to a local disk")
     if outcome.ending is Ending.STARVED:
-        raise ConfigError(f"{stage}: {_starved(outcome)}; {FIX_FOR_STARVING}")
+        raise ConfigError(stage, NOT_SET, f"{_starved(outcome)}", FIX_FOR_STARVING)
     if "error" in outcome.facts or outcome.failure:
         raise ConfigError(outcome.facts.get("error", outcome.failure))
     return outcome.facts
@@ -99,7 +99,7 @@ class _Examiner:
         self._source = source
         self._effort = effort
         self._on_progress = on_progress
-        self._secrets = Secrets(source.transfer or source.options)
+        self._hidden = Hidden(source.transfer or source.options)
         self._examination = Examination()
         self._deadline = time.monotonic() + effort.total_deadline_s
         self._process = process
@@ -180,10 +180,10 @@ class _Examiner:
         return outcome
 
     def _add(self, *findings: Finding) -> None:
-        self._examination.findings += map(self._secrets.hide_in, findings)
+        self._examination.findings += map(self._hidden.hide_in, findings)
 
     def _show(self, stage: str) -> None:
-        self._on_progress(self._secrets.hide(stage) or "starts", self._done, self._total)
+        self._on_progress(self._hidden.hide(stage) or "starts", self._done, self._total)
 
 
 def _starved(outcome: Outcome) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from kvoffload.abc.shown import HIDDEN, shown
 
 Figure = int | float | str | bool | None
 
@@ -86,62 +86,37 @@ class Finding:
         return cls(**{**fields, "level": Level(found["level"]), "check": Area(found["area"]) if is_of_doctor else None})
 
 
-def split_fix(message: str) -> tuple[str, str]:
-    """Returns the fault and the fix from the message of a ConfigError, which has the form "SETTING: fault; fix"."""
-    for separator in ("; ", ": "):
-        wrong, found, fix = message.partition(separator)
-        if found:
-            return wrong, fix
-    return message, "correct the setting"
+class Hidden:
+    """Removes from texts the values of a configuration that may not be shown. Errors do not have them; a library, a
+    store or a file system may repeat them."""
 
+    _MIN_CHARACTERS = 6
+    """A shorter value is more probably part of ordinary text than secret."""
 
-class Secrets:
-    """Removes secrets from texts: passwords in URLs, and the values of settings and environment variables whose names
-    say that they are secret."""
-
-    MASK = "***"
-    _NAME = re.compile(r"passw|secret|token|credential|(^|_|-)(key|pwd|auth)$", re.IGNORECASE)
-    _NOT_SECRET = re.compile(r"(file|dir|path)$", re.IGNORECASE)
-    _IN_URL = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]*)@")
-    _MIN_CHARACTERS = 3
-    _MIN_ENVIRONMENT_CHARACTERS = 8
-    """A shorter value of a variable is more probably part of ordinary text than secret."""
-
-    def __init__(self, options: object = None, environment: Mapping[str, str] | None = None) -> None:
-        """``options``: the configuration, as parsed JSON. ``environment``: by default that of this process."""
-        values = {value for name, value in _strings(options) if self._is_secret(name, value, self._MIN_CHARACTERS)}
-        for name, value in (os.environ if environment is None else environment).items():
-            if self._is_secret(name, value, self._MIN_ENVIRONMENT_CHARACTERS):
-                values.add(value)
-        self._values = sorted(values, key=len, reverse=True)
-
-    @classmethod
-    def _is_secret(cls, name: str, value: str, least: int) -> bool:
-        is_named = cls._NAME.search(name) and not cls._NOT_SECRET.search(name)
-        return bool(is_named) and len(value) >= least and not value.startswith("/")
+    def __init__(self, options: object = None) -> None:
+        """``options``: the configuration, as parsed JSON."""
+        values = {value for name, value in strings_in(options) if shown(name, value) == HIDDEN}
+        self._values = sorted((each for each in values if len(each) >= self._MIN_CHARACTERS), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """Returns ``text`` with all secrets replaced by MASK."""
-        text = self._IN_URL.sub(rf"\1:{self.MASK}@", text)
         for value in self._values:
-            text = text.replace(value, self.MASK)
+            text = text.replace(value, HIDDEN)
         return text
 
     def hide_in(self, finding: Finding) -> Finding:
-        """Returns ``finding`` without secrets."""
         figures = {
             name: self.hide(value) if isinstance(value, str) else value for name, value in finding.figures.items()
         }
         return replace(finding, text=self.hide(finding.text), fix=self.hide(finding.fix), figures=figures)
 
 
-def _strings(value: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields every string in parsed JSON with the key that it belongs to."""
+def strings_in(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yields every string in parsed JSON with the setting that it belongs to."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _strings(inner, str(key))
+            yield from strings_in(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, Sequence):
         for inner in value:
-            yield from _strings(inner, name)
+            yield from strings_in(inner, name)

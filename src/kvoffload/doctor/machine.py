@@ -19,7 +19,7 @@ import numpy as np
 from kvoffload.abc import ConfigError
 from kvoffload.doctor.configuration import Plan
 from kvoffload.doctor.doors import Door
-from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
+from kvoffload.doctor.findings import Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.host.limits import (
     available_memory,
@@ -252,9 +252,9 @@ def _check_descriptors(plan: Plan, report: Report) -> None:
         try:
             allow_descriptors(tier.bytes, engines=1)
         except ConfigError as error:
-            wrong, fix = split_fix(str(error))
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            report.found("descriptors.few", Level.PROBLEM, f"{tier.prefix}{wrong}", fix, {"hard_limit": hard})
+            wrong = error.within(tier.prefix).wrong
+            report.found("descriptors.few", Level.PROBLEM, wrong, error.fix, {"hard_limit": hard})
 
 
 def _check_locked_memory(plan: Plan, report: Report) -> None:

@@ -13,7 +13,7 @@ from kvoffload.digests import user_folder
 from kvoffload.doctor.configuration import Plan
 from kvoffload.doctor.directories import LAYER_KINDS, MEMORY_KINDS, mount_of
 from kvoffload.doctor.doors import Door
-from kvoffload.doctor.findings import Figure, Finding, Level, split_fix
+from kvoffload.doctor.findings import Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.model import MAX_CONFIG_BYTES, PARTS, LayerKind, ModelShape
@@ -47,7 +47,7 @@ def find_config(name: str) -> Path:
             if found.is_file():
                 return found
     where = "has no config.json" if path.is_dir() else f"is neither a path nor in the cache {_hub_cache()}"
-    raise ConfigError(f"--model={name!r}: {where}; give the model's directory or its config.json")
+    raise ConfigError("--model", name, where, "give the model's directory or its config.json")
 
 
 def _hub_cache() -> Path:
@@ -87,8 +87,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     try:
         shape = ModelShape.from_config(content)
     except ConfigError as error:
-        text, fix = split_fix(str(error))
-        report.found("model.unknown_shape", Level.WARNING, f"{path.parent.name}: {text}", fix)
+        report.found("model.unknown_shape", Level.WARNING, f"{path.parent.name}: {error.wrong}", error.fix)
         return
     report.fact("bytes_per_token", shape.bytes_per_token)
     _check_weights(path.parent, plan, report)

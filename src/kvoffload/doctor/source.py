@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvoffload.abc import ConfigError
-from kvoffload.doctor.configuration import CONNECTOR
+from kvoffload.abc import NOT_SET, ConfigError
+from kvoffload.doctor.configuration import OPTIONS_KEY
 from kvoffload.doctor.model import find_config
 from kvoffload.doctor.process import Report
+from kvoffload.supported import CONNECTOR
 
 MAX_CONFIG_BYTES = 1 << 20
-OPTIONS_KEY = "kv_connector_extra_config"
 SEVERAL = "MultiConnector"
 """vLLM's connector that has others, listed under "connectors"."""
 _EXAMPLE = """--config '{"host_bytes": "64GiB"}' or --config FILE"""
@@ -23,10 +23,12 @@ _EXAMPLE = """--config '{"host_bytes": "64GiB"}' or --config FILE"""
 @dataclass(frozen=True, slots=True)
 class Source:
     """A configuration as it was given. ``options``: kvoffload's own. ``transfer``: the whole of vLLM's
-    ``--kv-transfer-config`` if that was given, or kvoffload's entry in that of several connectors; otherwise None."""
+    ``--kv-transfer-config`` if that was given, or kvoffload's entry in that of several connectors; otherwise None.
+    ``several``: the configuration of these."""
 
     options: Mapping[str, Any]
-    transfer: Mapping[str, Any] | None = field(default=None)
+    transfer: Mapping[str, Any] | None = None
+    several: Mapping[str, Any] | None = None
 
 
 def read(arguments: Mapping[str, Any], report: Report) -> None:
@@ -57,20 +59,24 @@ def read_source(text: str) -> Source:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{said}: not JSON ({error}); correct it there, or write {_EXAMPLE}") from error
+        if said.endswith((".yaml'", ".yml'")):
+            raise ConfigError(said, NOT_SET, "YAML is not read", "write the same as JSON into a file") from error
+        raise ConfigError(said, NOT_SET, f"not JSON ({error})", f"correct it there, or write {_EXAMPLE}") from error
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{said}: not a JSON object; write {_EXAMPLE}")
+        raise ConfigError(said, NOT_SET, "not a JSON object", f"write {_EXAMPLE}")
     if "kv_connector" not in content and OPTIONS_KEY not in content:
         return Source(content)
-    options = content.get(OPTIONS_KEY) or {}
+    options = content.get(OPTIONS_KEY)
+    if options is None:
+        options = {}
     if not isinstance(options, Mapping):
-        raise ConfigError(f'{said}: {OPTIONS_KEY} is not a JSON object; write "{OPTIONS_KEY}": {{...}}')
+        raise ConfigError(said, NOT_SET, f"{OPTIONS_KEY} is not a JSON object", f'write "{OPTIONS_KEY}": {{...}}')
     if content.get("kv_connector") == SEVERAL:
         entries = options.get("connectors")
         for entry in entries if isinstance(entries, list) else []:
             if isinstance(entry, Mapping) and entry.get("kv_connector") == CONNECTOR:
-                return read_source(json.dumps(entry))
-        raise ConfigError(f'{said}: none of the "connectors" of {SEVERAL} is {CONNECTOR}; add it there')
+                return replace(read_source(json.dumps(entry)), several=content)
+        raise ConfigError(said, NOT_SET, f'none of the "connectors" of {SEVERAL} is {CONNECTOR}', "add it there")
     return Source(options, content)
 
 
@@ -81,4 +87,4 @@ def _read_file(name: str) -> str:
             return file.read(MAX_CONFIG_BYTES).decode()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"--config={name!r}: cannot be read ({reason}); write {_EXAMPLE}") from error
+        raise ConfigError("--config", name, f"cannot be read ({reason})", f"write {_EXAMPLE}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.abc import NOT_SET, ByteArray, ConfigError
 from kvoffload.host.limits import Reservation, available_memory, memory_grows, other_reservations, reserve
 from kvoffload.host.mapping import map_file
 from kvoffload.host.numa import allocated_on
@@ -61,8 +61,9 @@ class PoolHandle:
         """Raises ConfigError unless this process runs on the pool's machine."""
         if self.boot_id != boot_id():
             raise ConfigError(
-                "a worker runs on another node than the scheduler, whose tiers below host memory cannot reach that "
-                "worker's host pool; remove these tiers, or run one engine per node"
+                fault="a worker runs on another node than the scheduler, whose tiers below host memory "
+                "cannot reach that worker's host pool",
+                fix="remove these tiers, or run one engine per node",
             )
 
     def open(self) -> npt.NDArray[np.uint8]:
@@ -141,8 +142,10 @@ class HostPool:
                 raise
         except OSError as error:
             raise ConfigError(
-                f"host_bytes: the kernel refused {format_bytes(self.nbytes)} ({error.strerror}); "
-                "set host_bytes lower, or raise the container's memory limit"
+                "host_bytes",
+                NOT_SET,
+                f"the kernel refused {format_bytes(self.nbytes)} ({error.strerror})",
+                "set host_bytes lower, or raise the container's memory limit",
             ) from error
 
     def _find_room(self) -> None:
@@ -159,8 +162,11 @@ class HostPool:
             is_first = all(mine < (other.pid, other.inode) for other in others)
             if not others or not is_first or time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"host_bytes: {format_bytes(self.nbytes)} requested, but only {format_bytes(available)} can be "
-                    f"allocated here{_beside(others)}; set host_bytes to {format_bytes(available * 8 // 10)} or less"
+                    "host_bytes",
+                    NOT_SET,
+                    f"{format_bytes(self.nbytes)} requested, but only {format_bytes(available)} can "
+                    f"be allocated here{_beside(others)}",
+                    f"set host_bytes to {format_bytes(available * 8 // 10)} or less",
                 )
             if not waits:
                 waits = True
@@ -186,10 +192,13 @@ class HostPool:
                 available = available_memory()
             if needed > available:
                 raise ConfigError(
-                    f"host_bytes: {format_bytes(self.nbytes)} requested, but "
+                    "host_bytes",
+                    NOT_SET,
+                    f"{format_bytes(self.nbytes)} requested, but "
                     f"{'memory does not grow' if grows else 'other processes took memory at the same time'}: "
-                    f"{format_bytes(left)} are still to be allocated, but only {format_bytes(available)} are "
-                    f"available; set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less"
+                    f"{format_bytes(left)} are still to be allocated, but only "
+                    f"{format_bytes(available)} are available",
+                    f"set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less",
                 )
             os.posix_fallocate(self.fd, offset, step)
             if left > step and time.monotonic() - logged >= LOG_EVERY_S:

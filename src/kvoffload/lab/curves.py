@@ -76,7 +76,7 @@ def hit_curve(
     """
     least = NUM_SAMPLES.bit_length() - 1
     if sample_bits is not None and not least <= sample_bits <= MAX_SAMPLE_BITS:
-        raise ConfigError(f"sample_bits={sample_bits}: must be {least} to {MAX_SAMPLE_BITS}; or leave it out")
+        raise ConfigError("sample_bits", sample_bits, f"must be {least} to {MAX_SAMPLE_BITS}", "or leave it out")
     capacities = sorted(set(capacities))
     asked = max(1, int(trace.input_tokens.sum()))
     lru = LRUCurve(trace)

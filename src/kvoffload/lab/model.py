@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
-from kvoffload.abc import ConfigError
-from kvoffload.settings import shown
+from kvoffload.abc import NOT_SET, ConfigError
+from kvoffload.abc.shown import MAX_SHOWN
+from kvoffload.printable import printable
 
 DTYPE_BYTES = {
     "float32": 4.0,
@@ -112,10 +113,10 @@ def _read(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             content = json.loads(file.read(MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
-        raise ConfigError(f"model={str(path)!r}: {reason}; {fix}") from error
+        reason = str(error.strerror) if isinstance(error, OSError) else f"not JSON ({error})"
+        raise ConfigError("model", str(path), reason, fix) from error
     if not isinstance(content, Mapping):
-        raise ConfigError(f"model={str(path)!r}: not a JSON object; {fix}")
+        raise ConfigError("model", str(path), "not a JSON object", fix)
     return content
 
 
@@ -151,14 +152,19 @@ class _Config:
             least = 0 if default == 0 else 1
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_NUMBER:
                 raise ConfigError(
-                    f"{self.where}: {each}={shown(value)}: must be a whole number from {least} to {MAX_NUMBER:,}, or a "
-                    "list with one per layer; correct the file"
+                    self.where,
+                    NOT_SET,
+                    f"{each}={printable(repr(value), MAX_SHOWN)}: must be a whole number from {least} to "
+                    f"{MAX_NUMBER:,}, or a list with one per layer",
+                    "correct the file",
                 )
             return value
         if default is None:
             raise ConfigError(
-                f"{self.where}: {name} is missing, so the KV bytes per token are unknown; add it, or give the "
-                "config.json of the language model itself"
+                self.where,
+                NOT_SET,
+                f"{name} is missing, so the KV bytes per token are unknown",
+                "add it, or give the config.json of the language model itself",
             )
         return default
 
@@ -225,7 +231,10 @@ def _dtype_bytes(fields: Mapping[str, Any], where: str, notes: list[str]) -> flo
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ConfigError(
-            f"{where}: dtype={dtype!r}: unknown; give the dtype of the KV cache: one of {', '.join(DTYPE_BYTES)}"
+            where,
+            NOT_SET,
+            f"dtype={dtype!r}: unknown",
+            f"give the dtype of the KV cache: one of {', '.join(DTYPE_BYTES)}",
         )
     return DTYPE_BYTES[name]
 
@@ -235,7 +244,7 @@ def _layer_kinds(config: _Config, layers: int) -> list[LayerKind]:
     if isinstance(types, list):
         if len(types) != layers:
             raise ConfigError(
-                f"{config.where}: layer_types has {len(types)} entries for {layers} layers; correct the file"
+                config.where, NOT_SET, f"layer_types has {len(types)} entries for {layers} layers", "correct the file"
             )
         return [_kind(str(each)) for each in types]
     pattern = config.fields.get("hybrid_override_pattern")
@@ -292,7 +301,10 @@ def _attention(config: _Config, kind: LayerKind) -> _LayerCost:
         size, rest = divmod(hidden, heads)
         if rest:
             raise ConfigError(
-                f"{config.where}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}; add head_dim"
+                config.where,
+                NOT_SET,
+                f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}",
+                "add head_dim",
             )
     one_head = config.fields.get("multi_query") is True and not config.fields.get("new_decoder_architecture")
     kv_heads = (

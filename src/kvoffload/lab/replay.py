@@ -47,10 +47,10 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
-from kvoffload.config import HostContents
+from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.columns import Folder, pieces
+from kvoffload.lab.columns import pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
@@ -58,6 +58,7 @@ from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
 from kvoffload.observe.trace import name_hash
+from kvoffload.supported import TESTED
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
@@ -127,27 +128,30 @@ class ReplayConfig:
     """Capacity of the disk; 0: none."""
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it."""
-    host_contents: HostContents = HostContents.INCLUSIVE
+    host_contents: HostContents = HOST_CONTENTS
     """Exclusive contents need a device."""
     contract: Contract = DEFAULT_CONTRACT
 
     def __post_init__(self) -> None:
         for name, least in (("capacity_blocks", 1), ("device_blocks", 0), ("disk_blocks", 0)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be {least} or more")
+                raise ConfigError(name, getattr(self, name), f"must be {least} or more")
         if self.store_threshold is not None and self.store_threshold < 2:
-            raise ConfigError(f"store_threshold={self.store_threshold}: must be 2 or more; leave it out to store all")
+            raise ConfigError("store_threshold", self.store_threshold, "must be 2 or more", "leave it out to store all")
         if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
             self.disk_blocks or self.device_blocks
         ):
-            raise ConfigError(
-                f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
-                "policy is replayed with host memory alone; leave device and disk out"
-            )
-        if self.host_contents is HostContents.EXCLUSIVE and not self.device_blocks:
-            raise ConfigError(
-                "host_contents=exclusive with device_blocks=0: there is nothing to leave out; give a device"
-            )
+            fault = "this policy is replayed with host memory alone"
+            raise ConfigError("policy", self.policy, fault, "leave device and disk out")
+        check_contents(self.host_contents, self.device_blocks)
+
+
+def check_contents(contents: HostContents, device: int) -> None:
+    """Raises ConfigError for exclusive contents without a device."""
+    if contents is HostContents.EXCLUSIVE and not device:
+        raise ConfigError(
+            "host_contents", "exclusive", "there is nothing to leave out without a device", "give a device"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +300,7 @@ def replay(
     except Exception as error:
         if config.policy in (CLAIRVOYANT, *KNOWN):
             raise
-        raise ConfigError(_failed(config.policy, done, error)) from error
+        raise _failed(config.policy, done, error) from error
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
@@ -314,8 +318,10 @@ def run_class(policy: str) -> type[Run]:
         found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
     except ImportError as error:
         raise ConfigError(
-            f"policy={policy!r}: vLLM's manager of host memory cannot be imported ({error}); install vLLM 0.31 or "
-            "later, or name a policy of kvoffload"
+            "policy",
+            policy,
+            f"vLLM's manager of host memory cannot be imported ({error})",
+            f"install vLLM {TESTED[0]} or later, or name a policy of kvoffload",
         ) from error
     return found
 
@@ -351,8 +357,7 @@ def replay_many(
     context = multiprocessing.get_context("spawn")
     done = context.Array("d", len(configs), lock=False)
     # All processes map the same files.
-    folder = trace.folder or Folder()
-    trace.save(folder)
+    folder = trace.save()
     shared = folder.path, trace.name, trace.block_tokens, trace.tenant_names
     with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
@@ -367,20 +372,18 @@ def replay_many(
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise ConfigError(
-                f"jobs={processes}: a process died, perhaps because memory ran out; use fewer jobs, or 1 to see why"
+                "jobs", processes, "a process died, perhaps because memory ran out", "use fewer jobs, or 1 to see why"
             ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _failed(policy: str, request: int, error: Exception) -> str:
+def _failed(policy: str, request: int, error: Exception) -> ConfigError:
     where = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    return (
-        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; test it with "
-        "kvoffload.testing.conformance"
-    )
+    fault = f"failed at request {request}, {where.filename}:{where.lineno}: {words}"
+    return ConfigError("policy", policy, fault, "test it with kvoffload.testing.conformance")
 
 
 def part(on_progress: Progress | None, start: float, end: float) -> Progress | None:
@@ -654,7 +657,7 @@ class Run:
         else:
             raise IntegrityError("a request waited forever for blocks on disk")
         ready = self.host.table.states(prompt) == HIT
-        from_disk = min(found, sum(manager.release_request(context).values()))
+        from_disk = min(found, sum(map(len, manager.release_request(context).values())))
         return found, from_disk, ready
 
     def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
@@ -789,12 +792,14 @@ def _device(trace: Trace, num_blocks: int) -> DeviceCache:
     longest = least_device_blocks(trace)
     if longest > num_blocks:
         raise ConfigError(
-            f"device_blocks={num_blocks}: the longest request needs {longest} at once, so no engine could serve it; "
-            f"use {longest} or more, or leave the device out"
+            "device_blocks",
+            num_blocks,
+            f"the longest request needs {longest} at once, so no engine could serve it",
+            f"use {longest} or more, or leave the device out",
         )
     used = min(num_blocks, max(1, int(_device_blocks_of(trace).sum())))
     if used > MAX_DEVICE_BLOCKS:
-        raise ConfigError(f"device_blocks={num_blocks}: a replay supports at most {MAX_DEVICE_BLOCKS:,}; use fewer")
+        raise ConfigError("device_blocks", num_blocks, f"a replay supports at most {MAX_DEVICE_BLOCKS:,}", "use fewer")
     return DeviceCache(used, trace.num_distinct)
 
 

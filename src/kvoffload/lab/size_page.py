@@ -11,7 +11,7 @@ from kvoffload.lab.figures import BLUE, GREEN, INK, MUTED, PURPLE, STYLE, make_f
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.page import render
-from kvoffload.lab.sizing import Prices, Sizing, caches, footnote, milliseconds
+from kvoffload.lab.sizing import Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes
 
@@ -68,7 +68,7 @@ def curve_plot(sizing: Sizing) -> str:
         tried = _share_by_size(sizing)
         ax.scatter(list(tried), list(tried.values()), s=34, color=CURVE, zorder=3, linewidths=0)
         best = sizing.best
-        above, below = caches(best.ram_bytes, best.disk_bytes, sizing.device_bytes)
+        above, below = sizing.choices.caches(best.ram_bytes, best.disk_bytes)
         above_name = "RAM" if above == best.ram_bytes else "device and RAM"
         for name, amount, colour, marker in ((above_name, above, RAM, "D"), ("disk", below, DISK, "^")):
             if amount:
@@ -100,8 +100,7 @@ def curve_plot(sizing: Sizing) -> str:
 def _share_by_size(sizing: Sizing) -> dict[int, float]:
     """Returns the percentage that each size that was tried serves alone. RAM and device count as one cache."""
     by_blocks = dict(zip(sizing.curve.capacities, sizing.curve.hit_pct.tolist(), strict=True))
-    device = sizing.device_bytes
-    tried = {amount for each in sizing.settings for amount in caches(each.ram_bytes, each.disk_bytes, device)}
+    tried = {amount for each in sizing.settings for amount in sizing.choices.caches(each.ram_bytes, each.disk_bytes)}
     sizes = sorted(tried - {0})
     return {amount: by_blocks[min(amount // sizing.block_bytes, sizing.curve.capacities[-1])] for amount in sizes}
 

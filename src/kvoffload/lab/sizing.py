@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -12,8 +11,8 @@ import numpy as np
 
 from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import HOST
-from kvoffload.config import INCLUSIVE_FROM, HostContents
-from kvoffload.host.pool import padded_slot_bytes
+from kvoffload.config import HOST_CONTENTS, HostContents
+from kvoffload.lab.capacity import slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
@@ -23,6 +22,7 @@ from kvoffload.lab.replay import (
     Contract,
     ReplayConfig,
     ReplayResult,
+    check_contents,
     least_device_blocks,
     part,
     replay_many,
@@ -65,8 +65,17 @@ class Choices:
     disk: Sequence[int] = ()
     """In bytes; 0: none. By default powers of two; with only ``ram``, no disk."""
     device: int = 0
-    """The engine's own cache on the device, in bytes. RAM without a disk does not repeat it where a server would not.
-    0: counted as a part of RAM."""
+    """The engine's own cache on the device, in bytes; 0: counted as a part of RAM."""
+    host_contents: HostContents = HOST_CONTENTS
+    """Exclusive: RAM does not repeat what the device holds. This needs a device."""
+
+    def __post_init__(self) -> None:
+        check_contents(self.host_contents, self.device)
+
+    def caches(self, ram_bytes: int, disk_bytes: int) -> tuple[int, int]:
+        """Returns the size of the cache that device and RAM are together, and that of the disk."""
+        is_exclusive = self.host_contents is HostContents.EXCLUSIVE
+        return ram_bytes + self.device if is_exclusive else max(ram_bytes, self.device), disk_bytes
 
 
 DEFAULT_CHOICES = Choices()
@@ -92,7 +101,15 @@ class Setting:
 
     @property
     def disk_pct(self) -> float:
-        return self.served_pct - self.ram_pct - self.device_pct
+        return max(0.0, self.served_pct - self.ram_pct - self.device_pct)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What comes from the device, from RAM and from disk, in tenths of a percent that add up to ``served_pct``."""
+        served = round(self.served_pct, 1)
+        device = min(round(self.device_pct, 1), served)
+        above = max(device, min(round(self.device_pct + self.ram_pct, 1), served))
+        return {"device": device, "RAM": round(above - device, 1), "disk": round(served - above, 1)}
 
     def __str__(self) -> str:
         disk = f" + {format_bytes(self.disk_bytes)} disk" if self.disk_bytes else ""
@@ -138,8 +155,11 @@ class Sizing:
     """Percent of prompt tokens that LRU serves, by capacity in blocks, from 0 to all distinct blocks."""
     comparison: Comparison | None
     """What the contract brings and costs in ``best``; None without a contract."""
-    device_bytes: int
-    """The engine's own cache on the device; 0: counted as a part of RAM."""
+    choices: Choices
+
+    @property
+    def device_bytes(self) -> int:
+        return self.choices.device
 
     @property
     def best(self) -> Setting:
@@ -149,7 +169,14 @@ class Sizing:
     @property
     def answer(self) -> str:
         """The result in sentences."""
-        return " ".join((*_verdict(self), *_marginal(self)))
+        device = [f"The device's own cache has {format_bytes(self.device_bytes)}."] if self.device_bytes else []
+        return " ".join((*device, *_verdict(self), *_marginal(self)))
+
+    @property
+    def places(self) -> list[str]:
+        """Which of the ``parts`` of settings to show."""
+        has_disk = any(setting.disk_bytes for setting in self.settings)
+        return [*(["device"] if self.device_bytes else []), "RAM", *(["disk"] if has_disk else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the curve of LRU, for JSON."""
@@ -160,6 +187,7 @@ class Sizing:
         return {
             "answer": self.answer,
             "policy": self.policy,
+            "device_bytes": self.device_bytes,
             "block_bytes": self.block_bytes,
             "footprint_bytes": self.footprint_bytes,
             "ceiling": plain(self.ceiling),
@@ -213,13 +241,16 @@ def size(
     ``block_bytes``. Default sizes that have no room for them are left out. Raises ConfigError, also if sizes that are
     given have no room for the shares.
     """
-    block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
+    block_bytes = slot_bytes(trace, model)
     for name, sizes in (("ram", choices.ram), ("disk", choices.disk), ("device", [choices.device])):
         for amount in sizes:
             if amount < block_bytes and not (name != "ram" and amount == 0):
                 raise ConfigError(
-                    f"{name}={format_bytes(amount)}: too small for one block of {format_bytes(block_bytes)} "
-                    f"({trace.block_tokens} tokens of {model.name}); give many times that"
+                    name,
+                    format_bytes(amount),
+                    f"too small for one block of {format_bytes(block_bytes)} ({trace.block_tokens} "
+                    f"tokens of {model.name})",
+                    "give many times that",
                 )
     contract = dataclasses.replace(contract, block_bytes=block_bytes)
     has_contract = contract.counts_in(trace)
@@ -231,13 +262,13 @@ def size(
     pairs = _with_room(all_pairs, choices, contract)
     footprint = trace.num_distinct * block_bytes
     tried = [(ram * r, disk * d) for ram, disk in pairs for r, d in ((1, 1), (2, 1), (1, 2))]
-    amounts = {amount for pair in (*tried, (footprint, 0), (0, 0)) for amount in caches(*pair, choices.device)}
+    amounts = {amount for pair in (*tried, (footprint, 0), (0, 0)) for amount in choices.caches(*pair)}
     amounts.add(choices.device)
     capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts if amount}
     # LRU's curve takes no replays, and where nothing is evicted, all policies find the same.
     curve_policy = "lru" if has_contract else choices.policy
     curve = hit_curve(trace, curve_policy, sorted(capacities), processes=processes, on_progress=on_progress)
-    on_curve = _OnCurve(trace, block_bytes, curve, choices.device)
+    on_curve = _OnCurve(trace, block_bytes, curve, choices)
     evaluate = _Evaluator(trace, model, speeds, prices)
     nothing, ceiling = evaluate([(0, 0), (footprint, 0)], on_curve)
     find: _Find = on_curve
@@ -271,19 +302,8 @@ def size(
         curve=curve,
         lru_pct=lru_pct,
         comparison=comparison,
-        device_bytes=choices.device,
+        choices=choices,
     )
-
-
-def caches(ram_bytes: int, disk_bytes: int, device_bytes: int) -> tuple[int, int]:
-    """Returns the size of the cache that device and RAM are together, and that of the disk."""
-    is_exclusive = _is_exclusive(ram_bytes, disk_bytes, device_bytes)
-    return ram_bytes + device_bytes if is_exclusive else max(ram_bytes, device_bytes), disk_bytes
-
-
-def _is_exclusive(ram_bytes: int, disk_bytes: int, device_bytes: int) -> bool:
-    """Whether RAM does not repeat what the device holds."""
-    return not disk_bytes and ram_bytes < INCLUSIVE_FROM * device_bytes
 
 
 def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[int]]:
@@ -305,8 +325,8 @@ def _pairs(choices: Choices, default_ram: Sequence[int], default_disk: Sequence[
     rams = sorted(set(choices.ram or default_ram))
     if len(rams) * len(disks) > MAX_SETTINGS:
         raise ConfigError(
-            f"ram and disk: {len(rams) * len(disks):,} combinations, but at most {MAX_SETTINGS:,} are allowed; give "
-            "fewer sizes"
+            fault=f"ram and disk: {len(rams) * len(disks):,} combinations, but at most {MAX_SETTINGS:,} are allowed",
+            fix="give fewer sizes",
         )
     pairs = [(ram_bytes, disk_bytes) for ram_bytes in rams for disk_bytes in disks]
     useful = [pair for pair in pairs if pair[1] == 0 or pair[1] > pair[0]]
@@ -317,8 +337,10 @@ def _check_device(device_bytes: int, least: int) -> None:
     """Raises ConfigError if the longest request, which needs ``least`` bytes, has no room on the device."""
     if device_bytes < least:
         raise ConfigError(
-            f"device={format_bytes(device_bytes)}: the longest request needs {format_bytes(least)} at once, so no "
-            "engine could serve it; give that or more, or leave the device out"
+            "device",
+            format_bytes(device_bytes),
+            f"the longest request needs {format_bytes(least)} at once, so no engine could serve it",
+            "give that or more, or leave the device out",
         )
 
 
@@ -336,8 +358,8 @@ def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> l
             contract.shares(DISK, disk_bytes // block_bytes)
         if least_disk and not disk_bytes and (choices.disk or choices.ram):
             raise ConfigError(
-                f"disk=none: the shares of the tenants need {format_bytes(least_disk)} of disk; give a disk, or remove "
-                "these shares"
+                fault=f"disk=none: the shares of the tenants need {format_bytes(least_disk)} of disk",
+                fix="give a disk, or remove these shares",
             )
     roomy = [pair for pair in pairs if pair[0] >= least_ram and pair[1] >= least_disk]
     if not roomy:
@@ -346,8 +368,9 @@ def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> l
         if least_disk:
             needed += f" and {format_bytes(least_disk)} of disk"
         raise ConfigError(
-            f"ram={ram}, disk={disk}: the largest sizes tried have no room for the shares of the tenants, "
-            f"which need {needed}; give larger sizes, or lower the shares"
+            fault=f"ram={ram}, disk={disk}: the largest sizes tried have no room for the shares of the "
+            f"tenants, which need {needed}",
+            fix="give larger sizes, or lower the shares",
         )
     return roomy
 
@@ -407,14 +430,14 @@ class _OnCurve:
     trace: Trace
     block_bytes: int
     curve: Curve
-    device_bytes: int
+    choices: Choices
 
     def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
         return (self._found(*pair) for pair in pairs)
 
     def _found(self, ram_bytes: int, disk_bytes: int) -> _Found:
-        on_device, device_pct, _ = self._at(self.device_bytes)
-        in_ram, ram_pct, ram_bound = self._at(caches(ram_bytes, disk_bytes, self.device_bytes)[0])
+        on_device, device_pct, _ = self._at(self.choices.device)
+        in_ram, ram_pct, ram_bound = self._at(self.choices.caches(ram_bytes, disk_bytes)[0])
         served, served_pct, bound = in_ram, ram_pct, ram_bound
         if disk_bytes:
             on_disk, disk_pct, disk_bound = self._at(disk_bytes)
@@ -423,7 +446,7 @@ class _OnCurve:
             bound = max(ram_bound, disk_bound)
             served_pct = self._percent(either) if bound == 0 else max(ram_pct, disk_pct)
             served_pct -= self._percent(either - served)
-        on_device = np.minimum(on_device, in_ram)
+        on_device, device_pct = np.minimum(on_device, in_ram), min(device_pct, ram_pct)
         tokens = on_device, in_ram - on_device, served - in_ram
         return _Found(*tokens, device_pct, ram_pct - device_pct, served_pct, bound)
 
@@ -491,13 +514,12 @@ class _InReplays:
     def _config(self, pair: Pair, has_contract: bool) -> ReplayConfig:
         ram_bytes, disk_bytes = pair
         block_bytes, device_bytes = self.contract.block_bytes, self.choices.device
-        is_exclusive = _is_exclusive(ram_bytes, disk_bytes, device_bytes)
         return ReplayConfig(
             self.choices.policy,
             ram_bytes // block_bytes,
             device_bytes // block_bytes,
             disk_bytes // block_bytes,
-            host_contents=HostContents.EXCLUSIVE if is_exclusive else HostContents.INCLUSIVE,
+            host_contents=self.choices.host_contents,
             contract=self.contract if has_contract else NO_CONTRACT,
         )
 
@@ -551,13 +573,17 @@ def _warnings(footprint: int, largest: int) -> list[str]:
 # Sentences.
 
 
+_THE = {"device": "the device", "RAM": "RAM", "disk": "disk"}
+
+
 def _verdict(sizing: Sizing) -> list[str]:
     best, target = sizing.best, sizing.target_p95_s
     served = f"{_percent(best.served_pct, best.bound_pct)} of prompt tokens"
-    if best.disk_bytes:
-        served += f" ({best.ram_pct:.1f}% from RAM, {best.disk_pct:.1f}% from disk)"
-    elif best.device_pct:
-        served += f" ({best.device_pct:.1f}% from the device, {best.ram_pct:.1f}% from RAM)"
+    parts = [
+        f"{best.parts[each]:.1f}% from {_THE[each]}" for each in sizing.places if best.disk_bytes or each != "disk"
+    ]
+    if len(parts) > 1:
+        served += f" ({', '.join(parts)})"
     if target is None:
         return [f"{best} {'serve' if best.disk_bytes else 'serves'} {served}."]
     goal = f"a TTFT p95 of {milliseconds(target)}"
@@ -575,11 +601,11 @@ def _marginal(sizing: Sizing) -> list[str]:
     best, ram, disk = sizing.best, sizing.more_ram, sizing.more_disk
     more = f"The next {format_bytes(best.ram_bytes)}"
     if disk is None:
-        text = f"{more} of RAM would add {ram.served_pct - best.served_pct:.1f} points."
+        text = f"{more} of RAM would add {ram.served_pct - best.served_pct:z.1f} points."
     else:
         text = (
-            f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:.1f} points more from RAM; the next "
-            f"{format_bytes(best.disk_bytes)} of disk would add {disk.served_pct - best.served_pct:.1f} points."
+            f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:z.1f} points more from RAM; the next "
+            f"{format_bytes(best.disk_bytes)} of disk would add {disk.served_pct - best.served_pct:z.1f} points."
         )
     return [text, f"A cache that never evicts would serve {sizing.ceiling.served_pct:.1f}%."]
 
@@ -600,12 +626,16 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
             f" * marks the cheapest setting that saves {100 * GOOD_SHARE:.0f}% of the time to first token that the "
             "fastest one saves."
         )
+    device = " The device's own cache counts as a part of RAM; --device sets it apart."
+    if sizing.device_bytes:
+        repeats = "does not repeat" if sizing.choices.host_contents is HostContents.EXCLUSIVE else "repeats"
+        device = f" RAM {repeats} what the device holds."
     replayed = (
         "" if sizing.comparison is None else " Every setting was replayed with the tenants' shares and the hints."
     )
     return (
         f"Percentages are of prompt tokens, with the policy {sizing.policy} in RAM and on disk; the disk also has a "
-        f"copy of everything in RAM.{replayed}{rule} TTFT is an estimate without queueing: prefill at "
+        f"copy of everything in RAM.{device}{replayed}{rule} TTFT is an estimate without queueing: prefill at "
         f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({speeds.prefill_origin}), loads at "
         f"{speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and "
         f"{speeds.disk_bytes_per_s / 1e9:g} GB/s from disk. Without a cache, p50 is {milliseconds(nothing.ttft_p50_s)} "

@@ -1,7 +1,4 @@
-"""A request trace as arrays: arrival times, lengths, and the chain of blocks of each request.
-
-The arrays of a long trace are in files of a temporary folder, which are mapped: then memory does not bound the trace.
-"""
+"""A request trace as arrays: arrival times, lengths, and the chain of blocks of each request."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload.abc import Hints, KVOffloadError, OffloadKey
+from kvoffload.abc import ConfigError, Hints, OffloadKey
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.lab.columns import PIECE, Folder, map_file, pieces, renumber, renumber_in_files
+from kvoffload.lab.columns import PIECE, Folder, renumber
 from kvoffload.native import load
 
 Ints = npt.NDArray[np.int64]
@@ -28,8 +25,6 @@ Keys = npt.NDArray[np.void]
 Progress = Callable[[float], None]
 """Gets the share of some work that is done."""
 
-MEMORY_BYTES = 256 << 20
-"""Columns that are larger than this together go to files. To number the blocks takes about seven times as much."""
 PREFILL_SPEED = "prefill_tokens_per_s"
 """The entry of ``info`` with the speed at which the recorded server computed prompts, if it measured that."""
 UNKNOWN = -1
@@ -42,7 +37,7 @@ DIGEST = np.dtype([("digest", "<u8"), ("rest", "V12")])
 """A key, split where its bytes distinguish it well enough: they are a hash."""
 
 
-class TraceError(KVOffloadError, ValueError):
+class TraceError(ConfigError):
     """A trace cannot be used. The message names the file, and the line if a line is the cause."""
 
 
@@ -68,7 +63,7 @@ class Trace:
 
     name: str
     block_tokens: int
-    """Tokens per block; 1 if the trace has no tokens."""
+    """Tokens per block."""
     times: Floats
     """Arrival times in seconds, ascending."""
     input_tokens: Ints
@@ -150,45 +145,33 @@ class Trace:
     @cached_property
     def keys(self) -> Keys:
         """One OffloadKey per distinct block, made from its id: the same in every run."""
-        return self._made("keys", KEY, self._fill_keys)
-
-    def _fill_keys(self, keys: Keys) -> None:
-        xxh = xxhash.xxh3_128_digest
+        if self.folder is not None:
+            return self.folder.get("keys", KEY)
+        keys, xxh = np.empty(self.num_distinct, dtype=KEY), xxhash.xxh3_128_digest
         for start in range(0, len(keys), PIECE):
             ids = self.ids[start : start + PIECE].tolist()
             made = b"".join([make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in ids])
             keys[start : start + len(ids)] = np.frombuffer(made, dtype=KEY)
+        return keys
 
     @cached_property
     def digests(self) -> npt.NDArray[np.uint64]:
         """The first 64 bits of each key, ascending."""
-        return self._made("digests", np.dtype(np.uint64), self._fill_digests)
+        if self.folder is not None:
+            return self.folder.get("digests", np.uint64)
+        return np.sort(self.keys.view(DIGEST)["digest"])
 
-    def _fill_digests(self, digests: npt.NDArray[np.uint64]) -> None:
-        for start in range(0, len(digests), PIECE):
-            digests[start : start + PIECE] = self.keys[start : start + PIECE].view(DIGEST)["digest"]
-        digests.sort()
-
-    def _made(self, name: str, dtype: np.dtype[Any], fill: Callable[[Any], None]) -> npt.NDArray[Any]:
-        """Returns an array with an entry for each distinct block, made by ``fill`` unless its file exists."""
-        folder = self.folder
-        if folder is not None and folder.has(name):
-            return folder.get(name, dtype)
-        # A file gets its name when it is complete.
-        array = _new(folder, f"unfinished-{name}", dtype, self.num_distinct)
-        fill(array)
-        if folder is not None:
-            folder.rename(f"unfinished-{name}", name)
-        return array
-
-    def save(self, folder: Folder) -> None:
-        """Writes what is not in ``folder`` yet, for ``load_trace``. Raises TraceError if there is no room for it."""
+    def save(self) -> Folder:
+        """Returns a folder with the arrays, for ``load_trace``. Raises TraceError if there is no room for it."""
+        if self.folder is not None:
+            return self.folder
         try:
+            folder = Folder()
             for name in _ARRAYS:
-                if not folder.has(name):
-                    folder.save(name, getattr(self, name))
+                folder.save(name, getattr(self, name))
         except OSError as error:
             raise _no_room(error) from error
+        return folder
 
     def keys_of(self, blocks: Ints) -> list[OffloadKey]:
         """Returns the key of each of ``blocks``. They are made anew by each call, so no more are in memory than are in
@@ -211,31 +194,9 @@ class Trace:
         low = int(np.searchsorted(self.times, first + start * (last - first))) if start > 0 else 0
         high = int(np.searchsorted(self.times, first + end * (last - first))) if end < 1 else self.num_requests
         offsets = self.offsets[low : high + 1]
-        blocks, ids, folder = self.blocks[offsets[0] : offsets[-1]], self.ids, None
-        if self.folder is None:
-            blocks, ids = renumber(ids[blocks])
-        else:
-            folder = Folder()
-            named = folder.new("named", np.uint64, len(blocks))
-            for at in range(0, len(blocks), PIECE):
-                named[at : at + PIECE] = ids[blocks[at : at + PIECE]]
-            blocks, ids = renumber_in_files(named, folder)
-            folder.remove("named")
-        return replace(
-            self,
-            times=self.times[low:high],
-            input_tokens=self.input_tokens[low:high],
-            output_tokens=self.output_tokens[low:high],
-            offsets=offsets - offsets[0],
-            blocks=blocks,
-            prompt_blocks=self.prompt_blocks[low:high],
-            sessions=self.sessions[low:high],
-            tenants=self.tenants[low:high],
-            returns_in=self.returns_in[low:high],
-            retains=self.retains[low:high],
-            ids=ids,
-            folder=folder,
-        )
+        blocks, ids = renumber(self.ids[self.blocks[offsets[0] : offsets[-1]]])
+        parts = {name: getattr(self, name)[low:high] for name in _BY_REQUEST}
+        return replace(self, **parts, offsets=offsets - offsets[0], blocks=blocks, ids=ids, folder=None)
 
 
 def _num_known(numbers: Ints) -> int:
@@ -290,21 +251,15 @@ _COLUMNS = {
     "lengths": "q",
     "chains": "Q",
 }
-_ENTRY_BYTES = 8
+_BY_REQUEST = _COLUMNS.keys() - {"lengths", "chains"}
 
 
 class TraceBuilder:
-    """Makes a trace of requests that are added one after the other.
+    """Makes a trace of requests that are added one after the other."""
 
-    As soon as its columns take more than ``memory_bytes``, they go to files, and so do the arrays of the trace.
-    """
-
-    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self) -> None:
         self.num_requests = 0
-        self._memory_bytes = memory_bytes
-        self._pending: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
-        """The columns, or what is not in their files yet."""
-        self._folder: Folder | None = None
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
         self._sessions: dict[str, int] = {}
         self._tenants: dict[str, int] = {}
         """The number of each name."""
@@ -321,9 +276,8 @@ class TraceBuilder:
         hints: Hints | None = None,
     ) -> None:
         """Adds a request. ``prompt_blocks``: None for the length of the chain. ``session`` and ``tenant`` are names,
-        ``hints`` what its client knew, without the session; None if the trace does not say. Raises
-        TraceError if the disk is full."""
-        columns, length = self._pending, len(chain)
+        ``hints`` what its client knew, without the session; None if the trace does not say."""
+        columns, length = self._columns, len(chain)
         columns["times"].append(time)
         columns["input_tokens"].append(input_tokens)
         columns["output_tokens"].append(output_tokens)
@@ -336,71 +290,30 @@ class TraceBuilder:
         columns["retains"].append(math.nan if retain_s is None else retain_s)
         columns["chains"].extend(chain)
         self.num_requests += 1
-        pending = len(columns["chains"]) + len(columns["times"]) * (len(columns) - 1)
-        if pending * _ENTRY_BYTES > (self._memory_bytes if self._folder is None else PIECE * _ENTRY_BYTES):
-            try:
-                self._write()
-            except OSError as error:
-                raise _no_room(error) from error
-
-    def _write(self) -> None:
-        self._folder = self._folder or Folder()
-        for name, column in self._pending.items():
-            with (self._folder.path / name).open("ab") as file:
-                column.tofile(file)
-            del column[:]
 
     def build(self, name: str, block_tokens: int, delays: Floats | float = 0.0, **more: Any) -> Trace:
         """Returns the trace, and forgets the requests. ``delays`` are added to their times. Its ``info`` gets
-        ``out_of_order``: how many requests have an earlier time than the one before. Raises TraceError if the disk is
-        full."""
-        try:
-            return self._build(name, block_tokens, delays, **more)
-        except OSError as error:
-            raise _no_room(error) from error
-
-    def _build(self, name: str, block_tokens: int, delays: Floats | float, **more: Any) -> Trace:
-        folder = self._folder
-        if folder is None:
-            raw = {key: np.array(column, dtype=column.typecode) for key, column in self._pending.items()}
-            self._pending.clear()
-        else:
-            self._write()
-            raw = {key: map_file(folder.path / key, code, writable=True) for key, code in _COLUMNS.items()}
+        ``out_of_order``: how many requests have an earlier time than the one before."""
+        raw: dict[str, Any] = {key: np.array(column, dtype=column.typecode) for key, column in self._columns.items()}
+        self._columns.clear()
         raw["times"] += delays
         out_of_order = int(np.count_nonzero(raw["times"][1:] < raw["times"][:-1]))
-        offsets = _offsets(raw["lengths"], folder, "unsorted-offsets" if out_of_order else "offsets")
+        chains, lengths = raw.pop("chains"), raw.pop("lengths")
         if out_of_order:
             order = np.argsort(raw["times"], kind="stable")
-            before, raw["lengths"] = offsets, raw["lengths"][order]
-            offsets = _offsets(raw["lengths"], folder, "offsets")
-            ids = _new(folder, "sorted-chains", np.uint64, len(raw["chains"]))
-            for first, end in pieces(offsets):
-                moves = np.repeat(before[order[first:end]] - offsets[first:end], raw["lengths"][first:end])
-                to = np.arange(offsets[first], offsets[end])
-                ids[offsets[first] : offsets[end]] = raw["chains"][to + moves]
-            raw["chains"] = ids
-            for key in _COLUMNS.keys() - {"lengths", "chains"}:
-                raw[key][:] = raw[key][order]
-        blocks, ids = renumber(raw["chains"]) if folder is None else renumber_in_files(raw["chains"], folder)
-        if folder is not None:
-            folder.remove("lengths", "chains", "unsorted-offsets", "sorted-chains")
+            starts = (np.cumsum(lengths) - lengths)[order]
+            raw, lengths = {key: column[order] for key, column in raw.items()}, lengths[order]
+            moves = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+            chains = chains[np.arange(len(chains)) + moves]
+        blocks, ids = renumber(chains)
         return Trace(
             name,
             block_tokens,
-            raw["times"],
-            raw["input_tokens"],
-            raw["output_tokens"],
-            offsets,
-            blocks,
-            raw["prompt_blocks"],
-            ids,
-            raw["sessions"],
-            raw["tenants"],
-            raw["returns_in"],
-            raw["retains"],
-            tuple(self._tenants),
-            folder=folder,
+            **raw,
+            offsets=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths))),
+            blocks=blocks,
+            ids=ids,
+            tenant_names=tuple(self._tenants),
             **{**more, "info": {**more.get("info", {}), "out_of_order": out_of_order}},
         )
 
@@ -410,19 +323,9 @@ def _number(numbers: dict[str, int], name: str | None) -> int:
     return UNKNOWN if name is None else numbers.setdefault(name, len(numbers))
 
 
-def _new(folder: Folder | None, name: str, dtype: npt.DTypeLike, length: int) -> npt.NDArray[Any]:
-    return np.zeros(length, dtype=dtype) if folder is None else folder.new(name, dtype, length)
-
-
-def _offsets(lengths: Ints, folder: Folder | None, name: str) -> Ints:
-    offsets: Ints = _new(folder, name, np.int64, len(lengths) + 1)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
 def _no_room(error: OSError) -> TraceError:
     where = error.filename or "the temporary directory"
     return TraceError(
-        f"{where}: {error.strerror}: the trace does not fit into memory, so it needs room there, about 40 bytes per "
-        "block access; set TMPDIR to a directory on a disk with more room"
+        f"{where}: {error.strerror}: the processes of a replay share the trace there, about 40 bytes per block access; "
+        "set TMPDIR to a directory with more room, or give --jobs 1 (processes=1)"
     )

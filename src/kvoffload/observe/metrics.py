@@ -24,6 +24,11 @@ class MetricSpec:
         """The names of its labels."""
         return self.label.split(",") if self.label else []
 
+    def split(self, label: str) -> list[str]:
+        """Returns the value of each of its labels. Only the last one, the name of a tier or of a rule, may have a comma
+        in it."""
+        return label.split(",", len(self.labels) - 1) if label else []
+
 
 METRICS: dict[str, MetricSpec] = {
     "store_blocks": MetricSpec("counter", "Blocks stored in host memory"),
@@ -78,7 +83,10 @@ METRICS: dict[str, MetricSpec] = {
     "tier_capacity_bytes": MetricSpec("gauge", "Budget of the tier in bytes; 0 if its medium bounds itself", "tier"),
     "tier_off": MetricSpec("gauge", "1 if the tier is not used any more until the server restarts", "tier"),
     "tier_paused": MetricSpec(
-        "gauge", "1 while the tier is not used, or only tested, because it has failed or cannot be reached", "tier"
+        "gauge",
+        "1 while the ability (read, write) of the tier is not used, or only tested, because it has failed or the tier "
+        "cannot be reached",
+        "ability,tier",
     ),
     "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
     "pool_blocks": MetricSpec("gauge", "Capacity of the host pool in blocks"),

@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from kvoffload.abc import ConfigError, Hints, OffloadKey
+from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.locks import try_to_lock
 from kvoffload.observe.records import RequestRecord
 
@@ -66,7 +67,10 @@ class TraceRecorder:
         self._pending_bytes = 0
         self._off = False
         self._wake, self._closing = threading.Event(), threading.Event()
-        self._fd = _open(path)
+        try:
+            self._fd = within(FILES_DEADLINE_S, lambda: _open(path))
+        except TimeoutError as error:
+            raise ConfigError(f"record_trace={path!r}: cannot be opened: {error.strerror}") from None
         self._bytes = os.fstat(self._fd).st_size
         self._whole = self._bytes
         """Length of the part of the file that is whole lines."""
@@ -194,29 +198,29 @@ def name_hash(name: str) -> int:
 
 def _open(path: str) -> int:
     """Opens and locks the file, and creates it if needed. Raises ConfigError."""
-    setting = f"record_trace={path!r}"
+    named = "record_trace", path
     try:
         fd = os.open(path, _FLAGS, _MODE)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ConfigError(f"{setting}: a symbolic link; name the file itself") from None
-        raise ConfigError(f"{setting}: cannot be written: {error.strerror}; name a file in a folder you own") from None
+            raise ConfigError(*named, "a symbolic link", "name the file itself") from None
+        raise ConfigError(*named, f"cannot be written: {error.strerror}", "name a file in a folder you own") from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{setting}: not a regular file; name another path")
+            raise ConfigError(*named, "not a regular file", "name another path")
         if status.st_uid != os.geteuid():
-            raise ConfigError(f"{setting}: belongs to user {status.st_uid}; name a new file in a folder you own")
+            raise ConfigError(*named, f"belongs to user {status.st_uid}", "name a new file in a folder you own")
         if status.st_nlink != 1:
-            raise ConfigError(f"{setting}: has {status.st_nlink} hard links; name a new file in a folder you own")
+            raise ConfigError(*named, f"has {status.st_nlink} hard links", "name a new file in a folder you own")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(f"{setting}: others may write to it; remove it, or name a new file in a folder you own")
+            raise ConfigError(*named, "others may write to it", "remove it, or name a new file in a folder you own")
         if not try_to_lock(fd, LOCK_DEADLINE_S):
-            raise ConfigError(f"{setting}: another server records to it; give each server its own file")
+            raise ConfigError(*named, "another server records to it", "give each server its own file")
         os.fchmod(fd, _MODE)
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError):
-            raise ConfigError(f"{setting}: {error.strerror}; name a file on a local disk in a folder you own") from None
+            raise ConfigError(*named, str(error.strerror), "name a file on a local disk in a folder you own") from None
         raise
     return fd

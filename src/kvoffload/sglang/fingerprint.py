@@ -194,9 +194,9 @@ def _files(model: str, revision: str | None, download_dir: str | None, digests: 
 
 def _unidentified(model: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"model_fingerprint is not set, and nothing distinguishes the weights of model {model} from others after a "
-        f'restart or on another server: {reason}; add "model_fingerprint": "..." to '
-        "--hicache-storage-backend-extra-config and change it with the weights"
+        fault=f"model_fingerprint is not set, and nothing distinguishes the weights of model {model} "
+        f"from others after a restart or on another server: {reason}",
+        fix='add "model_fingerprint": "..." to --hicache-storage-backend-extra-config and change it with the weights',
     )
 
 

@@ -18,14 +18,15 @@ class ServerMetrics:
         self._labels = dict(labels)
 
     def add(self, counts: Mapping[str, float]) -> None:
-        """Adds ``counts``, by "NAME" or "NAME:TIER", to counters, and sets gauges to them."""
+        """Adds ``counts``, by "NAME", "NAME:TIER" or "NAME:ABILITY,TIER", to counters, and sets gauges to them."""
         for name, value in counts.items():
-            metric, _, tier = name.partition(":")
+            metric, _, label = name.partition(":")
             spec = METRICS.get(metric)
-            if spec is None or spec.label != "tier":
+            if spec is None or spec.label not in ("tier", "ability,tier"):
                 # The rest is about the staging pool, or about requests, which only the engine knows.
                 continue
-            child = _metric(metric, tuple(self._labels)).labels(**self._labels, tier=tier)
+            labels = dict(zip(spec.labels, spec.split(label), strict=True))
+            child = _metric(metric, tuple(self._labels)).labels(**self._labels, **labels)
             if spec.kind == "gauge":
                 child.set(value)
             else:
@@ -40,5 +41,5 @@ def _metric(name: str, labels: tuple[str, ...]) -> Any:
 
     spec = METRICS[name]
     if spec.kind == "gauge":
-        return Gauge(PREFIX + name, spec.help, [*labels, "tier"], multiprocess_mode="mostrecent")
-    return Counter(PREFIX + name, spec.help, [*labels, "tier"])
+        return Gauge(PREFIX + name, spec.help, [*labels, *spec.labels], multiprocess_mode="mostrecent")
+    return Counter(PREFIX + name, spec.help, [*labels, *spec.labels])

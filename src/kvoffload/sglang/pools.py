@@ -194,9 +194,9 @@ class HostPages:
             reason = "it holds no memory of its own"
         if not nbytes:
             raise ConfigError(
-                f"host pool {self.name} of class {type(self.pool).__name__} with layout {self.pool.layout}: its pages "
-                f"cannot be stored ({reason}); try --hicache-mem-layout page_first_direct, or run this model without "
-                "--hicache-storage-backend"
+                fault=f"host pool {self.name} of class {type(self.pool).__name__} with layout "
+                f"{self.pool.layout}: its pages cannot be stored ({reason})",
+                fix="try --hicache-mem-layout page_first_direct, or run this model without --hicache-storage-backend",
             )
         return nbytes
 

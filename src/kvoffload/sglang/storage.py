@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvoffload.abc import ConfigError, KVGroup, Miss
+from kvoffload.abc import NOT_SET, ConfigError, KVGroup, Miss
 from kvoffload.config import DoorConfig
 from kvoffload.fingerprints import fingerprint
 from kvoffload.sglang import engine
@@ -90,8 +90,9 @@ class KVOffloadStorage(HiCacheStorage):
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ConfigError(
-                f"interface_v1={extra.get('interface_v1')!r} in {EXTRA_CONFIG}: without it SGLang does not say which "
-                'pages come before those that it stores; write "interface_v1": 1'
+                fault=f"interface_v1={extra.get('interface_v1')!r} in {EXTRA_CONFIG}: without it SGLang "
+                "does not say which pages come before those that it stores",
+                fix='write "interface_v1": 1',
             )
         options = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
         self._options = DoorConfig.from_mapping({"load_deadline_ms": LOAD_DEADLINE_MS, **options})
@@ -302,7 +303,7 @@ class KVOffloadStorage(HiCacheStorage):
         config = self._config
         if not hasattr(HiCacheStorage, "on_host_pools_registered"):
             raise ConfigError(
-                "this version of SGLang does not say when its host pools are complete; use 0.5.23 or later"
+                fault="this version of SGLang does not say when its host pools are complete", fix="use 0.5.23 or later"
             )
         if (
             self._arguments
@@ -310,21 +311,27 @@ class KVOffloadStorage(HiCacheStorage):
             and not self._options.model_fingerprint
         ):
             raise ConfigError(
-                "the server was started without --hicache-storage-backend, and SGLang does not say whether its weights "
-                f'were updated since; start it with that, or add "model_fingerprint" to {EXTRA_CONFIG}'
+                fault="the server was started without --hicache-storage-backend, and SGLang does not say "
+                "whether its weights were updated since",
+                fix=f'start it with that, or add "model_fingerprint" to {EXTRA_CONFIG}',
             )
         if self._arguments.get("enable_lora"):
             raise ConfigError(
-                "--enable-lora: SGLang's page hashes contain the name and path of an adapter, not its bytes, so pages "
-                "of a replaced adapter would be found; run without adapters, or without --hicache-storage-backend"
+                "--enable-lora",
+                NOT_SET,
+                "SGLang's page hashes contain the name and path of an adapter, not its bytes, so "
+                "pages of a replaced adapter would be found",
+                "run without adapters, or without --hicache-storage-backend",
             )
         if self._is_shared and config.tp_size > 1:
             for entry in self._options.tier_entries:
                 if entry.config.kind == "disk":
                     raise ConfigError(
-                        f"{entry.setting}: SGLang stores the KV of this model on one of its {config.tp_size} "
-                        "tensor-parallel ranks, and the others cannot read a disk tier, which belongs to one rank; "
-                        'write "kind": "shared_dir" with a directory of its own'
+                        *entry.named,
+                        f"SGLang stores the KV of this model on one of its {config.tp_size} "
+                        "tensor-parallel ranks, and the others cannot read a disk tier, which "
+                        "belongs to one rank",
+                        'write "kind": "shared_dir" with a directory of its own',
                     )
 
     def _register(self, name: str, host_pool: Any) -> None:

@@ -17,7 +17,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, ConfigError, KVGroup, Miss, MissReason, OffloadingEvent, OffloadKey, States
+from kvoffload.abc import (
+    NOT_SET,
+    ByteArray,
+    ConfigError,
+    KVGroup,
+    Miss,
+    MissReason,
+    OffloadingEvent,
+    OffloadKey,
+    States,
+)
 from kvoffload.abc.tier import MISS, RETRY
 from kvoffload.cache.admission import ReuseFilter, tracker_size
 from kvoffload.cache.keys import NAMESPACE_BYTES, TRANSIENT, namespace
@@ -315,8 +325,11 @@ def build_bridge(
             pool = HostPool(num_blocks, slot_bytes)
         except ConfigError as error:
             raise ConfigError(
-                f"tiers: no memory for the staging pool of {format_bytes(num_blocks * slot_bytes)} between the "
-                f"engine's memory and the tiers; free that much, or raise the container's limit ({error})"
+                "tiers",
+                NOT_SET,
+                f"no memory for the staging pool of {format_bytes(num_blocks * slot_bytes)} between "
+                "the engine's memory and the tiers",
+                f"free that much, or raise the container's limit ({error})",
             ) from error
         opened.callback(pool.close)
         context = TierContext(

@@ -208,7 +208,7 @@ class Stores:
         self._staged = deque()
         for each in staged:
             may_be_written = any(
-                tier.breaker.is_working and tier.writes.may_write(each.keys, each.request)
+                tier.write_health.breaker.is_working and tier.writes.may_write(each.keys, each.request)
                 for tier in self._manager.tiers
             )
             if not everything and now < each.deadline and may_be_written:

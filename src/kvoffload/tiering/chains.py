@@ -12,6 +12,9 @@ MAX_CHAINS = 4096
 """Chains in one backlog."""
 BACKLOG_SHARE = 2.0
 """Keys of these chains, as a multiple of the host's blocks. Above it the oldest chain is dropped."""
+FIRST_REST_S = 0.05
+MAX_REST_S = 4.0
+"""The first and the longest pause before a chain is written again of which a write has failed."""
 
 
 class ChainState(enum.Enum):
@@ -21,6 +24,8 @@ class ChainState(enum.Enum):
     """A part of it has been written, the rest is to be written."""
     WAITING = enum.auto()
     """Its next block is not in the host yet, or is being written for another chain."""
+    RESTING = enum.auto()
+    """A write of it has failed: it is written again after a pause."""
     HELD = enum.auto()
     """The tier holds all of it, or is writing the rest. Its request may bring a longer one, or promised blocks of it
     are being written."""
@@ -49,6 +54,9 @@ class History:
     fates: dict[OffloadKey, Fate] = field(default_factory=dict)
     num_writes: int = 0
     num_failures: int = 0
+    rest_s: float = 0.0
+    """The latest pause after a failure, and when it ends."""
+    rests_until: float = 0.0
 
     def having(self, *fates: Fate) -> set[OffloadKey]:
         return {key for key, fate in self.fates.items() if fate in fates}
@@ -93,7 +101,7 @@ class Backlog:
     one chain. A chain that is STARTED comes first, then the FRESH one that was offered last.
 
     Chains with promised blocks come before all others, and are never dropped. They do not count, but a promised block
-    belongs to one chain only: the one that was offered last."""
+    belongs to one chain only: the first one that is whole."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
@@ -108,6 +116,8 @@ class Backlog:
         """Those of them that are FRESH or STARTED."""
         self._by_request: dict[str, Chain] = {}
         self._queues: dict[ChainState, dict[Chain, None]] = {ChainState.STARTED: {}, ChainState.FRESH: {}}
+        self._resting: dict[Chain, None] = {}
+        """Chains that are RESTING."""
         self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
         """Chains that are WAITING, by each block that they wait for."""
 
@@ -116,8 +126,8 @@ class Backlog:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a chain to be written now."""
-        return bool(self._urgent) or any(self._queues.values())
+        """Whether there is a chain to be written now, or after a pause."""
+        return bool(self._urgent or self._resting) or any(self._queues.values())
 
     @property
     def awaited(self) -> Collection[OffloadKey]:
@@ -150,7 +160,10 @@ class Backlog:
         return oldest
 
     def promise(self, chain: Chain, keys: Collection[OffloadKey]) -> None:
-        """``chain`` is to bring ``keys`` to the tier, in place of the chains that were to until now."""
+        """``chain`` is to bring those of ``keys`` to the tier that no whole chain brings."""
+        keys = [key for key in keys if (other := self._bringing.get(key)) is None or not other.is_whole]
+        if not keys:
+            return
         self.settle(keys)
         self._queues.get(chain.state, {}).pop(chain, None)
         chain.promised = set(keys)
@@ -189,13 +202,30 @@ class Backlog:
                 del self._waiting[key]
         self._queues.get(chain.state, {}).pop(chain, None)
         self._urgent.pop(chain, None)
+        self._resting.pop(chain, None)
         if (chain.state is ChainState.GONE) is not (state is ChainState.GONE):
             self._add_or_remove(chain, state)
         chain.state, chain.waits_for = state, waits_for
         if state in self._queues:
             (self._urgent if chain.promised else self._queues[state])[chain] = None
+        elif state is ChainState.RESTING:
+            self._resting[chain] = None
         for key in waits_for:
             self._waiting.setdefault(key, {})[chain] = None
+
+    def rest(self, chain: Chain, now: float) -> None:
+        """Brings ``chain``, of which a write has failed, into the state RESTING until ``wake_rested`` ends it: for
+        longer each time."""
+        if chain.state is not ChainState.RESTING:
+            history = chain.history
+            history.rest_s = min(MAX_REST_S, 2 * history.rest_s) or FIRST_REST_S
+            history.rests_until = now + history.rest_s
+            self.move(chain, ChainState.RESTING)
+
+    def wake_rested(self, now: float) -> None:
+        """Queues the chains whose rest is over."""
+        for chain in [chain for chain in self._resting if chain.history.rests_until <= now]:
+            self.move(chain, ChainState.STARTED)
 
     def _add_or_remove(self, chain: Chain, state: ChainState) -> None:
         if state is not ChainState.GONE:
@@ -222,6 +252,7 @@ class Backlog:
         states: dict[Chain, ChainState] = {
             chain: chain.state for chain in self._chains if chain.state is ChainState.HELD
         }
+        states |= dict.fromkeys(self._resting, ChainState.RESTING)
         states |= {chain: state for state, queue in self._queues.items() for chain in queue}
         states |= {chain: chain.state for chain in self._urgent}
         for waiting in self._waiting.values():

@@ -143,7 +143,7 @@ def states_below(
     sources = np.zeros(len(keys), dtype=np.int8)
     is_reading = np.zeros(len(keys), dtype=np.bool_)
     for tier in search.tiers:
-        if tier.probe is None and tier.may_probe:
+        if tier.probe is None and tier.read_health.may_test:
             tier.choose_probe(next((key for key in keys if key not in tier.reads), None), search.now)
         if tier.reads and not tier.reads.keys().isdisjoint(keys):
             for i, batch in enumerate(map(tier.reads.get, keys)):
@@ -184,7 +184,7 @@ def _in_time(search: Search, tier: TierState, keys: Sequence[OffloadKey], states
         search.reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_IN_TIME)
     if num_failed:
         tier.count("lookup_failures", num_failed)
-        tier.lookups_failed(num_failed, search.now)
+        tier.read_health.lookups_failed(num_failed, search.now)
     return states
 
 

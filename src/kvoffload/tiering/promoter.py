@@ -337,7 +337,7 @@ class Promoter:
 
 def _explain_failures(tier: TierState, failed: Sequence[TierResult], reasons: MissMemory) -> None:
     corrupt = [result.key for result in failed if result.error is TierError.CORRUPT]
-    unread = [result.key for result in failed if result.error in (TierError.IO, TierError.NO_SPACE)]
+    unread = [result.key for result in failed if result.error in (TierError.IO, TierError.NO_SPACE, TierError.AWAY)]
     # Others have evicted it since the lookup, or this process has deleted it.
     reasons.record([result.key for result in failed if result.error is TierError.GONE], MissReason.EVICTED)
     for keys, counter, reason in (

@@ -158,7 +158,7 @@ class TierReads:
         """Reads a block for no request from a tier that was paused, to see whether it works again, if there is ``room``
         for it."""
         key = tier.probe
-        if key is None or not tier.may_probe:
+        if key is None or not tier.read_health.may_test:
             tier.choose_probe(None, now)
             return False
         state = tier.tier.contains([key])[0]

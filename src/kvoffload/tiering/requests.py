@@ -77,7 +77,7 @@ class RequestChains:
             tier.writes.count_request(chain, context)
             if not num_held_back:
                 tier.tier.touch(keys)
-            if is_offered and not is_later:
+            if is_offered and not is_later and tier.takes_chains:
                 tier.writes.offer(chain, _request(context), is_whole=False)
         if is_later and context is not None:
             self._touched[context.req_id] = chain
@@ -99,7 +99,7 @@ class RequestChains:
                 tier.tier.touch(tail, stored)
             if head:
                 tier.tier.touch(head)
-            if not _ends_session(context):
+            if tier.takes_chains and (not _ends_session(context) or tier.writes.owes(chain)):
                 tier.writes.offer(chain, _request(context), is_whole=True)
 
     def waits(self, promotion: Promotion) -> None:
@@ -109,13 +109,13 @@ class RequestChains:
     def released(self, promotion: Promotion) -> None:
         """A request with a promotion waits no more."""
         for tier in self._on() if promotion.chain else ():
-            if promotion.promoted[tier.name] < len(promotion.chain):
+            if tier.takes_chains and len(promotion.promoted.get(tier.name, ())) < len(promotion.chain):
                 tier.writes.offer(promotion.chain, promotion.context.req_id, is_whole=False)
 
     def write(self) -> None:
         """Offers the chains that were touched, and begins to write as many blocks as there is room for."""
         if self._touched:
-            for tier in self._on():
+            for tier in filter(lambda tier: tier.takes_chains, self._tiers):
                 for request, chain in self._touched.items():
                     tier.writes.offer(chain, request, is_whole=False)
             self._touched.clear()
@@ -129,7 +129,7 @@ class RequestChains:
             tier.writes.clear()
 
     def _on(self) -> list[TierState]:
-        return [tier for tier in self._tiers if tier.takes_chains]
+        return [tier for tier in self._tiers if tier.can_read or tier.takes_chains]
 
 
 def _ends_session(context: ReqContext | None) -> bool:

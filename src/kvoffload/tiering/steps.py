@@ -56,8 +56,8 @@ class TierSteps:
             if results:
                 changed |= self._take_in(tier, results)
             tier.update(self._clock())
-            if tier.was_paused:
-                tier.was_paused, changed = False, True
+            if tier.read_health.was_paused:
+                tier.read_health.was_paused, changed = False, True
                 self._promoter.abandon(tier)
             if tier.tier.fault is not None:
                 self.switch_off(tier, tier.tier.fault)
@@ -77,8 +77,8 @@ class TierSteps:
             self._promoter.end_reads(tier, reads)
             if tier.index:
                 self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
-        for ended in (writes, reads):
-            tier.judge(ended, self._clock())
+        for ended, health in ((writes, tier.write_health), (reads, tier.read_health)):
+            health.judge(ended, self._clock())
             if self._moved is not None:
                 self._moved.add(tier.name, ended.good.keys, ended.good.nbytes)
         return bool(reads)
@@ -103,9 +103,9 @@ class TierSteps:
 
     def switch_off(self, tier: TierState, reason: str, effect: str = SERVED_WITHOUT) -> None:
         """Stops reading and writing the tier, for good. Logs ``reason`` and ``effect``."""
-        if not tier.breaker.is_off:
-            tier.breaker.switch_off()
-            self.is_off = all(each.breaker.is_off for each in self._tiers)
+        if not tier.is_off:
+            tier.switch_off()
+            self.is_off = all(each.is_off for each in self._tiers)
             logger.error("kvoffload: THE %s TIER IS OFF: %s; %s", tier.name.upper(), reason, effect)
             tier.writes.clear()
             self._promoter.abandon(tier)

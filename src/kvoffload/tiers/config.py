@@ -6,18 +6,19 @@ import dataclasses
 import difflib
 import json
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 
-from kvoffload.abc import ByteArray, ConfigError, KVGroup, Tier
+from kvoffload.abc import NOT_SET, ByteArray, ConfigError, KVGroup, Tier
+from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import MakeShares
+from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.pool import PoolHandle
-from kvoffload.settings import check_deadline, check_whole_number, import_subclass, shown, shown_unknown
+from kvoffload.settings import check_deadline, check_whole_number, import_subclass, unknown
 
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
@@ -60,8 +61,8 @@ class TierConfig(ABC):
     """One entry of ``tiers``. Subclasses are frozen dataclasses whose fields are the keys of the entry, beside ``kind``
     and those that every tier has.
 
-    The constructor and ``open`` raise ConfigError with a message that begins with the key, "KEY=VALUE: ..."; the caller
-    puts "tiers[INDEX]." in front of it. A message of ``open`` that begins with something else is about the whole tier.
+    The constructor and ``open`` raise ConfigError(KEY, VALUE, FAULT, FIX); the caller puts "tiers[INDEX]." in front of
+    the key. An error of ``open`` about something else is about the whole tier.
     """
 
     kind: ClassVar[str]
@@ -72,6 +73,8 @@ class TierConfig(ABC):
     """Whether tenants have shares of the tier: see ``TierContext.shares``."""
     retains: ClassVar[bool] = False
     """Whether tenants can have blocks retained in it: see ``Tier.retain``."""
+    is_shared: ClassVar[bool] = False
+    """Whether its tier is, see ``Tier.is_shared``, if it has a ``directory``."""
 
     store_threshold: int | None = None
     """How many requests must ask for a block before it is written to this tier, 2 or more. By default all blocks that
@@ -93,6 +96,7 @@ class TierConfig(ABC):
     @abstractmethod
     def open(self, context: TierContext) -> Tier:
         """Returns the tier, ready to serve. A tier whose server cannot be reached is opened too, and reaches it later.
+        If there is a ``directory``, another thread calls this, which may hang, and again after a failure.
 
         Raises ConfigError for a wrong setting, and OSError if the medium fails: a server continues without the tier
         then, with a warning.
@@ -107,18 +111,23 @@ class TierEntry:
     config: TierConfig
 
     @property
-    def setting(self) -> str:
-        """The beginning of a message about the whole tier, such as "tiers[1].dir='/cache'"."""
+    def named(self) -> tuple[str, str]:
+        """The setting that stands for the whole tier, and its value, such as "tiers[1].dir" and "/cache"."""
         if self.config.directory is not None:
-            return f"{self.prefix}dir={self.config.directory!r}"
-        return f"{self.prefix}kind={_import_path(type(self.config))!r}"
+            return f"{self.prefix}dir", self.config.directory
+        return f"{self.prefix}kind", _import_path(type(self.config))
 
-    def name_setting(self, message: str) -> str:
-        """Returns the ``message`` of a ConfigError with the entry in front of it: of the key that it begins with, or of
-        the whole tier."""
-        keys = ("kind", *(each.name for each in dataclasses.fields(self.config)))
-        is_of_key = re.split("[=:]", message, maxsplit=1)[0] in keys
-        return self.prefix + message if is_of_key else f"{self.setting}: {message}"
+    @property
+    def setting(self) -> str:
+        """The same as text, such as "tiers[1].dir='/cache'"."""
+        name, value = self.named
+        return f"{name}={shown(name, value)}"
+
+    def name_error(self, error: ConfigError) -> ConfigError:
+        """Returns ``error`` about a key of the entry, or about the whole tier, as one about the configuration."""
+        if error.setting in ("kind", *(each.name for each in dataclasses.fields(self.config))):
+            return error.within(self.prefix)
+        return ConfigError(*self.named, error.wrong, error.fix)
 
 
 def load_tiers(value: object, names: Sequence[str] = ()) -> tuple[TierConfig, ...]:
@@ -129,8 +138,9 @@ def load_tiers(value: object, names: Sequence[str] = ()) -> tuple[TierConfig, ..
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise ConfigError(
-            f"tiers={shown(value)}: must be a list of tiers, the fastest first, such as "
-            f"tiers={json.dumps([_example('disk')])}"
+            "tiers",
+            value,
+            f"must be a list of tiers, the fastest first, such as tiers={json.dumps([_example('disk')])}",
         )
     names = names or [f"tiers[{i}]" for i in range(len(value))]
     return tuple(_load(name, entry) for name, entry in zip(names, value, strict=True))
@@ -143,11 +153,12 @@ def check_distinct(entries: Sequence[TierEntry]) -> None:
             mine, theirs = entry.config.directory, other.config.directory
             if mine is not None and theirs is not None and _overlap(mine, theirs):
                 raise ConfigError(
-                    f"{entry.setting}: {other.setting} has the same directory or one inside the other; give each tier "
-                    "a directory of its own"
+                    *entry.named,
+                    f"{other.setting} has the same directory or one inside the other",
+                    "give each tier a directory of its own",
                 )
             if entry.config == other.config:
-                raise ConfigError(f"{entry.setting}: the same tier as {other.setting}; remove one of them")
+                raise ConfigError(*entry.named, f"the same tier as {other.setting}", "remove one of them")
 
 
 def distinct_names(wanted: Iterable[str]) -> list[str]:
@@ -160,15 +171,16 @@ def distinct_names(wanted: Iterable[str]) -> list[str]:
 
 @contextmanager
 def prefixed(prefix: str) -> Iterator[None]:
-    """Puts ``prefix`` in front of the message of a ConfigError."""
+    """Puts ``prefix`` in front of the setting of a ConfigError."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{prefix}{error}") from error
+        raise error.within(prefix) from error
 
 
 def _overlap(one: str, other: str) -> bool:
-    one, other = os.path.realpath(one), os.path.realpath(other)
+    with suppress(TimeoutError):
+        one, other = within(FILES_DEADLINE_S, lambda: (os.path.realpath(one), os.path.realpath(other)))
     return os.path.commonpath([one, other]) in (one, other)
 
 
@@ -178,15 +190,13 @@ def _load(setting: str, entry: object) -> TierConfig:
     elif isinstance(entry, Mapping):
         given = {key: value for key, value in entry.items() if key == "kind" or value is not None}
         if "kind" not in given:
-            raise ConfigError(
-                f'{setting}={shown(entry)}: no kind; add one, such as "kind": "disk". Known: {_known_kinds()}'
-            )
+            raise ConfigError(setting, entry, "no kind", f'add one, such as "kind": "disk". Known: {_known_kinds()}')
         with prefixed(f"{setting}."):
             found = _tier_class(given.pop("kind"))
             made = _make(found, given)
     else:
         raise ConfigError(
-            f"{setting}={shown(entry)}: must be a mapping with the key kind, such as {json.dumps(_example('disk'))}"
+            setting, entry, f"must be a mapping with the key kind, such as {json.dumps(_example('disk'))}"
         )
     with prefixed(f"{setting}."):
         check_whole_number("store_threshold", made.store_threshold, 2)
@@ -199,18 +209,20 @@ def _tier_class(kind: object) -> type[TierConfig]:
     """Returns the TierConfig of ``kind``. Raises ConfigError if there is none."""
     choice = f'write one of {_known_kinds()}, or your own TierConfig as "package.module:Class"'
     if not isinstance(kind, str):
-        raise ConfigError(f"kind={shown(kind)}: not a kind of tier; {choice}")
+        raise ConfigError("kind", kind, "not a kind of tier", choice)
     path = BUILTIN.get(kind, kind)
     if not path.partition(":")[2]:
         near = difflib.get_close_matches(kind, BUILTIN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? Otherwise {choice}" if near else choice
-        raise ConfigError(f"kind={kind!r}: no kind of tier has this name; {hint}")
-    found = import_subclass(f"kind={kind!r}", path, TierConfig, choice)  # type: ignore[type-abstract]
+        raise ConfigError("kind", kind, "no kind of tier has this name", hint)
+    found = import_subclass("kind", path, TierConfig, choice)  # type: ignore[type-abstract]
     name = getattr(found, "kind", None)
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"kind={kind!r}: has no name for logs and metrics; give the class a line such as kind = "
-            f'"{found.__name__.removesuffix("Config").lower()}"'
+            "kind",
+            kind,
+            "has no name for logs and metrics",
+            f'give the class a line such as kind = "{found.__name__.removesuffix("Config").lower()}"',
         )
     return found
 
@@ -223,27 +235,27 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
     known = [each.name for each in sorted(fields, key=lambda each: each.name in shared)]
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
-            value = shown_unknown(key, given[key])
-            raise ConfigError(
-                f"{key}={value}: unknown key of a tier of kind {found.kind}; {hint} Known: kind, {', '.join(known)}"
-            )
+            raise unknown(str(key), given[key], f"key of a tier of kind {found.kind}", ["kind", *known])
     for each in fields:
         is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
         if is_needed and each.name not in given:
             example = json.dumps({"kind": found.kind, **found.example}) if each.name in found.example else None
             fix = f"write all of {example}" if example else "add it"
-            raise ConfigError(f"{each.name} is not set, and a tier of kind {found.kind} needs it; {fix}")
+            raise ConfigError(each.name, NOT_SET, f"is not set, and a tier of kind {found.kind} needs it", fix)
     try:
-        return found(**given)
+        # It may look at files.
+        return within(FILES_DEADLINE_S, lambda: found(**given))
     except ConfigError:
         raise
+    except TimeoutError as error:
+        raise ConfigError(f"kind={found.kind!r}: a file that the entry names: {error.strerror}") from error
     except Exception as error:
         raise ConfigError(
-            f"kind={found.kind!r}: {found.__name__} does not accept {shown(dict(given))} "
-            f"({type(error).__name__}: {error}); correct the entry"
-        ) from error
+            "kind",
+            found.kind,
+            f"{found.__name__} does not accept these values ({type(error).__name__})",
+            f"correct {', '.join(map(str, given))}",
+        ) from None
 
 
 def _import_path(found: type[TierConfig]) -> str:

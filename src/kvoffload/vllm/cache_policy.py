@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import vllm
 from vllm.v1.kv_offload.base import ReqContext
-from vllm.v1.kv_offload.cpu.policies import base
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from kvoffload.abc import Access, ConfigError, Eviction, IntegrityError, OffloadKey, Slots
@@ -29,15 +27,13 @@ from kvoffload.cache.keys import key_group_idx, seem_of_several_groups
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.table import BlockTable
 from kvoffload.native import describe
+from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-if not (hasattr(base, "ChunkStatus") and hasattr(CachePolicy, "on_request_finished")):
-    raise ConfigError(
-        f"cache_policy_module_path={__name__!r}: vLLM {vllm.__version__} does not tell a cache policy which chunks a "
-        "request has used; use vLLM 0.31 or later, or kvoffload's own connector, KVOffloadConnector"
-    )
+if _reason := versions.why_too_old():
+    raise ConfigError(_reason)
 
 logger = logging.getLogger(__name__)
 

@@ -65,8 +65,6 @@ def rank_pages(
     except Exception as error:
         logger.warning("kvoffload: vLLM cannot say how pages divide between ranks", exc_info=True)
         return f"vLLM cannot say how pages divide between ranks ({type(error).__name__})"
-    if isinstance(mappings, str):
-        return mappings
     layers = vllm_config.compilation_config.static_forward_context
     heads = vllm_config.model_config.get_total_num_kv_heads()
     family = page_layout(versions.kv_cache_layout(vllm_config))

@@ -9,16 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
 
 from kvoffload.abc import ConfigError
+from kvoffload.supported import CONNECTOR, FIRST_BESIDE_OTHERS, refuse_companions
 from kvoffload.vllm import versions
-from kvoffload.vllm.refusals import refuse_companions
-
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
 
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 """vLLM imports this module only if it is used."""
@@ -48,12 +47,12 @@ def join(connector: KVConnectorBase_V1) -> KVTransferConfig | None:
     if called is None:
         return None
     outer, config = called["self"], called["vllm_config"].kv_transfer_config
-    refuse_companions(config, type(connector))
+    _refuse(config)
     for name in ("get_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "sub_connectors"):
         if not hasattr(type(outer), name):
             raise ConfigError(
-                f"{versions.NAME} has no MultiConnector.{name}, which kvoffload needs beside other connectors; name "
-                "KVOffloadConnector as kv_connector"
+                fault=f"{versions.NAME} has no MultiConnector.{name}, which kvoffload needs beside other connectors",
+                fix="name KVOffloadConnector as kv_connector",
             )
 
     def others() -> list[KVConnectorBase_V1]:
@@ -74,6 +73,24 @@ def join(connector: KVConnectorBase_V1) -> KVTransferConfig | None:
 
     outer.get_handshake_metadata, outer.set_xfer_handshake_metadata_pp_aware = get, take
     return config
+
+
+def _refuse(config: KVTransferConfig) -> None:
+    """Raises ConfigError if kvoffload cannot be one of the connectors in ``config``, that of a MultiConnector."""
+    if not versions.is_since(FIRST_BESIDE_OTHERS):
+        raise ConfigError(
+            "kv_connector",
+            "MultiConnector",
+            f"beside others kvoffload needs vLLM {FIRST_BESIDE_OTHERS} or later, and this is {versions.NAME}",
+            f"upgrade it, or name {CONNECTOR} as kv_connector",
+        )
+    entries = (KVTransferConfig(**entry) for entry in config.kv_connector_extra_config["connectors"])
+    classes = [KVConnectorFactory.get_connector_class(entry).__mro__ for entry in entries]
+    try:
+        has_plugin = KVConnectorFactory.get_connector_class_by_name(CONNECTOR) is not None
+    except ValueError:
+        has_plugin = False
+    refuse_companions(config.kv_role, [[each.__name__ for each in found] for found in classes], has_plugin)
 
 
 def are_asked_together() -> bool:

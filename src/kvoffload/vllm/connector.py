@@ -29,7 +29,7 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import boot_id
-from kvoffload.observe.server import RecordServer
+from kvoffload.observe.server import RecordServer, paused_in
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import companions, versions
 from kvoffload.vllm.adapters import adapters_of, watch_adapters
@@ -157,7 +157,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             parts=layout.parts,
             following=following,
             num_workers=len(infos),
-            share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
+            share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching),
             enable_events=events is not None and events.enable_kv_cache_events,
             device_blocks=layout.num_device_blocks,
             keeps_blocks=versions.keeps_blocks(self._vllm_config),
@@ -175,15 +175,21 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = build_scheduler(layout.config, engine, pools, fingerprint(parts))
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
-        self._records = RecordServer(lambda: scheduler.records, engine_id or "0", scheduler.observer.bill)
+        observer = scheduler.observer
+        self._records = RecordServer(
+            lambda: scheduler.records,
+            engine_id or "0",
+            observer.bill,
+            lambda: paused_in(observer.metrics.totals()),
+        )
 
     @property
     def connector_scheduler(self) -> OffloadingConnectorScheduler:
         """The scheduler half, after the first handshake. Exists in the scheduler's process only."""
         if self._scheduler is None:
             raise ConfigError(
-                "vLLM has not passed on the location of the workers' host pools; set distributed_executor_backend to "
-                "mp or uni"
+                fault="vLLM has not passed on the location of the workers' host pools",
+                fix="set distributed_executor_backend to mp or uni",
             )
         return self._scheduler
 
@@ -299,8 +305,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Does nothing: ``get_transfer_results`` accepts the stores, because vLLM calls it in every step. Before 0.31
-        it does not call this method in a step without tokens."""
+        """Does nothing: ``get_transfer_results`` accepts the stores."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         step = self._step_meta()

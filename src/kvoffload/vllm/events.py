@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES, key_block_hash, key_group_idx
-from kvoffload.vllm import versions
 from kvoffload.vllm.layout import EngineLayout
 
 if TYPE_CHECKING:
@@ -166,8 +168,7 @@ def _locality(event: OffloadingEvent) -> str | None:
 
 def _untagged(extra_keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
     """Returns what vLLM hashes into each block besides its tokens, in the form of its own events."""
-    untag = versions.attribute(kv_cache_utils, "to_event_extra_keys")
-    untagged: list[tuple[Any, ...] | None] | None = extra_keys if untag is None else untag(extra_keys)
+    untagged: list[tuple[Any, ...] | None] | None = to_event_extra_keys(extra_keys)
     return untagged
 
 

@@ -275,8 +275,10 @@ def _identity(config: OffloadConfig | DoorConfig, model: ModelConfig, load: Load
         except (OSError, ValueError) as error:
             reason = f"its weights cannot be read: {error}"
     raise ConfigError(
-        f"{tiers[0].setting}: nothing distinguishes the weights of model {model.model} from others after a restart or "
-        f'on another server: {reason}; set model_fingerprint="..." and change it with the weights'
+        *tiers[0].named,
+        f"nothing distinguishes the weights of model {model.model} from others after a restart or "
+        f"on another server: {reason}",
+        'set model_fingerprint="..." and change it with the weights',
     )
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvoffload.abc import ConfigError
 from kvoffload.vllm import versions
 
-if _reason := versions.reason_against_secondary_tiers("kvoffload.vllm.host_spec"):
+if _reason := versions.why_too_old():
     raise ConfigError(_reason)
 
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CopyRun, OffloadingWorker, TransferResult

@@ -197,7 +197,7 @@ def group_layouts(
     """
     refuse_unserved(vllm_config)
     if tiers:
-        refuse_unserved_with_tiers(vllm_config, tiers[0].setting)
+        refuse_unserved_with_tiers(vllm_config, tiers[0])
     lookahead = _lookahead(vllm_config, kv_cache_config)
     groups = tuple(
         _group_layout(factor, group.kv_cache_spec, tuple(group.layer_names), tokens)
@@ -259,7 +259,7 @@ def node_engines(vllm_config: VllmConfig, given: int | None) -> tuple[int, int]:
     if parallel.data_parallel_size > 1:
         local = int(parallel.data_parallel_size_local)
         if local > 1 and given not in (None, local):
-            raise ConfigError(f"engines_per_node={given}: vLLM runs {local} engines on this node; leave it out")
+            raise ConfigError("engines_per_node", given, f"vLLM runs {local} engines on this node", "leave it out")
         return (rank, local) if local > 1 else (engine, _given_engines(given, rank, None))
     if index == 0 and not re.search(r"_dp\d+$", vllm_config.kv_transfer_config.engine_id or ""):
         return engine, given or 1
@@ -274,13 +274,15 @@ def _given_engines(given: int | None, rank: int, otherwise: int | None) -> int:
     most = given or otherwise
     if most is None:
         raise ConfigError(
-            "engines_per_node is not set: this is one of several data-parallel engines that share one budget, and "
-            f"{versions.NAME} does not say how many they are; set engines_per_node to the number that run on this node "
-            "(--data-parallel-size-local)"
+            fault="engines_per_node is not set: this is one of several data-parallel engines that share "
+            f"one budget, and {versions.NAME} does not say how many they are",
+            fix="set engines_per_node to the number that run on this node (--data-parallel-size-local)",
         )
     if rank >= most:
         raise ConfigError(
-            f"engines_per_node={given}: this is data-parallel engine {rank} of this node, counted from 0; set "
-            f"engines_per_node to the number that run here, {rank + 1} or more"
+            "engines_per_node",
+            given,
+            f"this is data-parallel engine {rank} of this node, counted from 0",
+            f"set engines_per_node to the number that run here, {rank + 1} or more",
         )
     return most

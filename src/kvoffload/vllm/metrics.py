@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload.abc import ConfigError, MissReason, RetainRefusal
+from kvoffload.abc import Ability, ConfigError, MissReason, RetainRefusal
 from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.options import OPTIONS, UNKNOWN
@@ -80,6 +80,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         known = {
             "reason": list(map(str, MissReason)),
             "tier": tiers,
+            "ability,tier": [f"{ability},{tier}" for ability in Ability for tier in tiers],
             "tenant": tenants,
             "tenant,tier": [f"{tenant},{tier}" for tenant in tenants for tier in shared],
             "option": [*OPTIONS, UNKNOWN],
@@ -116,9 +117,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         if name not in children:
             metric, _, label = name.partition(":")
             values = self.per_engine_labelvalues[engine]
-            # Only the last label, the name of a tier or of a rule, may have a comma in it.
-            others = len(METRICS[metric].labels) - 1
-            children[name] = self._metrics[metric].labels(*values, *(label.split(",", others) if label else []))
+            children[name] = self._metrics[metric].labels(*values, *METRICS[metric].split(label))
         return children[name]
 
 

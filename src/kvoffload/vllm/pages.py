@@ -39,9 +39,10 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     whole_parts = parts == 1 or cache.stride(0) == part_items
     if rest or span != part_items or not whole_parts or part_items * parts * item != page_bytes:
         raise ConfigError(
-            f"KV cache of layer {name}, shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype}: its "
-            f"{num_blocks} blocks are not whole pages of {page_bytes} bytes each; kvoffload serves only KV cache "
-            "layouts in which a block's page in a layer is one piece: unset VLLM_KV_CACHE_LAYOUT"
+            fault=f"KV cache of layer {name}, shape {tuple(cache.shape)}, strides {cache.stride()}, "
+            f"{cache.dtype}: its {num_blocks} blocks are not whole pages of {page_bytes} bytes each",
+            fix="kvoffload serves only KV cache layouts in which a block's page in a layer is one "
+            "piece: unset VLLM_KV_CACHE_LAYOUT",
         )
     storage = cache.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=cache.device)
@@ -70,13 +71,15 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
     for group in layout.groups:
         missing = [name for name in group.layer_names if name not in kv_caches]
         if missing:
-            raise ConfigError(f"vLLM registered no KV cache for layers {missing}; kvoffload cannot serve this model")
+            raise ConfigError(
+                fault=f"vLLM registered no KV cache for layers {missing}", fix="kvoffload cannot serve this model"
+            )
         views = [
             page_view(name, kv_caches[name], layout.num_device_blocks, page_bytes)
             for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
         ]
         for kind in {view.device.type for view in views} - {"cpu", "cuda"}:
-            raise ConfigError(f"the KV cache is on device {kind!r}; kvoffload serves cpu and cuda")
+            raise ConfigError(fault=f"the KV cache is on device {kind!r}", fix="kvoffload serves cpu and cuda")
         groups.append(PageGroup(views, group.group.block_size_factor))
     return groups
 

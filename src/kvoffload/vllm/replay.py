@@ -31,8 +31,10 @@ class VLLMRun(Run):
             )
         except (ImportError, AttributeError, AssertionError, ValueError) as error:
             raise ConfigError(
-                f'policy={config.policy!r}: vLLM cannot make it ({error}); write "vllm:lru", "vllm:arc" or '
-                '"vllm:package.module:Class"'
+                "policy",
+                config.policy,
+                f"vLLM cannot make it ({error})",
+                'write "vllm:lru", "vllm:arc" or "vllm:package.module:Class"',
             ) from error
         policy = getattr(self.theirs, "_policy", None)
         if isinstance(policy, PolicyAdapter):

@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 POOL_DEADLINE_S = 3600.0
 """How long a rank waits until its leader has allocated its pool. vLLM's process groups may have a shorter deadline."""
-LATENT_LAYERS = {"MLAAttention", "DeepseekV32IndexerCache"}
-"""Layers that hold the same KV on all tensor-parallel ranks, for versions of vLLM whose specs do not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +136,6 @@ def _replicas_of_layer(layer: Any, spec: Any, ranks: int, by_heads: int) -> int:
     if isinstance(spec, MambaSpec):
         return ranks if versions.attribute(spec, "tp_replicated") else 1
     shards = versions.attribute(spec, "max_tp_shards")
-    if shards is None and not versions.NAMES_REPLICAS and type(layer).__name__ in LATENT_LAYERS:
-        shards = 1
     return by_heads if shards is None else max(1, ranks // int(shards))
 
 

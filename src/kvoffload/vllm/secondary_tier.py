@@ -24,14 +24,14 @@ from kvoffload.config import DoorConfig
 from kvoffload.connector.guarded import guarded
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import METRICS, PREFIX, Metrics
-from kvoffload.observe.server import RecordServer
+from kvoffload.observe.server import RecordServer, paused_in
 from kvoffload.tiering.bridge import BridgeSettings, JobEnd, TierBridge, build_bridge
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
 
-if _reason := versions.reason_against_secondary_tiers("KVOffloadTier"):
+if _reason := versions.why_too_old():
     raise ConfigError(_reason)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -117,7 +117,9 @@ class KVOffloadTier(SecondaryTierManager):
         self._read_stats_at = 0.0
         self._expected_root = versions.expected_hash_root(vllm_config)
         engine_id = vllm_config.kv_transfer_config.engine_id
-        self._server = RecordServer(lambda: self._records.records, engine_id or "0")
+        self._server = RecordServer(
+            lambda: self._records.records, engine_id or "0", paused=lambda: paused_in(self.metrics.totals())
+        )
 
     def _open(self, config: DoorConfig) -> TierBridge:
         layout = self.layout
@@ -336,8 +338,9 @@ class KVOffloadTier(SecondaryTierManager):
             name, _, label = labelled.partition(":")
             if name not in METRIC_NAMES:
                 continue
-            put = stats.set_gauge if METRICS[name].kind == "gauge" else stats.increase_counter
-            put(PREFIX + name, float(value), (label,) if label else ())
+            spec = METRICS[name]
+            put = stats.set_gauge if spec.kind == "gauge" else stats.increase_counter
+            put(PREFIX + name, float(value), tuple(spec.split(label)))
         return None if stats.is_empty() else stats
 
     # The end.

@@ -18,6 +18,7 @@ from kvoffload.abc import ConfigError, KVGroup
 from kvoffload.config import DoorConfig
 from kvoffload.connector.parts import Parts
 from kvoffload.fingerprints import package_version
+from kvoffload.tiers.config import TierEntry
 from kvoffload.tiers.identity import digest
 from kvoffload.vllm import versions
 from kvoffload.vllm.canonical import without_parallelism
@@ -46,8 +47,9 @@ def calling_engine() -> tuple[VllmConfig, KVCacheConfig]:
         return found["vllm_config"], found["kv_cache_config"]
     except KeyError:
         raise ConfigError(
-            f"{versions.NAME} has made this tier outside its OffloadingConnector, so the tier cannot know which model "
-            f'it serves; write "kv_connector": "OffloadingConnector", or {CONNECTOR}'
+            fault=f"{versions.NAME} has made this tier outside its OffloadingConnector, so the tier "
+            "cannot know which model it serves",
+            fix=f'write "kv_connector": "OffloadingConnector", or {CONNECTOR}',
         ) from None
 
 
@@ -72,14 +74,16 @@ class TierLayout(ModelLayout):
         row_bytes: int,
     ) -> TierLayout:
         """Raises ConfigError for a model or a setting that this tier does not serve."""
-        tier = config.tier_entries[0].setting
+        tier = config.tier_entries[0]
         _refuse_unserved(tier, vllm_config, spec, kv_cache_config)
         factor = int(spec.config.cache.blocks_per_chunk)
         groups = group_layouts(vllm_config, kv_cache_config, config.tier_entries, lambda _: factor)
         if any(group.group.lookahead for group in groups):
             raise ConfigError(
-                f"{tier} with speculative method {vllm_config.speculative_config.method!r}: the KV of its drafter "
-                f"depends on the token after a block, which vLLM's keys do not name; {CONNECTOR}"
+                *tier.named,
+                f"with speculative method {vllm_config.speculative_config.method!r} the KV of the drafter depends on "
+                "the token after a block, which vLLM's keys do not name",
+                CONNECTOR,
             )
         groups = tuple(dataclasses.replace(group, group=_chunks(group.group, factor)) for group in groups)
         engine, engines = node_engines(vllm_config, config.engines_per_node)
@@ -102,18 +106,24 @@ class TierLayout(ModelLayout):
         return dataclasses.replace(bare, fingerprint_parts=parts, identity=describe_parts(vllm_config, bare, parts))
 
 
-def _refuse_unserved(tier: str, vllm_config: VllmConfig, spec: OffloadingSpec, kv_cache_config: KVCacheConfig) -> None:
+def _refuse_unserved(
+    tier: TierEntry, vllm_config: VllmConfig, spec: OffloadingSpec, kv_cache_config: KVCacheConfig
+) -> None:
     """Raises ConfigError for what the connector serves and this tier does not."""
     if vllm_config.lora_config is not None:
         raise ConfigError(
-            f"{tier} with --enable-lora: vLLM's keys name an adapter and not its bytes, so a later process might find "
-            f"KV of other bytes; {CONNECTOR}"
+            *tier.named,
+            "with --enable-lora vLLM's keys name an adapter and not its bytes, so a later process might find KV of "
+            "other bytes",
+            CONNECTOR,
         )
     served = [group.group_id for group in spec.config.groups]
     if served != list(range(len(kv_cache_config.kv_cache_groups))):
         raise ConfigError(
-            f"{tier}: vLLM offloads only {len(served)} of the {len(kv_cache_config.kv_cache_groups)} KV cache groups "
-            "of this model, which kvoffload has not been tested with; remove this tier"
+            *tier.named,
+            f"vLLM offloads only {len(served)} of the {len(kv_cache_config.kv_cache_groups)} KV "
+            "cache groups of this model, which kvoffload has not been tested with",
+            "remove this tier",
         )
 
 

@@ -16,11 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from kvoffload.abc import ConfigError
-from kvoffload.supported import FIRST_WITH_SECONDARY_TIERS, TESTED
+from kvoffload.supported import TESTED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,19 +33,13 @@ NAME = f"vLLM {vllm.__version__}"
 SINCE = {
     "CacheHitSource": "0.32",
     "_cache_hit_source": "0.32",
-    "_holds_kv_blocks": "0.31",
-    "aux_output_config": "0.31",
     "hash_block_size": "0.32",
-    "kv_hints": "0.31",
-    "max_tp_shards": "0.31",
     "num_hash_lookahead_tokens": "0.33",
-    "num_prefill_lookahead_tokens": "0.31",
     "on_request_access": "0.33",
     "restore_kv_caches": "0.33",
-    "to_event_extra_keys": "0.31",
     "unregister_kv_caches": "0.33",
 }
-"""Names in vLLM that kvoffload uses and 0.30 does not have, with the first version that has them."""
+"""Names in vLLM that kvoffload uses and 0.31 does not have, with the first version that has them."""
 
 
 def attribute(owner: Any, name: str, before: Any = None) -> Any:
@@ -62,8 +55,8 @@ def attribute(owner: Any, name: str, before: Any = None) -> Any:
     except AttributeError:
         of = getattr(owner, "__name__", type(owner).__name__)
         raise ConfigError(
-            f"{NAME} has no {of}.{name}, which kvoffload needs to know; kvoffload is tested with vLLM "
-            f"{', '.join(TESTED)}: use one of these"
+            fault=f"{NAME} has no {of}.{name}, which kvoffload needs to know",
+            fix=f"kvoffload is tested with vLLM {', '.join(TESTED)}: use one of these",
         ) from None
 
 
@@ -73,35 +66,12 @@ def is_since(version: str) -> bool:
     return own is None or (int(own[1]), int(own[2])) >= tuple(map(int, version.split(".")))
 
 
-DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
-"""Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
-waits for the load of another may block that one for ever, so no request may be made to wait."""
-NAMES_REPLICAS = is_since(SINCE["max_tp_shards"])
-"""Whether the spec of a layer says if all tensor-parallel ranks hold the same KV."""
-
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     HIT_SOURCE: Any = CacheHitSource.HOST
 except ImportError:
     HIT_SOURCE = None
-
-
-def reason_against_secondary_tiers(user: str) -> str | None:
-    """Returns why ``user``, a part of vLLM's own offloading, cannot be used with this version, or None if it can."""
-    try:
-        from vllm.v1.kv_offload.tiering.base import TransferJob
-    except ImportError:
-        fields: Any = {}
-    else:
-        fields = TransferJob.__dataclass_fields__
-    if is_since(FIRST_WITH_SECONDARY_TIERS) and "chunk_ids" in fields:
-        return None
-    return (
-        f"{NAME} cannot use {user}: its own offloading does not have the tiers that this needs; use vLLM "
-        f"{FIRST_WITH_SECONDARY_TIERS} to {TESTED[-1]}, or kvoffload's own connector "
-        '("kv_connector": "KVOffloadConnector")'
-    )
 
 
 _SAMPLE = re.compile("[0-9]+_")
@@ -122,7 +92,7 @@ def keeps_over_pauses(vllm_config: VllmConfig) -> bool:
     """Whether blocks can be kept while the engine pauses or sleeps: the first request afterwards must wait for a
     comparison of the weights, and copies must have ended before the device blocks lose their memory."""
     sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
-    return DRAINS_HOLDERS_FIRST and (not sleeps or hasattr(base.KVConnectorBase_V1, "restore_kv_caches"))
+    return not sleeps or hasattr(base.KVConnectorBase_V1, "restore_kv_caches")
 
 
 def keeps_blocks(vllm_config: VllmConfig) -> bool:
@@ -166,13 +136,14 @@ def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] 
     return None
 
 
-def refuse_older() -> None:
-    """Raises ConfigError for a version of vLLM before the first that kvoffload serves."""
-    if not is_since(TESTED[0]):
-        raise ConfigError(
-            f"vLLM {vllm.__version__} is installed, and kvoffload needs {TESTED[0]} or later: "
-            f"pip install 'vllm=={TESTED[-1]}.*'"
-        )
+def why_too_old() -> str | None:
+    """Returns what is wrong with a version of vLLM before the first that kvoffload serves, or None."""
+    if is_since(TESTED[0]):
+        return None
+    return (
+        f"vLLM {vllm.__version__} is installed, and kvoffload needs {TESTED[0]} or later: "
+        f"pip install 'vllm=={TESTED[-1]}.*'"
+    )
 
 
 def warn_if_untested() -> None:
@@ -185,8 +156,7 @@ def warn_if_untested() -> None:
 
 def returns_routed_experts(vllm_config: VllmConfig) -> bool:
     """Whether answers name the experts that computed each token."""
-    outputs = attribute(vllm_config, "aux_output_config", vllm_config.model_config)
-    return bool(attribute(outputs, "enable_return_routed_experts"))
+    return bool(attribute(attribute(vllm_config, "aux_output_config"), "enable_return_routed_experts"))
 
 
 def fences_first(vllm_config: VllmConfig) -> bool:
@@ -210,8 +180,7 @@ def num_lookahead_tokens(vllm_config: VllmConfig) -> int:
     if speculative is None or speculative.method in PROJECTING_DRAFTERS:
         # vLLM counts one for these as well, because it needs the next token to draft from.
         return 0
-    known = attribute(vllm_config, "num_prefill_lookahead_tokens")
-    return int(known if known is not None else speculative.use_eagle())
+    return int(attribute(vllm_config, "num_prefill_lookahead_tokens"))
 
 
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -228,13 +197,10 @@ def kv_cache_layout(vllm_config: VllmConfig) -> str | None:
 
 def canonical_mappings(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Any], rank: int
-) -> Mapping[str, Any] | str:
-    """Returns, by layer, vLLM's ``CanonicalPageMapping`` of the tensor-parallel rank with this number, or text if this
-    version has none."""
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
-    except ImportError:
-        return f"{NAME} does not say how pages divide between ranks"
+) -> Mapping[str, Any]:
+    """Returns, by layer, vLLM's ``CanonicalPageMapping`` of the tensor-parallel rank with this number."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
+
     # vLLM answers for one stage only. Each stage is a tensor-parallel engine of its own.
     config, parallel = copy.copy(vllm_config), copy.copy(vllm_config.parallel_config)
     parallel.pipeline_parallel_size, parallel.world_size, parallel.rank = 1, parallel.tensor_parallel_size, rank

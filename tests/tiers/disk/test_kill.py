@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.testing.scale import scaled
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
+from tests.scale import scaled
 from tests.tiers.disk import kill_server
 
 KILLS = scaled(6)

@@ -148,12 +148,12 @@ def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capf
     nodes[2].process.wait()
     for _ in range(2):
         outcomes = client.exists(KNOWN)
-        assert outcomes.count(Outcome.FAILED) == lost
+        assert outcomes.count(Outcome.AWAY) == lost
         assert outcomes.count(Outcome.OK) == 60 - lost
         assert f"{HOST}:{nodes[2].port}" in capfd.readouterr().err
     nodes[2].start()
     deadline = time.monotonic() + DEADLINE_S
-    while Outcome.FAILED in client.exists(KNOWN):
+    while Outcome.AWAY in client.exists(KNOWN):
         assert time.monotonic() < deadline, "the client never used the node again"
         time.sleep(0.05)
     assert client.exists(KNOWN).count(Outcome.MISSING) == lost
@@ -162,8 +162,7 @@ def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capf
 
 def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd: pytest.CaptureFixture[str]) -> None:
     """Also if it is the first node that is asked which node has which names."""
-    times = NodeTimes(rest_s=DEADLINE_S, refresh_pause_s=0.0)
-    client = make_client(f"redis://{HOST}:{nodes[1].port}", timeout_s=3.0, times=times)
+    client = make_client(f"redis://{HOST}:{nodes[1].port}", times=NodeTimes(refresh_pause_s=0.0))
     assert client.put(KNOWN, values(60)) == [Outcome.OK] * 60
     first = owner(nodes, min(KNOWN, key=slot_of))
     others = [node for node in nodes if node is not first]
@@ -173,7 +172,7 @@ def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd:
     try:
         for problem in ("no answer before the deadline", "blocks are misses, and it gets no requests"):
             outcomes = client.exists(KNOWN)
-            assert (outcomes.count(Outcome.FAILED), outcomes.count(Outcome.OK)) == (lost, 60 - lost)
+            assert (outcomes.count(Outcome.AWAY), outcomes.count(Outcome.OK)) == (lost, 60 - lost)
             assert f"{HOST}:{first.port}: " in (words := capfd.readouterr().err)
             assert problem in words
         seeds = ",".join(f"{HOST}:{node.port}" for node in (first, *others))
@@ -183,7 +182,58 @@ def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd:
         found.close()
     finally:
         first.resume()
+    eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
     client.close()
+
+
+def test_a_node_that_refuses_writes_is_read_and_the_others_are_written(nodes: list[RedisServer]) -> None:
+    client = make_client(f"redis://{HOST}:{nodes[0].port}")
+    full, buffers = owner(nodes, KNOWN[0]), values(60)
+    more, of_full = names(60, 1000), [name for name in names(60, 1000) if owner(nodes, name) is full]
+    assert client.put(KNOWN, buffers) == [Outcome.OK] * 60
+    full.raw().config_set("maxmemory", "1mb")
+    try:
+        for _ in range(2):
+            outcomes = dict(zip(more, client.put(more, buffers), strict=True))
+            assert {name for name in more if outcomes[name] is Outcome.AWAY} == set(of_full)
+            assert client.exists(KNOWN) == [Outcome.OK] * 60
+        assert full.raw().info("commandstats")["cmdstat_set"]["rejected_calls"] <= len(of_full), "it rests"
+        assert client.put(of_full, buffers[: len(of_full)]) == [Outcome.AWAY] * len(of_full)
+        for node in nodes:
+            node.raw().config_set("maxmemory", "1mb")
+        others = [name for name in names(60, 2000) if name not in of_full]
+        assert set(client.put(others, buffers[: len(others)])) == {Outcome.FULL}, "all of the store is full"
+    finally:
+        for node in nodes:
+            node.raw().config_set("maxmemory", "0")
+    eventually(lambda: Outcome.OK in client.put(of_full[:1], buffers[:1]))
+    client.close()
+
+
+def test_a_node_that_wants_a_password_costs_its_names_only(nodes: list[RedisServer]) -> None:
+    client = make_client(f"redis://{HOST}:{nodes[0].port}")
+    assert client.put(KNOWN, values(60)) == [Outcome.OK] * 60
+    locked = owner(nodes, KNOWN[0])
+    expected = [Outcome.AWAY if owner(nodes, name) is locked else Outcome.OK for name in KNOWN]
+    raw = locked.raw()
+    raw.config_set("requirepass", "secret")
+    try:
+        raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert [client.exists(KNOWN) for _ in range(3)] == [expected] * 3
+    finally:
+        raw.config_set("requirepass", "")
+    eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
+    client.close()
+
+
+def test_a_cluster_of_which_no_node_works_has_failed() -> None:
+    node = FakeNode(lambda words: b"-LOADING no\r\n")
+    client = make_client(node.url)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="LOADING"):
+            client.exists(KNOWN)
+    client.close()
+    node.close()
 
 
 def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[RedisServer], tmp_path: Path) -> None:
@@ -208,8 +258,8 @@ def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[Redi
     for node in nodes:
         cli(node, "FORGET", node_id(leaving))
     cli(leaving, "RESET", "HARD")
-    assert Outcome.FAILED in client.exists(KNOWN), "the map was wrong, which this test is about"
-    eventually(lambda: Outcome.FAILED not in client.put(KNOWN, buffers))
+    assert Outcome.AWAY in client.exists(KNOWN), "the map was wrong, which this test is about"
+    eventually(lambda: Outcome.AWAY not in client.put(KNOWN, buffers))
     assert client.exists(KNOWN) == [Outcome.OK] * 60
     client.close()
     leaving.kill()
@@ -391,7 +441,7 @@ def test_a_node_without_an_address_costs_its_names_only(host: bytes, capfd: pyte
     """Redis names a node "?" that has no hostname, if it is to name hostnames."""
     node = FakeNode(lambda words: b":1\r\n", (host, 6379))
     client = make_client(node.url)
-    assert client.exists([name_in_slot(0), *KNOWN]) == [Outcome.FAILED] + [Outcome.OK] * len(KNOWN)
+    assert client.exists([name_in_slot(0), *KNOWN]) == [Outcome.AWAY] + [Outcome.OK] * len(KNOWN)
     assert "cluster-announce-hostname" in capfd.readouterr().err
     assert client._nodes.first.address.port == node.port
     client.close()
@@ -416,8 +466,8 @@ def test_a_node_never_is_a_program_of_this_machine(host: str, tmp_path: Path) ->
         text = host.format(socket=path).encode()
         node = FakeNode(lambda words: b"-MOVED 1 %b:0\r\n" % text, (text, 0))
         client = make_client(node.url)
-        with pytest.raises(StoreError):
-            client.exists([name_in_slot(0), *KNOWN])
+        outcomes = client.exists([name_in_slot(0), *KNOWN])
+        assert outcomes == [Outcome.AWAY] + [Outcome.FAILED] * len(KNOWN)
         client.close()
         node.close()
         with pytest.raises(BlockingIOError):

@@ -67,8 +67,8 @@ def test_the_default_users_password(server: RedisServer, tmp_path: Path) -> None
     ("user", "password", "words"),
     [
         ("", None, "it wants a password; set password_file"),
-        ("", "wrong-one", "does not accept username and the password"),
-        ("nobody-of-this-name", PASSWORD, "does not accept username and the password"),
+        ("", "wrong-one", "does not accept the password in password_file, or has"),
+        ("nobody-of-this-name", PASSWORD, "the password in password_file for username='nobody-of-this-name'"),
         ("elsewhere", PASSWORD, "the user lacks a permission; docs/shared.md"),
     ],
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.testing.scale import SCALE
 from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.config import RemoteTierConfig
+from tests.scale import SCALE
 from tests.tiers.mooncake.rig import needs_mooncake
 from tests.tiers.object_store.rig import CREDENTIALS, needs_obstore, patched
 from tests.tiers.remote.hostile import MOONCAKE, NUM_BLOCKS, REDIS, S3, SLOT_BYTES, Hostile, Talk, Victim

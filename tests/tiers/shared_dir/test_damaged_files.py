@@ -19,7 +19,6 @@ import pytest
 
 from kvoffload.abc import ConfigError, TierResult
 from kvoffload.cli import inspect as tools
-from kvoffload.testing.scale import SCALE
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.checksum import sealed
 from kvoffload.tiers.disk.directory import DirectoryStorage
@@ -29,6 +28,7 @@ from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.shared_dir.seats import BEAT_S, HEARTBEAT_NAME, SILENT_S
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
+from tests.scale import SCALE
 from tests.sim.executor import SteppedExecutor
 from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
 
@@ -138,7 +138,9 @@ class Vandal:
         slot = self.rng.randrange(NUM_SLOTS)
         file.seek(HEADER_BYTES + slot * RECORD_BYTES)
         record = np.frombuffer(file.read(RECORD_BYTES).ljust(RECORD_BYTES, b"\0"), dtype=RECORD).copy()
-        field = self.rng.choice(("key_bytes", "sequence", "hits", "stored_at", "generation", "payload_checksum", "key"))
+        field = self.rng.choice(
+            ("key_bytes", "sequence", "unused", "stored_at", "generation", "payload_checksum", "key")
+        )
         if field == "key":
             record[field] = np.void(self.rng.randbytes(64))
         else:

@@ -14,7 +14,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.testing.scale import SCALE
 from kvoffload.transfer.cuda import cuda_device
 from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.cuda_device import CudaDevice
@@ -23,6 +22,7 @@ from kvoffload.transfer.cuda.driver import Driver, DriverError
 from kvoffload.transfer.cuda.kernels import kernel_code
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.slots import BounceBuffer, HostSlots
+from tests.scale import SCALE
 from tests.transfer.cuda.emulator import PROFILES, Emulator, Timing, bytes_at
 from tests.transfer.cuda.emulator.trials import Broken, Fault, Plan, Trial, make_device, run_trial
 

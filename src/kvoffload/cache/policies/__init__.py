@@ -41,8 +41,8 @@ def policy_class(name: str, known: Mapping[str, type[CachePolicy]] = BUILTIN) ->
         f'"{TEXTBOOK_EXAMPLE}"'
     )
     if not name.partition(":")[2]:
-        raise ConfigError(f"policy={name!r}: no policy has this name; {choice}")
-    return import_subclass(f"policy={name!r}", name, CachePolicy, choice)  # type: ignore[type-abstract]
+        raise ConfigError("policy", name, "no policy has this name", choice)
+    return import_subclass("policy", name, CachePolicy, choice)  # type: ignore[type-abstract]
 
 
 def make_policy(name: str, capacity: int, shares: Shares | None = None) -> CachePolicy:
@@ -57,6 +57,8 @@ def make_policy(name: str, capacity: int, shares: Shares | None = None) -> Cache
         return chosen(capacity)
     except Exception as error:
         raise ConfigError(
-            f"policy={name!r}: {chosen.__name__}(capacity={capacity}) failed ({type(error).__name__}: {error}); "
-            "its constructor takes the number of blocks"
+            "policy",
+            name,
+            f"{chosen.__name__}(capacity={capacity}) failed ({type(error).__name__}: {error})",
+            "its constructor takes the number of blocks",
         ) from error

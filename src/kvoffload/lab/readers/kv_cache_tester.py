@@ -174,7 +174,7 @@ def _sessions(source: Source) -> Iterator[tuple[Source, int, dict[str, Any]]]:
         try:
             yield from _sessions_in(file)
         except TraceError as error:
-            if file is source or source.problems.strict:
+            if file is source:
                 raise
             file.problem(1, error)
 
@@ -193,6 +193,7 @@ def _files(source: Source) -> Iterator[Source]:
 
 def _sessions_in(file: Source) -> Iterator[tuple[Source, int, dict[str, Any]]]:
     """Yields one session per line, or one that spans all lines."""
+    file.check_kind()
     lines = file.lines()
     first = list(islice(lines, 1))
     if first and _parsed(first[0][1]) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import gzip
 import io
@@ -10,69 +9,98 @@ import json
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import xxhash
 
-from kvoffload.lab.trace import MEMORY_BYTES, Floats, Problem, Progress, Trace, TraceBuilder, TraceError
+from kvoffload.lab.trace import Floats, Problem, Progress, Trace, TraceBuilder, TraceError
+from kvoffload.units import counted
 
 MAX_LINE_BYTES = 256 << 20
 """A session of kv-cache-tester is one line and can have tens of MB."""
 MAX_PROBLEMS_KEPT = 100
+MAX_BAD_SHARE = 0.01
+"""More lines than this that cannot be used are an error: the file is damaged, or no trace."""
 MAX_TOKENS = 1 << 40
 """More than any request has, but small enough for sums in 64 bits."""
 MAX_SECONDS = 1e12
 MAX_ID = (1 << 64) - 1
 PROGRESS_EVERY = 512
 """Lines between two reports of progress."""
-_ELEMENTS_PER_REPORT = 16
-_PIECE = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHOWN = 40
+_REASONS = 3
+_HEAD_BYTES = 512
+BOM = b"\xef\xbb\xbf"
+_KINDS = (
+    (rb"\x28\xb5\x2f\xfd", "packed with Zstandard", "unpack it with zstd -d"),
+    (rb"\xfd7zXZ\x00", "packed with xz", "unpack it with xz -d"),
+    (rb"BZh[1-9]1AY&SY", "packed with bzip2", "unpack it with bzip2 -d"),
+    (rb"PK\x03\x04", "a zip archive", "unpack it with unzip, and give the trace that was in it"),
+    (rb"(?s).{257}ustar", "a tar archive", "unpack it with tar -xf, and give the trace that was in it"),
+    (rb"PAR1", "a Parquet file", "give the JSON file that it was made from (in AgentX's data sets traces.jsonl)"),
+    (rb"version https://git-lfs", "a pointer of Git LFS, not the trace itself", "get that with git lfs pull"),
+    (rb"(?i)\s*<(!doctype |html)", "a page of a web site, not a trace", "download the file itself"),
+    (rb"\xff\xfe|\xfe\xff", "text in UTF-16", "write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
+)
+"""How files begin that are no trace, what they are, and what to do."""
 
 Parsed = TypeVar("Parsed")
 
 
 class Problems:
-    """The skipped lines: the first of them, and their number. With ``strict`` the first one raises TraceError."""
+    """The lines that cannot be used: the first of them, and their number."""
 
-    def __init__(self, strict: bool = False) -> None:
+    def __init__(self, skip: bool = False) -> None:
         self.kept: list[Problem] = []
         self.count = 0
-        self.strict = strict
+        self.num_torn = 0
+        """How many of them a killed server had not written to their end."""
+        self.ends_early = False
+        """Whether an unknown number of lines cannot be read."""
+        self._skip = skip
 
     def add(self, problem: Problem) -> None:
-        if self.strict:
-            raise TraceError(f"{problem}. Without --strict (strict=True) such lines are skipped and counted")
         self.count += 1
         if len(self.kept) < MAX_PROBLEMS_KEPT:
             self.kept.append(problem)
 
+    def check(self, what: str, num_requests: int) -> None:
+        """Raises TraceError if there are too many beside ``num_requests`` lines that can be used."""
+        bad, total = self.count - self.num_torn, self.count + num_requests
+        if self._skip or not (self.ends_early or bad > MAX_BAD_SHARE * total):
+            return
+        reasons = "; ".join(str(problem) for problem in self.kept[:_REASONS])
+        raise TraceError(
+            f"{what}, {self.count:,} of {counted(total, 'line')} cannot be used: {reasons}. To go on with the others, "
+            "give --skip-bad-lines (skip_bad_lines=True)"
+        )
+
 
 class Source:
-    """One file of a trace. ``on_progress`` gets the share of it that was read. A trace of more than ``memory_bytes``
-    goes to files."""
+    """One file of a trace. ``on_progress`` gets the share of it that was read."""
 
-    def __init__(
-        self,
-        path: Path,
-        problems: Problems,
-        on_progress: Progress | None = None,
-        memory_bytes: int = MEMORY_BYTES,
-    ) -> None:
+    def __init__(self, path: Path, problems: Problems, on_progress: Progress | None = None) -> None:
         self.path = path
         self.problems = problems
         self.format = ""
         """The format that it is read as; empty until that is known."""
         self._on_progress = on_progress
-        self._memory_bytes = memory_bytes
+
+    def check_kind(self) -> None:
+        """Raises TraceError if the file is of a known kind that is not read, such as an archive."""
+        head = self.head(_HEAD_BYTES)
+        for pattern, what, fix in _KINDS:
+            if re.match(pattern, head):
+                raise TraceError(f"{self.path}: {what}; {fix}")
 
     def builder(self) -> TraceBuilder:
         """Returns what takes the requests."""
-        return TraceBuilder(self._memory_bytes)
+        return TraceBuilder()
 
     def trace(
         self,
@@ -82,10 +110,11 @@ class Source:
         info: Mapping[str, object] | None = None,
     ) -> Trace:
         """Returns the trace of ``rows``, named after the file, with the problems found so far. Arguments as for
-        ``TraceBuilder.build``. Raises TraceError if there is no request."""
+        ``TraceBuilder.build``. Raises TraceError if there is no request, or if too few lines can be used."""
         if rows.num_requests == 0:
             self.empty()
         problems = self.problems
+        problems.check(f"{self.path}: read as {self.format}", rows.num_requests)
         return rows.build(
             self.path.name,
             block_tokens,
@@ -96,7 +125,7 @@ class Source:
         )
 
     def problem(self, line: int, reason: object) -> None:
-        """Counts a skipped line. Raises TraceError if reading is strict."""
+        """Counts a line that cannot be used."""
         self.problems.add(Problem(str(self.path), line, str(reason)))
 
     def progress(self, share: float) -> None:
@@ -126,6 +155,7 @@ class Source:
                         rest = stream.readline(MAX_LINE_BYTES)
                 except (OSError, EOFError, zlib.error) as error:
                     self.problem(number, f"the file cannot be read beyond this line: {error}")
+                    self.problems.ends_early = True
                     break
                 if not line:
                     break
@@ -150,35 +180,13 @@ class Source:
             else:
                 yield number, found
 
-    def elements(self) -> Iterator[tuple[int, Any]]:
-        """Yields the numbers, from 1, and the values of the elements of a JSON array, of which one is in memory at a
-        time. What cannot be parsed, and all that follows it, is one problem. Raises TraceError if the file cannot be
-        opened."""
-        number = 1
-        with _Opened(self.path) as (raw, stream):
-            size = max(1, self.path.stat().st_size)
-            text = _Text(stream)
-            try:
-                text.take("[")
-                is_last = text.peek() == "]"
-                while not is_last:
-                    yield number, text.value()
-                    if number % _ELEMENTS_PER_REPORT == 0:
-                        self.progress(raw.tell() / size)
-                    is_last = text.take(",]") == "]"
-                    number += 1
-            except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-                self.problem(number, f"the array cannot be read beyond element {number}: {error}")
-        self.progress(1.0)
-
     def empty(self) -> NoReturn:
         """Raises TraceError that says why there is no request."""
-        problems = self.problems
-        if not problems.count:
+        if not self.problems.count:
             raise TraceError(f"{self.path}: the trace is empty: it has no request")
         raise TraceError(
-            f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {problems.count:,} invalid, "
-            f"the first: {problems.kept[0]}"
+            f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {self.problems.count:,} "
+            f"invalid, the first: {self.problems.kept[0]}"
         )
 
 
@@ -234,57 +242,6 @@ class _Opened:
         self._raw.close()
 
 
-class _Text:
-    """The text of a stream, read as far as needed. Its methods raise ValueError, and what the stream raises."""
-
-    def __init__(self, stream: io.BufferedReader[Any]) -> None:
-        self._stream = stream
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
-        self._text = ""
-        self._at = 0
-
-    def peek(self) -> str:
-        """Skips blanks. Returns the next character, or "" at the end."""
-        while True:
-            found = _NOT_BLANK.search(self._text, self._at)
-            self._at = len(self._text) if found is None else found.start()
-            if found is not None or not self._read_more():
-                return self._text[self._at : self._at + 1]
-
-    def take(self, wanted: str) -> str:
-        """Skips blanks and one of the characters ``wanted``, and returns it."""
-        found = self.peek()
-        if not found or found not in wanted:
-            raise ValueError(f"not JSON: {found!r} instead of {' or '.join(wanted)}")
-        self._at += 1
-        return found
-
-    def value(self) -> Any:
-        """Skips blanks and a JSON value, and returns it."""
-        self.peek()
-        while True:
-            try:
-                value, self._at = _DECODER.raw_decode(self._text, self._at)
-                return value
-            except json.JSONDecodeError as error:
-                # Perhaps the value is not complete.
-                if not self._read_more():
-                    raise ValueError(f"not JSON: {error.msg}") from None
-
-    def _read_more(self) -> bool:
-        """Reads as much again as is left, so that the total work is linear. Returns whether there was any."""
-        left = len(self._text) - self._at
-        if left > MAX_LINE_BYTES:
-            raise ValueError(f"longer than {MAX_LINE_BYTES:,} characters")
-        piece = self._stream.read(max(_PIECE, left))
-        self._text = self._text[self._at :] + self._decode(piece, final=not piece)
-        self._at = 0
-        return bool(piece)
-
-
-_NOT_BLANK = re.compile(r"\S")
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"not JSON: {name}")
 
@@ -295,7 +252,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 def parse_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object. Raises ValueError."""
     try:
-        found = _DECODER.decode(text.decode())
+        found = _DECODER.decode(text.removeprefix(BOM).decode())
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError as error:
@@ -341,9 +298,15 @@ def prefix_ids(data: Mapping[str, Any], field: str = "hash_ids") -> list[int]:
     """Returns ``block_ids`` that each name a prefix, so none may repeat. Raises ValueError."""
     value = block_ids(data, field)
     if len(set(value)) != len(value):
-        twice = next(each for i, each in enumerate(value) if each in value[:i])
-        raise ValueError(f"{field} contains {twice} twice: each id must name another prefix of the prompt")
+        raise ValueError(
+            f"{field} contains {first_repeated(value)} twice: each id must name another prefix of the prompt"
+        )
     return value
+
+
+def first_repeated(ids: Iterable[int]) -> int:
+    """Returns the first of ``ids`` that occurs again."""
+    return next(each for each, count in Counter(ids).items() if count > 1)
 
 
 def wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:
@@ -373,7 +336,7 @@ def positive_or(block_tokens: int | None, default: int) -> int:
     if block_tokens is None:
         return default
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_TOKENS:
-        raise TraceError(f"block_tokens={block_tokens!r}: must be a whole number, 1 or more")
+        raise TraceError("block_tokens", block_tokens, "must be a whole number, 1 or more")
     return block_tokens
 
 
@@ -381,5 +344,5 @@ def units_in(size: int, unit: int, path: Path) -> int:
     """Returns how many blocks of ``unit`` tokens, those of the file, a block of ``size`` tokens has. Raises
     TraceError unless that is a whole number."""
     if size % unit:
-        raise TraceError(f"block_tokens={size}: blocks of {path.name} have {unit} tokens; use a multiple of that")
+        raise TraceError("block_tokens", size, f"blocks of {path.name} have {unit} tokens", "use a multiple of that")
     return size // unit

@@ -2,31 +2,56 @@
 
 ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``, where ``hash_ids[i]`` names
 the prompt's whole prefix up to and including block i; the last block may be incomplete.
+
+As in AIPerf's traces, requests may be turns of a ``session_id``, and all but the first may have a ``delay`` in place of
+the timestamp: milliseconds after the previous turn of the session ended. How long a turn took no trace says, so it is
+assumed to take OUTPUT_TOKEN_S per token of its answer.
 """
 
 from __future__ import annotations
 
-from kvoffload.lab.readers.lines import Source, parse_object, positive_or, prefix_ids, seconds, whole
+from kvoffload.lab.readers.lines import (
+    Source,
+    optional_name,
+    parse_object,
+    positive_or,
+    prefix_ids,
+    seconds,
+    whole,
+)
 from kvoffload.lab.trace import Trace
 
 BLOCK_TOKENS = 512
 MILLISECOND = 1e-3
+OUTPUT_TOKEN_S = 0.02
 
 
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. ``block_tokens``: by default 512. Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
     rows = source.builder()
+    ends: dict[str, float] = {}
+    """When the latest turn of each session ended."""
 
-    def request(line: bytes) -> tuple[float, int, int, list[int]]:
+    def request(line: bytes) -> tuple[float, int, int, list[int], None, str | None]:
         data = parse_object(line)
-        at, tokens = seconds(data, "timestamp", MILLISECOND), whole(data, "input_length", 1)
-        output, chain = whole(data, "output_length"), prefix_ids(data)
+        tokens, output, session = (
+            whole(data, "input_length", 1),
+            whole(data, "output_length"),
+            optional_name(data, "session_id"),
+        )
+        chain = prefix_ids(data)
         check_length(len(chain), tokens, size)
-        return at, tokens, output, chain
+        if "timestamp" not in data and session in ends:
+            at = ends[session] + seconds(data, "delay", MILLISECOND)
+        else:
+            at = seconds(data, "timestamp", MILLISECOND)
+        if session is not None:
+            ends[session] = at + output * OUTPUT_TOKEN_S
+        return at, tokens, output, chain, None, session
 
     for _, row in source.parsed(request):
-        rows.add(*row, None)
+        rows.add(*row)
     return source.trace(rows, size)
 
 

@@ -35,10 +35,13 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     rows = source.builder()
     found = [0] * len(FOUND)
     computed, computing_s = 0, 0.0
+    is_torn = False
+    """Whether the line before has no end: that of a server that was killed."""
     for number, line in source.lines():
         try:
             data = parse_object(line)
             if HEADER in data:
+                source.problems.num_torn += is_torn
                 tokens = _check_header(data, f"{source.path}:{number}")
                 if header is not None and tokens != size:
                     raise TraceError(
@@ -58,14 +61,17 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
                     computed += whole(data, "prefill_tokens")
                     computing_s += seconds(data, "prefill_ms", MILLISECOND)
                 found = [total + tokens for total, tokens in zip(found, here, strict=True)]
+            is_torn = False
         except TraceError:
             raise
         except ValueError as error:
             source.problem(number, error)
+            is_torn = not line.rstrip().endswith(b"}")
+    source.problems.num_torn += is_torn
     if header is None:
         source.empty()
     if block_tokens not in (None, size):
-        raise TraceError(f"block_tokens={block_tokens}: {source.path.name} was recorded with {size}; leave it out")
+        raise TraceError("block_tokens", block_tokens, f"{source.path.name} was recorded with {size}", "leave it out")
     return source.trace(
         rows,
         size,

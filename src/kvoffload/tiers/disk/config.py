@@ -9,7 +9,7 @@ from kvoffload.abc import Tier
 from kvoffload.settings import absolute_path
 from kvoffload.tiers.config import TierConfig, TierContext
 from kvoffload.tiers.disk.start import open_disk_tier
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import MIN_BUDGET, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class DirectoryConfig(TierConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dir", absolute_path("dir", self.dir, str(self.example["dir"])))
-        object.__setattr__(self, "bytes", parse_bytes("bytes", self.bytes))
+        object.__setattr__(self, "bytes", parse_bytes("bytes", self.bytes, MIN_BUDGET))
 
     has_shares = True
 

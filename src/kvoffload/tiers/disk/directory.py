@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.locks import try_to_lock
@@ -53,13 +54,43 @@ def _close_in_child() -> None:
 
 os.register_at_fork(after_in_child=_close_in_child)
 
-_OWNER = re.compile(rb"process ([0-9]{1,10}) since ")
+
+class LockOwner(NamedTuple):
+    """Who has the lock of a directory."""
+
+    name: str
+    remedy: str | None
+    """What ``end_it`` returns."""
+
+
+_OWNER = re.compile(rb"process ([0-9]{1,10}) since (?:[^,]*, started by process ([0-9]{1,10}))?")
 
 
 def owner_of(lock_fd: int) -> int | None:
     """Returns the process id that the owner of a lock file has written into it, None if there is none to read."""
     match = _OWNER.match(os.pread(lock_fd, 100, 0))
     return int(match[1]) if match else None
+
+
+def end_it(lock_fd: int) -> str | None:
+    """Returns how to end the owner of a lock file, if its parent, such as an API server that was killed, has ended
+    without it. Otherwise None."""
+    match = _OWNER.match(os.pread(lock_fd, 100, 0))
+    if match is None or match[2] is None:
+        return None
+    process = Path("/proc", match[1].decode())
+    try:
+        parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[1]
+        # On another machine, or in another container, the number is of another process.
+        has_lock = any(os.path.samestat(file.stat(), os.fstat(lock_fd)) for file in (process / "fd").iterdir())
+    except OSError:
+        return None
+    if not has_lock or parent == match[2]:
+        return None
+    return (
+        "the process that started it has ended: if it is left over from a server that was killed, end it too "
+        f"(kill {match[1].decode()})"
+    )
 
 
 class DirectoryStorage(Storage):
@@ -97,25 +128,28 @@ class DirectoryStorage(Storage):
         same time. ``deadline_s``: time for an owner that ends, by default LOCK_DEADLINE_S."""
         if self._lock_fd >= 0:
             return
-        owner = self._lock(LOCK_DEADLINE_S if deadline_s is None else deadline_s, shared)
+        owner = self.take_lock(LOCK_DEADLINE_S if deadline_s is None else deadline_s, shared)
         if owner is not None:
-            raise ConfigError(f"dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
+            remedy = owner.remedy or "give each server its own directory"
+            raise ConfigError("dir", str(self.path), f"in use by {owner.name}", remedy)
 
     def try_lock(self) -> bool:
-        return self._lock_fd >= 0 or self._lock(0.0, shared=False) is None
+        return self._lock_fd >= 0 or self.take_lock() is None
 
-    def _lock(self, deadline_s: float, shared: bool) -> str | None:
+    def take_lock(self, deadline_s: float = 0.0, shared: bool = False) -> LockOwner | None:
         """Takes the lock. Returns its owner if others still have it after ``deadline_s``."""
         fd = self._open_lock(LOCK_NAME)
         if fd < 0:
             return None
         try:
             if not try_to_lock(fd, deadline_s, shared):
-                owner = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
+                name = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
+                owner = LockOwner(name, end_it(fd))
                 os.close(fd)
                 return owner
             if not self._read_only:
-                text = f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                text = f"process {os.getpid()} since {now}, started by process {os.getppid()}\n".encode()
                 # On a full medium the old text may stay. The lock counts, not the text.
                 with suppress(OSError):
                     os.pwrite(fd, text, 0)
@@ -133,8 +167,10 @@ class DirectoryStorage(Storage):
         try:
             if fd >= 0 and not try_to_lock(fd, deadline_s):
                 raise ConfigError(
-                    f"dir={str(self.path)!r}: another process has been starting or clearing it for "
-                    f"{deadline_s:.0f} s; end that process, or name another directory"
+                    "dir",
+                    str(self.path),
+                    f"another process has been starting or clearing it for {deadline_s:.0f} s",
+                    "end that process, or name another directory",
                 )
             yield
         finally:
@@ -231,6 +267,16 @@ class DirectoryStorage(Storage):
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
+    def has_vanished(self) -> bool:
+        try:
+            is_same = os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            if self._lock_fd >= 0:
+                named = os.stat(LOCK_NAME, dir_fd=self._fd, follow_symlinks=False)
+                is_same = is_same and os.path.samestat(os.fstat(self._lock_fd), named)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not is_same or (self._parent is not None and self._parent.has_vanished())
+
     def close(self) -> None:
         self._lock_fd = _unlock(self._lock_fd)
         self._start_lock_fd = _unlock(self._start_lock_fd)
@@ -272,8 +318,11 @@ class _DirectoryFile(StoredFile):
         self._storage = storage
         self._fresh = fresh
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.ENXIO, "not a regular file")
+            self._has_links = status.st_nlink > 0
+            """Whether the file system counts the names of a file."""
             storage.close_to_others(fd, name, _FILE_MODE)
             self._is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
             """Whether the file was opened so."""
@@ -321,6 +370,9 @@ class _DirectoryFile(StoredFile):
     @property
     def is_cached(self) -> bool:
         return self._is_cached
+
+    def is_removed(self) -> bool:
+        return self._has_links and os.fstat(self._fd).st_nlink == 0
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -399,11 +451,11 @@ def _unlock(fd: int) -> int:
 
 
 def _open_root(path: Path) -> int:
-    setting = f"dir={str(path)!r}"
+    named = "dir", str(path)
     if path.is_symlink():
-        raise ConfigError(f"{setting}: is a symbolic link; name its target, {os.path.realpath(path)!r}")
+        raise ConfigError(*named, "is a symbolic link", f"name its target, {os.path.realpath(path)!r}")
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{setting}: is not a directory; name a directory")
+        raise ConfigError(*named, "is not a directory", "name a directory")
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         fd = os.open(path, _FOLDER_FLAGS)
@@ -412,16 +464,18 @@ def _open_root(path: Path) -> int:
         if error.errno not in (*SETTING_ERRORS, errno.EROFS):
             raise
         raise ConfigError(
-            f"{setting}: cannot be used ({error.strerror}); name a directory that this user can write to, or let root "
-            f"make it: install -d -m 700 -o {os.geteuid()} {path}"
+            *named,
+            f"cannot be used ({error.strerror})",
+            "name a directory that this user can write to, or let root make it: install -d -m 700 "
+            f"-o {os.geteuid()} {path}",
         ) from error
     status = os.fstat(fd)
     problem = None
     if status.st_uid not in (os.geteuid(), 0):
-        problem = f"belongs to user {status.st_uid}; name a directory of your own, or chown it"
+        problem = f"belongs to user {status.st_uid}", "name a directory of your own, or chown it"
     elif status.st_mode & _OTHERS_WRITE:
-        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}); run chmod 700 on it"
+        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})", "run chmod 700 on it"
     if problem:
         os.close(fd)
-        raise ConfigError(f"{setting}: {problem}")
+        raise ConfigError(*named, *problem)
     return fd

@@ -42,6 +42,11 @@ class Folder:
     def remove(self, name: str) -> None:
         self.storage.remove(self.name, name)
 
+    def has_vanished(self) -> bool:
+        """Whether others have removed or replaced files that are open, or the directory. May be called by any
+        thread."""
+        return self.storage.has_vanished() or any(file.is_removed() for file in list(self._files))
+
     def close(self) -> None:
         for file in self._files:
             file.close()

@@ -9,7 +9,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.host.pool import SLOT_ALIGNMENT
 from kvoffload.tiers.disk.format import MAX_BLOCK_BYTES, MAX_RANKS, RECENCY_BYTES, RECORD_BYTES
 from kvoffload.tiers.disk.journal import journal_bytes
-from kvoffload.units import format_bytes
+from kvoffload.units import Amount, format_bytes
 
 SLAB_BYTES = 1 << 30
 FIXED_BYTES = 64 << 10
@@ -61,13 +61,16 @@ def check_slot_bytes(slot_bytes: Sequence[int]) -> None:
         raise ConfigError(f"{len(slot_bytes)} pools: the disk tier serves 1 to {MAX_RANKS} ranks")
     if any(size < 1 or size % SLOT_ALIGNMENT for size in slot_bytes):
         raise ConfigError(
-            f"slot_bytes={', '.join(map(str, slot_bytes))}: with a disk tier, slots of host pools must be multiples of "
-            f"{SLOT_ALIGNMENT} bytes; make each with padded_slot_bytes(block_bytes) of kvoffload.host.pool"
+            "slot_bytes",
+            ", ".join(map(str, slot_bytes)),
+            f"with a disk tier, slots of host pools must be multiples of {SLOT_ALIGNMENT} bytes",
+            "make each with padded_slot_bytes(block_bytes) of kvoffload.host.pool",
         )
     if sum(slot_bytes) > MAX_BLOCK_BYTES:
         raise ConfigError(
-            f"blocks of {format_bytes(sum(slot_bytes))}: the disk tier takes at most {format_bytes(MAX_BLOCK_BYTES)}; "
-            "set a smaller block size"
+            fault=f"blocks of {format_bytes(sum(slot_bytes))}: the disk tier takes at most "
+            f"{format_bytes(MAX_BLOCK_BYTES)}",
+            fix="set a smaller block size",
         )
 
 
@@ -77,6 +80,8 @@ def check_capacity(capacity_bytes: int, possible: int) -> None:
         most = format_bytes(possible * 9 // 10)
         fix = f"set it to {most} or less" if possible >= LEAST_ADVISED else "make room, or name another directory"
         raise ConfigError(
-            f"bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): the file system of the directory can give only "
-            f"{format_bytes(possible)}; {fix}"
+            "bytes",
+            Amount(capacity_bytes),
+            f"the file system of the directory can give only {format_bytes(possible)}",
+            fix,
         )

@@ -28,7 +28,7 @@ from kvoffload.tiers.disk.layout import Layout, check_slot_bytes, slot_cost
 from kvoffload.tiers.disk.recency import RecencyFile, open_recency
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, is_full, reason
-from kvoffload.units import format_bytes
+from kvoffload.units import Amount, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +52,17 @@ def open_files(
     try:
         check_slot_bytes(slot_bytes)
         if not is_fingerprint(fingerprint):
-            raise ConfigError(f"fingerprint={fingerprint!r}: must be 64 hexadecimal digits")
+            raise ConfigError("fingerprint", fingerprint, "must be 64 hexadecimal digits")
         header = Header(fingerprint, tuple(slot_bytes), max(1, slab_bytes // sum(slot_bytes)), new_generation())
         has_journal = with_journal and not storage.read_only
         journal_entries = num_entries_for(capacity_bytes // slot_cost(header.block_bytes)) if has_journal else 0
         layout = Layout(header.block_bytes, header.slots_per_slab, journal_entries)
         if layout.slots_within(capacity_bytes) < 1:
             raise ConfigError(
-                f"bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): not enough for one block; set "
-                f"it to at least {format_bytes(layout.bytes_of(1))}, better a few hundred times that"
+                "bytes",
+                Amount(capacity_bytes),
+                "not enough for one block",
+                f"set it to at least {format_bytes(layout.bytes_of(1))}, better a few hundred times that",
             )
         storage.lock()
         files = _open(folder, Budget(capacity_bytes, layout, storage, fingerprint), header, new_generation)
@@ -68,7 +70,9 @@ def open_files(
         folder.close()
         if not isinstance(error, OSError) or error.errno not in SETTING_ERRORS:
             raise
-        raise ConfigError(f"cannot be used ({reason(error)}); name a directory that this user can write to") from error
+        raise ConfigError(
+            fault=f"cannot be used ({reason(error)})", fix="name a directory that this user can write to"
+        ) from error
     return files
 
 

@@ -55,8 +55,10 @@ def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, conte
         if error.errno not in SETTING_ERRORS:
             raise
         raise ConfigError(
-            f"dir={str(root.path)!r}: cannot be used ({reason(error)}); name a directory on a local, "
-            "writable file system"
+            "dir",
+            str(root.path),
+            f"cannot be used ({reason(error)})",
+            "name a directory on a local, writable file system",
         ) from error
     except BaseException:
         storage.close()
@@ -96,9 +98,11 @@ def allow_descriptors(capacity_bytes: int, engines: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise ConfigError(
-                f"bytes={capacity_bytes}: this process may have {hard} files open and needs {needed}, one per "
-                f"GiB on disk and {SPARE_DESCRIPTORS} to spare; raise the limit (ulimit -n {needed}), or give the tier "
-                "fewer bytes"
+                "bytes",
+                capacity_bytes,
+                f"this process may have {hard} files open and needs {needed}, one per GiB on disk "
+                f"and {SPARE_DESCRIPTORS} to spare",
+                f"raise the limit (ulimit -n {needed}), or give the tier fewer bytes",
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -85,6 +85,10 @@ class StoredFile(ABC):
         """Whether written bytes may stay in this machine's cache until ``sync``. By default False."""
         return False
 
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more. By default False."""
+        return False
+
     @abstractmethod
     def sync(self) -> None:
         """Returns once other machines, too, read the bytes written before."""
@@ -161,6 +165,10 @@ class Storage(ABC):
     @abstractmethod
     def free_bytes(self) -> int:
         """Returns the bytes that the medium could still give to this user."""
+
+    def has_vanished(self) -> bool:
+        """Whether another directory, or none, has its path now, or its lock was removed. By default False."""
+        return False
 
     @abstractmethod
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload.abc import ConfigError
 from kvoffload.host.limits import available_memory
 from kvoffload.tiers.remote.config import RemoteTierConfig
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import MIN_BUDGET, Amount, format_bytes, parse_bytes
 
 PROTOCOLS = ("tcp", "rdma")
 LIBRARIES = {
@@ -53,9 +53,9 @@ class MooncakeConfig(RemoteTierConfig):
     def __post_init__(self) -> None:
         match = _MASTER.fullmatch(self.master) if isinstance(self.master, str) else None
         if match is None or not 0 < int(match[2]) < 1 << 16:
-            raise ConfigError(f'master={self.master!r}: write the address of the master as "HOST:PORT"')
+            raise ConfigError("master", self.master, "", 'write the address of the master as "HOST:PORT"')
         if self.protocol not in PROTOCOLS:
-            raise ConfigError(f"protocol={self.protocol!r}: must be one of {', '.join(PROTOCOLS)}")
+            raise ConfigError("protocol", self.protocol, f"must be one of {', '.join(PROTOCOLS)}")
         for name, fix in (
             ("metadata", '"P2PHANDSHAKE", or the address of a metadata server'),
             ("devices", 'such as "mlx5_0,mlx5_1"'),
@@ -68,10 +68,10 @@ class MooncakeConfig(RemoteTierConfig):
                 or " " in value
                 or (name == "metadata" and not value)
             ):
-                raise ConfigError(f"{name}={value!r}: write a string, {fix}")
+                raise ConfigError(name, value, "", f"write a string, {fix}")
         super().__post_init__()
         if self.segment_bytes != 0:
-            object.__setattr__(self, "segment_bytes", parse_bytes("segment_bytes", self.segment_bytes))
+            object.__setattr__(self, "segment_bytes", parse_bytes("segment_bytes", self.segment_bytes, MIN_BUDGET))
         check_installed()
 
     @property
@@ -90,9 +90,10 @@ class MooncakeConfig(RemoteTierConfig):
         available = available_memory()
         if self.segment_bytes > available:
             raise ConfigError(
-                f"segment_bytes={self.segment_bytes} ({format_bytes(self.segment_bytes)}): only "
-                f"{format_bytes(available)} of memory are available beside the host pools; write less, or 0 to "
-                "contribute nothing"
+                "segment_bytes",
+                Amount(self.segment_bytes),
+                f"only {format_bytes(available)} of memory are available beside the host pools",
+                "write less, or 0 to contribute nothing",
             )
         own = {"host": self.host or _own_address(self.master), "segment_bytes": self.segment_bytes // engines}
         return {**super().settings(engines), **own}
@@ -102,14 +103,19 @@ def check_installed() -> None:
     """Raises ConfigError if the client or a library that it needs is missing."""
     if importlib.util.find_spec("mooncake") is None:
         raise ConfigError(
-            "kind='mooncake': the client of Mooncake Store is not installed; run pip install "
-            "mooncake-transfer-engine-non-cuda, or on a machine with CUDA pip install mooncake-transfer-engine"
+            "kind",
+            "mooncake",
+            "the client of Mooncake Store is not installed",
+            "run pip install mooncake-transfer-engine-non-cuda, or on a machine with CUDA pip "
+            "install mooncake-transfer-engine",
         )
     missing = [package for library, package in LIBRARIES.items() if not _can_load(library)]
     if missing:
         raise ConfigError(
-            f"kind='mooncake': libraries are missing that its client needs; run apt-get install {' '.join(missing)}, "
-            "or install your system's packages of these names"
+            "kind",
+            "mooncake",
+            "libraries are missing that its client needs",
+            f"run apt-get install {' '.join(missing)}, or install your system's packages of these names",
         )
 
 

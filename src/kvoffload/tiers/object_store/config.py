@@ -42,9 +42,9 @@ class ObjectStoreConfig(RemoteTierConfig):
         _check_url(self.url)
         _check_endpoint(self.endpoint, self.url)
         if not isinstance(self.region, str) or (self.region and not _REGION.fullmatch(self.region)):
-            raise ConfigError(f'region={self.region!r}: write the name of a region, such as "eu-central-1"')
+            raise ConfigError("region", self.region, "", 'write the name of a region, such as "eu-central-1"')
         if self.region and not self.url.startswith("s3:"):
-            raise ConfigError(f"region={self.region!r}: only s3:// has regions; remove it")
+            raise ConfigError("region", self.region, "only s3:// has regions", "remove it")
         super().__post_init__()
         check_installed()
 
@@ -56,20 +56,20 @@ class ObjectStoreConfig(RemoteTierConfig):
 def _check_url(url: object) -> None:
     fix = 'write "s3://BUCKET", "gs://BUCKET" or "az://CONTAINER", perhaps with a folder behind it'
     if not isinstance(url, str):
-        raise ConfigError(f"url={url!r}: {fix}")
+        raise ConfigError("url", url, "", fix)
     if "@" in url:
         # Not repeated: this ends in logs.
-        raise ConfigError(f"url={url.partition(':')[0] + '://...'!r}: has a user or a password; {_CREDENTIALS}")
+        raise ConfigError("url", url, "has a user or a password", _CREDENTIALS)
     parts = _split(url)
     if parts is None or parts.query or parts.fragment:
         # A query may be a signature.
-        raise ConfigError(f"url={re.split('[?#]', url)[0] + '...'!r}: has something behind ? or #; {_CREDENTIALS}")
+        raise ConfigError("url", url, "has something behind ? or #", _CREDENTIALS)
     is_file = parts.scheme == "file"
     is_right = parts.scheme in SCHEMES and (
         bool(parts.path.strip("/")) and not parts.netloc if is_file else bool(_BUCKET.fullmatch(parts.netloc))
     )
     if not is_right or not _PATH.fullmatch(parts.path):
-        raise ConfigError(f"url={url!r}: {fix}; letters, digits and ._- only, with single slashes between them")
+        raise ConfigError("url", url, "", f"{fix}; letters, digits and ._- only, with single slashes between them")
 
 
 def _check_endpoint(endpoint: object, url: str) -> None:
@@ -77,11 +77,9 @@ def _check_endpoint(endpoint: object, url: str) -> None:
         return
     fix = 'write where the store serves requests, such as "https://minio.local:9000", or leave it out for Amazon S3'
     if not isinstance(endpoint, str):
-        raise ConfigError(f"endpoint={endpoint!r}: {fix}")
+        raise ConfigError("endpoint", endpoint, "", fix)
     if "@" in endpoint:
-        raise ConfigError(
-            f"endpoint={endpoint.partition(':')[0] + '://...'!r}: has a user or a password; {_CREDENTIALS}"
-        )
+        raise ConfigError("endpoint", endpoint, "has a user or a password", _CREDENTIALS)
     parts = _split(endpoint)
     if (
         parts is None
@@ -91,9 +89,9 @@ def _check_endpoint(endpoint: object, url: str) -> None:
         or parts.query
         or parts.fragment
     ):
-        raise ConfigError(f"endpoint={re.split('[?#]', endpoint)[0]!r}: {fix}; the bucket belongs into url")
+        raise ConfigError("endpoint", endpoint, "", f"{fix}; the bucket belongs into url")
     if not url.startswith("s3:"):
-        raise ConfigError(f"endpoint={endpoint!r}: only for stores that are compatible with S3; write url as s3://...")
+        raise ConfigError("endpoint", endpoint, "only for stores that are compatible with S3", "write url as s3://...")
 
 
 def _split(text: str) -> Any:
@@ -106,4 +104,4 @@ def _split(text: str) -> Any:
 def check_installed() -> None:
     """Raises ConfigError if the client is missing."""
     if importlib.util.find_spec("obstore") is None:
-        raise ConfigError("kind='object_store': obstore is not installed; run pip install obstore")
+        raise ConfigError("kind", "object_store", "obstore is not installed", "run pip install obstore")

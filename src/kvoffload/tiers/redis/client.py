@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.abc import Ability, ByteArray, ConfigError
 from kvoffload.printable import printable
 from kvoffload.tiers.redis.location import NOWHERE, Address, parse_address, parse_url
 from kvoffload.tiers.redis.login import Login, explain
@@ -68,18 +68,19 @@ class RedisClient(StoreClient):
         self._options = b"".join(b"\r\n$%d\r\n%b" % (len(option), option) for option in options) + b"\r\n"
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
-        return self._numbers(b"EXISTS", names)
+        return self._numbers(b"EXISTS", names, Ability.READ)
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
-        return self._numbers(b"UNLINK", names)
+        return self._numbers(b"UNLINK", names, None)
 
-    def _numbers(self, word: bytes, names: Sequence[str]) -> list[Outcome]:
+    def _numbers(self, word: bytes, names: Sequence[str], ability: Ability | None) -> list[Outcome]:
         """Runs a command that answers how many of its names, one, there are."""
         return self._run(
             _Call(
                 names,
                 lambda index: [command(word, names[index].encode())],
                 lambda index, stream: _count_answer(stream.reply()),
+                ability,
                 time.monotonic() + self._lookup_timeout_s,
             )
         )
@@ -102,6 +103,7 @@ class RedisClient(StoreClient):
                 names,
                 lambda index: [command(b"GET", names[index].encode())],
                 answer,
+                Ability.READ,
                 time.monotonic() + self._transfer_timeout_s,
                 max(map(_nbytes, views), default=0),
             )
@@ -128,6 +130,7 @@ class RedisClient(StoreClient):
                 names,
                 request,
                 answer,
+                Ability.WRITE,
                 time.monotonic() + self._transfer_timeout_s,
                 max(map(_nbytes, views), default=0),
             )
@@ -145,6 +148,9 @@ class RedisClient(StoreClient):
             call.note(
                 f"{redirect.address}: names were redirected twice and are misses; the Cluster's map is read again"
             )
+        if call.away and self._nodes.works_in_part(call.ability):
+            for index in call.away:
+                call.outcomes[index] = Outcome.AWAY
         if call.problems:
             words = "; ".join(call.problems)
             if call.outcomes and all(outcome is Outcome.FAILED for outcome in call.outcomes):
@@ -159,14 +165,21 @@ class RedisClient(StoreClient):
         that is left, and takes its replies."""
         if address == NOWHERE:
             call.note(NO_ADDRESS)
+            call.away.update(indexes)
             self._nodes.note_lost()
             return
         if self._nodes.rests(address):
-            call.note(
-                f"{address}: no answer in time; its blocks are misses, and it gets no requests for up to "
-                f"{self._nodes.rest_s:.0f} s"
-            )
+            why = self._nodes.health.why_away(address)
+            call.note(f"{address}: {why}; its blocks are misses, and it gets no requests until it answers a test")
+            call.away.update(indexes)
             self._nodes.note_lost()
+            return
+        refusal = self._nodes.health.refusal(address) if call.ability is Ability.WRITE else None
+        if refusal is not None:
+            call.note(f"{address}: it refused writes, and is given none for a few seconds; its blocks are read")
+            call.away.update(indexes)
+            for index in indexes:
+                call.outcomes[index] = refusal
             return
         if time.monotonic() >= call.deadline:
             call.note(f"{address}: no time left after other nodes of this request; its blocks are misses")
@@ -175,7 +188,7 @@ class RedisClient(StoreClient):
         begun = time.monotonic()
         deadline = share_of(call.deadline, num_nodes)
         try:
-            with self._nodes.node(address).connection(deadline) as stream:
+            with self._nodes.node(address).connection(deadline, self._nodes.silence_s) as stream:
                 # While the server works on some, the next are on their way.
                 for group in [*call.groups(indexes), ()]:
                     if group:
@@ -184,9 +197,10 @@ class RedisClient(StoreClient):
                         self._take(call, index, stream, address, asks)
                     before = group
         except StoreError as error:
+            call.away.update(index for index in indexes if call.outcomes[index] is Outcome.FAILED)
             self._nodes.note_lost()
-            if time.monotonic() - begun > (deadline - begun) / 2:
-                self._nodes.note_hung(address)
+            has_hung = time.monotonic() - begun > (deadline - begun) / 2
+            self._nodes.note_failed(address, call.names[indexes[0]], str(error).removeprefix(f"{address}: "), has_hung)
             # Other errors name the address.
             call.note(f"{address}: {error}" if isinstance(error, Lost) else str(error))
 
@@ -199,6 +213,8 @@ class RedisClient(StoreClient):
             raise Lost("malformed reply: it does not fit the command")
         if isinstance(answer, Outcome):
             call.outcomes[index] = answer
+            if call.ability is Ability.WRITE:
+                self._note_write(call, index, address, answer)
             return
         redirect = _redirect(answer, address) if self._nodes.is_cluster else None
         if redirect is None or not redirect.asks:
@@ -206,11 +222,27 @@ class RedisClient(StoreClient):
         if redirect is None:
             # A new connection may reach another server, which works.
             stream.is_sound = False
-            call.note(f"{address}: {explain(answer)}")
+            problem = explain(answer)
+            call.note(f"{address}: {problem}")
+            if call.ability is Ability.WRITE:
+                self._note_write(call, index, address, Outcome.FAILED)
+            elif call.ability is Ability.READ and answer.code not in ("MOVED", "ASK"):
+                call.away.add(index)
+                self._nodes.note_failed(address, call.names[index], problem)
         elif redirect in call.redirected or len(call.redirected) < MAX_REDIRECTS:
             call.redirected.setdefault(redirect, []).append(index)
         else:
             call.note(f"{address}: it redirects names to more than {MAX_REDIRECTS} other nodes; the rest are misses")
+
+    def _note_write(self, call: _Call, index: int, address: Address, outcome: Outcome) -> None:
+        """Takes in how a node has answered a write."""
+        if not self._nodes.is_cluster:
+            return
+        if outcome in (Outcome.FULL, Outcome.FAILED):
+            call.away.add(index)
+            self._nodes.health.refused(address, outcome)
+        else:
+            self._nodes.health.wrote(address)
 
     def advice(self) -> str:
         return memory_note(self._nodes, self._ttl_s)
@@ -234,14 +266,18 @@ Answer: TypeAlias = Outcome | ErrorReply | None
 @dataclass(slots=True)
 class _Call:
     """One call of the client, with the outcomes and problems so far. ``request`` returns the bytes of the command about
-    the name at an index, ``answer`` reads its reply. ``value_bytes``: the size of the largest value."""
+    the name at an index, ``answer`` reads its reply. ``ability``: that of a node about which its errors say something.
+    ``value_bytes``: the size of the largest value."""
 
     names: Sequence[str]
     request: Callable[[int], Sequence[Buffer]]
     answer: Callable[[int, Stream], Answer]
+    ability: Ability | None
     deadline: float
     value_bytes: int = 0
     outcomes: list[Outcome] = field(init=False)
+    away: set[int] = field(default_factory=set)
+    """The indexes of names whose node does not work, or takes no writes."""
     problems: dict[str, None] = field(default_factory=dict)
     redirected: dict[_Redirect, list[int]] = field(default_factory=dict)
 

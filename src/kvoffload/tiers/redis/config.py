@@ -54,20 +54,22 @@ class RedisConfig(RemoteTierConfig):
             if path is not None:
                 object.__setattr__(self, name, _readable(name, path, example))
         if not isinstance(self.username, str) or not self.username.isprintable() or " " in self.username:
-            raise ConfigError(f'username={self.username!r}: write the name of a user, such as username="kvoffload"')
+            raise ConfigError("username", self.username, "", 'write the name of a user, such as username="kvoffload"')
         if self.username and self.password_file is None:
-            raise ConfigError(f"username={self.username!r}: has no password; add password_file, the path of a file")
+            raise ConfigError("username", self.username, "has no password", "add password_file, the path of a file")
         check_whole_number("ttl_s", self.ttl_s, 1)
         if not location.has_tls:
             for name in ("ca_file", "cert_file", "key_file"):
                 if getattr(self, name) is not None:
                     raise ConfigError(
-                        f"{name}={getattr(self, name)!r}: is for TLS, which url={self.url!r} does not use; begin the "
-                        "URL with rediss://, or leave the file out"
+                        name,
+                        getattr(self, name),
+                        "is for TLS, which the url does not use",
+                        "begin the URL with rediss://, or leave the file out",
                     )
         elif (self.cert_file is None) != (self.key_file is None):
             given = "cert_file" if self.key_file is None else "key_file"
-            raise ConfigError(f"{given}={getattr(self, given)!r}: write both cert_file and key_file, or none of them")
+            raise ConfigError(given, getattr(self, given), "", "write both cert_file and key_file, or none of them")
         else:
             tls_context(self.ca_file, self.cert_file, self.key_file)
 
@@ -80,7 +82,7 @@ def _readable(setting: str, value: object, example: str) -> str:
     """Returns the absolute path of a file that can be read. It is not read here, because it may have a secret."""
     path = absolute_path(setting, value, example)
     if not os.path.isfile(path):
-        raise ConfigError(f"{setting}={value!r}: there is no such file; correct the path, or make the file")
+        raise ConfigError(setting, value, "there is no such file", "correct the path, or make the file")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{setting}={value!r}: this user cannot read the file; change its owner or mode")
+        raise ConfigError(setting, value, "this user cannot read the file", "change its owner or mode")
     return path

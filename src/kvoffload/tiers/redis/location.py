@@ -15,8 +15,6 @@ _TCP = re.compile(rf"(rediss?)://({_HOST}(?:,{_HOST})*)(?:/([0-9]{{1,5}})?)?")
 _NODE = re.compile(r"[A-Za-z0-9._:-]{1,255}")
 _PORT = re.compile("[0-9]{1,5}")
 _UNIX = re.compile(r"unix://(/[^?#@]+)")
-_SECRETS = re.compile(r"//.*@|\?.*", re.DOTALL)
-"""Parts of a URL that may have a password in them."""
 _FIX = 'write url="redis://HOST:6379", or "rediss://HOST:6379" for TLS; several nodes of a Cluster with commas'
 
 
@@ -47,26 +45,27 @@ class Location:
 def parse_url(url: object) -> Location:
     """Returns the location that ``url`` names. Raises ConfigError, whose message has no password."""
     if not isinstance(url, str):
-        raise ConfigError(f"url={_without_secrets(repr(url))}: {_FIX}")
-    shown = f"url={_without_secrets(url)!r}"
+        raise ConfigError("url", url, "", _FIX)
     if "@" in url:
         raise ConfigError(
-            f"{shown}: has a user name or a password, and servers log their options; leave them out, and write "
-            'username="USER" and password_file="PATH" of a file with the password'
+            "url",
+            url,
+            "has a user name or a password, and servers log their options",
+            'leave them out, and write username="USER" and password_file="PATH" of a file with the password',
         )
     match = _UNIX.fullmatch(url)
     if match is not None:
         return Location((Address(match[1], 0),), has_tls=False, database=0)
     match = _TCP.fullmatch(url)
     if match is None:
-        raise ConfigError(f"{shown}: {_FIX}")
+        raise ConfigError("url", url, "", _FIX)
     seeds = tuple(map(_address, match[2].split(",")))
     if not all(0 < seed.port < 1 << 16 for seed in seeds):
-        raise ConfigError(f"{shown}: ports are 1 to 65535; {_FIX}")
+        raise ConfigError("url", url, "ports are 1 to 65535", _FIX)
     if len(seeds) > MAX_SEEDS:
-        raise ConfigError(f"{shown}: write {MAX_SEEDS} nodes at most, which know the others")
+        raise ConfigError("url", url, "", f"write {MAX_SEEDS} nodes at most, which know the others")
     if len(seeds) > 1 and int(match[3] or 0):
-        raise ConfigError(f"{shown}: a Cluster has one database only; leave out /{match[3]}")
+        raise ConfigError("url", url, "a Cluster has one database only", f"leave out /{match[3]}")
     return Location(seeds, match[1] == "rediss", int(match[3] or 0))
 
 
@@ -89,7 +88,3 @@ def _address(text: str) -> Address:
         host, _, port = text.rpartition(":")
         return Address(host.strip("[]"), int(port))
     return Address(text.strip("[]"), DEFAULT_PORT)
-
-
-def _without_secrets(text: str) -> str:
-    return _SECRETS.sub(lambda match: "//***@" if match[0].startswith("/") else "?***", text)

@@ -21,7 +21,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 _WORDS = {
     "NOAUTH": "it wants a password; set password_file, and username unless it is the default user's",
-    "WRONGPASS": "it does not accept username and the password in password_file, or has no password set",
+    "WRONGPASS": "it does not accept the password in password_file, or has no password set",
     "NOPERM": "the user lacks a permission; docs/shared.md says which are needed",
     "READONLY": "it is a replica; write the address of the primary",
     "LOADING": "it still loads its data",
@@ -46,15 +46,18 @@ def tls_context(ca_file: str | None, cert_file: str | None, key_file: str | None
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"ca_file={ca_file!r}: no certificates in PEM format ({error}); correct the file") from error
+        raise ConfigError("ca_file", ca_file, f"no certificates in PEM format ({error})", "correct the file") from error
     if cert_file is not None:
         try:
             # An empty passphrase, because OpenSSL would ask a terminal for one.
             context.load_cert_chain(cert_file, key_file, password="")
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"cert_file={cert_file!r}: it and key_file={key_file!r} are no certificate with its private key in PEM "
-                f"format, without a passphrase ({error}); correct the files"
+                "cert_file",
+                cert_file,
+                "it and key_file are no certificate with its private key in PEM "
+                f"format, without a passphrase ({error})",
+                "correct the files",
             ) from error
     return context
 
@@ -141,7 +144,8 @@ class Login:
             if reply != b"OK":
                 # Without the text of the answer, which may repeat the password.
                 code = reply.code if isinstance(reply, ErrorReply) and reply.code in _WORDS else "WRONGPASS"
-                raise StoreError(_WORDS[code])
+                whose = f" for username={self.username!r}" if self.username else ""
+                raise StoreError(_WORDS[code].replace("password_file,", f"password_file{whose},"))
         if self.database:
             reply = self._ask(stream, b"SELECT", b"%d" % self.database)
             if reply != b"OK":

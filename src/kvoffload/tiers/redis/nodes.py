@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import bisect
+import math
 import random
 import threading
 import time
@@ -11,8 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvoffload.abc import Ability
 from kvoffload.tiers.redis.location import NOWHERE, Address, node_address
 from kvoffload.tiers.redis.login import Login, explain
+from kvoffload.tiers.redis.node_health import NodeHealth
 from kvoffload.tiers.redis.stream import ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import StoreError
 
@@ -44,11 +47,11 @@ class NodeTimes:
     """Until a node answers the first question about the map."""
     refresh_pause_s: float = 1.0
     """Between two questions about the map."""
-    rest_s: float = 5.0
-    """How long a node of a Cluster that did not answer in time is not asked for names."""
+    silence_s: float = 0.5
+    """A node of a Cluster that lets a request wait for longer is away, until a test finds that it answers."""
     server_rest_s: float = 1.0
-    """The same for a server that is no Cluster: calls that waited behind the failed one would outlast their
-    deadlines."""
+    """How long a server that is no Cluster, and did not answer in time, is not asked: calls that waited behind the
+    failed one would outlast their deadlines."""
     max_idle_s: float = 60.0
     """A connection that was idle for longer is not used again: firewalls drop such connections silently."""
 
@@ -67,14 +70,16 @@ class Node:
         """Used last to first. Appending to a list and popping from it are atomic."""
 
     @contextmanager
-    def connection(self, deadline: float) -> Iterator[Stream]:
-        """Returns a context with a connection. It is closed afterwards if an exception leaves the context, or if it
-        is not sound any more. Raises StoreError."""
+    def connection(self, deadline: float, silence_s: float = math.inf) -> Iterator[Stream]:
+        """Returns a context with a connection on which the server is silent for ``silence_s`` at most. It is closed
+        afterwards if an exception leaves the context, or if it is not sound any more. Raises StoreError."""
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise StoreError(f"{self.address}: all {MAX_CONNECTIONS} connections are in use")
         try:
-            stream = self._take_idle() or self._login.connect(self.address, deadline)
-            stream.deadline = deadline
+            stream = self._take_idle()
+            if stream is None:
+                stream = self._login.connect(self.address, min(deadline, time.monotonic() + silence_s))
+            stream.deadline, stream.silence_s = deadline, silence_s
             try:
                 yield stream
             except BaseException:
@@ -118,8 +123,10 @@ class Nodes:
         self._is_stale = False
         """Whether the map may be wrong."""
         self._not_before = 0.0
-        self._rests: dict[Address, float] = {}
-        """Nodes that have not answered in time, and until when they are not asked for names."""
+        self._rests_until = 0.0
+        """Until when a server that is no Cluster is not asked."""
+        self.health = NodeHealth(self._test)
+        """The health of the nodes of a Cluster."""
         self._refreshing = threading.Lock()
         self._ask(self._seeds, self._times.start_timeout_s)
 
@@ -163,18 +170,36 @@ class Nodes:
         self._is_stale |= self.is_cluster
 
     @property
-    def rest_s(self) -> float:
-        """How long a node that did not answer in time is not asked for names."""
-        return self._times.rest_s if self.is_cluster else self._times.server_rest_s
+    def silence_s(self) -> float:
+        """How long a server may let a request wait within the deadline."""
+        return self._times.silence_s if self.is_cluster else math.inf
 
-    def note_hung(self, address: Address) -> None:
-        """A node did not answer in time. The time of the next calls belongs to the others."""
-        if address in self._known:
-            self._rests[address] = time.monotonic() + self.rest_s
+    def note_failed(self, address: Address, name: str, problem: str, has_hung: bool = False) -> None:
+        """A server did not answer for ``name``, or with an error. The time of the next calls belongs to the others."""
+        if self.is_cluster:
+            if address in self._known:
+                self.health.failed(address, name, problem)
+                # They may have logged in before the password was changed, or lead to a server that is gone.
+                self.node(address).close()
+        elif has_hung:
+            self._rests_until = time.monotonic() + self._times.server_rest_s
 
     def rests(self, address: Address) -> bool:
-        """Returns whether a node is not asked for names now."""
-        return time.monotonic() < self._rests.get(address, 0.0)
+        """Returns whether a server is not asked now."""
+        return self.health.is_away(address) if self.is_cluster else time.monotonic() < self._rests_until
+
+    def works_in_part(self, ability: Ability | None) -> bool:
+        """Returns whether some node of a Cluster works, or takes writes if that is asked for."""
+        return self.is_cluster and any(self.health.works(each, ability) for each in set(self._map[1]) - {NOWHERE})
+
+    def _test(self, address: Address, name: str) -> bool:
+        try:
+            with self.node(address).connection(time.monotonic() + self._times.silence_s) as stream:
+                stream.send([command(b"EXISTS", name.encode())])
+                reply = stream.reply()
+                return not isinstance(reply, ErrorReply) or reply.code in ("MOVED", "ASK")
+        except StoreError:
+            return False
 
     def _refresh(self) -> None:
         if time.monotonic() < self._not_before or not self._refreshing.acquire(blocking=False):
@@ -183,12 +208,12 @@ class Nodes:
             self._not_before = time.monotonic() + self._times.refresh_pause_s
             self._is_stale = False
             # Random nodes, because a node that left the Cluster still answers from its old map, and always a seed,
-            # whose name may lead to another server now. Nodes that hang are left out.
+            # whose name may lead to another server now. Nodes that are away are asked last.
             others = self._known.difference(self._seeds)
             chosen = random.sample(sorted(others), min(MAX_ASKED - 1, len(others)))
             chosen += random.sample(self._seeds, min(MAX_ASKED - len(chosen), len(self._seeds)))
             random.shuffle(chosen)
-            self._ask([address for address in chosen if not self.rests(address)], REFRESH_TIMEOUT_S)
+            self._ask(sorted(chosen, key=self.rests), REFRESH_TIMEOUT_S)
         except StoreError:
             self._is_stale = True
         finally:
@@ -236,10 +261,10 @@ class Nodes:
         for address in list(self._nodes):
             if address not in known:
                 self._nodes.pop(address).close()
-        # Other threads may add to it meanwhile.
-        self._rests = {address: until for address, until in self._rests.copy().items() if address in known}
+        self.health.keep(known)
 
     def close(self) -> None:
+        self.health.close()
         for node in list(self._nodes.values()):
             node.close()
 

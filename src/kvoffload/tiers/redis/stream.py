@@ -68,10 +68,11 @@ def command(*words: bytes) -> bytes:
 
 class Stream:
     """A connection. One thread uses it. ``deadline``: of the monotonic clock, until which sending and receiving may
-    wait."""
+    wait. ``silence_s``: how long each system call may."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self.deadline = deadline
+        self.silence_s = math.inf
         self.idle_since = 0.0
         self.is_sound = True
         """Whether the connection may serve further calls."""
@@ -229,6 +230,7 @@ class Stream:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise Late("no answer before the deadline")
+        left = min(left, self.silence_s)
         if self._is_tls:
             self._socket.settimeout(left)
         elif abs(self._limits.get(option, math.inf) - left) > TOLERANCE_S:

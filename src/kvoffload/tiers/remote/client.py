@@ -25,6 +25,8 @@ class Outcome(enum.Enum):
     """``get``: as OTHER_SIZE, and the value is smaller than the buffers, which begin with all of it."""
     FULL = enum.auto()
     """``put``: the store has no room."""
+    AWAY = enum.auto()
+    """The part of the store that has the value does not work now, or refuses writes, while other parts work."""
     FAILED = enum.auto()
     """The store did not answer, or answered with another error. It may have carried the call out."""
 
@@ -51,21 +53,21 @@ class StoreClient(ABC):
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[Outcome]:
-        """Returns OK, MISSING or FAILED per name."""
+        """Returns OK, MISSING, AWAY or FAILED per name."""
 
     @abstractmethod
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        """Reads each value into its buffers, one after the other. Returns OK, MISSING, SMALLER, OTHER_SIZE or FAILED
-        per name. The buffers have any bytes afterwards if it is MISSING or FAILED."""
+        """Reads each value into its buffers, one after the other. Returns OK, MISSING, SMALLER, OTHER_SIZE, AWAY or
+        FAILED per name. The buffers have any bytes afterwards if it is MISSING, AWAY or FAILED."""
 
     @abstractmethod
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        """Stores the bytes of each list of buffers, one after the other, as one value. Returns OK, HELD, FULL or
-        FAILED per name. A value can be read once it is complete, never in part."""
+        """Stores the bytes of each list of buffers, one after the other, as one value. Returns OK, HELD, FULL, AWAY
+        or FAILED per name. A value can be read once it is complete, never in part."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> list[Outcome]:
-        """Removes values, even while others read them. Returns OK, MISSING or FAILED per name."""
+        """Removes values, even while others read them. Returns OK, MISSING, AWAY or FAILED per name."""
 
     def distrust(self, names: Sequence[str]) -> list[str]:
         """Notes values that came back with wrong bytes. Returns the names to remove; the other values go with them, and

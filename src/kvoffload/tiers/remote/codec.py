@@ -32,8 +32,10 @@ def check_installed() -> None:
     """Raises ConfigError if the library is missing."""
     if importlib.util.find_spec("zstandard") is None:
         raise ConfigError(
-            "compress=True: zstandard is not installed; run pip install zstandard, or install kvoffload with its extra "
-            "compress"
+            "compress",
+            True,
+            "zstandard is not installed",
+            "run pip install zstandard, or install kvoffload with its extra compress",
         )
 
 

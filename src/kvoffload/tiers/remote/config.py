@@ -56,12 +56,15 @@ class RemoteTierConfig(TierConfig):
     def __post_init__(self) -> None:
         if not isinstance(self.prefix, str) or len(self.prefix) > MAX_PREFIX or not _PREFIX.fullmatch(self.prefix):
             raise ConfigError(
-                f"prefix={self.prefix!r}: write at most {MAX_PREFIX} letters, digits and ._- such as "
-                'prefix="kvoffload", with single slashes between them'
+                "prefix",
+                self.prefix,
+                "",
+                f'write at most {MAX_PREFIX} letters, digits and ._- such as prefix="kvoffload", '
+                "with single slashes between them",
             )
         read_hmac_key(self.hmac_key_file)
         if not isinstance(self.compress, bool):
-            raise ConfigError(f"compress={self.compress!r}: must be true or false")
+            raise ConfigError("compress", self.compress, "must be true or false")
         if self.compress:
             check_installed()
 
@@ -100,16 +103,20 @@ class RemoteTierConfig(TierConfig):
         nbytes = RECORD_BYTES + payload_bytes
         if self.max_value_bytes is not None and nbytes > self.max_value_bytes:
             raise ConfigError(
-                f"kind={self.kind!r}: a block has {format_bytes(nbytes)}, and a value of the store "
-                f"{format_bytes(self.max_value_bytes)} at most; use smaller blocks (--block-size, block_size_factor), "
-                "or another kind of tier"
+                "kind",
+                self.kind,
+                f"a block has {format_bytes(nbytes)}, and a value of the store "
+                f"{format_bytes(self.max_value_bytes)} at most",
+                "use smaller blocks (--block-size, block_size_factor), or another kind of tier",
             )
         handles = tuple(handle for handle in context.handles if handle is not None)
         if len(handles) != len(context.pools):
             raise ConfigError(
-                f"kind={self.kind!r}: the process of the store's client cannot open "
-                f"{len(context.pools) - len(handles)} of the {len(context.pools)} host pools; give build_scheduler "
-                "HostPool.handle() of each pool, not its bytes"
+                "kind",
+                self.kind,
+                f"the process of the store's client cannot open {len(context.pools) - len(handles)} "
+                f"of the {len(context.pools)} host pools",
+                "give build_scheduler HostPool.handle() of each pool, not its bytes",
             )
         setup = Setup(
             self.connect,
@@ -150,11 +157,11 @@ def read_hmac_key(path: str | None) -> bytes:
         return b""
     fix = "write the path of a file made with: openssl rand -hex 32"
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"hmac_key_file={path!r}: {fix}")
+        raise ConfigError("hmac_key_file", path, "", fix)
     try:
         key = Path(path).expanduser().read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"hmac_key_file={path!r}: cannot be read ({error.strerror}); {fix}") from error
+        raise ConfigError("hmac_key_file", path, f"cannot be read ({error.strerror})", fix) from error
     if len(key) < MIN_HMAC_KEY_BYTES:
-        raise ConfigError(f"hmac_key_file={path!r}: has {len(key)} bytes, fewer than {MIN_HMAC_KEY_BYTES}; {fix}")
+        raise ConfigError("hmac_key_file", path, f"has {len(key)} bytes, fewer than {MIN_HMAC_KEY_BYTES}", fix)
     return key

@@ -55,6 +55,8 @@ class Status(enum.IntEnum):
     CORRUPT = 4
     """Read: other bytes than were stored, twice in a row."""
     FAILED = 5
+    AWAY = 6
+    """The part of the store that has the block does not work now."""
 
 
 class MessageError(KVOffloadError):

@@ -26,6 +26,7 @@ _ERRORS = {
     Status.FULL: TierError.NO_SPACE,
     Status.CORRUPT: TierError.CORRUPT,
     Status.FAILED: TierError.IO,
+    Status.AWAY: TierError.AWAY,
 }
 
 
@@ -173,7 +174,8 @@ class RemoteTier(Tier):
         if request.op is Op.LOOKUP:
             self._end_lookup(request.keys, statuses, self._clock() if response is None else response.ended)
         elif request.op is Op.REMOVE:
-            removed = [key for key, status in zip(request.keys, statuses, strict=True) if status is not Status.FAILED]
+            kept = (Status.FAILED, Status.AWAY)
+            removed = [key for key, status in zip(request.keys, statuses, strict=True) if status not in kept]
             self._removals.answered(removed, len(removed) < len(statuses), self._clock())
             self._presence.note_missing(removed, self._clock())
         else:

@@ -25,6 +25,7 @@ _STATUS = {
     Outcome.MISSING: Status.MISSING,
     Outcome.HELD: Status.HELD,
     Outcome.FULL: Status.FULL,
+    Outcome.AWAY: Status.AWAY,
     Outcome.FAILED: Status.FAILED,
 }
 _VERDICTS = {Verdict.GOOD: Status.OK, Verdict.FOREIGN: Status.MISSING, Verdict.BAD: Status.CORRUPT}

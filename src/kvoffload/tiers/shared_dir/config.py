@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
@@ -14,6 +13,7 @@ from kvoffload.tiers.disk.config import DirectoryConfig
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.start import allow_descriptors
 from kvoffload.tiers.disk.storage import SETTING_ERRORS, reason
+from kvoffload.tiers.late import mount_point
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, SILENT_S
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
 from kvoffload.units import format_bytes
@@ -27,6 +27,7 @@ class SharedDirConfig(DirectoryConfig):
     with a budget of its own, and reads the others'."""
 
     kind = "shared_dir"
+    is_shared = True
     example = {"dir": "/mnt/shared/kvoffload", "bytes": "2TiB"}
 
     gone_after_s: float = GONE_AFTER_S
@@ -37,8 +38,10 @@ class SharedDirConfig(DirectoryConfig):
         seconds = self.gone_after_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not SILENT_S <= seconds < float("inf"):
             raise ConfigError(
-                f"gone_after_s={seconds!r}: must be a number of seconds, {SILENT_S:.0f} or more; leave it out for "
-                f"{GONE_AFTER_S:.0f}"
+                "gone_after_s",
+                seconds,
+                f"must be a number of seconds, {SILENT_S:.0f} or more",
+                f"leave it out for {GONE_AFTER_S:.0f}",
             )
 
     def open(self, context: TierContext) -> SharedDirTier:
@@ -59,7 +62,7 @@ class SharedDirConfig(DirectoryConfig):
                 "kvoffload: %s did not exist and was made, on the file system that is mounted at %s: if the shared one "
                 "is not mounted there, nothing is shared; stop the server, mount it, and remove what was made",
                 self.dir,
-                _mount_point(self.dir),
+                mount_point(self.dir),
             )
         return tier
 
@@ -68,7 +71,8 @@ class SharedDirConfig(DirectoryConfig):
         try:
             root = DirectoryStorage(self.dir)
         except ConfigError as error:
-            raise ConfigError(f"{error}. All servers that share a directory run as the same user") from error
+            fix = f"{error.fix}. All servers that share a directory run as the same user"
+            raise ConfigError(error.setting, self.dir, error.fault, fix) from error
         try:
             if root.read_only:
                 raise OSError(errno.EROFS, "the file system is mounted read-only")
@@ -79,14 +83,11 @@ class SharedDirConfig(DirectoryConfig):
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"dir={str(root.path)!r}: cannot be used ({reason(error)}); name a directory that this user can write "
-                "to"
+                "dir",
+                str(root.path),
+                f"cannot be used ({reason(error)})",
+                "name a directory that this user can write to",
             ) from error
         except BaseException:
             root.close()
             raise
-
-
-def _mount_point(path: str) -> str:
-    """Returns where the file system that has ``path`` is mounted."""
-    return next(str(folder) for folder in (Path(path), *Path(path).parents) if folder.is_mount())

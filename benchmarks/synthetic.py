@@ -1,30 +1,30 @@
 """Generates synthetic workloads: conversations, agents, and questions about documents.
 
-``synthetic:chat``: sessions of a few turns after one of 20 system prompts. ``synthetic:agent``: long sessions of many
-short turns in quick succession, with breaks, after one of four sets of tools. ``synthetic:documents``: single
-questions, each about one of 500 documents. The prompt, set or document is drawn from a Zipf distribution. Sessions, and
-questions about documents, start as a Poisson process; the gaps between turns are exponential. Each prompt of a session
-consists of the one before, its answer, and new tokens. Lengths are log-normal. The same options give the same trace on
-every machine.
+``python -m benchmarks.synthetic KIND FILE [--requests N] [--seed N]`` writes one to a file that ``kvoffload size`` and
+``kvoffload replay`` read.
+
+``chat``: sessions of a few turns after one of 20 system prompts. ``agent``: long sessions of many short turns in quick
+succession, with breaks, after one of four sets of tools. ``documents``: single questions, each about one of 500
+documents. The prompt, set or document is drawn from a Zipf distribution. Sessions, and questions about documents, start
+as a Poisson process; the gaps between turns are exponential. Each prompt of a session consists of the one before, its
+answer, and new tokens. Lengths are log-normal. The same options give the same trace on every machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import math
 import random
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from urllib.parse import parse_qsl
+from pathlib import Path
 
-from kvoffload.lab.readers.lines import positive_or
-from kvoffload.lab.trace import MEMORY_BYTES, Trace, TraceBuilder, TraceError
+from kvoffload.lab.trace import Trace, TraceBuilder
+from kvoffload.lab.writer import write_trace
 
-PREFIX = "synthetic:"
 BLOCK_TOKENS = 256
 REQUESTS = 5000
-MAX_REQUESTS = 1_000_000
-MAX_SEED = (1 << 63) - 1
 MAX_PROMPT = 128 * 1024
 """A session ends before it exceeds this many tokens."""
 
@@ -34,23 +34,14 @@ Session = tuple[int, int, Iterator[Turn]]
 """Number and tokens of the shared text at the start of all its prompts, and its turns."""
 
 
-def generate(source: str, block_tokens: int | None = None, memory_bytes: int = MEMORY_BYTES) -> Trace:
-    """Returns the trace described by ``source``, such as "synthetic:chat?requests=5000&seed=1". Raises TraceError."""
-    size = positive_or(block_tokens, BLOCK_TOKENS)
-    kind, _, query = source.removeprefix(PREFIX).partition("?")
-    if kind not in KINDS:
-        raise TraceError(f"{source}: unknown; use one of {', '.join(PREFIX + each for each in KINDS)}")
-    requests, seed = _options(source, query)
-    rows = TraceBuilder(memory_bytes)
+def generate(kind: str, requests: int = REQUESTS, seed: int = 0, block_tokens: int = BLOCK_TOKENS) -> Trace:
+    """Returns a workload of one of KINDS."""
+    rows = TraceBuilder()
     for at, number, (shared, shared_tokens), (_, prompt, answer) in _in_time(kind, requests, seed):
         # The last token of an answer is sampled, but its KV is not computed.
-        chain = _chain(number, shared, shared_tokens // size, (prompt + answer - 1) // size)
-        rows.add(at, prompt, answer, chain, prompt // size, str(number) if kind in _WITH_SESSIONS else None)
-    return rows.build(
-        source,
-        size,
-        info={"format": "synthetic", "kind": kind, "requests": requests, "seed": seed},
-    )
+        chain = _chain(number, shared, shared_tokens // block_tokens, (prompt + answer - 1) // block_tokens)
+        rows.add(at, prompt, answer, chain, prompt // block_tokens, str(number) if kind in _WITH_SESSIONS else None)
+    return rows.build(f"synthetic {kind}", block_tokens, info={"format": "synthetic"})
 
 
 def _in_time(kind: str, requests: int, seed: int) -> Iterator[tuple[float, int, tuple[int, int], Turn]]:
@@ -158,15 +149,15 @@ KINDS: dict[str, tuple[Callable[[random.Random], Session], float]] = {
 _WITH_SESSIONS = ("chat", "agent")
 
 
-def _options(source: str, query: str) -> tuple[int, int]:
-    """Returns ``requests`` and ``seed``. Raises TraceError."""
-    found = {"requests": REQUESTS, "seed": 0}
-    limits = {"requests": (1, MAX_REQUESTS), "seed": (0, MAX_SEED)}
-    for name, text in parse_qsl(query, keep_blank_values=True):
-        if name not in found:
-            raise TraceError(f"{source}: unknown option {name}; the options are {', '.join(found)}")
-        least, most = limits[name]
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
-            raise TraceError(f"{source}: {name}={text}: must be a whole number from {least} to {most:,}")
-        found[name] = int(text)
-    return found["requests"], found["seed"]
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic", description=__doc__)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    write_trace(generate(args.kind, args.requests, args.seed), args.file, force=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""The conformance suite of vLLM's secondary tiers, as pytest classes (needs vLLM 0.31 or later).
+"""The conformance suite of vLLM's secondary tiers, as pytest classes.
 
 Subclass it and give an entry of vLLM's option ``secondary_tiers``::
 
-    from kvoffload.testing.secondary_tier_conformance import SecondaryTierConformance
+    from tests.suites.secondary_tier_conformance import SecondaryTierConformance
 
     class TestMyTier(SecondaryTierConformance):
         def entry(self, folder):
@@ -41,7 +41,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvoffload.testing.vllm_servers import Server, row_bytes, secondary_tier, set_positions
+from demo.vllm_servers import Server, row_bytes, secondary_tier, set_positions
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 NUM_ROWS = 128

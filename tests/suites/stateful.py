@@ -32,8 +32,8 @@ from kvoffload.abc import (
     ReqContext,
 )
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.testing.reference import ReferenceManager
-from kvoffload.testing.scale import SCALE, scaled
+from tests.scale import SCALE, scaled
+from tests.suites.reference import ReferenceManager
 
 MAX_BLOCKS = 12
 MAX_UNDER_WAY = 3

@@ -1,4 +1,4 @@
-"""vLLM's own offloading as its scheduler process builds it, without an engine (needs vLLM 0.31 or later).
+"""vLLM's own offloading as its scheduler process builds it, without an engine.
 
 Everything here is vLLM's: its configuration of a small model, its factory of secondary tiers, its scheduler half.
 Only the weights are missing, which a scheduler never loads.

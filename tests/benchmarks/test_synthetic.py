@@ -7,9 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvoffload.lab.readers import read_trace
-from kvoffload.lab.readers.synthetic import KINDS
-from kvoffload.lab.trace import Trace, TraceError
+from benchmarks.synthetic import KINDS, generate
+from kvoffload.lab.trace import Trace
 
 ALL = pytest.mark.parametrize("kind", KINDS)
 
@@ -29,23 +28,22 @@ def found_before(trace: Trace) -> float:
 
 @ALL
 def test_the_same_options_give_the_same_trace(kind: str) -> None:
-    source = f"synthetic:{kind}?requests=300&seed=5"
-    a, b = read_trace(source), read_trace(source)
+    a, b = generate(kind, 300, seed=5), generate(kind, 300, seed=5)
     for name in ("times", "input_tokens", "output_tokens", "blocks", "offsets", "ids", "prompt_blocks"):
         assert np.array_equal(getattr(a, name), getattr(b, name))
-    other = read_trace(f"synthetic:{kind}?requests=300&seed=6")
+    other = generate(kind, 300, seed=6)
     assert not np.array_equal(a.times, other.times)
     assert not np.array_equal(a.input_tokens, other.input_tokens)
 
 
 def test_a_trace_is_the_same_on_every_machine() -> None:
-    trace = read_trace("synthetic:chat?requests=4&seed=1")
+    trace = generate("chat", 4, seed=1)
     assert trace.input_tokens.tolist() == FIRST_PROMPTS
 
 
 @ALL
 def test_a_longer_trace_begins_like_a_shorter_one(kind: str) -> None:
-    short, long = (read_trace(f"synthetic:{kind}?requests={n}") for n in (100, 400))
+    short, long = (generate(kind, n) for n in (100, 400))
     assert short.num_requests == 100
     assert long.num_requests == 400
     assert np.array_equal(long.times[:100], short.times)
@@ -54,13 +52,12 @@ def test_a_longer_trace_begins_like_a_shorter_one(kind: str) -> None:
 
 @ALL
 def test_the_trace_is_valid(kind: str) -> None:
-    trace = read_trace(f"synthetic:{kind}?requests=500", block_tokens=64)
+    trace = generate(kind, 500, block_tokens=64)
     assert trace.block_tokens == 64
     assert (np.diff(trace.times) >= 0).all()
     assert (trace.input_tokens >= 1).all()
     assert np.array_equal(trace.prompt_blocks, trace.input_tokens // 64)
     assert np.array_equal(np.diff(trace.offsets), (trace.input_tokens + trace.output_tokens - 1) // 64)
-    assert trace.info["kind"] == kind
     # A block's id determines its predecessor.
     before: dict[int, int] = {}
     for r in range(trace.num_requests):
@@ -71,18 +68,18 @@ def test_the_trace_is_valid(kind: str) -> None:
 
 def test_the_turns_of_a_session_continue_it() -> None:
     for kind in ("chat", "agent"):
-        trace = read_trace(f"synthetic:{kind}?requests=300")
+        trace = generate(kind, 300)
         assert 1 < trace.num_sessions < 300
         for session in range(trace.num_sessions):
             turns = np.flatnonzero(trace.sessions == session).tolist()
             for turn, after in pairwise(turns):
                 prompt = trace.chain(turn)[: trace.prompt_blocks[turn]]
                 assert trace.chain(after)[: len(prompt)].tolist() == prompt.tolist()
-    assert read_trace("synthetic:documents?requests=50").num_sessions == 0
+    assert generate("documents", 50).num_sessions == 0
 
 
 def test_properties_of_the_workloads() -> None:
-    chat, agent, documents = (read_trace(f"synthetic:{kind}?requests=2000") for kind in ("chat", "agent", "documents"))
+    chat, agent, documents = (generate(kind, 2000) for kind in ("chat", "agent", "documents"))
     assert agent.input_tokens.mean() > 5 * chat.input_tokens.mean()
     assert documents.input_tokens.mean() > chat.input_tokens.mean()
     assert found_before(agent) > 0.95
@@ -91,24 +88,6 @@ def test_properties_of_the_workloads() -> None:
     first_blocks, asked = np.unique(documents.blocks[documents.offsets[:-1]], return_counts=True)
     assert 200 < len(first_blocks) <= 500
     assert asked.max() > 10 * np.median(asked)
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("synthetic:", "unknown; use one of synthetic:chat"),
-        ("synthetic:talk", "unknown; use one of synthetic:chat"),
-        ("synthetic:chat?turns=3", "unknown option turns; the options are requests, seed"),
-        ("synthetic:chat?requests=0", "requests=0: must be a whole number from 1 to 1,000,000"),
-        ("synthetic:chat?requests=1e9", "requests=1e9: must be"),
-        ("synthetic:chat?requests=", "requests=: must be"),
-        ("synthetic:chat?requests=99999999", "must be a whole number from 1"),
-        ("synthetic:chat?seed=-1", "seed=-1: must be"),
-    ],
-)
-def test_invalid_options(source: str, words: str) -> None:
-    with pytest.raises(TraceError, match=words):
-        read_trace(source)
 
 
 FIRST_PROMPTS = [971, 1007, 953, 1325]
