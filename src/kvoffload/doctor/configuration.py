@@ -74,7 +74,7 @@ class PlannedTier:
     memory_bytes: int = 0
     """Memory of this node that the tier takes beside the host pools."""
     pins_memory: bool = False
-    """Whether the tier's client pins the host pools, for RDMA."""
+    """Whether the tier's client pins its memory, for RDMA."""
 
 
 @dataclass(frozen=True, slots=True)
