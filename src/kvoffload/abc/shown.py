@@ -30,7 +30,7 @@ _OPTION_WITH_FILE = ("--config", "--tenants")
 _ADDRESSES = frozenset(("url", "endpoint", "master", "metadata", "host"))
 _ADDRESS = re.compile(r"([a-z0-9]+://)[^@?#%\n]*|[\w.-]+(:\d+)|\[[0-9a-fA-F:]+\](:\d+)|[\d.:]+")
 """An address without a user, a password or a query, in which signatures are. A word alone may be a password."""
-_AMOUNT_OF_TENANT = re.compile(r"tenants\.[\w.-]+\.(guaranteed|quota|retain)\.[\w-]+")
+_AMOUNT_OF_TENANT = re.compile(r"tenants\.[\w.-]+\.(guaranteed|quota|retain)\.(host|disk|shared_dir)(-\d+)?")
 _NAME = re.compile(r"([\w-]+)(\[\d+\])?$")
 
 
