@@ -75,7 +75,7 @@ help:
 	@echo "make lint       run ruff and mypy"
 	@echo "make docs       build the documentation site, without warnings: site/"
 	@echo "make dist       build a wheel and a source distribution, and install each in an empty environment: dist/"
-	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
+	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\"; what each measures: ARGS=--help"
 	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
 	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\"; what each"
 	@echo "                answers when its cache breaks (up to an hour): ARGS=--board;"
@@ -108,6 +108,7 @@ test: install
 docs: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/docs_site.py
 	@$(VENV)/bin/zensical build --clean --strict
+	@$(VENV)/bin/python tools/docs_site.py --search site/search.json
 	@! grep --recursive --only-matching --extended-regexp --include='*.html' \
 		'<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//[^ >]*' site
 
@@ -146,14 +147,21 @@ demo-shared: SERVERS := redis-server
 demo-shared: $(VENV_VLLM)/.stores $(NATIVE) mooncake-libraries servers
 	@$(WITH) demo --shared $(ARGS)
 
-bench: $(VENV_VLLM)/.tests $(NATIVE)
-	$(WITH) benchmarks $(ARGS)
+# What prints its help needs no package, and so no environment.
+HELP := $(if $(findstring --board,$(ARGS)),,$(filter -h --help,$(ARGS)))
+
+bench: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE))
+	$(if $(HELP),@$(PYTHON) -m,$(WITH)) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
 peers: SERVERS := redis-server
-peers: $(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn)
+peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn))
+ifneq ($(HELP),)
+	@$(PYTHON) -m benchmarks.peers $(ARGS)
+else
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
+endif
 
 added-peers: $(VENV_VLLM)/.tests
 	@for package in $(ADDED_PEERS); do folder=$(VENV_VLLM)/peers/$${package%%==*}; \

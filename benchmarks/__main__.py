@@ -1,79 +1,60 @@
-"""``python -m benchmarks``: runs every benchmark and writes ``bench-report/NAME.json``."""
+"""``python -m benchmarks``: runs every benchmark and writes ``bench-report/NAME.json``.
+
+``--help`` needs no package: each benchmark is imported when it runs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
+import textwrap
 from pathlib import Path
 
-from benchmarks import (
-    calls,
-    codec,
-    convoys,
-    copies,
-    disk,
-    doors,
-    engine,
-    fingerprint,
-    handover,
-    hicache,
-    hints,
-    managers,
-    node,
-    object_store,
-    policies,
-    prefetch,
-    replay,
-    shared_dir,
-    states,
-    steps,
-    stores,
-    submit,
-    tenants,
-    ttft,
-    waiting,
-    writes,
+BENCHMARKS = (
+    *(
+        "calls",
+        "codec",
+        "managers",
+        "copies",
+        "disk",
+        "doors",
+        "engine",
+        "fingerprint",
+        "convoys",
+        "handover",
+        "hicache",
+    ),
+    *("hints", "object_store", "node", "policies", "prefetch", "replay", "shared_dir", "states", "steps", "stores"),
+    *("submit", "tenants", "ttft", "waiting", "writes"),
 )
 
-BENCHMARKS = {
-    "calls": calls.main,
-    "codec": codec.main,
-    "managers": managers.main,
-    "copies": copies.main,
-    "disk": disk.main,
-    "doors": doors.main,
-    "engine": engine.main,
-    "fingerprint": fingerprint.main,
-    "convoys": convoys.main,
-    "handover": handover.main,
-    "hicache": hicache.main,
-    "hints": hints.main,
-    "object_store": object_store.main,
-    "node": node.main,
-    "policies": policies.main,
-    "prefetch": prefetch.main,
-    "replay": replay.main,
-    "shared_dir": shared_dir.main,
-    "states": states.main,
-    "steps": steps.main,
-    "stores": stores.main,
-    "submit": submit.main,
-    "tenants": tenants.main,
-    "ttft": ttft.main,
-    "waiting": waiting.main,
-    "writes": writes.main,
-}
+
+def what(name: str) -> str:
+    """Returns the first sentence of a benchmark's documentation."""
+    tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+    return " ".join((ast.get_docstring(tree) or "").split()).split(". ")[0].removesuffix(".").replace("``", "")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; default: all")
+    lines = (
+        textwrap.fill(what(name), 100, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16)
+        for name in sorted(BENCHMARKS)
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Runs benchmarks and writes bench-report/NAME.json.",
+        epilog="benchmarks:\n" + "\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which of the benchmarks below to run; default: all")
     parser.add_argument("--out", type=Path, default=Path("bench-report"), help="directory of the JSON files")
     parser.add_argument("--quick", action="store_true", help="use smaller sizes, to check that the benchmarks run")
     args = parser.parse_args()
     for name in args.names or BENCHMARKS:
         if name not in BENCHMARKS:
             parser.error(f"unknown benchmark {name!r}; the benchmarks are {', '.join(BENCHMARKS)}")
-        BENCHMARKS[name](args.out, args.quick)
+        importlib.import_module(f"benchmarks.{name}").main(args.out, args.quick)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
     {"abc"},
-    {"units", "printable", "locks", "digests", "settings", "native", "supported"},
+    {"units", "printable", "locks", "deadlines", "digests", "settings", "native", "supported"},
     {"host", "transfer", "observe", "fingerprints"},
     {"cache"},
     {"config", "tiers"},

@@ -2,14 +2,21 @@
 
 Copies what is below ``docs/``, and some pages of the repository's root, to ``build/docs``. Links between pages follow
 those that have moved, and show a page's title in the navigation in place of its file name. A link to a file that is no
-page, such as an example, becomes the file's path, because the project has no public address yet.
+page, such as an example, becomes the file's path, because the project has no public address yet. Each row of a table
+of options becomes a section, so that it has an anchor and the search finds it by its name. An image that does not exist
+ends the build.
+
+``python tools/docs_site.py --search site/search.json`` takes the attributes of classes out of the index of the search:
+the entries of their classes name them, and their titles would come before the pages about the options of that name.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +35,10 @@ FROM_ROOT = {
 
 _FENCED = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _IN_LIST = re.compile(r"(?<=\n\n)(?: {2,3}\S.*\n(?:(?: {2,}.*)?\n)*)+")
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
+_OPTIONS = re.compile(r"^\| option \| meaning \| default \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", re.MULTILINE)
+_OPTION = re.compile(r"\| (`\w+`) \| (.*) \| (.*) \|\n")
+_ATTRIBUTE = "attribute</code></small>"
 
 
 def site_files(root: Path) -> dict[Path, Path]:
@@ -52,13 +62,18 @@ def titles(nav: Any, title: str = "") -> Iterator[tuple[str, str]]:
 def with_links(text: str, page: Path, files: Mapping[Path, Path], names: Mapping[str, str], root: Path) -> str:
     """Returns the text of ``page`` with links that hold on the site.
 
-    ``files`` is the result of ``site_files``, ``names`` the titles of pages by their paths on the site.
+    ``files`` is the result of ``site_files``, ``names`` the titles of pages by their paths on the site. Raises
+    SystemExit if an image is missing.
     """
 
     def link(found: re.Match[str]) -> str:
-        label, (path, hash_sign, anchor) = found[1], found[2].partition("#")
+        is_image, label, (path, hash_sign, anchor) = found[1], found[2], found[3].partition("#")
         target = Path(os.path.normpath(page.parent / path))
         file = os.path.relpath(target, root)
+        if is_image:
+            if target not in files:
+                raise SystemExit(f"{os.path.relpath(page, root)}: there is no image {file} below docs/")
+            return f"![{label}]({os.path.relpath(files[target], files[page].parent)})"
         if target not in files:
             return f"`{file}`" if label.strip("`") in file else f"{label} (`{file}`)"
         if file.endswith(label) and label.endswith(".md"):
@@ -81,6 +96,26 @@ def with_blocks_in_lists(text: str) -> str:
     return "".join(part if part.startswith("```") else _IN_LIST.sub(indented, part) for part in parts)
 
 
+def with_sections_of_options(text: str) -> str:
+    """Returns ``text`` with a section per option in place of each table of options."""
+
+    def sections(table: re.Match[str]) -> str:
+        rows = _OPTION.findall(table[1])
+        assert len(rows) == table[1].count("\n"), "a row of a table of options has no name, meaning and default"
+        return "\n".join(f"#### {name}\n\n{meaning}. Default: {default}.\n" for name, meaning, default in rows)
+
+    return _OPTIONS.sub(sections, text)
+
+
+def without_attributes(index: str) -> str:
+    """Returns the index of the search without entries for the attributes of classes."""
+    content = json.loads(index)
+    content["items"] = [
+        item for item in content["items"] if not (item["location"].startswith("api/") and _ATTRIBUTE in item["title"])
+    ]
+    return json.dumps(content)
+
+
 def prepare(root: Path, target: Path) -> None:
     """Writes the pages of the repository ``root`` to the folder ``target``, which is emptied first."""
     shutil.rmtree(target, ignore_errors=True)
@@ -90,10 +125,14 @@ def prepare(root: Path, target: Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
             text = with_links(path.read_text(), path, files, names, root)
-            (target / name).write_text(with_blocks_in_lists(text))
+            (target / name).write_text(with_blocks_in_lists(with_sections_of_options(text)))
         else:
             shutil.copy(path, target / name)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--search"]:
+        index = Path(sys.argv[2])
+        index.write_text(without_attributes(index.read_text()))
+        sys.exit()
     prepare(ROOT, ROOT / "build" / "docs")

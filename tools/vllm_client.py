@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -16,7 +15,8 @@ import urllib.parse
 import urllib.request
 from pathlib import Path, PurePosixPath
 
-INDEX = "https://pypi.org/simple"
+from pip._internal.commands import create_command
+
 CLIENT = "benchmarks/multi_turn"
 """Its folder in the source distribution."""
 LACKING = ("pandas", "python-dateutil", "tzdata", "xlsxwriter")
@@ -36,9 +36,16 @@ def main(version: str, folder: Path) -> None:
     subprocess.run([*pip, str(folder / "packages"), *LACKING], check=True)
 
 
+def index() -> str:
+    """Returns the address of the index that pip is configured to use."""
+    options, _ = create_command("download").parse_args([])
+    address: str = options.index_url
+    return address
+
+
 def download(name: str) -> bytes:
-    """Returns a file of the package vllm from the index, which must have its SHA-256."""
-    page = f"{os.environ.get('PIP_INDEX_URL', INDEX).rstrip('/')}/vllm/"
+    """Returns a file of the package vllm from the index, which must have its SHA-256. pip would build it first."""
+    page = f"{index().rstrip('/')}/vllm/"
     with urllib.request.urlopen(urllib.request.Request(page, headers={"Accept": JSON}), timeout=60) as answer:
         files = {file["filename"]: file for file in json.load(answer)["files"]}
     if name not in files:

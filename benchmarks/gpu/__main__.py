@@ -34,6 +34,9 @@ PARTS = {
     "vllm": ("vllm_runs", 400),
 }
 """By name: the module, and how many seconds the part may take."""
+LAST = ("vllm",)
+"""Has what the others leave."""
+NEEDED = ("torch", "numpy", "pytest", "xxhash")
 TOTAL_S = 560
 MIN_S = 15
 """A part is not begun with less time than this."""
@@ -53,7 +56,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="directory of the JSON files")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help=f"time for all parts (default {TOTAL_S})")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=TOTAL_S,
+        help=f"time for all parts (default {TOTAL_S}; with 300 each part is shorter and has fewer rounds)",
+    )
     parser.add_argument("--resume", action="store_true", help="run only parts that have not ended yet")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table of the files in --out")
     parser.add_argument("--dry-run", action="store_true", help="rehearse every part without a GPU, with small sizes")
@@ -63,7 +71,8 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown part {min(unknown)!r}; the parts are {', '.join(PARTS)}")
     if options.child is not None:
-        return _run_here(options.parts[0], Options(options.child, False, options.out))
+        share = options.child / PARTS[options.parts[0]][1]
+        return _run_here(options.parts[0], Options(options.child, False, options.out, share))
     if not options.table:
         missing = "" if options.dry_run else _missing_device()
         if missing:
@@ -85,10 +94,13 @@ def main() -> int:
 
 def _missing_device() -> str:
     """Returns why nothing can run here, or nothing."""
-    try:
-        import torch
-    except ImportError as error:
-        return f"torch cannot be imported: {error}"
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return f"{name} cannot be imported by {sys.executable}: {error}"
+    import torch
+
     if not torch.cuda.is_available():
         return f"there is no CUDA device that torch {torch.__version__} can use"
     return ""
@@ -103,7 +115,7 @@ def run_all(names: list[str], out: Path, seconds: float, resume: bool) -> None:
         path = out / f"{name}.json"
         if resume and path.exists() and read(path)["state"] in (State.ENDED, State.SKIPPED):
             continue
-        limit = min(PARTS[name][1], end - time.monotonic())
+        limit = _limit(names[names.index(name) :], end - time.monotonic())
         report = Report(name, path)
         if limit < MIN_S:
             report.end(State.SKIPPED, f'no time left: make gpu ARGS="{name}"')
@@ -111,6 +123,13 @@ def run_all(names: list[str], out: Path, seconds: float, resume: bool) -> None:
         print(f"{name}: at most {limit:.0f} s ...", file=sys.stderr, flush=True)
         report.write()
         _run_part(name, limit, out, report)
+
+
+def _limit(names: list[str], seconds: float) -> float:
+    """Returns how long the first part may take, if ``seconds`` are left for all: its share if that is too little for
+    all of them. One that ends early leaves its time to the others."""
+    limit, most = PARTS[names[0]][1], sum(PARTS[name][1] for name in names if name not in LAST or name == names[0])
+    return min(limit, seconds, max(MIN_S, seconds * limit / most))
 
 
 def _run_part(name: str, limit: float, out: Path, report: Report) -> None:

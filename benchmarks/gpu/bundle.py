@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import kvoffload
 from benchmarks.gpu.report import read
 
 NAME = "report.json"
@@ -26,6 +25,8 @@ MIN_SECRET_LENGTH = 6
 
 def write(out: Path, parts: Iterable[str]) -> Path:
     """Writes the file into ``out``, where the parts' reports and logs are, and returns its path."""
+    import kvoffload
+
     found = [name for name in parts if (out / f"{name}.json").exists()]
     reports = [read(out / f"{name}.json") for name in found]
     logs = {path.name: path.read_text(errors="replace")[-LOG_BYTES:] for path in sorted(out.glob("*.log"))}

@@ -3,7 +3,8 @@
 A step reads its weights at the rate of the device's memory, and copies use the same memory. So a step may take longer
 by the time in which the memory moves what was copied meanwhile, and by 1%: the gate of the median is
 1 + passes x bytes / (rate x step) + 0.01. A block that is gathered passes the memory three times (page, staging
-written, staging read), one that is copied directly once.
+written, staging read), one that is copied directly once. The gather of a chunk also occupies multiprocessors, on which
+a kernel of the step then has fewer programs: it delays the step by up to GATHER_DELAY_S, which the gate adds per chunk.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from benchmarks.gpu.parts import Options
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.rig import Layout, Rig, make_views, registered_pool, slot_bytes
 from kvoffload.abc import PageGroup
+from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS
 
 MARGIN = 0.01
+GATHER_DELAY_S = 20e-6
+"""16 programs of 512 threads take 45% of the registers of as many multiprocessors while they gather a chunk."""
 PASSES = {Layout.MERGED: 3, Layout.PACKED: 1}
 LAYERS, PAGE = 32, 16 << 10
 NUM_BLOCKS = 4096
@@ -86,7 +90,8 @@ def run(report: Report, options: Options) -> None:
                 for directions in (("store",), ("load",), ("store", "load")):
                     load = Load(rig, num_blocks, directions)
                     what = f"{layout.value}, {' and '.join(directions)}"
-                    _measure(report, decoder, load, (phases, steps), what, PASSES[layout] / rate)
+                    delay = GATHER_DELAY_S / (DEFAULT_LIMITS.chunk_bytes / 1e9) if layout is Layout.MERGED else 0.0
+                    _measure(report, decoder, load, (phases, steps), what, PASSES[layout] / rate + delay)
             finally:
                 rig.close()
         cuda.empty_cache()
@@ -95,7 +100,8 @@ def run(report: Report, options: Options) -> None:
 def _measure(
     report: Report, decoder: Decoder, load: Load, size: tuple[int, int], what: str, seconds_per_gb: float
 ) -> None:
-    """Adds the times of steps with and without ``load``. ``seconds_per_gb``: how long the memory is busy per GB."""
+    """Adds the times of steps with and without ``load``. ``seconds_per_gb``: by how much a GB that is copied may delay
+    them."""
     alone, beside = Steps([], []), Steps([], [])
     for _ in range(size[0]):
         alone += decoder.run(size[1])

@@ -1,4 +1,7 @@
-"""``python -m benchmarks.peers``: runs every system in turn and writes ``peers-report``."""
+"""``python -m benchmarks.peers``: runs every system in turn and writes ``peers-report``.
+
+``--help`` needs no package: what runs and draws is imported later.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmarks.peers import board, multi_turn
-from benchmarks.peers.load import make_load
-from benchmarks.peers.measure import Result, measure
-from benchmarks.peers.page import render_page
-from benchmarks.peers.report import publish, text
-from benchmarks.peers.summary import REFERENCE
 from benchmarks.peers.systems import SYSTEMS, System
-from demo.model import kv_bytes_per_token, write_model
+
+if TYPE_CHECKING:
+    from benchmarks.peers.measure import Result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--board", action="store_true", help="run the integrity board instead: --board --help")
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--board" in arguments:
+        from benchmarks.peers import board
+
         board.command_line([each for each in arguments if each != "--board"])
         return
     parser.add_argument(
@@ -40,12 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     if args.multi_turn:
+        from benchmarks.peers import multi_turn
+
         multi_turn.main(args.out.resolve(), args.quick)
         return
     names = choose(args.only, list(SYSTEMS))
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
         parser.error(f"unknown system {unknown[0]!r}; the systems are {', '.join(SYSTEMS)}")
+    from benchmarks.peers.report import text
+
     results = run([SYSTEMS[name] for name in names], args.out, args.quick)
     print(text(results))
     print(f"\n{args.out / 'peers.html'} has the plots, peers.md the tables, peers.json the figures, logs the logs.")
@@ -53,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def choose(only: str | None, known: Sequence[str]) -> list[str]:
     """Returns the names of the systems to run. Recompute always is one, since the others are compared with it."""
+    from benchmarks.peers.summary import REFERENCE
+
     if only is None:
         return list(known)
     asked = [name.strip() for name in only.split(",") if name.strip()]
@@ -61,6 +66,15 @@ def choose(only: str | None, known: Sequence[str]) -> list[str]:
 
 def run(systems: Sequence[System], out: Path, quick: bool) -> list[Result]:
     """Measures ``systems`` one after the other, and writes what is known after each."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from benchmarks.peers.load import make_load
+    from benchmarks.peers.measure import measure
+    from benchmarks.peers.page import render_page
+    from benchmarks.peers.report import publish
+    from demo.model import kv_bytes_per_token, write_model
+
     load = make_load(quick)
     logs = out / "logs"
     shutil.rmtree(logs, ignore_errors=True)

@@ -15,6 +15,7 @@ from typing import Any
 from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.cache.tenants import HOST, TenantConfig, check_budgets, load_tenants
+from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.settings import absolute_path, check_deadline, check_whole_number, unknown
@@ -163,7 +164,10 @@ class OffloadConfig:
         named = zip(self.tier_names, self.tier_entries, strict=True)
         retaining = [HOST, *(name for name, entry in named if entry.config.retains)]
         check_budgets(self.tenants, {HOST: self.host_bytes, **self.tier_budgets}, retaining)
-        self._check_trace()
+        try:
+            within(FILES_DEADLINE_S, self._check_trace)
+        except TimeoutError as error:
+            raise ConfigError("record_trace", self.record_trace, str(error.strerror)) from None
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
         for name in ("load_only_if_faster", "batched_copies", "canonical_layout"):

@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.locks import try_to_lock
 
 PIECE_BYTES = 64 << 20
@@ -135,28 +136,34 @@ class DigestCache:
 
     def load(self) -> dict[str, str]:
         """Returns the digests that are kept, the least recently used first."""
-        with contextlib.ExitStack() as stack:
-            try:
-                return self._read(self._open(stack))
-            except OSError as error:
-                self._warn(error)
+        try:
+            return within(FILES_DEADLINE_S, self._load)
+        except OSError as error:
+            self._warn(error)
         return {}
+
+    def _load(self) -> dict[str, str]:
+        with contextlib.ExitStack() as stack:
+            return self._read(self._open(stack))
 
     def save(self, made: dict[str, str], used: Sequence[str] = ()) -> None:
         """Adds ``made``, and marks these and the kept entries of ``used`` as most recently used. Keeps at most
         MAX_ENTRIES."""
         if not made:
             return
+        try:
+            within(FILES_DEADLINE_S, lambda: self._save(made, used))
+        except OSError as error:
+            self._warn(error)
+
+    def _save(self, made: dict[str, str], used: Sequence[str]) -> None:
         with contextlib.ExitStack() as stack:
-            try:
-                folder = self._open(stack)
-                if _take_lock(folder, stack):
-                    kept = self._read(folder)
-                    recent = {name: kept.pop(name) for name in used if name in kept} | made
-                    entries = [*kept.items(), *recent.items()][-MAX_ENTRIES:]
-                    _replace(folder, json.dumps({"version": _VERSION, "digests": dict(entries)}).encode())
-            except OSError as error:
-                self._warn(error)
+            folder = self._open(stack)
+            if _take_lock(folder, stack):
+                kept = self._read(folder)
+                recent = {name: kept.pop(name) for name in used if name in kept} | made
+                entries = [*kept.items(), *recent.items()][-MAX_ENTRIES:]
+                _replace(folder, json.dumps({"version": _VERSION, "digests": dict(entries)}).encode())
 
     def _open(self, stack: contextlib.ExitStack) -> int:
         """Returns a descriptor of the folder, which ``stack`` closes. Raises OSError if the folder must not be used."""

@@ -162,7 +162,6 @@ def test_inspect_shows_the_blocks_of_a_server(directory: Path) -> None:
     assert folder["block_bytes"] == BLOCK_BYTES
     assert folder["capacity_blocks"] == sum(file.stat().st_size for file in files if "slab" in file.name) / BLOCK_BYTES
     assert folder["allocated_bytes"] == sum(512 * file.stat().st_blocks for file in files)
-    assert (folder["hits"], folder["num_blocks_hit"]) == (4, 3)
     assert time.time() - DEADLINE_S < folder["oldest"] <= folder["newest"] <= time.time()
     assert (folder["transient"], folder["findings"]) == (False, [])
 

@@ -33,9 +33,9 @@ COMMAND = [sys.executable, "-c", "from kvoffload.cli import main; main()", "expl
 SERVER = """
 import json, sys
 from kvoffload.observe.records import RequestRecord
-from kvoffload.observe.server import RecordServer
+from kvoffload.observe.server import RecordServer, paused_in
 records = [RequestRecord.from_dict(data) for data in json.load(open(sys.argv[2]))]
-server = RecordServer(lambda: records, sys.argv[1])
+server = RecordServer(lambda: records, sys.argv[1], paused=lambda: paused_in([(each, 1.0) for each in sys.argv[3:]]))
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -71,12 +71,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
     """Starts a server with records and returns its process id."""
     with contextlib.ExitStack() as stack:
 
-        def run(name: str, records: Sequence[RequestRecord]) -> int:
+        def run(name: str, records: Sequence[RequestRecord], *gauges: str) -> int:
             path = tmp_path / f"{name}.json"
             path.write_text(json.dumps([record.to_dict() for record in records]))
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-c", SERVER, name, str(path)],
+                    [sys.executable, "-c", SERVER, name, str(path), *gauges],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
@@ -328,6 +328,17 @@ def test_below_the_host_memory_of_an_engine_other_settings_help() -> None:
 
 
 # Running servers.
+
+
+def test_abilities_of_tiers_that_are_paused_have_a_line_each(start: Callable[..., int]) -> None:
+    pid = start("dp0", some_records(), "tier_paused:write,redis", "tier_paused:read,disk", "tier_off:disk")
+    done = run("--pid", pid)
+    assert done.exit_code == 0
+    lines = [line for line in done.stderr.splitlines() if "paused" in line]
+    assert ["reads of the disk tier are paused" in lines[0], "writes to the redis tier are paused" in lines[1]] == [
+        True
+    ] * 2
+    assert len(lines) == 2
 
 
 def test_a_running_server_is_explained(start: Callable[..., int]) -> None:

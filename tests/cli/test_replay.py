@@ -160,6 +160,21 @@ def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
     assert page.read_text().count("<svg") == 2
 
 
+def test_a_page_of_one_capacity_has_no_curve_of_one_point(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    for capacities, curves in (("4", 0), ("4,5", 2)):
+        run(trace, "--policy", "lru,arc", "--capacity", capacities, "--html", page)
+        assert page.read_text().count("<svg") == curves + 2
+        assert ("Percent of all prompt tokens" in page.read_text()) is bool(curves)
+
+
+def test_the_device_is_shown_in_bytes_too(trace: Path) -> None:
+    for device in ("640MiB", "10", "100%"):
+        shown = run(trace, "--device", device, "--capacity", "4")
+        assert "Device cache: 640 MiB, 10 blocks, 100% of the distinct blocks" in shown.stdout
+
+
 def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
     good = trace.read_text()
     trace.write_text(good + "no json\n" + line(99_000, [1], input_length=-1) + "\n")
@@ -183,7 +198,8 @@ def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
         (["--capacity", "1000%"], "--capacity='1000%': must be more than 0% and at most 100%"),
         (["--policy", f"{__name__}:Failing"], f"--policy='{__name__}:Failing': failed at request"),
         (["--policy", f"{__name__}:Greedy"], f"--policy='{__name__}:Greedy': failed at request"),
-        (["--device", "2"], "--device=2: the longest request needs 5"),
+        (["--device", "2"], "--device=2: the longest request needs 5 blocks (320 MiB) at once, so no engine"),
+        (["--device", "200MiB"], "--device=200MiB: the longest request needs 5 blocks (320 MiB) at once, so no engine"),
         (
             ["--host-contents", "exclusive"],
             "--host-contents='exclusive': there is nothing to leave out",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,43 @@ def test_json(chat: str, config: str) -> None:
     halved = json.loads(run(chat, "--model", config, "--ram", "8GiB", "--kv-dtype", "fp8", "--json").stdout)
     assert halved["bytes_per_token"] == 65_536
     assert halved["settings"][0]["served_pct"] > setting["served_pct"]
+
+
+@pytest.mark.parametrize("disk", ["none", "8GiB"])
+def test_parts_add_up_and_text_and_page_have_the_same(chat: str, tmp_path: Path, disk: str) -> None:
+    """For some prompts of the trace, more than the smallest RAM is on the device."""
+    page = tmp_path / "size.html"
+    arguments = ["--policy", "arc", "--device", "5GiB", "--ram", "1GiB,6GiB,7GiB", "--disk", disk, "--html", str(page)]
+    shown = run(chat, *arguments, "--jobs", "1").stdout
+    sentence = re.search(r"serves? ([\d.]+)% of prompt tokens \(([^)]*)\)", " ".join(shown.split()))
+    assert sentence is not None
+    places = ["the device", "RAM", *([] if disk == "none" else ["disk"])]
+    assert re.findall(r"% from ([a-zA-Z ]+)", sentence[2]) == places
+    assert sum(Decimal(part) for part in re.findall(r"([\d.]+)%", sentence[2])) == Decimal(sentence[1])
+    assert "The device's own cache has 5 GiB." in " ".join(shown.split())
+    assert "-0.0" not in shown
+    lines = [line for line in shown.splitlines() if " ms " in line and "%" in line]
+    rows = [[Decimal(part) for part in re.findall(r"([\d.]+)%", line)] for line in lines]
+    assert len(rows) == 3
+    for served, *parts in rows:
+        assert sum(parts) == served
+        assert len(parts) == len(places)
+    html = page.read_text()
+    table = [
+        [Decimal(each) for each in re.findall(r">([\d.]+)%<", row)] for row in re.findall(r"<tr.*?</tr>", html, re.S)
+    ]
+    assert [row for row in table if row] == rows
+    assert "The device&#39;s own cache has 5 GiB." in html
+    assert len(re.findall(r"<th>from ", html)) == len(places)
+
+
+@pytest.mark.parametrize("unit", ["4GiB", "128", "{}%"])
+def test_units_of_sizes(chat: str, unit: str) -> None:
+    """A block has 32 MiB."""
+    known = json.loads(run(chat, "--ram", "4GiB", "--json").stdout)
+    text = unit.format(f"{100 * 128.5 / known['distinct_blocks']:.5f}")
+    found = json.loads(run(chat, "--ram", text, "--device", text, "--json").stdout)
+    assert found["device_bytes"] == found["settings"][0]["ram_bytes"] == 4 << 30
 
 
 def test_other_policies(chat: str) -> None:

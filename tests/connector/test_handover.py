@@ -12,6 +12,7 @@ import pytest
 
 from kvoffload.abc import KVGroup, MissReason, OffloadKey, Slots
 from kvoffload.abc.tier import MAX_PLACE_CHARS
+from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
@@ -20,15 +21,18 @@ from kvoffload.connector.handover import (
     IMPATIENT_SHARE,
     MAX_HANDED_TOKENS,
     MAX_PLACES,
+    MAX_SERVERS,
     MISSES_IN_A_ROW,
     NAME_CHARS,
     PATIENT_AGAIN,
     Handover,
+    Patience,
     is_handover,
 )
 from kvoffload.connector.options import PARAM
 from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
+from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
 from tests.clock import Clock
 from tests.connector.rig import REMOTE_DECODE, TOKENS, FakeRequest, Rig, prompt
 from tests.sim.executor import SteppedExecutor
@@ -64,6 +68,7 @@ class Server(Rig):
         store: OrderedDict[OffloadKey, StoredBlock],
         tenants: Tenants | None = None,
         is_shared: bool = True,
+        threshold: int | None = None,
     ) -> None:
         self.executor = SteppedExecutor(clock=clock)
         self.tier = StoreTier(make_pools(HOST_BLOCKS, 4096), 4 * HOST_BLOCKS, self.executor, clock)
@@ -71,7 +76,11 @@ class Server(Rig):
         host = PolicyOffloadingManager(
             HostBackend(TOKENS, HOST_BLOCKS), make_policy("lru", HOST_BLOCKS), True, clock=clock
         )
-        settings = TieringSettings([TOKENS], groups=[KVGroup(TOKENS)], load_deadline_ms=1000 * DEADLINE_S)
+        tiers = []
+        if threshold is not None:
+            host.admission = ReuseFilter(threshold)
+            tiers = [TierSettings(admission=ReuseFilter(threshold))]
+        settings = TieringSettings([TOKENS], groups=[KVGroup(TOKENS)], load_deadline_ms=1000 * DEADLINE_S, tiers=tiers)
         manager = TieredOffloadingManager(host, [self.tier], settings, clock=clock)
         options = {} if tenants is None else {"tenants": tenants}
         super().__init__(HOST_BLOCKS, manager=manager, clock=clock, options=options)
@@ -94,6 +103,11 @@ class Server(Rig):
         for _ in range(3):
             self.step()
             self.executor.drain()
+        self.step()
+
+    def give_up(self) -> None:
+        """Lets the time pass in which the store can take on what was handed over."""
+        self.clock.now += WRITE_WITHIN_S
         self.step()
 
     def count(self, result: str) -> float:
@@ -152,7 +166,7 @@ def test_the_answer_names_the_prompts_blocks_and_where_they_are(pair: Pair) -> N
     answer = pair.prefill.compute(prompt(11))
     value = handover_of(answer)
     assert answer == with_handover(value)
-    assert value == {"tokens": 8, "name": value["name"], "places": {"store": PLACE}}
+    assert value == {"tokens": 8, "name": value["name"], "places": {"store": PLACE}, "server": value["server"]}
     assert is_handover(value)
     assert Handover.from_option(value).to_options() == {"handover": value}
     assert handover_of(pair.decode.compute(prompt(11)))["name"] == value["name"]
@@ -182,6 +196,20 @@ def test_a_request_waits_for_blocks_that_are_not_written_yet(pair: Pair, is_hand
     assert pair.decode.half.records[-1].tier_tokens == {"store": 8}
 
 
+@pytest.mark.parametrize(("num_tokens", "result"), [(8, "complete"), (12, "partial")])
+def test_a_handover_is_complete_if_less_than_a_block_of_it_is_computed(
+    pair: Pair, num_tokens: int, result: str
+) -> None:
+    """The device has the first block, and the last token is computed in any case."""
+    answer = pair.prefill.compute(prompt(num_tokens))
+    request = FakeRequest("d", prompt(num_tokens), answer)
+    assert pair.decode.look_up(request, 4) == ((0, False) if result == "complete" else (None, False))
+    pair.clock.now += 2 * DEADLINE_S
+    assert pair.decode.look_up(request, 4) == (0, False)
+    pair.decode.allocate(request, pair.decode.new_blocks(3), 0)
+    assert pair.decode.count(result) == 1
+
+
 def test_a_server_hands_over_what_it_has_found_itself(pair: Pair) -> None:
     pair.prefill.store(prompt(12))
     pair.prefill.settle()
@@ -195,9 +223,47 @@ def test_a_server_hands_over_what_it_has_found_itself(pair: Pair) -> None:
 
 def test_the_longest_possible_name_and_places_can_be_sent() -> None:
     places = {"t" * MAX_PLACE_CHARS + str(i): "x" * MAX_PLACE_CHARS for i in range(MAX_PLACES)}
-    assert not is_handover({"tokens": 1, "name": "0" * NAME_CHARS, "places": places}), "names of tiers have a bound too"
+    assert not is_handover({"tokens": 1, "name": "0" * NAME_CHARS, "places": places, "server": SERVER}), (
+        "names of tiers have a bound too"
+    )
     places = {str(i): "x" * MAX_PLACE_CHARS for i in range(MAX_PLACES)}
-    assert is_handover({"tokens": MAX_HANDED_TOKENS, "name": "0" * NAME_CHARS, "places": places})
+    assert is_handover({"tokens": MAX_HANDED_TOKENS, "name": "0" * NAME_CHARS, "places": places, "server": SERVER})
+
+
+# What is promised is kept.
+
+
+@pytest.mark.parametrize("threshold", [None, 2])
+@pytest.mark.parametrize("options", [{}, {"drop": True}, {"session": "a", "drop": True}, {"expect_return_s": 9.0}])
+def test_what_is_handed_over_is_written_whatever_hints_and_filters_say(
+    threshold: int | None, options: dict[str, Any]
+) -> None:
+    """The same request is not written if it is not handed over, which is the control."""
+    pair = Pair(threshold=threshold)
+    alone = FakeRequest("alone", prompt(9, start=100), {PARAM: options})
+    pair.prefill.report(*pair.prefill.start(alone).stores)
+    pair.prefill.half.request_finished(alone, [])
+    pair.prefill.settle()
+    is_stored = threshold is None and not options.get("drop")
+    assert len(pair.prefill.tier.blocks) == 2 * is_stored
+    answer = pair.prefill.compute(prompt(9), **options)
+    pair.prefill.settle()
+    request = FakeRequest("d", prompt(9), answer)
+    assert pair.decode.look_up(request) == (None, False)
+    pair.decode.settle()
+    assert pair.decode.ends(request) == 8
+    assert pair.decode.count("complete") == 1
+
+
+def test_the_answer_names_only_what_has_room_until_it_is_written(pair: Pair) -> None:
+    """The store takes nothing on. What is named waits in host memory, whatever is stored meanwhile."""
+    pair.prefill.tier.most_writes, room = 0, int(HOST_BLOCKS * UNWRITTEN_SHARE)
+    named = [handover_of(pair.prefill.compute(prompt(size))) for size in (9, 4 * room + 21)]
+    assert [value["tokens"] for value in named] == [8, 4 * room]
+    assert len(pair.prefill.half.manager._unwritten.slots) == room
+    assert pair.prefill.compute(prompt(9, start=500), answers=False) is None, "there is no room at all"
+    pair.prefill.give_up()
+    assert handover_of(pair.prefill.compute(prompt(9, start=600)))["tokens"] == 8
 
 
 # Nothing is handed over.
@@ -271,10 +337,11 @@ def test_requests_wait_less_when_nothing_comes_and_in_full_again_when_it_does(
         for i in range(2 * PATIENT_AGAIN):
             tokens = prompt(9, start=100 * (i + 1))
             waited.append(pair.decode.waits(tokens, pair.prefill.compute(tokens)))
+            pair.prefill.give_up()
     patient = {*range(MISSES_IN_A_ROW), PATIENT_AGAIN}
     for i, seconds in enumerate(waited):
         assert seconds == pytest.approx(DEADLINE_S if i in patient else IMPATIENT_SHARE * DEADLINE_S, abs=1 / 63), i
-    assert "requests in a row have found nothing" in caplog.text
+    assert "requests in a row have not found all" in caplog.text
     # One finds all of it. The next one waits in full.
     pair.prefill.tier.most_writes = 1 << 30
     answer = pair.prefill.compute(prompt(9))
@@ -287,15 +354,42 @@ def test_requests_wait_less_when_nothing_comes_and_in_full_again_when_it_does(
     assert pair.decode.waits(prompt(9, start=5000), pair.prefill.compute(prompt(9, start=5000))) >= DEADLINE_S
 
 
+def test_a_server_whose_blocks_do_not_come_costs_the_requests_of_others_nothing(pair: Pair) -> None:
+    other = Server(pair.clock, OrderedDict())
+    pair.prefill.tier.most_writes = 0
+    for i in range(2 * MISSES_IN_A_ROW):
+        tokens = prompt(9, start=100 * (i + 1))
+        answer = other.compute(tokens)
+        waited_s = pair.decode.waits(tokens, answer)
+        assert (waited_s == DEADLINE_S) == (i < MISSES_IN_A_ROW)
+        other.settle()
+    assert pair.decode.waits(prompt(9), pair.prefill.compute(prompt(9))) == DEADLINE_S
+
+
+def test_only_so_many_servers_are_remembered() -> None:
+    patience = Patience()
+    for i in range(MISSES_IN_A_ROW * (MAX_SERVERS + 1)):
+        patience.ended(str(i // MISSES_IN_A_ROW), False)
+    assert not patience.is_lost("0")
+    assert patience.is_lost("1")
+    assert len(patience._num_misses) == MAX_SERVERS
+    patience.ended("1", True)
+    assert not patience.is_lost("1")
+
+
 # What clients send.
 
-GOOD = {"tokens": 8, "name": "0123456789abcdef" * 2, "places": {"store": PLACE}}
+SERVER = "fedcba9876543210"
+GOOD = {"tokens": 8, "name": "0123456789abcdef" * 2, "places": {"store": PLACE}, "server": SERVER}
 NOT_HANDOVERS: dict[str, Any] = {
     "a number": 7,
     "a list": [GOOD],
     "a text": json.dumps(GOOD),
     "an empty one": {},
-    "without places": {"tokens": 8, "name": GOOD["name"]},
+    "without places": {"tokens": 8, "name": GOOD["name"], "server": SERVER},
+    "without a server": {"tokens": 8, "name": GOOD["name"], "places": {}},
+    "a huge server": GOOD | {"server": "0" * (1 << 20)},
+    "a server of bytes": GOOD | {"server": SERVER.encode()},
     "more fields": GOOD | {"more": 1},
     "true tokens": GOOD | {"tokens": True},
     "no tokens": GOOD | {"tokens": 0},

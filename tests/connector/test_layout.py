@@ -26,7 +26,7 @@ def test_the_namespace_is_part_of_the_key() -> None:
     manager = SpyManager(4)
     found = {}
     for namespace in (b"one", b"two", b""):
-        scheduler(manager, tenants=Tenants(namespace)).get_num_new_matched_tokens(FakeRequest("r", prompt(4)), 0)
+        scheduler(manager, tenants=Tenants(namespace)).get_num_new_matched_tokens(FakeRequest("r", prompt(5)), 0)
         found[namespace] = manager.lookups[-1]
     (h,) = hash_blocks(prompt(4), TOKENS)
     assert found == {name: [make_offload_key(name + h, 0)] for name in found}

@@ -17,7 +17,7 @@ from tests.connector.rig import FakeRequest, Rig, device_ids, make_half, only, p
     ("asked", "offered"),
     [
         (3, 0),
-        (4, 3),
+        (4, 0),
         (5, 4),
         (8, 7),
         (9, 8),
@@ -65,6 +65,33 @@ def test_a_device_hit_may_end_inside_a_block_but_less_than_a_block_is_not_offere
     rig.store(prompt(32))
     assert rig.look_up(FakeRequest("r", prompt(50)), computed) == (offered, offered > 0)
     assert rig.manager.lookups[-1] == rig.keys(prompt(50))[computed // 16 :], "looked up whole"
+
+
+@pytest.mark.parametrize(("asked", "computed", "offered"), [(12, 8, 0), (13, 8, 4), (12, 4, 7)])
+def test_less_than_a_device_block_is_computed_at_once(asked: int, computed: int, offered: int) -> None:
+    """A load takes a step of its own, and a whole prompt's last token is always computed."""
+    rig = Rig()
+    rig.store(prompt(12))
+    rig.manager.unknown = offered == 0
+    request = FakeRequest("r", prompt(asked))
+    assert rig.look_up(request, computed) == (offered, offered > 0), "no tier is waited for either"
+    rig.allocate(request, rig.new_blocks(3), offered)
+    assert len(rig.step().loads) == (offered > 0)
+    assert rig.half.records[-1].reason is None, "it has missed nothing"
+
+
+def test_less_than_a_large_block_is_loaded_if_it_is_a_device_block() -> None:
+    rig = Rig(factor=4)
+    rig.store(prompt(16))
+    assert rig.look_up(FakeRequest("r", prompt(16))) == (15, True)
+
+
+def test_a_request_does_not_wait_for_the_load_of_what_it_computes_in_a_step() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.load(FakeRequest("first", prompt(9)))
+    assert rig.look_up(FakeRequest("second", prompt(8)), computed=4) == (0, False)
+    assert rig.look_up(FakeRequest("third", prompt(9)), computed=4) == (None, False)
 
 
 def test_an_unknown_answer_waits_at_most_for_the_deadline() -> None:

@@ -76,6 +76,11 @@ def test_neither_client_nor_engine_allows_what_the_other_forbids(name: str) -> N
     assert getattr(RequestOptions.from_params({PARAM: {name: True}}, {name: True}), name) is True
 
 
+@pytest.mark.parametrize(("client", "engine"), [(9, 4), (4, 9), (None, 4), (4, None), (-1, 4), (4, -1)])
+def test_neither_client_nor_engine_allows_more_tokens_than_the_other(client: int | None, engine: int | None) -> None:
+    assert RequestOptions.from_params({PARAM: {"max_tokens": client}}, {"max_tokens": engine}).max_tokens == 4
+
+
 def test_a_request_may_cap_its_tokens() -> None:
     rig = GroupRig([KVGroup(4)])
     rig.compute(rig.request(20, max_tokens=11))

@@ -24,6 +24,7 @@ from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.late import LateTier
 from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt, start_together
 from tests.scale import scaled
 
@@ -62,7 +63,9 @@ class Server:
         half = build_scheduler(config, EngineSpec([KVGroup(16)]), pools, FINGERPRINT)
         assert isinstance(half.manager, TieredOffloadingManager)
         self.manager = half.manager
-        disk = self.manager.tiers[0].tier._tier
+        tier = self.manager.tiers[0].tier._tier
+        assert isinstance(tier, LateTier)
+        disk = tier.join()
         assert isinstance(disk, DiskTier)
         self.disk = disk
         self.namespaces = {name: Tenants(namespace(FINGERPRINT), config.tenants).of(name).namespace for name in NAMES}

@@ -162,7 +162,7 @@ def test_switching_off_breaks_the_promises_that_were_made(monkeypatch: pytest.Mo
     assert rig.look_up(offered) == (8, True)
     rig.allocate(loading, [20, 21], 8)
     monkeypatch.setattr(rig.manager, "lookup", None)
-    assert rig.look_up(FakeRequest("r", prompt(4, start=200))) == (0, False)
+    assert rig.look_up(FakeRequest("r", prompt(5, start=200))) == (0, False)
     rig.allocate(offered, [30, 31], 8)
     assert rig.half.has_pending_work()
     meta = rig.step()
@@ -174,7 +174,7 @@ def test_switching_off_breaks_the_promises_that_were_made(monkeypatch: pytest.Mo
 def test_switching_off_releases_held_requests_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, job = held()
     monkeypatch.setattr(rig.manager, "lookup", None)
-    rig.look_up(FakeRequest("r", prompt(4)))
+    rig.look_up(FakeRequest("r", prompt(5)))
     assert rig.half.has_pending_work()
     assert rig.step().releases == ["p"]
     rig.report(job, times=2)

@@ -45,7 +45,8 @@ HEALTHY = {
     "kvoffload:late_promotions_total": "0x96",
     "kvoffload:tier_hit_tokens_total:disk": "0+50000x96",
     "kvoffload:tier_off:disk": "0x96",
-    "kvoffload:tier_paused:disk": "0x96",
+    "kvoffload:tier_paused:read,disk": "0x96",
+    "kvoffload:tier_paused:write,disk": "0x96",
     "kvoffload:tier_capacity_bytes:disk": "1e12x96",
     "kvoffload:tier_bad_blocks_total:disk": "0x96",
     "kvoffload:tier_read_failures_total:disk": "0+5x96",
@@ -66,7 +67,7 @@ FAULTS: dict[str, dict[str, str]] = {
         'up{job="vllm",instance="b:8000"}': "1x96",
     },
     "KvoffloadTierOff": {"kvoffload:tier_off:disk": "0x93 1x3"},
-    "KvoffloadTierPaused": {"kvoffload:tier_paused:disk": "0x93 1x3"},
+    "KvoffloadTierPaused": {"kvoffload:tier_paused:write,disk": "0x93 1x3"},
     "KvoffloadTierMissing": {"kvoffload:tier_capacity_bytes:disk": "0x96"},
     "KvoffloadBadBlocks": {"kvoffload:tier_bad_blocks_total:disk": "0x92 1x4"},
     "KvoffloadTierFailures": {"kvoffload:tier_write_failures_total:disk": "0+25x96"},
@@ -84,7 +85,7 @@ FAULTS: dict[str, dict[str, str]] = {
 }
 """What differs from a healthy server, by the alert that says so. All other series stay as they are."""
 BRIEF: dict[str, dict[str, str]] = {
-    "a tier that has just been paused": {"kvoffload:tier_paused:disk": "0x95 1x1"},
+    "a tier that has just been paused": {"kvoffload:tier_paused:read,disk": "0x95 1x1"},
     "a server that starts": {'up{job="vllm",instance="b:8000"}': "_x95 1x1"},
     "an idle server": dict.fromkeys((name for name in HEALTHY if name.endswith("_tokens_total")), "5x96")
     | {"kvoffload:misses_total:never_stored": "5x96", "kvoffload:misses_total:evicted": "5x96"},
@@ -97,8 +98,12 @@ def series(values: dict[str, str]) -> list[dict[str, str]]:
     for name, each in values.items():
         prefix, _, rest = name.partition(":")
         metric, _, label = rest.partition(":")
-        key = "reason" if metric.startswith("misses") else "tier"
-        labels = f'{ENGINE},{key}="{label}"' if label else ENGINE
+        keys = ["reason"] if metric.startswith("misses") else ["tier", "ability"]
+        # The tier is the last one.
+        labels = ",".join(
+            [ENGINE, *(f'{key}="{each}"' for key, each in zip(keys, label.split(",")[::-1], strict=False))]
+        )
+        labels = labels if label else ENGINE
         found.append({"series": f"{prefix}:{metric}{{{labels}}}" if prefix == "kvoffload" else name, "values": each})
     return found
 

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from demo.process import free_ports
-from kvoffload.abc import MissReason
+from kvoffload.abc import Ability, MissReason
 from kvoffload.observe.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +163,7 @@ class Growing:
         self.scrapes += 1
         values = {
             "tier": ["disk", "redis"],
+            "ability,tier": [f"{ability},{tier}" for ability in Ability for tier in ("disk", "redis")],
             "reason": list(map(str, MissReason)),
             "rule": ["lru", "lirs"],
             "option": ["drop"],

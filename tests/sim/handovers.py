@@ -31,7 +31,15 @@ from typing import Any
 from kvoffload.abc import IntegrityError
 from kvoffload.cache.keys import namespace
 from kvoffload.cache.tenants import TenantConfig, Tenants
-from kvoffload.connector.handover import IMPATIENT_SHARE, MISSES_IN_A_ROW, PATIENT_AGAIN, Handover, is_handover, name_of
+from kvoffload.connector.handover import (
+    IMPATIENT_SHARE,
+    MISSES_IN_A_ROW,
+    PATIENT_AGAIN,
+    SERVER_CHARS,
+    Handover,
+    is_handover,
+    name_of,
+)
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import RequestState
@@ -62,6 +70,15 @@ CALM_ROUNDS = 3
 FLOOD_REQUESTS = 6
 QUICK_HANDOVER_S = 0.5
 """Of media which are that quick, blocks that are handed over come in time although others are written, too."""
+HINTS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"drop": True},
+    {"session": "agent", "drop": True},
+    {"expect_return_s": 1e6},
+    {"retain_s": 9.0},
+)
+"""What clients say of prompts that are handed over."""
 LOST_REQUESTS = 12
 """Requests for which nothing comes, one after the other."""
 
@@ -305,7 +322,8 @@ class Router:
         """Sends a prompt that is to be handed over."""
         assert isinstance(machine.server, HandoverServer)
         tenant = self._random.choice((None, *TENANTS)) if machine.server.life.has_tenants else None
-        params = {"do_remote_decode": True}
+        hints = self._random.choice(HINTS) if tenant is None else {"tenant": tenant, **self._random.choice(HINTS)}
+        params = {"do_remote_decode": True, **({PARAM: hints} if hints else {})}
         self.send(Message(due, machine, tokens, 1, params, tenant, goes_to=goes_to, instead=instead))
 
     def send(self, message: Message) -> None:
@@ -417,7 +435,7 @@ def _handover_of(answer: dict[str, Any] | None) -> Handover | None:
 
 def forged(rng: Random, handover: Handover | None) -> object:
     """Returns what somebody sends in place of ``handover``."""
-    true = handover or Handover(64, "0" * 32, {"store": "writer-0"})
+    true = handover or Handover(64, "0" * 32, {"store": "writer-0"}, "0" * SERVER_CHARS)
     value = dict(true.to_options()["handover"])
     change: Callable[[], Any] = rng.choice(
         (
@@ -541,8 +559,10 @@ class Handovers(Servers):
             raise Wasted(f"{trip.waited_s:.3f} s for {answer}, which is of another prompt")
 
     def _hand_over_nothing(self, one: Machine, other: Machine) -> None:
-        """Hands requests over whose blocks nobody has stored. The server has computed how they begin."""
+        """Hands requests over in the name of ``one`` whose blocks nobody has stored. The server that goes on has
+        computed how they begin."""
         server = other.server
+        assert one.server is not None
         assert isinstance(server, HandoverServer)
         start, waited_s = self._new_tokens(other), 0.0
         self.router.send(Message(other.clock.now, other, start, 1, None, None, Trip(Fate.LOST, None)))
@@ -550,7 +570,7 @@ class Handovers(Servers):
         for _ in range(LOST_REQUESTS):
             tokens = (start if self._random.random() < 0.7 else self._new_tokens(other)) + self._new_tokens(other)
             tokens = tokens[: server.life.scenario.document_tokens]
-            handover = name(server, tokens)
+            handover = name(server, tokens, one.server.engine.scheduler.stores.server)
             if handover is None:
                 continue
             trip = Trip(Fate.KEPT, handover)
@@ -591,8 +611,8 @@ def _rests(layout: Layout) -> range:
     return range(least, min((layout.block_tokens[g] for g in layout.states), default=max(least, layout.align) + 1))
 
 
-def name(server: HandoverServer, tokens: Sequence[int]) -> Handover | None:
-    """Returns a hand-over of all blocks that a prompt needs, as a server with these names would."""
+def name(server: HandoverServer, tokens: Sequence[int], sender: str) -> Handover | None:
+    """Returns a hand-over of all blocks that a prompt needs, as the server ``sender`` with these names would."""
     scheduler = server.engine.scheduler
     layout, assert_tenants = scheduler.layout, server.tenants
     assert assert_tenants is not None
@@ -602,7 +622,7 @@ def name(server: HandoverServer, tokens: Sequence[int]) -> Handover | None:
     ahead = max(layout.groups[g].lookahead for g in range(len(layout.groups)))
     handed = (len(tokens) - max(1, ahead)) // layout.align * layout.align
     text = name_of(layout, state.blocks.keys, handed) if handed > 0 else None
-    return None if text is None else Handover(handed, text, {"store": "writer-0", "shared_dir": "writer-0"})
+    return None if text is None else Handover(handed, text, {"store": "writer-0", "shared_dir": "writer-0"}, sender)
 
 
 def simulate_handovers(make_medium: MakeMedium, seed: int, patch: Patch[SharingServer] | None = None) -> Counter[str]:

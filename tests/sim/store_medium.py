@@ -11,8 +11,8 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.compressed import CompressedFormat, Rows
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
+from kvoffload.tiers.remote.compressed import CompressedFormat
+from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker

@@ -156,7 +156,7 @@ def promises_have_no_bounds(monkeypatch: pytest.MonkeyPatch) -> type[SharedMediu
 def patience_never_ends(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """Also for blocks that a server has computed itself, as if they had come."""
     ended = Patience.ended
-    monkeypatch.setattr(Patience, "ended", lambda patience, is_complete: ended(patience, True))
+    monkeypatch.setattr(Patience, "ended", lambda patience, server, is_complete: ended(patience, server, True))
     return PlainMedium
 
 

@@ -307,8 +307,8 @@ def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatc
     late: dict[int, Any] = {}
     monkeypatch.setattr(slabs, "write", late.__setitem__)
 
-    def records_first(first_slot: int, records: ByteArray, is_change: bool = True) -> None:
-        write_records(first_slot, records, is_change=is_change)
+    def records_first(first_slot: int, records: ByteArray) -> None:
+        write_records(first_slot, records)
         if first_slot in late:
             write(first_slot, late.pop(first_slot))
 

@@ -239,7 +239,7 @@ def hand_over(rig: Rig) -> Mapping[str, str]:
     rig.manager.lookup(chain("w", 4), context)
     rig.manager.poll()
     rig.manager.release_request(context)
-    places: Mapping[str, str] = rig.manager.hand_over(keys)
+    places: Mapping[str, str] = rig.manager.hand_over(keys).places
     rig.manager.poll()
     return places
 

@@ -69,14 +69,14 @@ def test_shared_tiers_are_told_and_named() -> None:
     rig, shared = with_shared()
     keys = chain("x", 4)
     rig.store(keys)
-    assert rig.manager.hand_over(keys) == {SHARED: "seat-7"}
+    assert rig.manager.hand_over(keys) == ({SHARED: "seat-7"}, 4)
     assert shared.handed_over == [keys]
 
 
 def test_tiers_that_no_other_server_uses_are_not_named() -> None:
     rig = Rig()
     rig.store(chain("x", 4))
-    assert rig.manager.hand_over(chain("x", 4)) == {}
+    assert rig.manager.hand_over(chain("x", 4)) == ({}, 0)
 
 
 @pytest.mark.parametrize("is_handed_over", [True, False])
@@ -138,12 +138,14 @@ def test_what_cannot_be_written_is_written_again_at_a_growing_pace(error: TierEr
     assert (shared.contains(last) == HIT).all()
 
 
-def test_of_a_chain_that_is_too_long_the_head_waits() -> None:
+def test_a_chain_that_is_too_long_is_not_promised_and_its_head_may_be() -> None:
     rig, shared = with_shared()
     keys = chain("x", PROMISED + 4)
     rig.store(keys)
-    assert rig.manager.hand_over(keys) == {SHARED: "seat-7"}
-    assert shared.handed_over == [keys], "the rest is written too, if it is still there"
+    assert rig.manager.hand_over(keys) == ({}, PROMISED)
+    assert shared.handed_over == []
+    assert rig.manager.hand_over(keys[:PROMISED]) == ({SHARED: "seat-7"}, PROMISED)
+    assert shared.handed_over == [keys[:PROMISED]]
     rig.fill_host()
     assert rig.host.lookup(keys) == PROMISED
 
@@ -153,8 +155,8 @@ def test_all_chains_together_have_a_bound() -> None:
     first, second, third = chain("x", PROMISED - 2), chain("y", 4), chain("z", 4)
     for keys in (first, second, third):
         rig.store(keys)
-        rig.manager.hand_over(keys)
-        rig.manager.hand_over(keys)
+        num_blocks = rig.manager.hand_over(keys).num_blocks
+        rig.manager.hand_over(keys[:num_blocks])
     rig.fill_host()
     assert [rig.host.lookup(keys) for keys in (first, second, third)] == [PROMISED - 2, 2, 0]
 
@@ -176,7 +178,7 @@ def test_a_tier_that_is_off_is_not_named() -> None:
     rig.store(keys)
     rig.manager.reset()
     assert rig.manager.tiers[1].is_off
-    assert rig.manager.hand_over(keys) == {}
+    assert rig.manager.hand_over(keys) == ({}, 0)
     assert shared.handed_over == []
 
 

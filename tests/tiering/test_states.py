@@ -70,7 +70,7 @@ def test_only_the_last_state_is_promoted() -> None:
     assert rig.tier.reads == states[5:6]
     assert lookup_last(rig.manager, states, A) == (5, HIT)
     assert rig.bytes_of(states[5:6]) == [bytes(content(states[5]))]
-    assert rig.manager.release_request(A) == {"memory": 1}
+    assert rig.manager.release_request(A) == {"memory": states[5:6]}
 
 
 def test_a_state_in_the_host_hides_earlier_ones_of_tiers() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -35,6 +37,8 @@ def repository(tool: Any, tmp_path: Path) -> Path:
     for name in tool.FROM_ROOT:
         (tmp_path / name).write_text(f"# {name}\n")
     (tmp_path / "docs" / "api").mkdir(parents=True)
+    (tmp_path / "docs" / "images").mkdir()
+    (tmp_path / "docs" / "images" / "a.png").write_bytes(b"png")
     (tmp_path / "docs" / "serving.md").write_text("# Serving\n")
     (tmp_path / "zensical.toml").write_text('[project]\nnav = [{"Run it" = ["a.md", {"Serving" = "serving.md"}]}]\n')
     return tmp_path
@@ -49,6 +53,7 @@ def repository(tool: Any, tmp_path: Path) -> Path:
         ("[the engine](../examples/embed.py)", "the engine (`examples/embed.py`)"),
         ("[examples/embed.py](../examples/embed.py)", "`examples/embed.py`"),
         ("[here](#heading) ![image](images/a.png)", "[here](#heading) ![image](images/a.png)"),
+        ("![image](https://example.com/a.png)", "![image](https://example.com/a.png)"),
         ("[out](https://example.com/a.md)", "[out](https://example.com/a.md)"),
         ("```\n[kept](../README.md)\n```\n[a](../README.md)", "```\n[kept](../README.md)\n```\n[a](overview.md)"),
     ],
@@ -75,6 +80,33 @@ def test_a_page_of_the_root_and_one_below_link_to_pages_that_moved(tool: Any, re
     assert (repository / "out" / "overview.md").read_text() == "[Serving](serving.md), [CHANGELOG.md](changelog.md)"
     assert (repository / "out" / "api" / "b.md").read_text() == "[c](../security.md) [d](../serving.md)"
     assert not (repository / "out" / "old.md").exists()
+
+
+def test_images_follow_pages_that_moved_and_a_missing_one_ends_the_build(tool: Any, repository: Path) -> None:
+    (repository / "README.md").write_text("![all of it](docs/images/a.png)")
+    tool.prepare(repository, repository / "out")
+    assert (repository / "out" / "overview.md").read_text() == "![all of it](images/a.png)"
+    assert (repository / "out" / "images" / "a.png").exists()
+    (repository / "docs" / "images" / "a.png").unlink()
+    with pytest.raises(SystemExit, match=r"README.md: there is no image docs/images/a.png below docs/"):
+        tool.prepare(repository, repository / "out")
+
+
+def test_every_option_has_a_section(tool: Any) -> None:
+    made = tool.with_sections_of_options((ROOT / "docs" / "serving.md").read_text())
+    names = {each.name for each in dataclasses.fields(kvoffload.OffloadConfig)}
+    assert {name for name in names if f"\n#### `{name}`\n\n" not in made} == set()
+    assert "| option |" not in made
+    table = "| option | meaning | default |\n|---|---|---|\n| `a_b` | what it is | 1 |\n\nend\n"
+    assert tool.with_sections_of_options(table) == "#### `a_b`\n\nwhat it is. Default: 1.\n\nend\n"
+
+
+def test_the_search_finds_options_before_attributes(tool: Any) -> None:
+    option = {"location": "serving.html#disk_bytes", "title": "<code>disk_bytes</code>"}
+    of_api = {"location": "api/lab.html#Setting", "title": "Setting  <small><code>dataclass</code></small>"}
+    attribute = {"location": "api/lab.html#Setting.a", "title": "a  <small><code>instance-attribute</code></small>"}
+    found = json.loads(tool.without_attributes(json.dumps({"items": [attribute, option, of_api], "config": {}})))
+    assert found == {"items": [option, of_api], "config": {}}
 
 
 def test_every_page_is_in_the_navigation_once(tool: Any) -> None:

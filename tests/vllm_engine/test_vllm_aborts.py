@@ -26,7 +26,7 @@ def test_survivors_are_identical_and_nothing_leaks(run: Runner, expected: list[A
     assert_at_rest(result.result)
 
 
-@pytest.mark.parametrize("contents", ["exclusive", pytest.param("inclusive", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("contents", ["inclusive", pytest.param("exclusive", marks=pytest.mark.soak)])
 def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, expected: list[Any], contents: str) -> None:
     """All at once, in a small pool, with copies that take many steps and sometimes fail."""
     result = run(

@@ -134,11 +134,10 @@ class Halves:
             )
 
         nixl: dict[str, Any] = {"options": {}, "name": "NixlConnector", "module": None}
-        inclusive = {"host_contents": "inclusive"}
         self.alone = start("alone", 0)
         self.prefill = start("prefill", 1, nixl, kvoffload())
-        self.decode = start("decode", 2, nixl, kvoffload(**inclusive))
-        self.early = start("early", 3, nixl, kvoffload("EarlyKVOffloadConnector", **inclusive))
+        self.decode = start("decode", 2, nixl, kvoffload())
+        self.early = start("early", 3, nixl, kvoffload("EarlyKVOffloadConnector"))
         for each in (self.alone, self.prefill, self.decode, self.early):
             each.receive(DEADLINE_S)
         self.prompts, self.right = self._converse()

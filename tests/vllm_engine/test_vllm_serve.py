@@ -533,7 +533,7 @@ def router() -> Iterator[Router]:
 def server_with_events(start: Start, router: Router) -> Iterator[Server]:
     """A server whose events ``router`` receives. Its pool has 32 blocks, so that prompts evict each other."""
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint, "topic": ""}
-    with start(flag(host_bytes="1MiB", host_contents="inclusive"), "--kv-events-config", json.dumps(config)) as server:
+    with start(flag(host_bytes="1MiB"), "--kv-events-config", json.dumps(config)) as server:
         router.join(server)
         yield server
 

@@ -1,4 +1,4 @@
-"""What the adapter says of a step, and the order in which vLLM's model runners call it."""
+"""What the adapter says of a step, the order in which vLLM's model runners call it, and vLLM's own configuration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvoffload.vllm import versions
+from kvoffload.vllm import plugin, versions
 from kvoffload.vllm.connector import scheduled_step
 
 pytestmark = pytest.mark.vllm
@@ -72,3 +72,39 @@ def test_the_older_model_runner_calls_the_connector_before_it_prepares_blocks(mo
     with pytest.raises(Reached):
         GPUModelRunner.execute_model(runner, output)
     assert called == ["fences", "blocks"]
+
+
+BESIDE_OTHERS = {
+    "kv_connector": "MultiConnector",
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": plugin.NAME}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "size", "is_taken_away"),
+    [
+        ({"kv_connector": plugin.NAME}, 1.5, True),
+        (BESIDE_OTHERS, 1.5, True),
+        ({"kv_connector": plugin.NAME}, None, False),
+        ({"kv_connector": "OffloadingConnector"}, 1.5, False),
+        (None, 1.5, False),
+    ],
+    ids=["kvoffload", "beside others", "no size", "vLLM's own", "no flag"],
+)
+def test_the_log_says_if_a_flag_of_vllm_takes_the_connector_away(
+    transfer: dict[str, Any] | None, size: float | None, is_taken_away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    plugin.register()
+    logged: list[str] = []
+    monkeypatch.setattr(plugin.logger, "error", lambda text, *values: logged.append(text % values))
+    given = None if transfer is None else KVTransferConfig(kv_role="kv_both", **transfer)
+    config = VllmConfig(cache_config=CacheConfig(kv_offloading_size=size), kv_transfer_config=given)
+    used = config.kv_transfer_config
+    assert used is not None
+    assert (used.kv_connector == "OffloadingConnector") is (size is not None)
+    assert len(logged) == is_taken_away
+    for text in logged:
+        assert "KVOFFLOAD IS NOT USED: --kv-offloading-size=1.5" in text
+        assert "in the place of " + str(transfer and transfer["kv_connector"]) in text
+        assert "leave out --kv-offloading-size" in text

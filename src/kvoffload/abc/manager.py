@@ -12,6 +12,7 @@ from kvoffload.abc.engine import Request
 from kvoffload.abc.tier import HIT, RETRY, States
 from kvoffload.abc.types import (
     BlockHash,
+    HandedOver,
     LoadStoreSpec,
     Miss,
     OffloadKey,
@@ -229,11 +230,11 @@ class OffloadingManager(ABC):
         retained when they are. Returns where, or why not. By default nothing can be retained."""
         return Retained(RetainRefusal.NO_QUOTA)
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> Mapping[str, str]:
-        """Another server waits for ``keys``, the chain of a request that has ended, head first. They are written first
-        to the tiers that other servers use. Returns where they are looked for, by the name of each such tier, see
-        ``Tier.hand_over``. By default there are none."""
-        return {}
+    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+        """Another server waits for ``keys``, the blocks of a request that has ended, head first, which host memory has
+        or is given. They are written first to the tiers that other servers use. If none of these has room for all of
+        them, nothing is promised, and the caller may ask again with fewer. By default there are no such tiers."""
+        return HandedOver({}, 0)
 
     @property
     def reads_ahead(self) -> bool:
@@ -245,9 +246,9 @@ class OffloadingManager(ABC):
         hold may be read before it does. Does nothing by default."""
 
     @abstractmethod
-    def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
+    def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
         """Releases the blocks that were promoted for a request, because it has got its device blocks or has ended.
-        Returns, by name of the tier, how many blocks lower tiers have delivered for it."""
+        Returns, by name of the tier, the blocks that lower tiers have delivered for it."""
 
     @abstractmethod
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -310,7 +311,7 @@ class OffloadingManager(ABC):
 class HostOffloadingManager(OffloadingManager):
     """The part of the contract that is the same for all managers without lower tiers."""
 
-    def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
+    def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
         """Nothing is promoted."""
         return {}
 

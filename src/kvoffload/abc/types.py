@@ -145,7 +145,8 @@ class Awaited:
 class ReqContext:
     """The request that a manager call is made for, with the ``kv_transfer_params`` of its client.
 
-    With ``may_wait`` False a lookup is answered at once, with the blocks that can be loaded now.
+    With ``may_wait`` False a lookup is answered at once, with the blocks that can be loaded now. With ``goes_on``
+    another server goes on with the request: its blocks are stored whatever an admission says and lower tiers hold.
     """
 
     req_id: str
@@ -153,6 +154,7 @@ class ReqContext:
     may_wait: bool = True
     hints: Hints | None = None
     awaited: Awaited | None = None
+    goes_on: bool = False
 
 
 class LookupState(enum.IntEnum):
@@ -249,6 +251,16 @@ class Retained(NamedTuple):
     """Where: "host", or the name of a lower tier."""
     num_blocks: int = 0
     """Blocks of the chain, those that others have retained too included."""
+
+
+class HandedOver(NamedTuple):
+    """The answer to a request whose blocks are to be handed over to another server."""
+
+    places: Mapping[str, str]
+    """By the name of each tier that has all of them or will be given them, where they are looked for, see
+    ``Tier.hand_over``."""
+    num_blocks: int
+    """Leading blocks for which there is such a tier."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -181,17 +181,18 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
         present, absent, homes = self.table.split(keys)
-        # What its tenant pays for is stored, whatever it seems to be worth.
+        # What its tenant pays for, or another server waits for, is stored, whatever it seems to be worth.
         hints = None if req_context is None else req_context.hints
         is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
-        new_keys, refused = (absent, []) if is_retained else self.admission.sift(absent)
+        is_wanted = is_retained or (req_context is not None and req_context.goes_on)
+        new_keys, refused = (absent, []) if is_wanted else self.admission.sift(absent)
         if behind_refused:
             self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
             self.policy.refuse(new_keys[::-1])
             nothing = self.backend.get_load_store_spec([], NO_SLOTS)
             return PrepareStoreOutput([], nothing, [], [*new_keys, *refused])
         tail_first, worthless = new_keys[::-1], []
-        admitted = None if self._must_store or is_retained else self.room.admitted(tail_first)
+        admitted = None if self._must_store or is_wanted else self.room.admitted(tail_first)
         if admitted is not None and len(admitted) != len(tail_first):
             raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
         if admitted is not None and not admitted.all():

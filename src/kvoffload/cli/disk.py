@@ -43,8 +43,8 @@ def disk() -> None:
 @DIRECTORY
 @json_option()
 def inspect(directory: Path, as_json: bool) -> None:
-    """Show the contents of DIR: fingerprints, blocks, bytes, age and hits, and every fault. In a shared directory, also
-    its writers; hits are counted by the server that owns a block, not by readers.
+    """Show the contents of DIR: fingerprints, blocks, bytes and age, and every fault. In a shared directory, also
+    its writers.
 
     Works beside running servers, and changes nothing. Exit status 2: DIR is not the directory of a tier.
     """
@@ -205,7 +205,7 @@ def _writer_table(parts: Sequence[Owned]) -> Table:
 
 
 def _folder_table(parts: Sequence[Owned]) -> Table:
-    table = table_of("fingerprint", "blocks", "slots", "on disk", "oldest", "newest", "hits", "blocks\nhit", wrap=True)
+    table = table_of("fingerprint", "blocks", "slots", "on disk", "oldest", "newest", wrap=True)
     table.add_column("")
     now = time.time()
     for part in parts:
@@ -218,8 +218,6 @@ def _folder_table(parts: Sequence[Owned]) -> Table:
                 format_bytes(folder.allocated_bytes),
                 "" if folder.oldest is None else age(now - folder.oldest),
                 "" if folder.newest is None else age(now - folder.newest),
-                f"{folder.hits:,}",
-                f"{folder.num_blocks_hit:,}",
                 ", ".join([*notes, *(["see below"] if folder.findings else [])]),
             )
     return table

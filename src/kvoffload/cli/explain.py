@@ -258,8 +258,10 @@ def _from_servers(pid: int | None) -> Findings:
     answered, readings, warnings = [], [], []
     for server in chosen:
         try:
-            readings.append(read_records(server, TIMEOUT_S, of_any_user=pid is not None))
+            reading = read_records(server, TIMEOUT_S, of_any_user=pid is not None)
+            readings.append(reading)
             answered.append(server)
+            warnings += [f"{server}: {each} are paused; its log says why" for each in reading.paused]
         except RecordsError as error:
             warnings.append(str(error))
     if not answered:

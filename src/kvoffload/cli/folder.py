@@ -64,8 +64,6 @@ class Folder:
     oldest: int | None = None
     """When the oldest block was stored, in seconds since 1970."""
     newest: int | None = None
-    hits: int = 0
-    num_blocks_hit: int = 0
     transient: bool = False
     """Whether the blocks become invalid with the end of their server, because its weights changed while it ran."""
     is_lost: bool = False
@@ -242,8 +240,6 @@ class OpenFolder:
         report.num_blocks = len(records)
         if len(records):
             report.oldest, report.newest = int(records["stored_at"].min()), int(records["stored_at"].max())
-            report.hits = int(records["hits"].sum(dtype=np.uint64))
-            report.num_blocks_hit = int(np.count_nonzero(records["hits"]))
         return found
 
     def verify(self, result: Verification, advance: Callable[[int], None]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvoffload.abc import KVOffloadError
 from kvoffload.cli.folder import Cleared, Folder, OpenFolder, Verification, not_ours, open_file, open_folder, read
 from kvoffload.locks import try_to_lock
-from kvoffload.tiers.disk.directory import LOCK_NAME, LOCK_NAMES, owner_of
+from kvoffload.tiers.disk.directory import LOCK_NAME, LOCK_NAMES, end_it, owner_of
 from kvoffload.tiers.disk.format import ENGINE_FOLDER, is_fingerprint
 from kvoffload.tiers.shared_dir.seats import (
     CLOCK_NAME,
@@ -218,7 +218,7 @@ def _lock(path: Path, fd: int, stack: ExitStack) -> None:
         if not try_to_lock(lock, 0.0):
             pid = owner_of(lock)
             owner = "another process" if pid is None else f"process {pid}"
-            raise InspectError(f"{path} is in use by {owner}; stop that server first")
+            raise InspectError(f"{path} is in use by {owner}; {end_it(lock) or 'stop that server first'}")
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from kvoffload.lab.replay import (
     ReplayConfig,
     ReplayResult,
     TierUse,
+    least_device_blocks,
     replay_many,
     run_class,
 )
@@ -183,6 +184,7 @@ class _Sizes:
 
     def __init__(self, trace: Trace, model: ModelShape, grid: Grid) -> None:
         self._num_distinct = trace.num_distinct
+        self._block_bytes = trace.block_tokens * model.bytes_per_token
         self._percentages: dict[int, str] = {}
         """The percentage that the user typed, by blocks, which are rounded down."""
 
@@ -195,6 +197,13 @@ class _Sizes:
         self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", grid.capacities)))
         self.device = 0 if grid.device is None else blocks("--device", grid.device)
         self.disk = 0 if grid.disk is None else blocks("--disk", grid.disk)
+        least = least_device_blocks(trace)
+        if 0 < self.device < least:
+            needed, given = (f"{counted(each, 'block')} ({self.memory(each)})" for each in (least, self.device))
+            raise ConfigError(
+                f"--device={grid.device}: the longest request needs {needed} at once, so no engine could serve it in "
+                f"{given}; give that or more, or leave the device out"
+            )
         self.host_contents = HostContents(grid.host_contents)
 
     def configs(self, policies: Sequence[str], store_threshold: int | None, contract: Contract) -> list[ReplayConfig]:
@@ -211,6 +220,9 @@ class _Sizes:
             for capacity in self.host
         ]
 
+    def memory(self, blocks: int) -> str:
+        return format_bytes(int(blocks * self._block_bytes))
+
     def percentage(self, blocks: int) -> str:
         """Returns the percentage of the trace's distinct blocks: as it was typed, or with two digits."""
         return self._percentages.get(blocks) or f"{float(f'{100 * blocks / self._num_distinct:.2g}'):g}%"
@@ -226,7 +238,8 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
     console.print(described(trace, model, footprint), style="dim")
     for name, blocks in (("Device cache", sizes.device), ("Disk", sizes.disk)):
         if blocks:
-            console.print(f"{name}: {counted(blocks, 'block')}, {sizes.percentage(blocks)} of the distinct blocks")
+            share = sizes.percentage(blocks)
+            console.print(f"{name}: {sizes.memory(blocks)}, {counted(blocks, 'block')}, {share} of the distinct blocks")
     if sizes.host_contents is HostContents.EXCLUSIVE:
         console.print("Host memory does not repeat what the device cache holds")
     capacities = sorted({result.capacity_blocks for result in results})
@@ -239,11 +252,7 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
             console.print(f"\n{measure[0]}", style="bold")
             for start in range(0, len(capacities), columns):
                 shown = capacities[start : start + columns]
-                heads = [
-                    f"{sizes.percentage(blocks)}\n{blocks:,}\n"
-                    f"{format_bytes(int(blocks * trace.block_tokens * model.bytes_per_token))}"
-                    for blocks in shown
-                ]
+                heads = [f"{sizes.percentage(blocks)}\n{blocks:,}\n{sizes.memory(blocks)}" for blocks in shown]
                 console.print(_grid(results, dict(zip(shown, heads, strict=True)), measure))
     if len(results) == 1:
         console.print()

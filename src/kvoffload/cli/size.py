@@ -33,13 +33,14 @@ from kvoffload.cli.lab import (
 )
 from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.config import HostContents
+from kvoffload.lab.capacity import parse_size
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
 from kvoffload.lab.policies import policy_class
 from kvoffload.lab.sizing import DEFAULT_PRICES, Choices, Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,9 +74,14 @@ class Goal:
     Tried,
     click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Policy of RAM and disk."),
     click.option(
-        "--device", metavar="SIZE", help="The engine's own cache, such as 53GiB.  [default: counted as a part of RAM]"
+        "--device",
+        metavar="SIZE",
+        help="The engine's own cache: bytes (53GiB), blocks (5859), or a percentage of the distinct blocks (1%).  "
+        "[default: counted as a part of RAM]",
     ),
-    click.option("--ram", metavar="SIZES", help="RAM to try, such as 64GiB,128GiB.  [default: powers of two]"),
+    click.option(
+        "--ram", metavar="SIZES", help="RAM to try, such as 64GiB,128GiB, in the same units.  [default: powers of two]"
+    ),
     click.option(
         "--disk",
         metavar="SIZES",
@@ -128,14 +134,12 @@ def size(
         processes = number_of_jobs(jobs)
         policy_class(tried.policy)
         shape = _model(model, kv_dtype)
-        device = 0 if tried.device is None else parse_bytes("--device", tried.device)
-        contents = HostContents(tried.host_contents)
-        choices = Choices(tried.policy, _sizes("--ram", tried.ram), _sizes("--disk", tried.disk), device, contents)
         checked = speeds.checked()
         prices = Prices(_price("--ram-price", goal.ram_price), _price("--disk-price", goal.disk_price))
         ttft_p95 = goal.ttft_p95
         target_s = None if ttft_p95 is None else positive("--ttft-p95", ttft_p95, "milliseconds") / 1000
         requests = requests_in("size", source)
+        choices = _choices(tried, requests, shape)
         measured_speeds = measured(checked, requests)
         if ttft_p95 is not None and measured_speeds.prefill_origin is Origin.GUESSED:
             raise ConfigError(
@@ -184,14 +188,16 @@ def _model(config: str | None, kv_dtype: str | None) -> ModelShape:
     return ModelShape.from_config(config, None if kv_dtype is None else DTYPE_BYTES[kv_dtype])
 
 
-def _sizes(option: str, text: str | None) -> list[int]:
-    """Returns the bytes in a list such as "64GiB,128GiB"; for a disk, "none" is 0."""
-    if text is None:
-        return []
-    return [
-        0 if option == "--disk" and part in ("none", "0") else parse_bytes(option, part)
-        for part in listed(option, text)
-    ]
+def _choices(tried: Tried, trace: Trace, model: ModelShape) -> Choices:
+    def sizes(option: str, text: str | None) -> list[int]:
+        return [
+            0 if option == "--disk" and part in ("none", "0") else parse_size(part, trace, model, option)
+            for part in ([] if text is None else listed(option, text))
+        ]
+
+    device = 0 if tried.device is None else parse_size(tried.device, trace, model, "--device")
+    contents = HostContents(tried.host_contents)
+    return Choices(tried.policy, sizes("--ram", tried.ram), sizes("--disk", tried.disk), device, contents)
 
 
 def _price(option: str, value: float) -> float:
@@ -231,22 +237,17 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
 
 
 def settings_table(sizing: Sizing) -> Table:
-    has_bound = any(setting.bound_pct for setting in sizing.settings)
-    has_device, has_disk = (any(getattr(s, name) for s in sizing.settings) for name in ("device_pct", "disk_bytes"))
-    above = ["from the\ndevice", "from\nRAM"] if has_device else ["from\nRAM"]
-    above = ["above\ndisk"] if has_device and has_disk else above
-    titles = ["RAM", "disk", "served", *above, "from\ndisk", "TTFT\np50", "TTFT\np95", "price"]
+    has_bound, places = any(setting.bound_pct for setting in sizing.settings), sizing.places
+    titles = ["RAM", "disk", "served", *(f"from\n{place}" for place in places), "TTFT\np50", "TTFT\np95", "price"]
     table = table_of("", *titles, *(["error\nat most"] if has_bound else []))
     for setting in sizing.settings:
-        parts = [setting.device_pct, setting.ram_pct] if len(above) > 1 else [setting.device_pct + setting.ram_pct]
         is_chosen = setting is sizing.chosen
         table.add_row(
             "*" if is_chosen else "",
             format_bytes(setting.ram_bytes),
             format_bytes(setting.disk_bytes) if setting.disk_bytes else "-",
             f"{setting.served_pct:.1f}%",
-            *(f"{part:.1f}%" for part in parts),
-            f"{setting.disk_pct:.1f}%" if setting.disk_bytes else "-",
+            *(f"{setting.parts[each]:.1f}%" if each != "disk" or setting.disk_bytes else "-" for each in places),
             milliseconds(setting.ttft_p50_s),
             milliseconds(setting.ttft_p95_s),
             f"{setting.price:,.0f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,11 @@ from kvoffload.connector.layout import Layout
 MAX_PLACES = 32
 MAX_HANDED_TOKENS = 1 << 32
 NAME_CHARS = 32
+SERVER_CHARS = 16
+MAX_SERVERS = 1024
+"""Servers of which is remembered that what they hand over does not come. The one that was noted first is forgotten."""
 MISSES_IN_A_ROW = 3
-"""After so many hand-overs that were not found complete, requests wait less, until one is."""
+"""After so many hand-overs of one server that were not found complete, its requests wait less, until one is."""
 IMPATIENT_SHARE = 0.1
 """How much less,"""
 PATIENT_AGAIN = 8
@@ -28,44 +32,47 @@ class Handover:
     """The blocks of the first ``tokens`` tokens of a prompt, which another server has stored, or is storing.
 
     ``name`` depends on tokens, weights, layout, tenant and adapter: servers that compute the same name have the same
-    blocks. ``places`` says by tier where they are looked for, see ``Tier.hand_over``.
+    blocks. ``places`` says by tier where they are looked for, see ``Tier.hand_over``. ``server`` is the server that
+    hands them over, from its start to its end.
     """
 
     tokens: int
     name: str
     places: Mapping[str, str]
+    server: str
 
     def to_options(self) -> dict[str, Any]:
         """Returns the options of a request to the server that goes on."""
-        return {"handover": {"tokens": self.tokens, "name": self.name, "places": dict(self.places)}}
+        return {"handover": {name: getattr(self, name) for name in FIELDS} | {"places": dict(self.places)}}
 
     @classmethod
     def from_option(cls, value: Mapping[str, Any]) -> Handover:
         """Reads what ``is_handover`` accepts."""
-        return cls(value["tokens"], value["name"], value["places"])
+        return cls(**value)
 
     def keys(self, layout: Layout, keys: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey] | None:
-        """Returns those of a request's ``keys``, by group, that it is about: of states the one at its end. None if the
-        request has other tokens, or this server gives blocks other names."""
+        """Returns those of a request's ``keys``, by group, that it is about: what a request needs to continue behind
+        its tokens. None if the request has other tokens, or this server gives blocks other names."""
         if self.name != name_of(layout, keys, self.tokens):
             return None
-        found: set[OffloadKey] = set()
-        for g, of_group in enumerate(keys):
-            end = layout.last_within(g, self.tokens) + 1
-            found.update(of_group[end - 1 : end] if g in layout.states else of_group[:end])
-        return frozenset(found)
+        return frozenset(layout.needed_keys(keys, self.tokens))
+
+
+FIELDS = tuple(Handover.__dataclass_fields__)
 
 
 def is_handover(value: object) -> bool:
     """Returns whether ``value``, which may be anything, describes a hand-over."""
-    if not isinstance(value, Mapping) or value.keys() != {"tokens", "name", "places"}:
+    if not isinstance(value, Mapping) or value.keys() != {*FIELDS}:
         return False
-    tokens, name, places = value["tokens"], value["name"], value["places"]
+    tokens, name, places, server = (value[field] for field in FIELDS)
     return (
         type(tokens) is int
         and 0 < tokens <= MAX_HANDED_TOKENS
         and type(name) is str
         and len(name) == NAME_CHARS
+        and type(server) is str
+        and len(server) == SERVER_CHARS
         and isinstance(places, Mapping)
         and len(places) <= MAX_PLACES
         and all(type(text) is str and len(text) <= MAX_PLACE_CHARS for item in places.items() for text in item)
@@ -87,20 +94,25 @@ def name_of(layout: Layout, keys: Sequence[Sequence[OffloadKey]], tokens: int) -
 
 
 class Patience:
-    """How long requests wait for what is handed over to them: less if several have waited in vain, so that servers with
-    different stores, or a server that has died, cost little."""
+    """How long requests wait for what a server hands over to them: less if several have waited for that server in vain,
+    so that one with another store, or one that has died, costs little, and no other server's requests anything."""
 
     def __init__(self) -> None:
-        self._num_misses = 0
+        self._num_misses: OrderedDict[str, int] = OrderedDict()
+        """By server, the one that was noted first, first."""
 
-    def wait_s(self, deadline_s: float) -> float:
-        is_patient = self._num_misses < MISSES_IN_A_ROW or self._num_misses % PATIENT_AGAIN == 0
+    def wait_s(self, server: str, deadline_s: float) -> float:
+        num_misses = self._num_misses.get(server, 0)
+        is_patient = num_misses < MISSES_IN_A_ROW or num_misses % PATIENT_AGAIN == 0
         return deadline_s if is_patient else deadline_s * IMPATIENT_SHARE
 
-    @property
-    def is_lost(self) -> bool:
-        return self._num_misses >= MISSES_IN_A_ROW
+    def is_lost(self, server: str) -> bool:
+        return self._num_misses.get(server, 0) >= MISSES_IN_A_ROW
 
-    def ended(self, is_complete: bool) -> None:
-        """Notes whether a request has found all that was handed over to it."""
-        self._num_misses = 0 if is_complete else self._num_misses + 1
+    def ended(self, server: str, is_complete: bool) -> None:
+        """Notes whether a request has found all that ``server`` has handed over to it."""
+        num_misses = self._num_misses.pop(server, 0)
+        if not is_complete:
+            self._num_misses[server] = num_misses + 1
+        if len(self._num_misses) > MAX_SERVERS:
+            self._num_misses.popitem(last=False)

@@ -47,7 +47,7 @@ def longest(manager: OffloadingManager, layout: Layout, state: RequestState, com
     If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked.
     """
     context = state.context if may_wait else replace(state.context, may_wait=False)
-    end = _most(layout, state)
+    end = most_end(layout, state)
     if not layout.states:
         return _agreed(manager, layout, state, computed, end, context)
     limit, hit = end, _with_states(manager, layout, state, computed, end, context)
@@ -59,12 +59,12 @@ def last_state(manager: OffloadingManager, layout: Layout, state: RequestState) 
     there is none. The first state group answers for all; other blocks are not looked at, and lower tiers not
     asked."""
     first = layout.states[0]
-    keys = layout.boundary_keys(first, state.blocks.keys[first], 0, _most(layout, state))
+    keys = layout.boundary_keys(first, state.blocks.keys[first], 0, most_end(layout, state))
     states = manager.lookup_each(keys, replace(state.context, may_wait=False), Need.LAST)
     return (last_possible(states) + 1) * layout.align
 
 
-def _most(layout: Layout, state: RequestState) -> int:
+def most_end(layout: Layout, state: RequestState) -> int:
     """Returns the end of the longest hit that the request could have."""
     blocks = state.blocks
     # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
@@ -193,14 +193,12 @@ def _first_gap(
 
 
 def is_next_loading(keys_loading: Mapping[OffloadKey, int], layout: Layout, state: RequestState, computed: int) -> bool:
-    """Whether the first block that the request lacks is being loaded for another. If many requests wait for the
-    same load, this avoids searching further."""
+    """Whether the first block that the request lacks, which it can have, is being loaded for another. If many requests
+    wait for the same load, this avoids searching further."""
     if not keys_loading or not layout.full:
         return False
     g = layout.full[0]
-    first, keys = computed // layout.groups[g].block_tokens, state.blocks.keys[g]
-    whole = state.blocks.most_tokens // layout.align * layout.align
-    return computed < whole and first < len(keys) and keys[first] in keys_loading
+    return state.blocks.keys[g][computed // layout.groups[g].block_tokens] in keys_loading
 
 
 def is_any_loading(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvoffload.abc import NOT_SET, BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
-from kvoffload.cache.keys import make_offload_key, with_following
+from kvoffload.cache.keys import key_group_idx, make_offload_key, with_following
 from kvoffload.connector.parts import Parts
-from kvoffload.tiering.plan import ChainLayout
+from kvoffload.tiering.plan import ChainLayout, last_resumable
 
 NULL_BLOCK = 0
 
@@ -107,10 +109,14 @@ class Layout:
             name = with_following(name, self._following(request, end, lookahead))
         return namespace + name + self._suffixes[g]
 
-    def describe(self, request: Request, block: Block) -> BlockDescription:
-        """Describes the contents of ``block``, for events."""
-        size = self.groups[block.group].block_tokens
-        start, end = block.ordinal * size, (block.ordinal + 1) * size
+    def describe(self, request: Request, block: Block, namespace: bytes) -> BlockDescription | None:
+        """Describes the contents of ``block`` of a request with this ``namespace``, for events; None if the request has
+        other tokens there by now."""
+        g, ordinal = block.group, block.ordinal
+        if ordinal >= self.num_named(g, request) or self.key(g, ordinal, request, namespace) != block.key:
+            return None
+        size = self.block_tokens[g]
+        start, end = ordinal * size, (ordinal + 1) * size
         hashes = request.block_hashes
         parent = hashes[start // self.hash_block_size - 1] if start else None
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
@@ -132,6 +138,30 @@ class Layout:
         group = self.groups[g]
         first = max(group.skipped_tokens(end), computed) // group.block_tokens
         return range(first, max(first, -(-end // group.block_tokens)))
+
+    def needed_keys(self, keys: Sequence[Sequence[OffloadKey]], end: int) -> list[OffloadKey]:
+        """Returns those of a chain's ``keys``, by group, that a request needs to continue at token ``end``, a multiple
+        of ``align``, by the position at which their blocks end."""
+        if len(keys) == 1 and not self.windows:
+            return list(keys[0][: end // self.align]) if self.full else [keys[0][self.last_within(0, end)]]
+        needed = [
+            ((i + 1) * size, g in self.states, g, keys[g][i])
+            for g, size in enumerate(self.block_tokens)
+            for i in self.needed_blocks(g, 0, end)
+        ]
+        return [key for *_, key in sorted(needed)]
+
+    def last_resumable(self, keys: Sequence[Sequence[OffloadKey]], present: Collection[OffloadKey], most: int) -> int:
+        """Returns the last token up to ``most`` at which a request can continue with the blocks ``present`` of a chain
+        with ``keys``, by group; 0 if there is none."""
+        held = [np.fromiter(map(present.__contains__, of_group), np.bool_, len(of_group)) for of_group in keys]
+        num_units = min(self.chains.num_units(keys), most // self.align)
+        return last_resumable(self.chains, keys, held, num_units)
+
+    def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
+        """Returns how many tokens have KV in ``keys``, blocks of one chain: as many as those of one group with full
+        attention, which has all of them, or of the first group if there is none."""
+        return sum(key_group_idx(key) == self.traced for key in keys) * self.block_tokens[self.traced]
 
 
 class Block(NamedTuple):

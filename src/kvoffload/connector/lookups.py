@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvoffload.abc import OffloadingManager, OffloadKey
 from kvoffload.connector.adapter_book import AdapterBook
 from kvoffload.connector.handover import Patience
-from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest
+from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest, most_end
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.request import Changes, Match, RequestState
 from kvoffload.connector.shelf import Shelf
@@ -84,12 +84,18 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     _touch(lookups, state)
     if computed % lookups.layout.device_align:
         return Match(lookups.contents, computed, 0, None)
-    if is_next_loading(lookups.keys_loading, lookups.layout, state, computed) and (
-        wait := _wait(lookups, state, computed)
+    # The engine computes less than a block in one step. A load would take a step of its own.
+    is_worth = last_loadable(state, most_end(lookups.layout, state)) - computed >= lookups.layout.device_align
+    if (
+        is_worth
+        and is_next_loading(lookups.keys_loading, lookups.layout, state, computed)
+        and (wait := _wait(lookups, state, computed))
     ):
         return wait
     if state.handover is not None:
-        state.await_blocks(lookups.clock(), lookups.patience.wait_s(lookups.deadline_s))
+        state.await_blocks(lookups.clock(), lookups.patience.wait_s(state.handover.server, lookups.deadline_s))
+    if not is_worth:
+        return Match(lookups.contents, computed, 0, None)
     may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
     hit = longest(lookups.manager, lookups.layout, state, computed, may_wait)
     if not hit.is_known or (

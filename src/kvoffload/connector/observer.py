@@ -97,8 +97,9 @@ class _ComingBlocks:
             if not place.num_requests:
                 del self._places[key]
 
-    def get(self, key: OffloadKey) -> _Place | None:
-        return self._places.get(key)
+    def get(self, key: OffloadKey) -> tuple[RequestState, Block] | None:
+        place = self._places.get(key)
+        return None if place is None else (place.state, Block(place.group, place.ordinal, key, 0, []))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -109,7 +110,8 @@ class RequestObserver:
     manager, takes part in a decision: whether to load or to compute.
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
-    ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription. ``moved``
+    ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription,
+    unless their requests have other tokens by now. ``moved``
     counts the bytes that are copied for tenants, in blocks of ``block_bytes`` on all ranks; None if there are none.
     """
 
@@ -142,8 +144,8 @@ class RequestObserver:
         """When the bill is to be logged again."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
-        self._descriptions: OrderedDict[OffloadKey, BlockDescription] = OrderedDict()
-        """Blocks that became loadable since events were last taken."""
+        self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
+        """Blocks that became loadable since events were last taken, each with a request that can describe it."""
         self._coming = _ComingBlocks()
         """Empty unless events describe blocks."""
         self._last_warning: dict[str, float] = {}
@@ -164,10 +166,14 @@ class RequestObserver:
             self._coming.add(state)
 
     def allocated(
-        self, state: RequestState, match: Match | None, num_external_tokens: int, promoted: Mapping[str, int]
+        self,
+        state: RequestState,
+        match: Match | None,
+        num_external_tokens: int,
+        promoted: Mapping[str, Sequence[OffloadKey]],
     ) -> None:
         """Records a request that was given device blocks. Without a match it had blocks before and continues with
-        them. ``promoted``: how many blocks lower tiers have delivered for it, by tier."""
+        them. ``promoted``: the blocks that lower tiers have delivered for it, by tier."""
         req_id = state.context.req_id
         self._coming.remove(req_id)
         if match is not None:
@@ -185,14 +191,14 @@ class RequestObserver:
         """Ends the measurement of a prefill, because the request was preempted."""
         self._prefills.pop(req_id, None)
 
-    def end(self, state: RequestState, retained: Retained | None = None) -> None:
+    def end(self, state: RequestState, retained: Retained | None = None, retained_tokens: int = 0) -> None:
         """Ends the observation of a request, and writes it to the trace. ``retained``: the answer, if it has asked for
-        its blocks to be retained."""
+        its blocks of the first ``retained_tokens`` tokens to be retained."""
         if retained is not None and (answer := retained.refusal or retained.tier) is not None:
             self.metrics.add("retentions", label=answer)
             if state.record is not None:
                 state.record.retain_refused, state.record.retained_in = retained.refusal, retained.tier
-                state.record.retained_tokens = self._layout.chains.tokens(retained.num_blocks)
+                state.record.retained_tokens = retained_tokens if retained.tier is not None else 0
         req_id, request = state.context.req_id, state.request
         observed = self._requests.pop(req_id, None)
         self._coming.remove(req_id)
@@ -219,7 +225,7 @@ class RequestObserver:
         for state in states:
             record = state.record
             if record is not None and (state.blocks.stored or record.retained_in or record.retain_refused):
-                record.stored_tokens = self._layout.chains.tokens(len(state.blocks.stored))
+                record.stored_tokens = self._layout.num_tokens(state.blocks.stored)
                 log_record(record)
             if self._spans is not None:
                 self._spans.end(state.context.req_id)
@@ -246,7 +252,13 @@ class RequestObserver:
                     if req_id in self._requests:
                         self._requests[req_id].prefill = tokens, seconds
 
-    def _record(self, state: RequestState, match: Match, num_external_tokens: int, promoted: Mapping[str, int]) -> None:
+    def _record(
+        self,
+        state: RequestState,
+        match: Match,
+        num_external_tokens: int,
+        promoted: Mapping[str, Sequence[OffloadKey]],
+    ) -> None:
         if state.context.req_id not in self._requests or state.record is not None:
             return
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
@@ -302,11 +314,14 @@ class RequestObserver:
             miss = Miss(MissReason.NO_STATE, policy=miss.policy)
         return missed, miss
 
-    def _count_tier_hits(self, promoted: Mapping[str, int], num_external_tokens: int) -> dict[str, int]:
-        """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has."""
+    def _count_tier_hits(
+        self, promoted: Mapping[str, Sequence[OffloadKey]], num_external_tokens: int
+    ) -> dict[str, int]:
+        """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has. Without full
+        attention, the few blocks that are loaded stand for all tokens before them."""
         left, by_tier = num_external_tokens, {}
-        for tier, num_blocks in promoted.items():
-            tokens = min(left, self._layout.chains.tokens(num_blocks))
+        for tier, keys in promoted.items():
+            tokens = min(left, self._layout.num_tokens(keys)) if self._layout.full else left
             if tokens:
                 left -= tokens
                 by_tier[tier] = tokens
@@ -344,29 +359,25 @@ class RequestObserver:
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        for state, block in job.blocks:
-            self._descriptions[block.key] = self._layout.describe(state.request, block)
-        while len(self._descriptions) > MAX_PENDING_EVENTS:
-            self._descriptions.popitem(last=False)
+        self._stored.update((block.key, (state, block)) for state, block in job.blocks)
+        while len(self._stored) > MAX_PENDING_EVENTS:
+            self._stored.popitem(last=False)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Returns the blocks that became loadable or were removed since the last call."""
         events = list(self._manager.take_events())
         if not self.describes_blocks:
             return events
-        known, self._descriptions = self._descriptions, OrderedDict()
+        stored, self._stored = self._stored, OrderedDict()
 
         def describe(key: OffloadKey) -> BlockDescription | None:
-            return known.get(key) or self._describe_coming(key)
+            found = stored.get(key) or self._coming.get(key)
+            if found is None:
+                return None
+            state, block = found
+            return self._layout.describe(state.request, block, state.blocks.namespace)
 
         return [event if event.removed else replace(event, blocks=list(map(describe, event.keys))) for event in events]
-
-    def _describe_coming(self, key: OffloadKey) -> BlockDescription | None:
-        """Describes a block for which some request waits."""
-        place = self._coming.get(key)
-        if place is None:
-            return None
-        return self._layout.describe(place.state.request, Block(place.group, place.ordinal, key, 0, []))
 
     # Metrics and warnings.
 

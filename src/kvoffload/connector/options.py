@@ -65,8 +65,8 @@ OPTIONS: Mapping[str, Callable[[object], bool]] = {
     "handover": is_handover,
 }
 """Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
-PERMISSIONS = {"store", "load"}
-"""Options with which a client cannot allow what its engine forbids."""
+LIMITS = {"store", "load", "max_tokens"}
+"""Options with which a client cannot allow what its engine forbids: the lower value counts."""
 
 
 EngineOptions: TypeAlias = Callable[[Request], Mapping[str, object]]
@@ -124,7 +124,7 @@ class RequestOptions:
             for name, is_valid in OPTIONS.items():
                 value = source.get(name)
                 if value is not None and is_valid(value):
-                    known[name] = value and known.get(name, True) if name in PERMISSIONS else value
+                    known[name] = min(value, known.get(name, value)) if name in LIMITS else value
                 elif value is not None:
                     ignored.append(name)
         num_known = sum(name in options for name in OPTIONS)

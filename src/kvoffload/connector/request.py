@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
+from operator import mul
 from typing import Any
 
 from kvoffload.abc import Awaited, BlockHash, OffloadKey, ReqContext, Request
@@ -144,7 +145,8 @@ class RequestState:
         most = NEVER if options.max_tokens is None else options.max_tokens
         namespace = tenant.namespace + NO_ADAPTER if has_adapters else tenant.namespace
         blocks = RequestBlocks(request, layout, namespace, most, min(most, longest))
-        context = ReqContext(request.request_id, params, hints=options.hints(tenant.namespace))
+        hints = options.hints(tenant.namespace)
+        context = ReqContext(request.request_id, params, hints=hints, goes_on=options.remote_decode)
         handover = None if options.handover is None else Handover.from_option(options.handover)
         return cls(
             request, context, options, blocks, adapter, tenant=tenant.label, may_load=options.load, handover=handover
@@ -271,6 +273,8 @@ class RequestBlocks:
     """What the request has stored itself."""
     store_at: int = 0
     """No block becomes due before this many tokens are computed."""
+    stored_end: int = 0
+    """The end, in tokens, of the blocks in its present tables that were given to ``prepare_store`` or noted."""
     _num_hashes: int = 0
     _last_hash: BlockHash = b""
     """The block hashes of which keys were made: their number and the last one."""
@@ -282,6 +286,7 @@ class RequestBlocks:
 
     def clear_tables(self) -> None:
         self.tables = tuple([] for _ in self.layout.groups)
+        self.stored_end = 0
 
     def restart_stores(self) -> None:
         self.next_store = (0,) * len(self.layout.groups)
@@ -392,6 +397,17 @@ class RequestBlocks:
         pairs = list(zip(tables, ends, strict=True))
         return [table[:end] for table, end in pairs], tuple(table[end:] for table, end in pairs)
 
+    def computed_again(self) -> list[int]:
+        """Returns the device blocks in which the engine computes tokens again that it has taken back, among those that
+        stores may be reading."""
+        first, end = self.request.num_computed_tokens, self.stored_end
+        sizes = [group.device_block_size for group in self.layout.groups]
+        return [
+            block
+            for size, table in zip(sizes, self.tables, strict=True)
+            for block in table[first // size : -(-end // size)]
+        ]
+
     def due(self, num_computed: int, num_before: int, with_loaded: bool = False) -> tuple[list[Block], tuple[int, ...]]:
         """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV still exists, by
         their end, and those that came from the host only ``with_loaded``; and, per group, the ``next_store`` that holds
@@ -448,7 +464,9 @@ class RequestBlocks:
 
     def stored_up_to(self, next_store: tuple[int, ...]) -> None:
         """Notes that the blocks before ``next_store`` were given to ``prepare_store``."""
-        self.next_store = next_store
+        if next_store != self.next_store:
+            self.next_store = next_store
+            self.stored_end = max(map(mul, next_store, self.layout.block_tokens))
         self.store_at = self._due_at(0) if len(next_store) == 1 else min(map(self._due_at, range(len(next_store))))
 
     def _due_at(self, g: int) -> int:

@@ -72,8 +72,8 @@ OTHER_NAME = (
     "servers' models, versions, layouts or tenants differ; `kvoffload doctor` names the difference"
 )
 NOTHING_COMES = (
-    "kvoffload: several requests in a row have found nothing of what was handed over to them, so they wait less: check "
-    "that the servers use the same store, and that those that compute prompts can write to it"
+    "kvoffload: several requests in a row have not found all that one server has handed over to them, so those of this "
+    "server wait less: check that both servers use the same store, and that the one that computes can write to it"
 )
 
 
@@ -222,12 +222,12 @@ class OffloadingConnectorScheduler:
         patience, result = self.lookups.patience, "complete"
         if not awaited.keys:
             result = "other_name"
-        elif num_found < min(handover.tokens, state.request.num_tokens - 1):
+        elif min(handover.tokens, state.request.num_tokens - 1) - num_found >= self.layout.device_align:
             result = "partial" if num_found else "none"
         if awaited.keys:
             # A part may be what this server has computed itself.
-            patience.ended(result == "complete")
-        if result == "other_name" or patience.is_lost:
+            patience.ended(handover.server, result == "complete")
+        if result == "other_name" or patience.is_lost(handover.server):
             self.observer.warn(OTHER_NAME if result == "other_name" else NOTHING_COMES)
         self.metrics.add("handovers", label=result)
 
@@ -284,7 +284,12 @@ class OffloadingConnectorScheduler:
         if (device := self.stores.device) is not None:
             if leaving or step.overwritten:
                 meta.stores |= self.stores.store_leaving(device, leaving, step.overwritten)
-            meta.stores |= self.stores.store_forgotten(device)
+            meta.stores |= self.stores.store_forgotten(device, requests.values())
+        if self.jobs.jobs:
+            for req_id in step.num_scheduled_tokens:
+                state = requests.get(req_id)
+                if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
+                    handed_out.update(state.blocks.computed_again())
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)
@@ -386,8 +391,7 @@ class OffloadingConnectorScheduler:
             return False, None
         self.manager.release_request(state.context)
         self.stores.end(state)
-        retained = self.stores.retain(state)
-        self.observer.end(state, retained)
+        self.observer.end(state, *self.stores.retain(state))
         answer: dict[str, Any] | None = None
         options = state.options
         # Routers send the answer to a remote decode on in place of what the client has sent.
@@ -476,6 +480,7 @@ class OffloadingConnectorScheduler:
         state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
         if self.engine.is_beside_others:
             state.options = replace(state.options, remote_decode=False)
+            state.context = replace(state.context, goes_on=False)
         return state
 
     @guarded(lambda self: None)

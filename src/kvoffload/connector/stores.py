@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import xxhash
 
 from kvoffload.abc import (
     BoundaryState,
@@ -27,6 +28,7 @@ from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
+from kvoffload.observe.server import new_server_id
 
 MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
@@ -86,6 +88,8 @@ class StorePlanner:
         """Blocks on the device that requests need and the engine does not find there any more."""
         self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
+        self.server = xxhash.xxh3_64_hexdigest(new_server_id().encode())
+        """The name of this server in what it hands over."""
 
     def watch(self, req_id: str, has_new_table: bool) -> None:
         """Looks at a request that was given device blocks: if these are a whole new table, in its next step."""
@@ -95,8 +99,7 @@ class StorePlanner:
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
         self._due.remove(state.context.req_id)
-        if self.device is not None and state.blocks.has_other_tokens():
-            self._leave_tables(state)
+        self._leave_if_other(state)
 
     def end(self, state: RequestState) -> None:
         """Forgets a request that has ended."""
@@ -104,20 +107,34 @@ class StorePlanner:
         if self._keeper is not None:
             state.state_ends = self._keeper.end(state.context.req_id)
 
-    def retain(self, state: RequestState) -> Retained | None:
+    def retain(self, state: RequestState) -> tuple[Retained | None, int]:
         """Has the chain of a request that has ended retained, if it asks for that, or ends what its session has
-        retained. None: it says nothing about that."""
+        retained: what is stored of its first tokens, up to the last one at which a request can continue. Returns the
+        answer, None if it says nothing about that, and their number."""
         hints = state.context.hints
         if hints is None or (not hints.drop and hints.retain_s is None):
-            return None
-        keys: list[OffloadKey] = []
+            return None, 0
+        keys, end = list[OffloadKey](), 0
         if state.may_store and state.touched and hints.retain_s:
-            state.extend_keys()
-            # What has left host memory since is stored again with its last blocks.
-            state.blocks.restart_stores()
-            state.blocks.loaded = None
-            keys = state.blocks.computed_keys(state.state_ends)
-        return self._manager.retain(keys, state.context)
+            stored, layout = self._stored_in_the_end(state), self._layout
+            end = layout.last_resumable(state.blocks.keys, frozenset(stored), state.request.num_tokens)
+            within = zip(state.blocks.keys, layout.block_tokens, strict=True)
+            before = {key for of_group, size in within for key in of_group[: end // size]}
+            keys = [key for key in stored if key in before]
+        return self._manager.retain(keys, state.context), end
+
+    def _stored_in_the_end(self, state: RequestState) -> list[OffloadKey]:
+        """Returns the blocks of a request that has ended which host memory has, or gets with its last ones."""
+        blocks, num_computed = state.blocks, state.request.num_computed_tokens
+        state.extend_keys()
+        # What has left host memory since is stored again.
+        blocks.restart_stores()
+        blocks.loaded = None
+        due = self.due_of(state, num_computed, num_computed)
+        coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
+        keys = blocks.computed_keys(state.state_ends)
+        found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
+        return [key for key, is_there in zip(keys, found.tolist(), strict=True) if is_there or key in coming]
 
     def hand_over(self, state: RequestState) -> Handover | None:
         """Has the chain of a request that has ended written first to the tiers that other servers use. Returns what is
@@ -125,10 +142,7 @@ class StorePlanner:
         if not (state.may_store and state.touched and state.record is not None):
             return None
         blocks, layout = state.blocks, self._layout
-        state.extend_keys()
-        # What has left host memory since is stored again with its last blocks.
-        blocks.restart_stores()
-        blocks.loaded = None
+        stored = set(self._stored_in_the_end(state))
         # The other server knows the prompt only, and some blocks have a name when the tokens behind them are known.
         prompt = min(state.record.tokens_asked, state.request.num_computed_tokens, blocks.max_stored_tokens)
         ends = [layout.num_final(g, prompt) * size for g, size in enumerate(layout.block_tokens)]
@@ -137,12 +151,15 @@ class StorePlanner:
             # The other server computes the last token of the prompt. What that needs is written for the ends of whole
             # blocks only.
             ends.append(state.record.tokens_asked - 1)
-        tokens = max(0, min(ends)) // layout.align * layout.align
-        if layout.states:
-            tokens = max((end for end in state.state_ends if end <= tokens), default=0)
-        name = name_of(layout, blocks.keys, tokens) if tokens else None
-        places = self._manager.hand_over(blocks.computed_keys(state.state_ends)) if name is not None else {}
-        return Handover(tokens, name, places) if name is not None and places else None
+        tokens = min(ends)
+        while tokens := layout.last_resumable(blocks.keys, stored, tokens):
+            keys, name = layout.needed_keys(blocks.keys, tokens), name_of(layout, blocks.keys, tokens)
+            places, num_blocks = self._manager.hand_over(keys)
+            if name is not None and places:
+                return Handover(tokens, name, places, self.server)
+            # There is no room for the others.
+            stored.difference_update(keys[num_blocks:])
+        return None
 
     def end_job(self, job: Job) -> None:
         """Ends a store that all workers have reported."""
@@ -217,11 +234,13 @@ class StorePlanner:
             self._forgotten |= dict.fromkeys(of_group[end // self._layout.block_tokens[g] :])
         return True
 
-    def store_forgotten(self, device: DeviceBlocks) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that requests wait for, see ``bring_back``."""
+    def store_forgotten(self, device: DeviceBlocks, requests: Iterable[RequestState]) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that some of the ``requests`` wait for, see ``bring_back``."""
         specs: dict[int, TransferSpec] = {}
         if not self._forgotten:
             return specs
+        for state in requests:
+            self._leave_if_other(state)
         self._store_held(device.get(self._forgotten), specs)
         self._forgotten.clear()
         if not specs:
@@ -343,6 +362,11 @@ class StorePlanner:
         if not state.extend_keys():
             self._leave_tables(state)
 
+    def _leave_if_other(self, state: RequestState) -> None:
+        """Forgets the device blocks of a request whose tokens are others than when its keys were made."""
+        if self.device is not None and state.blocks.has_other_tokens():
+            self._leave_tables(state)
+
     def _leave_tables(self, state: RequestState) -> None:
         """The engine has taken tokens back, and may have computed others in the same device blocks."""
         if self.device is not None:
@@ -367,11 +391,12 @@ class StorePlanner:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
             if due.blocks and due.state.storing is not Storing.REFUSED:
-                # Only single blocks with all of their device blocks can share a job. What is to be retained is stored
-                # whatever it seems to be worth.
-                block, is_retained = due.blocks[0], bool(due.state.options.retain_s)
+                # Only single blocks with all of their device blocks can share a job. What is to be retained, or handed
+                # over, is stored whatever it seems to be worth.
+                block, options = due.blocks[0], due.state.options
+                is_promised = bool(options.retain_s) or options.remote_decode
                 is_single = (
-                    len(due.blocks) == 1 and len(block.device_blocks) == factors[block.group] and not is_retained
+                    len(due.blocks) == 1 and len(block.device_blocks) == factors[block.group] and not is_promised
                 )
                 (single if is_single else chains).append(due)
                 continue
@@ -385,12 +410,7 @@ class StorePlanner:
                 self._start(single, output, specs)
                 single = []
         for due in [*chains, *single]:
-            keys, manager, is_remote = (
-                [block.key for block in due.blocks],
-                self._manager,
-                due.state.options.remote_decode,
-            )
-            output = manager.store_leaving(keys) if is_remote else manager.prepare_store(keys, due.state.context)
+            output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
                 self._refused()
             else:

@@ -199,9 +199,10 @@ class _DirectoryCheck:
                 self._found("directory.private", Level.OK, text, figures={"seats": seats})
             return
         # Without a lock file no server was here, and the doctor should leave none.
-        if LOCK_NAME in storage.files("") and not storage.read_only and not storage.try_lock():
-            text = f"{path} is in use by another server: a second one is refused"
-            fix = "stop that server first, or give each server a directory of its own"
+        has_lock = LOCK_NAME in storage.files("") and not storage.read_only
+        if has_lock and (owner := storage.take_lock()) is not None:
+            text = f"{path} is in use by {owner.name}: a second server is refused"
+            fix = owner.remedy or "stop that server first, or give each server a directory of its own"
             self._found("directory.in_use", Level.WARNING, text, fix)
         else:
             self._found("directory.private", Level.OK, f"{path} is private to user {user}, and not in use")

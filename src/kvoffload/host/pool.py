@@ -64,8 +64,8 @@ class PoolHandle:
                 fix="remove these tiers, or run one engine per node",
             )
 
-    def open_file(self) -> int:
-        """Returns a new descriptor of the pool's memory file, which the caller closes.
+    def open(self) -> npt.NDArray[np.uint8]:
+        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
 
         Raises ConfigError if the pool cannot be opened or no longer exists.
         """
@@ -77,18 +77,9 @@ class PoolHandle:
                 f"the host pool of worker process {self.pid} cannot be opened ({error.strerror}): run scheduler and "
                 "workers as the same user in the same container"
             ) from error
-        if os.fstat(fd).st_ino != self.inode:
-            os.close(fd)
-            raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
-        return fd
-
-    def open(self) -> npt.NDArray[np.uint8]:
-        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
-
-        Raises ConfigError if the pool cannot be opened or no longer exists.
-        """
-        fd = self.open_file()
         try:
+            if os.fstat(fd).st_ino != self.inode:
+                raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
             return map_file(fd, self.num_blocks * self.slot_bytes).reshape(self.num_blocks, self.slot_bytes)
         finally:
             os.close(fd)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from kvoffload.abc import ConfigError
+from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes, parse_bytes
@@ -47,3 +49,17 @@ def parse_capacity(text: str, trace: Trace, model: ModelShape, setting: str = "c
             fix,
         )
     return min(blocks, MAX_BLOCKS)
+
+
+def parse_size(text: str, trace: Trace, model: ModelShape, setting: str = "capacity") -> int:
+    """Returns the bytes of memory in one of the texts of ``parse_capacity``. Raises ConfigError that names
+    ``setting``."""
+    text = text.strip()
+    if _PERCENT.fullmatch(text) or _BLOCKS.fullmatch(text):
+        return parse_capacity(text, trace, model, setting) * slot_bytes(trace, model)
+    return parse_bytes(setting, text)
+
+
+def slot_bytes(trace: Trace, model: ModelShape) -> int:
+    """Returns the memory of a server per block of ``trace``, with padding."""
+    return padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))

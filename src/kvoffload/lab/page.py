@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -59,6 +59,13 @@ def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequen
     def size_of(blocks: int) -> str:
         return format_bytes(int(blocks * block_bytes))
 
+    def plot(
+        results: Sequence[ReplayResult], value: Callable[[ReplayResult], float], unit: str, what: str
+    ) -> str | None:
+        # A curve has more than one point. The bars and the table have the figures of a single capacity.
+        is_curve = len({result.capacity_blocks for result in results}) > 1
+        return curve_plot(results, value, unit, size_of, what) if is_curve else None
+
     real = [result for result in ordered if result.policy != CLAIRVOYANT]
     return render(
         "replay.html.j2",
@@ -70,12 +77,8 @@ def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequen
         best=max(real or ordered, key=lambda result: result.prefix_hit_tokens),
         size_of=size_of,
         name_of=name_of,
-        hits_svg=curve_plot(
-            ordered, lambda result: result.prefix_hit_tokens_pct, "%", size_of, "Prefix-hit tokens by capacity"
-        ),
-        writes_svg=curve_plot(
-            real or ordered, lambda result: result.writes_per_access, "", size_of, "Blocks written per access"
-        ),
+        hits_svg=plot(ordered, lambda result: result.prefix_hit_tokens_pct, "%", "Prefix-hit tokens by capacity"),
+        writes_svg=plot(real or ordered, lambda result: result.writes_per_access, "", "Blocks written per access"),
         tiers_svg=tiers_plot(ordered) if len(ordered) <= MAX_BARS else None,
         misses_svg=misses_plot(ordered) if len(ordered) <= MAX_BARS else None,
         max_bars=MAX_BARS,

@@ -149,7 +149,9 @@ class ReplayConfig:
 def check_contents(contents: HostContents, device: int) -> None:
     """Raises ConfigError for exclusive contents without a device."""
     if contents is HostContents.EXCLUSIVE and not device:
-        raise ConfigError("host_contents", "exclusive", "there is nothing to leave out", "give a device")
+        raise ConfigError(
+            "host_contents", contents.value, "there is nothing to leave out without a device", "give a device"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,7 +657,7 @@ class Run:
         else:
             raise IntegrityError("a request waited forever for blocks on disk")
         ready = self.host.table.states(prompt) == HIT
-        from_disk = min(found, sum(manager.release_request(context).values()))
+        from_disk = min(found, sum(map(len, manager.release_request(context).values())))
         return found, from_disk, ready
 
     def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:

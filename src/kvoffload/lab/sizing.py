@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +12,7 @@ import numpy as np
 from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import HOST
 from kvoffload.config import HOST_CONTENTS, HostContents
-from kvoffload.host.pool import padded_slot_bytes
+from kvoffload.lab.capacity import slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
@@ -102,7 +101,15 @@ class Setting:
 
     @property
     def disk_pct(self) -> float:
-        return self.served_pct - self.ram_pct - self.device_pct
+        return max(0.0, self.served_pct - self.ram_pct - self.device_pct)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What comes from the device, from RAM and from disk, in tenths of a percent that add up to ``served_pct``."""
+        served = round(self.served_pct, 1)
+        device = min(round(self.device_pct, 1), served)
+        above = max(device, min(round(self.device_pct + self.ram_pct, 1), served))
+        return {"device": device, "RAM": round(above - device, 1), "disk": round(served - above, 1)}
 
     def __str__(self) -> str:
         disk = f" + {format_bytes(self.disk_bytes)} disk" if self.disk_bytes else ""
@@ -162,7 +169,14 @@ class Sizing:
     @property
     def answer(self) -> str:
         """The result in sentences."""
-        return " ".join((*_verdict(self), *_marginal(self)))
+        device = [f"The device's own cache has {format_bytes(self.device_bytes)}."] if self.device_bytes else []
+        return " ".join((*device, *_verdict(self), *_marginal(self)))
+
+    @property
+    def places(self) -> list[str]:
+        """Which of the ``parts`` of settings to show."""
+        has_disk = any(setting.disk_bytes for setting in self.settings)
+        return [*(["device"] if self.device_bytes else []), "RAM", *(["disk"] if has_disk else [])]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the curve of LRU, for JSON."""
@@ -173,6 +187,7 @@ class Sizing:
         return {
             "answer": self.answer,
             "policy": self.policy,
+            "device_bytes": self.device_bytes,
             "block_bytes": self.block_bytes,
             "footprint_bytes": self.footprint_bytes,
             "ceiling": plain(self.ceiling),
@@ -226,7 +241,7 @@ def size(
     ``block_bytes``. Default sizes that have no room for them are left out. Raises ConfigError, also if sizes that are
     given have no room for the shares.
     """
-    block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
+    block_bytes = slot_bytes(trace, model)
     for name, sizes in (("ram", choices.ram), ("disk", choices.disk), ("device", [choices.device])):
         for amount in sizes:
             if amount < block_bytes and not (name != "ram" and amount == 0):
@@ -431,7 +446,7 @@ class _OnCurve:
             bound = max(ram_bound, disk_bound)
             served_pct = self._percent(either) if bound == 0 else max(ram_pct, disk_pct)
             served_pct -= self._percent(either - served)
-        on_device = np.minimum(on_device, in_ram)
+        on_device, device_pct = np.minimum(on_device, in_ram), min(device_pct, ram_pct)
         tokens = on_device, in_ram - on_device, served - in_ram
         return _Found(*tokens, device_pct, ram_pct - device_pct, served_pct, bound)
 
@@ -558,13 +573,17 @@ def _warnings(footprint: int, largest: int) -> list[str]:
 # Sentences.
 
 
+_THE = {"device": "the device", "RAM": "RAM", "disk": "disk"}
+
+
 def _verdict(sizing: Sizing) -> list[str]:
     best, target = sizing.best, sizing.target_p95_s
     served = f"{_percent(best.served_pct, best.bound_pct)} of prompt tokens"
-    if best.disk_bytes:
-        served += f" ({best.ram_pct:.1f}% from RAM, {best.disk_pct:.1f}% from disk)"
-    elif best.device_pct:
-        served += f" ({best.device_pct:.1f}% from the device, {best.ram_pct:.1f}% from RAM)"
+    parts = [
+        f"{best.parts[each]:.1f}% from {_THE[each]}" for each in sizing.places if best.disk_bytes or each != "disk"
+    ]
+    if len(parts) > 1:
+        served += f" ({', '.join(parts)})"
     if target is None:
         return [f"{best} {'serve' if best.disk_bytes else 'serves'} {served}."]
     goal = f"a TTFT p95 of {milliseconds(target)}"
@@ -582,11 +601,11 @@ def _marginal(sizing: Sizing) -> list[str]:
     best, ram, disk = sizing.best, sizing.more_ram, sizing.more_disk
     more = f"The next {format_bytes(best.ram_bytes)}"
     if disk is None:
-        text = f"{more} of RAM would add {ram.served_pct - best.served_pct:.1f} points."
+        text = f"{more} of RAM would add {ram.served_pct - best.served_pct:z.1f} points."
     else:
         text = (
-            f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:.1f} points more from RAM; the next "
-            f"{format_bytes(best.disk_bytes)} of disk would add {disk.served_pct - best.served_pct:.1f} points."
+            f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:z.1f} points more from RAM; the next "
+            f"{format_bytes(best.disk_bytes)} of disk would add {disk.served_pct - best.served_pct:z.1f} points."
         )
     return [text, f"A cache that never evicts would serve {sizing.ceiling.served_pct:.1f}%."]
 
@@ -607,7 +626,7 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
             f" * marks the cheapest setting that saves {100 * GOOD_SHARE:.0f}% of the time to first token that the "
             "fastest one saves."
         )
-    device = ""
+    device = " The device's own cache counts as a part of RAM; --device sets it apart."
     if sizing.device_bytes:
         repeats = "does not repeat" if sizing.choices.host_contents is HostContents.EXCLUSIVE else "repeats"
         device = f" RAM {repeats} what the device holds."

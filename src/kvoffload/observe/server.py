@@ -32,6 +32,8 @@ CLIENT_DEADLINE_S = 5.0
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
 MAX_FAULTS_LISTED = 5
+MAX_PAUSED = 64
+"""Abilities of tiers that are named as paused."""
 MAX_USAGE_KEPT = 1 << 16
 """Entries of bills, of all servers together, that are kept from one source."""
 PROC_NET_UNIX = Path("/proc/net/unix")
@@ -60,14 +62,23 @@ class RecordsError(KVOffloadError):
     """Records could not be read. The message tells the user from where, and why."""
 
 
+def paused_in(totals: Iterable[tuple[str, float]]) -> list[str]:
+    """Returns which abilities of tiers are paused, in words, by ``totals``, metrics by labelled names."""
+    labels = (name.removeprefix("tier_paused:") for name, value in totals if value and name.startswith("tier_paused:"))
+    words = {"read": "reads of", "write": "writes to"}
+    return [
+        f"{words[ability]} the {tier} tier" for ability, _, tier in (label.partition(",") for label in sorted(labels))
+    ]
+
+
 class RecordServer:
     """Sends the records that ``source`` returns to processes of the same user and of root on this machine.
 
     It listens on the Unix socket ``<pid>-<name>`` in a directory that only this user may enter: ``kvoffload`` in
     XDG_RUNTIME_DIR, else ``/tmp/kvoffload-<uid>``. One daemon thread answers one client at a time, in pieces, for at
-    most CLIENT_DEADLINE_S. After the records it sends ``bill()``, what tenants took of each tier. That thread calls
-    ``source`` and ``bill``; other threads may append to the sequence that ``source`` returns. Nothing raises: if no
-    socket or thread can be made, one warning says so and nothing is served.
+    most CLIENT_DEADLINE_S. With the records it sends ``paused()``, see ``paused_in``, and ``bill()``, what tenants took
+    of each tier. That thread calls the three functions; other threads may append to the sequence that ``source``
+    returns. Nothing raises: if no socket or thread can be made, one warning says so and nothing is served.
     """
 
     def __init__(
@@ -75,8 +86,10 @@ class RecordServer:
         source: Callable[[], Sequence[RequestRecord]],
         name: str,
         bill: Callable[[], Bill] = dict,
+        paused: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._source = source
+        self._paused = paused
         self._bill = bill
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -134,6 +147,7 @@ class RecordServer:
         deadline = time.monotonic() + CLIENT_DEADLINE_S
         records, bill = self._copy(), list(parts_of(self._bill()))
         header = {"kvoffload_records": _FORMAT, "count": len(records), "usage_count": len(bill)}
+        header["paused"] = list(self._paused())
         _send(client, [header], deadline)
         # In pieces, so that the engine's thread can take the interpreter lock in between.
         for i in range(0, len(records), _RECORDS_PER_SEND):
@@ -234,6 +248,8 @@ class Reading:
     records: list[RequestRecord] = field(default_factory=list)
     usage: dict[tuple[str, str, str], TierUsage] = field(default_factory=dict)
     """The latest, by server, tenant and tier."""
+    paused: list[str] = field(default_factory=list)
+    """Abilities of tiers that are paused: "writes to the redis tier"."""
     malformed: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -325,7 +341,10 @@ def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
         count = usage_count = None
     if not isinstance(count, int) or not isinstance(usage_count, int):
         raise RecordsError(f"{server} answered in another format: use the version of kvoffload that it runs")
-    reading, number = Reading(), 0
+    paused = announced.get("paused", [])
+    if not isinstance(paused, list):
+        paused = []
+    reading, number = Reading(paused=[printable(str(each)) for each in paused[:MAX_PAUSED]]), 0
     # What a server sends beyond its announcement is not read.
     for number, line in zip(range(1, count + usage_count + 1), lines, strict=False):
         reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}", str(server))

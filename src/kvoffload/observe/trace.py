@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from kvoffload.abc import ConfigError, Hints, OffloadKey
+from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.locks import try_to_lock
 from kvoffload.observe.records import RequestRecord
 
@@ -66,7 +67,10 @@ class TraceRecorder:
         self._pending_bytes = 0
         self._off = False
         self._wake, self._closing = threading.Event(), threading.Event()
-        self._fd = _open(path)
+        try:
+            self._fd = within(FILES_DEADLINE_S, lambda: _open(path))
+        except TimeoutError as error:
+            raise ConfigError("record_trace", path, f"cannot be opened: {error.strerror}") from None
         self._bytes = os.fstat(self._fd).st_size
         self._whole = self._bytes
         """Length of the part of the file that is whole lines."""

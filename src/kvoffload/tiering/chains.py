@@ -101,7 +101,7 @@ class Backlog:
     one chain. A chain that is STARTED comes first, then the FRESH one that was offered last.
 
     Chains with promised blocks come before all others, and are never dropped. They do not count, but a promised block
-    belongs to one chain only: the one that was offered last."""
+    belongs to one chain only: the first one that is whole."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
@@ -160,7 +160,10 @@ class Backlog:
         return oldest
 
     def promise(self, chain: Chain, keys: Collection[OffloadKey]) -> None:
-        """``chain`` is to bring ``keys`` to the tier, in place of the chains that were to until now."""
+        """``chain`` is to bring those of ``keys`` to the tier that no whole chain brings."""
+        keys = [key for key in keys if (other := self._bringing.get(key)) is None or not other.is_whole]
+        if not keys:
+            return
         self.settle(keys)
         self._queues.get(chain.state, {}).pop(chain, None)
         chain.promised = set(keys)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import (
     Admission,
+    HandedOver,
     IntegrityError,
     KVGroup,
     LoadStoreSpec,
@@ -192,7 +193,7 @@ class TieredOffloadingManager(OffloadingManager):
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._rates.observe_prefill(num_tokens, seconds)
 
-    def release_request(self, req_context: ReqContext) -> Mapping[str, int]:
+    def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
         if self.prefetcher.expected:
             self.prefetcher.forget(req_context)
         promotion = self._promoter.release(req_context)
@@ -306,17 +307,20 @@ class TieredOffloadingManager(OffloadingManager):
                     tier.tier.retain((), session, 0.0)
         return answer
 
-    def hand_over(self, keys: Sequence[OffloadKey]) -> Mapping[str, str]:
-        """Blocks that a tier has not got yet stay in host memory until it has, the first ones if there is no room for
-        all."""
-        places = {}
+    def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:
+        """Blocks that a tier has not got yet stay in host memory until it has, if there is room for all of them."""
+        places, most = dict[str, str](), 0
         for tier in self.tiers:
-            if tier.tier.is_shared and tier.takes_chains:
-                places[tier.name] = tier.tier.hand_over(keys)
-                lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
-                if lacking:
-                    self._unwritten.of_tiers[tier.index].add(self._unwritten.with_room(lacking))
-        return places
+            if not (tier.tier.is_shared and tier.takes_chains):
+                continue
+            lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
+            num_waiting = len(self._unwritten.with_room(lacking)) if lacking else 0
+            if num_waiting < len(lacking):
+                most = max(most, keys.index(lacking[num_waiting]))
+            else:
+                places[tier.name], most = tier.tier.hand_over(keys), len(keys)
+                self._unwritten.of_tiers[tier.index].add(lacking)
+        return HandedOver(places, most)
 
     @property
     def reads_ahead(self) -> bool:
@@ -343,7 +347,8 @@ class TieredOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
     ) -> PrepareStoreOutput | None:
         hints = None if req_context is None else req_context.hints
-        if self.host.is_behind_device and keys and not (hints is not None and hints.retain_s):
+        is_promised = req_context is not None and (req_context.goes_on or (hints is not None and hints.retain_s))
+        if self.host.is_behind_device and keys and not is_promised:
             # What leaves the device is stored then. Before, only the tiers need it.
             keys = list(compress(keys, (~self._are_written(keys)).tolist()))
         return self.host.prepare_store(keys, req_context, behind_refused)

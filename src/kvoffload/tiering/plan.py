@@ -123,6 +123,19 @@ def resumable(spans: Sequence[GroupSpan], present: Sequence[Bools]) -> Bools:
     return points
 
 
+def last_resumable(
+    layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], present: Sequence[Bools], num_units: int
+) -> int:
+    """Returns the last token within the first ``num_units`` units of a chain at which a request can resume, 0 if there
+    is none. ``present``: by group and block, whether it is there."""
+    if num_units <= 0:
+        return 0
+    spans = layout.spans(by_group, 0, num_units)
+    cut = [mask[span.offset :][: len(span.keys)] for mask, span in zip(present, spans, strict=True)]
+    points = np.flatnonzero(resumable(spans, cut))
+    return (int(points[-1]) + 1) * layout.unit_tokens if len(points) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The next writes of a chain."""
@@ -212,12 +225,7 @@ def unreachable(
     for group, size, present in zip(layout.groups, sizes, held, strict=True):
         if group.is_full and not present.all():
             limit = min(limit, int(present.argmin()) * size)
-    last, num_units = 0, min(num_units, limit // layout.unit_tokens)
-    if num_units:
-        spans = layout.spans(by_group, 0, num_units)
-        cut = [mask[span.offset :][: len(span.keys)] for mask, span in zip(held, spans, strict=True)]
-        points = np.flatnonzero(resumable(spans, cut))
-        last = (int(points[-1]) + 1) * layout.unit_tokens if len(points) else 0
+    last = last_resumable(layout, by_group, held, min(num_units, limit // layout.unit_tokens))
     useless = [np.zeros(len(keys), dtype=np.bool_) for keys in by_group]
     for mask, size, keys in zip(useless, sizes, by_group, strict=True):
         first, end = last // size, min(len(keys), limit // size)

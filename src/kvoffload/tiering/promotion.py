@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -105,7 +104,7 @@ class Promotion:
     """Host slots of promoted blocks, with one pin each."""
     pinned_at: float = 0.0
     """When a block was last pinned for it."""
-    promoted: Counter[str] = field(default_factory=Counter)
+    promoted: dict[str, list[OffloadKey]] = field(default_factory=dict)
     """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
     chain: Sequence[OffloadKey] = ()
     """The request's chain, which is offered to the tiers when the request does not wait any more."""
@@ -155,9 +154,10 @@ class PromotedPins:
         new = lease.slots[is_pinned]
         self.num_pinned += int(np.count_nonzero(self._pins[new] == 0))
         self._pins[new] += 1
-        promotion.pinned.update(compress(slots.items(), is_pinned.tolist()))
+        arrived = list(compress(slots.items(), is_pinned.tolist()))
+        promotion.pinned.update(arrived)
         promotion.pinned_at = now
-        promotion.promoted[tier] += len(new)
+        promotion.promoted.setdefault(tier, []).extend(key for key, _ in arrived)
 
     def take(self, promotion: Promotion | None, keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
         """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that were promoted for the request

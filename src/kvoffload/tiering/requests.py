@@ -99,7 +99,7 @@ class RequestChains:
                 tier.tier.touch(tail, stored)
             if head:
                 tier.tier.touch(head)
-            if not _ends_session(context) and tier.takes_chains:
+            if tier.takes_chains and (not _ends_session(context) or tier.writes.owes(chain)):
                 tier.writes.offer(chain, _request(context), is_whole=True)
 
     def waits(self, promotion: Promotion) -> None:
@@ -109,7 +109,7 @@ class RequestChains:
     def released(self, promotion: Promotion) -> None:
         """A request with a promotion waits no more."""
         for tier in self._on() if promotion.chain else ():
-            if tier.takes_chains and promotion.promoted[tier.name] < len(promotion.chain):
+            if tier.takes_chains and len(promotion.promoted.get(tier.name, ())) < len(promotion.chain):
                 tier.writes.offer(promotion.chain, promotion.context.req_id, is_whole=False)
 
     def write(self) -> None:

@@ -19,7 +19,6 @@ from kvoffload.abc import (
     TierError,
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
-from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, Fate, History
 from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes
@@ -175,6 +174,10 @@ class WriteThrough:
         """Tells the admission that a request asks for ``keys``."""
         if self._admission is not None:
             self._admission.count(keys, req_context)
+
+    def owes(self, keys: Sequence[OffloadKey]) -> bool:
+        """Returns whether the tier was promised some of ``keys`` and has not got them."""
+        return not self._promised.deadlines.keys().isdisjoint(keys)
 
     def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
         """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
@@ -379,21 +382,16 @@ class WriteThrough:
             return
         if self._host.explain_miss(holes[0]).reason is MissReason.EVICTED:
             self._count("dropped_writes", self._blocks.num_lacking(chain, in_host=False))
-        if chain.promised and not self._is_state_to_come(chain, holes):
+        if chain.promised:
             self._give_up([key for key in chain.promised if key not in self.writing])
         self._blocks.delete_unreachable(chain)
         self._finish(chain)
 
-    def _is_state_to_come(self, chain: Chain, holes: Sequence[OffloadKey]) -> bool:
-        """Returns whether a later request may bring one of ``holes``: they are states that were not promised."""
-        is_state = self._layout.groups[key_group_idx(holes[0])].state if self._layout.num_states else False
-        return is_state and chain.promised.isdisjoint(holes)
-
     def _finish(self, chain: Chain) -> None:
         is_over = chain.is_whole or chain.request is None
         if chain.promised and is_over:
-            # Without a state behind them no lookup could use the others.
-            self._keep([key for key in chain.promised if key not in self.writing])
+            # It has these already, or no lookup could use them.
+            self._give_up([key for key in chain.promised if key not in self.writing])
         if chain.promised or not is_over:
             self.backlog.move(chain, ChainState.HELD)
         else:

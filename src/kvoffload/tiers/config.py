@@ -8,7 +8,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from kvoffload.abc import NOT_SET, ByteArray, ConfigError, KVGroup, Tier
 from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import MakeShares
+from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.pool import PoolHandle
 from kvoffload.settings import check_deadline, check_whole_number, import_subclass, unknown
 
@@ -178,7 +179,8 @@ def prefixed(prefix: str) -> Iterator[None]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    one, other = os.path.realpath(one), os.path.realpath(other)
+    with suppress(TimeoutError):
+        one, other = within(FILES_DEADLINE_S, lambda: (os.path.realpath(one), os.path.realpath(other)))
     return os.path.commonpath([one, other]) in (one, other)
 
 
@@ -241,9 +243,12 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
             fix = f"write all of {example}" if example else "add it"
             raise ConfigError(each.name, NOT_SET, f"is not set, and a tier of kind {found.kind} needs it", fix)
     try:
-        return found(**given)
+        # It may look at files.
+        return within(FILES_DEADLINE_S, lambda: found(**given))
     except ConfigError:
         raise
+    except TimeoutError as error:
+        raise ConfigError("kind", found.kind, f"a file that the entry names: {error.strerror}") from error
     except Exception as error:
         raise ConfigError(
             "kind",

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvoffload.connector.options import PARAM
+from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+FIRST_TO_NAME_SESSIONS = "0.32"
+"""The first version that removes the block hashes of dropped tokens."""
 MAX_ACTIONS = 64
 """Actions of a request that are looked at."""
 
@@ -20,6 +23,9 @@ def engine_options(request: Request) -> Mapping[str, object]:
 
     A request that returns something for every token of its prompt, as with ``prompt_logprobs``, may not load: vLLM
     computes what is missing in a cache, and so must have nothing in it.
+
+    Of a session with streaming input only the first input is stored and loaded in versions whose block hashes may be of
+    tokens that the session has dropped since: when more input comes, it drops the last token that was sampled.
     """
     options: dict[str, object] = {}
     session = getattr(request, "session_id", None)
@@ -32,4 +38,8 @@ def engine_options(request: Request) -> Mapping[str, object]:
             options |= payload
     if request.skip_reading_prefix_cache:
         options["load"] = False
+    if request.resumable and not versions.is_since(FIRST_TO_NAME_SESSIONS):
+        limit, first_input = options.get("max_tokens"), request.num_prompt_tokens
+        if type(limit) is not int or not 0 <= limit < first_input:
+            options["max_tokens"] = first_input
     return options

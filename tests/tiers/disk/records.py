@@ -12,9 +12,7 @@ RECORD = struct.Struct("<IHH12sIQ64sQIIQ")
 MAGIC = int.from_bytes(b"kvob", "little")
 
 
-def pack_record(
-    header: Header, key: OffloadKey, *, sequence: int, stored_at: int, hits: int, payload_checksum: int
-) -> ByteArray:
+def pack_record(header: Header, key: OffloadKey, *, sequence: int, stored_at: int, payload_checksum: int) -> ByteArray:
     """Returns the record of a slot with a block, RECORD_BYTES bytes."""
     body = RECORD.pack(
         MAGIC,
@@ -26,7 +24,7 @@ def pack_record(
         key,
         min(sequence, MAX_SEQUENCE),
         stored_at,
-        hits,
+        0,
         payload_checksum,
     )
     return sealed(body)

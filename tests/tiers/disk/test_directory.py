@@ -20,7 +20,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.host.pool import HostPool
-from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
 
 PAGE = 4096
 
@@ -336,6 +336,47 @@ storage.lock()
 print("locked", flush=True)
 time.sleep(60)
 """
+
+
+START_AND_END = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=sys.stdout)
+print(child.pid, flush=True)
+sys.stdin.readline()
+"""
+"""Starts a process like a server its engine, and waits for a line, or for its own end."""
+
+
+def test_an_owner_whose_parent_has_ended_is_to_be_ended(storage: DirectoryStorage) -> None:
+    command = [sys.executable, "-c", START_AND_END, HOLD, str(storage.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        engine = int(server.stdout.readline())
+        try:
+            assert server.stdout.readline() == b"locked\n"
+            with pytest.raises(ConfigError, match="give each server its own directory"):
+                storage.lock(deadline_s=0)
+            server.kill()
+            server.wait()
+            said = rf"in use by process {engine} since .*: if it is left over from .* end it too \(kill {engine}\)"
+            with pytest.raises(ConfigError, match=said):
+                storage.lock(deadline_s=0)
+        finally:
+            os.kill(engine, signal.SIGKILL)
+    storage.lock()
+
+
+def test_a_lock_of_a_process_on_another_machine_names_no_process_to_end(storage: DirectoryStorage) -> None:
+    """The process with this number here has another parent, and has not got the lock."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(storage.path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        (storage.path / LOCK_NAME).write_text(
+            f"process {os.getppid()} since 2026-01-01 00:00:00, started by process 1\n"
+        )
+        with pytest.raises(ConfigError, match="give each server its own directory"):
+            storage.lock(deadline_s=0)
+        other.kill()
 
 
 def test_two_processes_cannot_own_a_directory_and_a_killed_one_owns_nothing(storage: DirectoryStorage) -> None:

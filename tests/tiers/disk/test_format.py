@@ -13,7 +13,6 @@ from kvoffload.abc import ByteArray
 from kvoffload.tiers.disk.format import (
     FACTS,
     HEADER_BYTES,
-    MAX_HITS,
     MAX_SEQUENCE,
     RECORD_BYTES,
     FormatError,
@@ -34,7 +33,7 @@ KEYS = [bytes([i]) * 44 for i in range(1, 6)]
 
 
 def record(key: bytes = KEYS[0], header: Header = HEADER, sequence: int = 1, **fields: int) -> ByteArray:
-    values = {"stored_at": 1_700_000_000, "hits": 3, "payload_checksum": 0xFEDCBA9876543210} | fields
+    values = {"stored_at": 1_700_000_000, "payload_checksum": 0xFEDCBA9876543210} | fields
     return pack_record(header, key, sequence=sequence, **values)
 
 
@@ -107,7 +106,7 @@ def test_a_record_is_read_as_it_was_written(key: bytes) -> None:
     assert entries.keys == [key]
     assert entries.slots.tolist() == [5]
     (found,) = entries.records
-    assert (found["sequence"], found["stored_at"], found["hits"]) == (9, 1_700_000_000, 3)
+    assert (found["sequence"], found["stored_at"]) == (9, 1_700_000_000)
     assert found["payload_checksum"] == 0xFEDCBA9876543210
     assert entries.num_damaged == 0
 
@@ -212,13 +211,11 @@ def test_fingerprints_are_64_hexadecimal_digits() -> None:
 
 def test_records_are_packed_as_the_format_says() -> None:
     keys = [KEYS[0], b"k", bytes(64), b"end\0"]
-    sequences, hits, checksums = [1, MAX_SEQUENCE + 1, 0, 5], [0, 7, MAX_HITS, 1], [0, 1, (1 << 64) - 1, 9]
-    facts = np.array(list(zip(sequences, range(4), hits, checksums, strict=True)), dtype=FACTS)
+    sequences, checksums = [1, MAX_SEQUENCE + 1, 0, 5], [0, 1, (1 << 64) - 1, 9]
+    facts = np.array(list(zip(sequences, range(4), checksums, strict=True)), dtype=FACTS)
     rows = pack_records(HEADER, keys, facts)
     for i, row in enumerate(rows):
-        alone = pack_record(
-            HEADER, keys[i], sequence=sequences[i], stored_at=i, hits=hits[i], payload_checksum=checksums[i]
-        )
+        alone = pack_record(HEADER, keys[i], sequence=sequences[i], stored_at=i, payload_checksum=checksums[i])
         assert row.tobytes() == alone.tobytes()
 
 

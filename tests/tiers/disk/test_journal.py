@@ -38,7 +38,7 @@ def key(number: int) -> bytes:
 
 
 def record(number: int) -> ByteArray:
-    return pack_record(HEADER, key(number), sequence=1, stored_at=1, hits=0, payload_checksum=number)
+    return pack_record(HEADER, key(number), sequence=1, stored_at=1, payload_checksum=number)
 
 
 class Rig:
@@ -230,7 +230,7 @@ def test_the_size_of_the_ring_is_bounded() -> None:
 
 def test_blocks_of_an_index_are_those_of_its_generation() -> None:
     other = Header(HEADER.fingerprint, HEADER.slot_bytes, HEADER.slots_per_slab, HEADER.generation + 1)
-    stale = pack_record(other, key(9), sequence=1, stored_at=1, hits=0, payload_checksum=9)
+    stale = pack_record(other, key(9), sequence=1, stored_at=1, payload_checksum=9)
     data = np.concatenate([record(1), EMPTY_RECORD, stale, record(2), record(3)[:100]])
     slots, digests, checksums = changed_blocks(HEADER, data, 10)
     assert slots.tolist() == [10, 13]

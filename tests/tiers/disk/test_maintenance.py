@@ -53,7 +53,7 @@ class Rig:
         return data
 
     def store(self, slot: int, key: bytes) -> None:
-        record = pack_record(self.files.index.header, key, sequence=1, stored_at=0, hits=0, payload_checksum=0)
+        record = pack_record(self.files.index.header, key, sequence=1, stored_at=0, payload_checksum=0)
         self.files.index.write_records(slot, record)
 
     def keys(self) -> list[bytes]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import StoredFile
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.tiers.conftest import Mounts
 from tests.tiers.disk.records import pack_record
 from tests.tiers.disk.test_tier import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
 
@@ -482,53 +482,12 @@ def forged(header: Any, name: bytes, sequence: int, checksum: int) -> bytes:
 
     from xxhash import xxh3_64_intdigest
 
-    record = bytearray(
-        pack_record(header, name, sequence=0, stored_at=0, hits=0, payload_checksum=checksum).tobytes()[:-8]
-    )
+    record = bytearray(pack_record(header, name, sequence=0, stored_at=0, payload_checksum=checksum).tobytes()[:-8])
     struct.pack_into("<Q", record, 96, sequence)
     return bytes(record) + struct.pack("<Q", xxh3_64_intdigest(bytes(record)))
 
 
 # Real file systems.
-
-
-class Mounts:
-    """Mounts file systems, which only root can do."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._mounted = 0
-
-    def mount(self, *arguments: str) -> Path:
-        self.path.mkdir(exist_ok=True)
-        self.run("mount", *arguments, str(self.path))
-        self._mounted += 1
-        self.path.chmod(0o700)
-        return self.path
-
-    def remount(self, options: str) -> None:
-        self.run("mount", "-o", f"remount,{options}", str(self.path))
-
-    def unmount(self) -> None:
-        while self._mounted:
-            subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True)
-            self._mounted -= 1
-
-    @staticmethod
-    def run(*command: str) -> None:
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"{command[0]} is not possible here: {error}")
-
-
-@pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount")
-    mounts = Mounts(tmp_path / "mounted")
-    yield mounts
-    mounts.unmount()
 
 
 def ext2(mounts: Mounts) -> Path:

@@ -252,7 +252,7 @@ def test_a_chain_written_in_parts_loses_its_tail_before_its_head_once_its_reques
     assert len(left) > 1, left
 
 
-def test_hits_and_ages_are_counted_on_disk(rig: Rig) -> None:
+def test_the_age_of_a_block_is_that_of_its_write(rig: Rig) -> None:
     rig.open(wall_clock=lambda: 1234.5)
     rig.write(1, 2)
     rig.open(wall_clock=lambda: 9999.0)
@@ -261,9 +261,9 @@ def test_hits_and_ages_are_counted_on_disk(rig: Rig) -> None:
     rig.open()
     entries = parse_records(header_of(rig), np.fromfile(rig.folder / "index", dtype=np.uint8)[HEADER_BYTES:])
     found = zip(entries.keys, entries.records, strict=True)
-    assert {name: (int(r["hits"]), int(r["stored_at"])) for name, r in found} == {
-        key(1): (0, 1234),
-        key(2): (3, 1234),
+    assert {name: int(r["stored_at"]) for name, r in found} == {
+        key(1): 1234,
+        key(2): 1234,
     }
 
 
@@ -301,7 +301,7 @@ def test_the_newer_of_two_records_of_a_key_counts(rig: Rig) -> None:
     rig.tier.close()
     old = [content(1, 0, PAGE, version=7)]
     record = pack_record(
-        header, key(1), sequence=0, stored_at=0, hits=0, payload_checksum=payload_checksum(header, key(1), old)
+        header, key(1), sequence=0, stored_at=0, payload_checksum=payload_checksum(header, key(1), old)
     )
     patch(rig.folder / "index", record_offset(5), record.tobytes())
     patch(rig.folder / "slab-00000", 5 * PAGE, old[0].tobytes())

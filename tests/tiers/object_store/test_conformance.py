@@ -13,8 +13,8 @@ from kvoffload.testing import tier_conformance
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
-from kvoffload.tiers.remote.compressed import CompressedFormat, Rows
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
+from kvoffload.tiers.remote.compressed import CompressedFormat
+from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker

@@ -20,8 +20,8 @@ from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
-from kvoffload.tiers.remote.compressed import CompressedFormat, Rows
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
+from kvoffload.tiers.remote.compressed import CompressedFormat
+from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.messages import Response
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier

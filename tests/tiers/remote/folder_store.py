@@ -31,8 +31,8 @@ class FolderStore:
         return {"folder": str(self.folder)}
 
     def switch(self, fault: str, on: bool = True) -> None:
-        """Switches a fault: unreachable, hang, hang-get, hang-put, crash, fail, full, chatter. Or ``singly``: clients
-        that connect from now on want values in one buffer."""
+        """Switches a fault: unreachable, hang, hang-get, hang-put, crash, fail, full, chatter. Or ``rows``: clients
+        that connect from now on move values through registered memory."""
         if on:
             (self.folder / fault).touch()
         else:
@@ -62,7 +62,11 @@ class FolderConfig(RemoteTierConfig):
 class FolderClient(StoreClient):
     def __init__(self, store: FolderStore) -> None:
         self._store = store
-        self.moves_buffers_singly = self._is_on("singly")
+        self.registers_memory = self._is_on("rows")
+        self._registered: list[ByteArray] = []
+
+    def register(self, memory: ByteArray) -> None:
+        self._registered.append(memory)
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
         self._fail("")
@@ -70,8 +74,14 @@ class FolderClient(StoreClient):
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         self._fail("-get")
-        assert not self.moves_buffers_singly or {len(parts) for parts in buffers} == {1}
+        self._check(buffers)
         return [self._get(self._store.path(name), parts) for name, parts in zip(names, buffers, strict=True)]
+
+    def _check(self, buffers: Sequence[Sequence[ByteArray]]) -> None:
+        """Asserts that registered memory is used if it has to be."""
+        for each in buffers if self.registers_memory else ():
+            (whole,) = each
+            assert any(np.shares_memory(whole, memory) for memory in self._registered)
 
     def _get(self, path: Path, parts: Sequence[ByteArray]) -> Outcome:
         try:
@@ -84,6 +94,7 @@ class FolderClient(StoreClient):
         self._fail("-put")
         if self._is_on("full"):
             return [Outcome.FULL] * len(names)
+        self._check(buffers)
         return [self._put(self._store.path(name), parts) for name, parts in zip(names, buffers, strict=True)]
 
     def _put(self, path: Path, parts: Sequence[ByteArray]) -> Outcome:

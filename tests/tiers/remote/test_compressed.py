@@ -18,8 +18,8 @@ from kvoffload.abc import ByteArray, ConfigError, TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.config import load_tiers
 from kvoffload.tiers.remote.codec import CHUNK_BYTES, ByteCodec, kv_like
-from kvoffload.tiers.remote.compressed import COMPRESSED_VERSION, ROWS_BYTES, CompressedFormat, Rows, rows_bytes
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.compressed import COMPRESSED_VERSION, CompressedFormat
+from kvoffload.tiers.remote.memory import Rows, SeparateBuffers
 from kvoffload.tiers.remote.messages import Op, Request, Status
 from kvoffload.tiers.remote.record import FORMAT_VERSION, RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import MORE_WITHIN_S, StoreWorker
@@ -281,14 +281,6 @@ def test_a_put_does_not_begin_after_compressing_took_too_long(rig: Rig, monkeypa
     monkeypatch.setattr(ByteCodec, "compress", slow)
     assert rig.run(Op.WRITE, KEYS[:2]) == [Status.FAILED] * 2
     assert [name for name, _ in rig.client.calls] == ["exists"]
-
-
-def test_memory_is_bounded() -> None:
-    for payload_bytes in (64, 1 << 16, 2 << 20, 48 << 20):
-        pools = [np.zeros((1, payload_bytes), dtype=np.uint8)]
-        rows = Rows(pools)
-        (memory,) = rows.registered()
-        assert memory.nbytes == rows_bytes(payload_bytes) <= max(ROWS_BYTES, RECORD_BYTES + payload_bytes)
 
 
 def test_processes_share_compressed_blocks(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def store(tmp_path: Path) -> FolderStore:
 
 @pytest.fixture
 def server(store: FolderStore) -> Iterator[Server]:
-    """A server whose client moves whole values. Others that a test makes move records and slots one by one."""
-    store.switch("singly")
+    """A server whose client registers memory. Others that a test makes move records and slots one by one."""
+    store.switch("rows")
     server = Server(store)
     server.connect()
     yield server
@@ -84,7 +84,7 @@ def works(server: Server, keys: list[OffloadKey]) -> bool:
 
 def test_two_servers_share_blocks_of_several_ranks(store: FolderStore, server: Server) -> None:
     assert works(server, KEYS[:4])
-    store.switch("singly", False)
+    store.switch("rows", False)
     other = Server(store)
     other.connect()
     assert other.states(KEYS[:5]) == [HIT] * 4 + [MISS]

@@ -138,7 +138,9 @@ class Vandal:
         slot = self.rng.randrange(NUM_SLOTS)
         file.seek(HEADER_BYTES + slot * RECORD_BYTES)
         record = np.frombuffer(file.read(RECORD_BYTES).ljust(RECORD_BYTES, b"\0"), dtype=RECORD).copy()
-        field = self.rng.choice(("key_bytes", "sequence", "hits", "stored_at", "generation", "payload_checksum", "key"))
+        field = self.rng.choice(
+            ("key_bytes", "sequence", "unused", "stored_at", "generation", "payload_checksum", "key")
+        )
         if field == "key":
             record[field] = np.void(self.rng.randbytes(64))
         else:

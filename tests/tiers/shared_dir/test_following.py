@@ -65,7 +65,7 @@ class Owner:
         """Stores a block as BlockIO does, but for the payload."""
         self.files.index.empty_records(slot, 1)
         record = pack_record(
-            self.files.index.header, key, sequence=1, stored_at=1, hits=0, payload_checksum=next(self._numbers)
+            self.files.index.header, key, sequence=1, stored_at=1, payload_checksum=next(self._numbers)
         )
         self.files.index.write_records(slot, record)
         self.keys[slot] = key

@@ -15,6 +15,7 @@ import pytest
 from kvoffload.abc import ConfigError
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk import format as disk_format
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.identities import read_identity
 from kvoffload.tiers.shared_dir.background import REST_S
@@ -75,6 +76,26 @@ def test_a_seat_with_blocks_of_the_same_fingerprint_is_preferred(serve: Serve) -
     again = serve()
     assert name_of(again) == "writer-1"
     assert again.finds(1) == [1]
+
+
+@pytest.mark.parametrize("fingerprint", [FINGERPRINT, "77" * 32])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_seat_of_another_disk_format_is_left_to_servers_of_that_release(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, fingerprint: str, is_killed: bool
+) -> None:
+    """The control, which has the same format, adopts it: see the tests around."""
+    old = serve()
+    old.write(1, 2)
+    old.kill() if is_killed else old.tier.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_format, "FORMAT_VERSION", disk_format.FORMAT_VERSION + 1)
+        new = serve(fingerprint=fingerprint)
+        assert name_of(new) == "writer-1"
+        new.write(3)
+        new.tier.close()
+    again = serve()
+    assert name_of(again) == "writer-0"
+    assert again.read(1, 2) == {1: None, 2: None}
 
 
 def test_the_seat_of_a_killed_server_is_adopted_at_once_on_the_same_machine(serve: Serve) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import subprocess
@@ -19,12 +20,15 @@ from kvoffload.transfer.cuda.cuda_device import CALLS, CudaDevice
 from kvoffload.transfer.cuda.device import Addresses, Stream
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.pages import PageTable, Run
+from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.start_check import CopiesHang
+from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.emulator import PROFILES, Count, Emulator, Memory, bytes_at
 
 NUM_BLOCKS, PAGE = 5, 96
 INVALID_VALUE, ILLEGAL_ADDRESS, NOT_READY, NOT_SUPPORTED = 1, 700, 600, 801
 DEFAULT_STREAM = 0
+DEVICE_PAGE = 2 << 20
 
 
 class Rig:
@@ -259,3 +263,28 @@ def test_a_device_that_cannot_copy_registered_memory_is_served_through_a_buffer(
     assert done.stdout == f"registered {int(registers)} []\n"
     assert "blocks are copied with CUDA 12.8" in done.stderr
     assert ("cannot copy registered host memory" in done.stderr) is not registers
+
+
+class CountsAllocations(CudaDevice):
+    """``taken``: what the driver takes, which gives whole pages to each allocation of a page or more."""
+
+    taken = 0
+
+    def allocate(self, nbytes: int) -> int:
+        self.taken += -(-nbytes // DEVICE_PAGE) * DEVICE_PAGE
+        return super().allocate(nbytes)
+
+
+@pytest.mark.parametrize(("num_groups", "most"), [(1, 68 << 20), (3, 70 << 20)])
+def test_staging_memory_is_what_the_log_says(
+    rig: Rig, num_groups: int, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = [rig.table] * num_groups
+    device = CountsAllocations(tables, 0, lambda: DEFAULT_STREAM, library=rig.emulator.path)
+    device.taken = 0
+    caplog.set_level(logging.INFO)
+    pool = np.zeros((8, 4096), np.uint8)
+    transfer = CudaTransfer(tables, pool, device, Unregistered(), with_threads=False)
+    assert 0 < device.taken <= most
+    assert f"{device.taken >> 20} MiB of device memory, taken now" in caplog.text
+    transfer.close()

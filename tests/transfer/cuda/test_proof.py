@@ -116,6 +116,22 @@ def test_a_part_for_which_no_time_is_left_is_skipped(tmp_path: Path) -> None:
     assert 'make gpu ARGS="facts"' in report["note"]
 
 
+def test_a_short_run_gives_every_part_its_share() -> None:
+    """What one part leaves goes to the others; a part alone has its usual time, or what there is."""
+    names = [name for name in proof.PARTS if name not in proof.LAST]
+    left, limits = 300.0, {}
+    for i, name in enumerate(names):
+        limits[name] = proof._limit(names[i:], left)
+        left -= limits[name]
+    assert all(limits[name] >= proof.MIN_S for name in names), limits
+    assert sum(limits.values()) <= 300.001
+    assert limits["copies"] < proof.PARTS["copies"][1]
+    for name in names:
+        assert proof._limit([name], 1000.0) == proof.PARTS[name][1]
+        assert proof._limit([name], 20.0) == 20
+    assert proof._limit(names, proof.TOTAL_S) == proof.PARTS[names[0]][1]
+
+
 def install(folder: Path, name: str, script: str) -> None:
     program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")

@@ -29,7 +29,6 @@ from kvoffload.abc import ByteArray, OffloadKey, Slots, TierError, TierResult
 from kvoffload.tiers.disk.files import DiskFiles
 from kvoffload.tiers.disk.format import (
     EMPTY_RECORD,
-    MAX_HITS,
     MAX_SECONDS,
     Facts,
     Header,
@@ -138,8 +137,8 @@ class BlockIO:
         return bool(self._done)
 
     def submit_reads(self, batch: Batch) -> int:
-        """Queues reads. The facts are of the time when the blocks were stored, except the sequence, which is new.
-        Returns how many blocks, from the first on, were taken on."""
+        """Queues reads. The facts are those of the blocks' records. Returns how many blocks, from the first on, were
+        taken on."""
         taken = self._submit(self._executor.submit_read, batch, is_read=True)
         self.num_reading += taken
         return taken
@@ -209,23 +208,17 @@ class BlockIO:
         begun: float,
     ) -> Done:
         """Verifies the blocks of ``spans``, which were read except for those with ``problems``, and empties the records
-        of those that cannot be used."""
+        of those that cannot be used. The others keep theirs: a write per read would cost half of the speed."""
         first, stop = spans[0][0], spans[-1][1]
         mine = batch.part(first, stop)
         is_bad = are_damaged(header, mine.keys, blocks[first:stop], mine.facts["payload_checksum"])
         is_bad[[i - first for i in problems]] = True
-        mine.facts["hits"] = np.minimum(mine.facts["hits"], MAX_HITS - 1) + 1
+        corrupt = np.flatnonzero(is_bad).tolist()
         if not self._abandoned and not self._files.read_only:
-            records = pack_records(header, mine.keys, mine.facts)
-            records[is_bad] = EMPTY_RECORD
-            for start, end in spans:
-                # The bytes that were read are right without it.
+            for i in corrupt:
+                # The next process finds it corrupt, too.
                 with suppress(OSError):
-                    part = slice(start - first, end - first)
-                    self._files.index.write_records(
-                        int(batch.slots[start]), records[part].reshape(-1), is_change=bool(is_bad[part].any())
-                    )
-        corrupt = set(np.flatnonzero(is_bad).tolist())
+                    self._files.index.write_records(int(mine.slots[i]), EMPTY_RECORD)
         return self._ended(mine, True, begun, {i - first: problem for i, problem in problems.items()}, corrupt)
 
     def _write(self, batch: Batch, header: Header) -> Iterator[Done]:
@@ -245,7 +238,6 @@ class BlockIO:
         spans = self._each(empty, self._spans(batch, header), problems)
         batch.facts["payload_checksum"] = payload_checksums(header, batch.keys, blocks)
         batch.facts["stored_at"] = min(max(0, int(self._wall_clock())), MAX_SECONDS)
-        batch.facts["hits"] = 0
         records = pack_records(header, batch.keys, batch.facts)
         spans = self._each(write, spans, problems)
         if not self._abandoned:

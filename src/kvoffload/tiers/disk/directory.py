@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.locks import try_to_lock
@@ -53,13 +54,43 @@ def _close_in_child() -> None:
 
 os.register_at_fork(after_in_child=_close_in_child)
 
-_OWNER = re.compile(rb"process ([0-9]{1,10}) since ")
+
+class LockOwner(NamedTuple):
+    """Who has the lock of a directory."""
+
+    name: str
+    remedy: str | None
+    """What ``end_it`` returns."""
+
+
+_OWNER = re.compile(rb"process ([0-9]{1,10}) since (?:[^,]*, started by process ([0-9]{1,10}))?")
 
 
 def owner_of(lock_fd: int) -> int | None:
     """Returns the process id that the owner of a lock file has written into it, None if there is none to read."""
     match = _OWNER.match(os.pread(lock_fd, 100, 0))
     return int(match[1]) if match else None
+
+
+def end_it(lock_fd: int) -> str | None:
+    """Returns how to end the owner of a lock file, if its parent, such as an API server that was killed, has ended
+    without it. Otherwise None."""
+    match = _OWNER.match(os.pread(lock_fd, 100, 0))
+    if match is None or match[2] is None:
+        return None
+    process = Path("/proc", match[1].decode())
+    try:
+        parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[1]
+        # On another machine, or in another container, the number is of another process.
+        has_lock = any(os.path.samestat(file.stat(), os.fstat(lock_fd)) for file in (process / "fd").iterdir())
+    except OSError:
+        return None
+    if not has_lock or parent == match[2]:
+        return None
+    return (
+        "the process that started it has ended: if it is left over from a server that was killed, end it too "
+        f"(kill {match[1].decode()})"
+    )
 
 
 class DirectoryStorage(Storage):
@@ -97,25 +128,28 @@ class DirectoryStorage(Storage):
         same time. ``deadline_s``: time for an owner that ends, by default LOCK_DEADLINE_S."""
         if self._lock_fd >= 0:
             return
-        owner = self._lock(LOCK_DEADLINE_S if deadline_s is None else deadline_s, shared)
+        owner = self.take_lock(LOCK_DEADLINE_S if deadline_s is None else deadline_s, shared)
         if owner is not None:
-            raise ConfigError("dir", str(self.path), f"in use by {owner}", "give each server its own directory")
+            remedy = owner.remedy or "give each server its own directory"
+            raise ConfigError("dir", str(self.path), f"in use by {owner.name}", remedy)
 
     def try_lock(self) -> bool:
-        return self._lock_fd >= 0 or self._lock(0.0, shared=False) is None
+        return self._lock_fd >= 0 or self.take_lock() is None
 
-    def _lock(self, deadline_s: float, shared: bool) -> str | None:
+    def take_lock(self, deadline_s: float = 0.0, shared: bool = False) -> LockOwner | None:
         """Takes the lock. Returns its owner if others still have it after ``deadline_s``."""
         fd = self._open_lock(LOCK_NAME)
         if fd < 0:
             return None
         try:
             if not try_to_lock(fd, deadline_s, shared):
-                owner = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
+                name = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
+                owner = LockOwner(name, end_it(fd))
                 os.close(fd)
                 return owner
             if not self._read_only:
-                text = f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                text = f"process {os.getpid()} since {now}, started by process {os.getppid()}\n".encode()
                 # On a full medium the old text may stay. The lock counts, not the text.
                 with suppress(OSError):
                     os.pwrite(fd, text, 0)

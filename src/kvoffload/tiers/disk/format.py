@@ -54,7 +54,7 @@ MAX_BLOCK_BYTES = (1 << 31) - SLOT_ALIGNMENT
 MAX_SLAB_BYTES = 1 << 40
 MAX_SEQUENCE = 1 << 62
 """No server counts that far. A record with a higher number is damaged; uses beyond it are not ordered."""
-MAX_HITS = MAX_SECONDS = (1 << 32) - 1
+MAX_SECONDS = (1 << 32) - 1
 
 _HEADER_MAGIC = b"kvoffidx"
 _HEADER = struct.Struct("<8sII64sQQB")
@@ -77,19 +77,18 @@ RECORD = np.dtype(
         ("key", f"V{MAX_KEY_BYTES}"),
         ("sequence", "<u8"),
         ("stored_at", "<u4"),
-        ("hits", "<u4"),
+        ("unused", "<u4"),
         ("payload_checksum", "<u8"),
         ("checksum", "<u8"),
     ]
 )
-"""The record of one slot. ``sequence`` grows with every write and every read; ``stored_at`` is in seconds since
-1970."""
+"""The record of one slot. ``sequence`` grows with every use of any block; ``stored_at`` is in seconds since 1970."""
 assert RECORD.itemsize == RECORD_BYTES
 EMPTY_RECORD = np.zeros(RECORD_BYTES, dtype=np.uint8)
 
 Records = npt.NDArray[np.void]
 """Array of RECORD."""
-FACTS = np.dtype([("sequence", "<i8"), ("stored_at", "<u4"), ("hits", "<u4"), ("payload_checksum", "<u8")])
+FACTS = np.dtype([("sequence", "<i8"), ("stored_at", "<u4"), ("payload_checksum", "<u8")])
 """Fields of a block's record other than key and layout."""
 Facts = npt.NDArray[np.void]
 """Array of FACTS."""
@@ -97,6 +96,12 @@ Facts = npt.NDArray[np.void]
 
 class FormatError(KVOffloadError):
     """An index cannot be used, for the reason that the message gives."""
+
+
+def is_of_other_version(index: ByteArray) -> bool:
+    """Returns whether the bytes begin like the index of a release with another format."""
+    raw = index[: _HEADER.size].tobytes()
+    return len(raw) == _HEADER.size and raw.startswith(_HEADER_MAGIC) and _HEADER.unpack(raw)[1] != FORMAT_VERSION
 
 
 def is_block_file(name: str) -> bool:
@@ -223,7 +228,7 @@ def pack_records(header: Header, keys: Sequence[OffloadKey], facts: Facts) -> By
     records["generation"] = header.generation
     records["key"] = np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(f"V{MAX_KEY_BYTES}")
     records["sequence"] = np.minimum(facts["sequence"], MAX_SEQUENCE)
-    for name in ("stored_at", "hits", "payload_checksum"):
+    for name in ("stored_at", "payload_checksum"):
         records[name] = facts[name]
     rows = records.view(np.uint8).reshape(-1, RECORD_BYTES)
     records["checksum"] = _checksums(rows)

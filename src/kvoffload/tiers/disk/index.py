@@ -64,13 +64,12 @@ class Index:
         if self._journal:
             self._journal.restart()
 
-    def write_records(self, first_slot: int, records: ByteArray, *, is_change: bool = True) -> None:
-        """Writes the records of ``first_slot`` and those after it. ``is_change``: whether the blocks in the slots are
-        others than before. Raises OSError."""
+    def write_records(self, first_slot: int, records: ByteArray) -> None:
+        """Writes the records of ``first_slot`` and those after it. Raises OSError."""
         if self._journal:
             self._journal.expect_change(first_slot, len(records) // RECORD_BYTES)
         write_all(self._file, [records], record_offset(first_slot))
-        if self._journal and is_change:
+        if self._journal:
             self._journal.note(first_slot, records)
 
     def empty_records(self, first_slot: int, count: int) -> None:

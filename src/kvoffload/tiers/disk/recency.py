@@ -57,7 +57,7 @@ class RecencyFile:
         except OSError as error:
             logger.warning(
                 "kvoffload: disk tier: the file of the order of eviction cannot be read (%s), so blocks are evicted in "
-                "the order of their writes and reads; check the medium",
+                "the order of their writes; check the medium",
                 error,
             )
         entries = data.view(_ENTRY)
@@ -108,7 +108,7 @@ class Recency:
     """The sequence number of each slot's last use, the marks, and the pages of the recency file that are out of date.
 
     Every write, read and touch of a block takes a sequence number, higher than all before it. A record on disk has the
-    number of the block's last write or read; the recency file has those of touches. ``write`` may run on another thread
+    number of the block's write; the recency file has those of reads and touches. ``write`` may run on another thread
     than the other methods, one call at a time.
     """
 

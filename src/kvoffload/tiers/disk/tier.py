@@ -141,7 +141,7 @@ class DiskTier(RenewableTier):
         found: list[Slots] = [np.empty(0, dtype=np.int64)]
         recency, marks = self._recency.load(self.files.num_allocated)
         for entries in self.files.index.load(self.files.num_allocated, self._settings.records_at_once):
-            for name in ("stored_at", "hits", "payload_checksum"):
+            for name in ("stored_at", "payload_checksum"):
                 self._facts[name][entries.slots] = entries.records[name]
             # The recency of a slot may be that of the block before.
             recency[entries.slots] = np.maximum(recency[entries.slots], entries.records["sequence"].astype(np.int64))
@@ -231,6 +231,7 @@ class DiskTier(RenewableTier):
         if self._closed or not keys:
             return []
         batch = self._batch(self.catalog.begin_reads(keys, slots))
+        self._note_use(batch.slots)
         taken = self._io.submit_reads(batch)
         if taken < len(batch.keys):
             self.catalog.cancel_reads(batch.slots[taken:])
@@ -246,6 +247,7 @@ class DiskTier(RenewableTier):
         if room <= 0:
             return []
         batch = self._batch(self.catalog.begin_writes(keys, slots, room))
+        batch.facts["sequence"] = self._recency.take(len(batch.slots))
         self._maintenance.give(batch.slots)
         taken = self._io.submit_writes(batch)
         if taken < len(batch.keys):
@@ -254,9 +256,7 @@ class DiskTier(RenewableTier):
 
     def _batch(self, claim: Claim) -> Batch:
         keys, host_slots, slots = claim
-        facts = self._facts[slots]
-        facts["sequence"] = self._recency.take(len(slots))
-        return Batch(keys, host_slots, slots, facts)
+        return Batch(keys, host_slots, slots, self._facts[slots])
 
     def _room(self, wanted: int) -> int:
         """Returns how many blocks can be written now. While the files can grow, ahead of need, nothing is evicted."""
@@ -304,7 +304,8 @@ class DiskTier(RenewableTier):
         results = [result for run in done for result in run.results]
         slots = done[0].slots if len(done) == 1 else np.concatenate([run.slots for run in done])
         for run in done:
-            self._facts[run.slots] = run.facts
+            if not run.is_read:
+                self._facts[run.slots] = run.facts
         succeeded = np.array([result.error is None for result in results])
         if done[0].is_read:
             gone = self.catalog.end_reads([result.key for result in results], slots, succeeded)
@@ -343,7 +344,9 @@ class DiskTier(RenewableTier):
     # Order and removal.
 
     def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
-        slots = self.catalog.touch(keys, stored)
+        self._note_use(self.catalog.touch(keys, stored))
+
+    def _note_use(self, slots: Slots) -> None:
         if len(slots) and not self.files.read_only:
             self._recency.note_use(slots)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload.abc import ByteArray
+from kvoffload.tiers.mooncake.listening import listening_only_on
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.record import RECORD_BYTES
 
@@ -41,27 +42,33 @@ def connect(settings: Mapping[str, Any]) -> MooncakeClient:
     except ImportError as error:
         raise StoreError(f"its client cannot be loaded ({error}); docs/shared.md says what it needs") from error
     store = MooncakeDistributedStore()
-    code = store.setup(
-        settings["host"],
-        settings["metadata"],
-        settings["segment_bytes"],
-        LOCAL_BUFFER_BYTES,
-        settings["protocol"],
-        settings["devices"],
-        settings["master"],
-    )
+    code, advice = -1, ""
+    try:
+        with listening_only_on(settings["host"]):
+            code = store.setup(
+                settings["host"],
+                settings["metadata"],
+                settings["segment_bytes"],
+                LOCAL_BUFFER_BYTES,
+                settings["protocol"],
+                settings["devices"],
+                settings["master"],
+            )
+    except OSError as error:
+        advice = f"its client listens on all addresses of this machine ({error}); close its ports to other networks"
     if code:
         raise StoreError(f"the store at {settings['master']} cannot be joined (code {code})")
-    return MooncakeClient(store, settings["protocol"])
+    return MooncakeClient(store, settings["protocol"], advice)
 
 
 class MooncakeClient(StoreClient):
-    """Values in ``store``, a MooncakeDistributedStore after its setup. Transfers of registered memory make no copy."""
+    """Values in ``store``, a MooncakeDistributedStore after its setup."""
 
-    def __init__(self, store: Any, protocol: str) -> None:
+    registers_memory = True
+
+    def __init__(self, store: Any, protocol: str, advice: str = "") -> None:
         self._store = store
-        # With RDMA a further buffer costs little, and the pages behind registered addresses must stay the same.
-        self.moves_buffers_singly = protocol == "tcp"
+        self._advice = advice
         # A caller spins until its transfers have ended. Over TCP one thread of the client moves all bytes, so a second
         # call at the same time would gain nothing, and take a core from it.
         new = threading.Lock if protocol == "tcp" else contextlib.nullcontext[Any]
@@ -118,6 +125,9 @@ class MooncakeClient(StoreClient):
         # Without force the store keeps values that were read within the last seconds.
         codes = self._store.batch_remove(list(names), True)
         return [Outcome.OK if code >= 0 else Outcome.MISSING if code in _MISSING else Outcome.FAILED for code in codes]
+
+    def advice(self) -> str:
+        return self._advice
 
     def close(self) -> None:
         self._store.close()

@@ -45,7 +45,7 @@ class MooncakeConfig(RemoteTierConfig):
     """RDMA devices, separated by commas. By default the client chooses."""
     host: str = ""
     """The name or address by which other clients of the store reach this node. By default the address that this node
-    uses to reach the master."""
+    uses to reach the master. The client takes connections to this address only, to a name by all addresses."""
     segment_bytes: int = 0
     """Memory of this node for the store, shared by the node's engines. It is host memory beside ``host_bytes``; its
     blocks are lost when the server ends."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from kvoffload.abc import ByteArray
+from kvoffload.abc import Ability, ByteArray
 from kvoffload.tiers.object_store.bucket import MAX_NOTE, TIMES, Answer, Bucket, Found, NewObject, Piece, Times
 from kvoffload.tiers.object_store.errors import NO_PROXY_THERE, Problem, classify, explain
 from kvoffload.tiers.remote.client import Outcome, StoreError
@@ -166,7 +166,8 @@ class ObstoreBucket(Bucket):
         # A local directory keeps no metadata.
         self.has_notes = not url.startswith("file:")
         self._unconditional_until = float("-inf")
-        self._quiet_until = 0.0
+        self._quiet_until = dict.fromkeys(Ability, 0.0)
+        """Until when nothing is asked for, because an answer was late."""
         self._lock = threading.Lock()
         self._small_threads = ThreadPoolExecutor(SMALL_REQUESTS, "small")
         self._get_threads = ThreadPoolExecutor(TRANSFERS, "get")
@@ -199,19 +200,20 @@ class ObstoreBucket(Bucket):
             )
 
     def head(self, names: Sequence[str]) -> list[Answer]:
-        return self._all(self._small_threads, self._head, names, self._times.small_budget_s)
+        return self._all(Ability.READ, self._small_threads, self._head, names, self._times.small_budget_s)
 
     def get(self, pieces: Sequence[Piece]) -> list[Answer]:
-        return self._all(self._get_threads, self._get, pieces, self._times.transfer_budget_s)
+        return self._all(Ability.READ, self._get_threads, self._get, pieces, self._times.transfer_budget_s)
 
     def put(self, objects: Sequence[NewObject]) -> list[Outcome]:
-        return self._all(self._put_threads, self._put, objects, self._times.transfer_budget_s)
+        return self._all(Ability.WRITE, self._put_threads, self._put, objects, self._times.transfer_budget_s)
 
     def delete(self, names: Sequence[str]) -> list[Outcome]:
-        return self._all(self._small_threads, self._delete, names, self._times.small_budget_s)
+        return self._all(Ability.WRITE, self._small_threads, self._delete, names, self._times.small_budget_s)
 
     def _all(
         self,
+        ability: Ability,
         threads: ThreadPoolExecutor,
         request: Callable[[_Item], _Result],
         items: Sequence[_Item],
@@ -219,7 +221,7 @@ class ObstoreBucket(Bucket):
     ) -> list[_Result | Any]:
         """Returns the answer to each request, or FAILED for requests that did not begin within ``budget_s``."""
         began = self._clock()
-        if began < self._quiet_until:
+        if began < self._quiet_until[ability]:
             raise StoreError(f"{self._url}: {Problem.TIMEOUT.value}")
         problems: list[Exception] = []
 
@@ -234,7 +236,7 @@ class ObstoreBucket(Bucket):
         answers = list(threads.map(run, items)) if len(items) > 1 else [run(item) for item in items]
         if answers and all(answer is Outcome.FAILED for answer in answers):
             if problems and classify(problems[0]) is Problem.TIMEOUT:
-                self._quiet_until = self._clock() + self._times.quiet_s
+                self._quiet_until[ability] = self._clock() + self._times.quiet_s
             raise StoreError(explain(problems[0], self._url) if problems else f"{self._url}: {Problem.TIMEOUT.value}")
         return answers
 

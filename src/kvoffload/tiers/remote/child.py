@@ -17,13 +17,13 @@ from functools import partial
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.compressed import CompressedFormat, Rows, rows_bytes
+from kvoffload.tiers.remote.compressed import REQUEST_BYTES, CompressedFormat
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import SeparateBuffers, Window
+from kvoffload.tiers.remote.memory import ROWS_BYTES, Rows, SeparateBuffers
 from kvoffload.tiers.remote.messages import Kind, Op, Request, Setup, Unframer, frame
-from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
+from kvoffload.tiers.remote.record import RECORD_BYTES, RowFormat, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
 
@@ -61,7 +61,7 @@ def main(descriptor: int) -> None:
             module, _, name = setup.client.partition(":")
             connect = getattr(importlib.import_module(module), name)
             # The memory of the module and its libraries does not count.
-            watch = stack.enter_context(GrowthWatch(_own_bytes(setup)))
+            watch = stack.enter_context(GrowthWatch(setup.client_bytes))
             with watch.asking():
                 server = _Server(setup, connect, connection, watch)
         except (KVOffloadError, ImportError) as error:
@@ -69,12 +69,6 @@ def main(descriptor: int) -> None:
             return
         connection.send(Kind.READY)
         server.serve(messages)
-
-
-def _own_bytes(setup: Setup) -> int:
-    """Returns the memory for the client and for values that are compressed."""
-    payload_bytes = sum(handle.slot_bytes for handle in setup.handles)
-    return setup.client_bytes + (NUM_WORKERS * rows_bytes(payload_bytes) if setup.compress else 0)
 
 
 def end_with_parent(parent: int) -> None:
@@ -127,13 +121,8 @@ class _Server:
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self._pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
         self._value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in self._pools)
-        self._files = [handle.open_file() for handle in setup.handles]
         self._values = ValueFormat(setup.fingerprint, setup.prefix, read_hmac_key(setup.hmac_key_file))
         self._client = connect(setup.settings)
-        self._has_windows = self._client.moves_buffers_singly and Window.fits(self._pools)
-        if not self._has_windows and not setup.compress:
-            for pool in self._pools:
-                self._client.register(pool.reshape(-1))
         self._workers: queue.SimpleQueue[StoreWorker] = queue.SimpleQueue()
         for _ in range(NUM_WORKERS):
             self._workers.put(self._new_worker())
@@ -144,11 +133,16 @@ class _Server:
 
     def _new_worker(self) -> StoreWorker:
         values = self._values
-        if self._setup.compress:
-            packed = CompressedFormat(values.fingerprint, values.prefix, values.hmac_key)
-            return StoreWorker(self._client, Rows(self._pools), packed, pause=time.sleep)
-        memory = Window(self._pools, self._files) if self._has_windows else SeparateBuffers(self._pools)
-        return StoreWorker(self._client, memory, values, pause=time.sleep)
+        if not self._setup.compress and not self._client.registers_memory:
+            return StoreWorker(self._client, SeparateBuffers(self._pools), values, pause=time.sleep)
+        rows = Rows(self._pools, REQUEST_BYTES if self._setup.compress else ROWS_BYTES)
+        # A value that is compressed has a copy elsewhere.
+        self._watch.allow(rows.memory.nbytes + self._value_bytes)
+        self._client.register(rows.memory)
+        new = CompressedFormat if self._setup.compress else RowFormat
+        return StoreWorker(
+            self._client, rows, new(values.fingerprint, values.prefix, values.hmac_key), pause=time.sleep
+        )
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)

@@ -44,13 +44,12 @@ class StoreClient(ABC):
     ASCII and contain letters, digits and ``/._-`` only.
     """
 
-    moves_buffers_singly = False
-    """Whether each buffer of a value costs a transfer of its own. Values are then one buffer, whose addresses may refer
-    to other memory from one call to the next."""
+    registers_memory = False
+    """Whether buffers of ``get`` and ``put`` must lie in registered memory, where peers of the store may read and
+    write. Values are then one buffer each, in memory of their own, and are copied before they are verified."""
 
     def register(self, memory: ByteArray) -> None:
-        """Prepares ``memory`` for transfers: buffers of ``get`` and ``put`` lie in it. By default does nothing. Raises
-        StoreError."""
+        """Prepares ``memory`` for transfers. By default does nothing. Raises StoreError."""
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> list[Outcome]:

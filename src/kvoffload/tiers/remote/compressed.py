@@ -1,4 +1,4 @@
-"""The format of compressed blocks in a store, and the memory through which they move.
+"""The format of compressed blocks in a store.
 
 A value is a record of COMPRESSED_VERSION, whose size and checksum are those of the block itself, then a header: the
 checksum of everything after it, and how many bytes that is, eight bytes each; then the form that ``codec`` describes.
@@ -19,18 +19,17 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.tiers.remote.codec import ByteCodec
-from kvoffload.tiers.remote.memory import MAX_ROWS, ValueMemory
-from kvoffload.tiers.remote.record import FORMAT_VERSION, RECORD_BYTES, Value, ValueFormat, Verdict
+from kvoffload.tiers.remote.record import FORMAT_VERSION, RECORD_BYTES, Fields, RowFormat, Value
 
 COMPRESSED = "-zstd"
 COMPRESSED_VERSION = 2
-ROWS_BYTES = 16 << 20
-"""Memory for values that one call of a client moves, and bytes of one request; at least one value. With several
-requests under way one thread decompresses while another one waits for the network."""
+REQUEST_BYTES = 16 << 20
+"""Bytes of blocks of one request. With several requests under way one thread decompresses while another one waits for
+the network."""
 _HEADER = struct.Struct("<QQ")
 
 
-class CompressedFormat(ValueFormat):
+class CompressedFormat(RowFormat):
     """The names and records of compressed values. One thread uses it at a time."""
 
     versions = (FORMAT_VERSION, COMPRESSED_VERSION)
@@ -39,65 +38,42 @@ class CompressedFormat(ValueFormat):
         super().__init__(fingerprint, prefix, hmac_key)
         self._folder += COMPRESSED
         self._codec = ByteCodec()
+        self._memory: ByteArray = np.zeros(0, dtype=np.uint8)
 
     def seal(self, key: OffloadKey, value: Value) -> Sequence[ByteArray]:
         row = value.buffers[0]
-        stored = row[RECORD_BYTES:]
+        stored = self._private(row.size)[RECORD_BYTES:]
         size = self._codec.compress(value.parts, stored[_HEADER.size :])
         if not size:
-            value.record[:] = self.record(key, value.parts)
-            np.concatenate(value.parts, out=stored)
-            return [row]
+            return super().seal(key, value)
         stored = stored[: _HEADER.size + size]
         _HEADER.pack_into(stored.data, 0, 0, size)
         _HEADER.pack_into(stored.data, 0, self.checksum(key, [stored[8:]]), size)
         value.record[:] = self.record(key, value.parts, COMPRESSED_VERSION, [stored])
-        return [row[: RECORD_BYTES + stored.size]]
+        row = row[: RECORD_BYTES + stored.size]
+        row[RECORD_BYTES:] = stored
+        return [row]
 
-    def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Verdict:
-        fields = self.parse(key, value.record, value.parts)
-        if isinstance(fields, Verdict):
-            return fields
-        stored = value.buffers[0][RECORD_BYTES:]
-        if fields.version == COMPRESSED_VERSION:
-            header = stored[: _HEADER.size].tobytes().ljust(_HEADER.size, b"\0")
-            checksum, size = _HEADER.unpack(header)
-            stored = stored[: _HEADER.size + size]
-            is_good = (
-                stored.size == _HEADER.size + size
-                and self.checksum(key, [stored[8:]]) == checksum
-                and self.has_tag(fields, [stored])
-                and self._codec.decompress(stored[_HEADER.size :], value.parts)
-            )
-        else:
-            is_good = is_whole and self.has_tag(fields, [stored])
-            if is_good:
-                for part in value.parts:
-                    part[:], stored = stored[: part.size], stored[part.size :]
-        return Verdict.GOOD if is_good and self.checksum(key, value.parts) == fields.checksum else Verdict.BAD
+    def _unpack(
+        self, key: OffloadKey, fields: Fields, stored: ByteArray, parts: Sequence[ByteArray], is_whole: bool
+    ) -> bool:
+        if fields.version == FORMAT_VERSION:
+            return super()._unpack(key, fields, stored, parts, is_whole)
+        header = stored[: _HEADER.size].tobytes()
+        checksum, size = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+        if stored.size < _HEADER.size + size:
+            return False
+        copy = self._private(_HEADER.size + size)
+        copy[: _HEADER.size] = np.frombuffer(header, dtype=np.uint8)
+        copy[_HEADER.size :] = stored[_HEADER.size : copy.size]
+        return (
+            self.checksum(key, [copy[8:]]) == checksum
+            and self.has_tag(fields, [copy])
+            and self._codec.decompress(copy[_HEADER.size :], parts)
+        )
 
-
-class Rows(ValueMemory):
-    """A value is one buffer in memory of its own, not longer than the record and the slots together."""
-
-    def __init__(self, pools: Sequence[ByteArray]) -> None:
-        self._pools = pools
-        payload_bytes = sum(pool.shape[1] for pool in pools)
-        self.num_rows = _num_rows(payload_bytes)
-        self._rows = np.zeros((self.num_rows, RECORD_BYTES + payload_bytes), dtype=np.uint8)
-
-    def registered(self) -> Sequence[ByteArray]:
-        return [self._rows.reshape(-1)]
-
-    def value(self, row: int, slot: int) -> Value:
-        whole = self._rows[row]
-        return Value(whole[:RECORD_BYTES], [pool[slot] for pool in self._pools], [whole])
-
-
-def rows_bytes(payload_bytes: int) -> int:
-    """Returns the size of ``Rows`` for blocks of ``payload_bytes``."""
-    return _num_rows(payload_bytes) * (RECORD_BYTES + payload_bytes)
-
-
-def _num_rows(payload_bytes: int) -> int:
-    return max(1, min(MAX_ROWS, ROWS_BYTES // (RECORD_BYTES + payload_bytes)))
+    def _private(self, nbytes: int) -> ByteArray:
+        """Returns memory that no peer can write to, until the next call."""
+        if self._memory.size < nbytes:
+            self._memory = np.zeros(nbytes, dtype=np.uint8)
+        return self._memory[:nbytes]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierConfig, TierContext
 from kvoffload.tiers.remote.codec import check_installed
-from kvoffload.tiers.remote.compressed import ROWS_BYTES
+from kvoffload.tiers.remote.compressed import REQUEST_BYTES
 from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.messages import Setup
 from kvoffload.tiers.remote.process import ProcessChannel
@@ -135,7 +135,7 @@ class RemoteTierConfig(TierConfig):
             self.compress,
         )
         channel = ProcessChannel(setup, self.kind)
-        limits = RemoteLimits(request_bytes=ROWS_BYTES) if self.compress else None
+        limits = RemoteLimits(request_bytes=REQUEST_BYTES) if self.compress else None
         tier = RemoteTier(channel, payload_bytes, name=self.kind, limits=limits)
         deadline = time.monotonic() + wait_s
         while channel.state is ChannelState.STARTING and time.monotonic() < deadline:

@@ -46,6 +46,11 @@ class GrowthWatch:
         self._ended.set()
         self._busy.set()
 
+    def allow(self, nbytes: int) -> None:
+        """Lets the process take so many bytes more."""
+        with self._lock:
+            self._most += nbytes
+
     @contextmanager
     def asking(self, nbytes: int = 0) -> Iterator[None]:
         """Returns a context in which the store is asked for so many bytes."""

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
 
@@ -167,3 +169,30 @@ class ValueFormat:
         if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
             return Verdict.FOREIGN
         return Fields(version, checksum, tag, raw[: _RECORD.size])
+
+
+class RowFormat(ValueFormat):
+    """The names and records of values that move through ``memory.Rows``. Peers of a client may write to a row at any
+    time: whatever is verified was copied before, and is used from there."""
+
+    def seal(self, key: OffloadKey, value: Value) -> Sequence[ByteArray]:
+        value.record[:] = self.record(key, value.parts)
+        np.concatenate(value.parts, out=value.buffers[0][RECORD_BYTES:])
+        return value.buffers
+
+    def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Verdict:
+        fields = self.parse(key, value.record, value.parts)
+        if isinstance(fields, Verdict):
+            return fields
+        is_good = self._unpack(key, fields, value.buffers[0][RECORD_BYTES:], value.parts, is_whole)
+        return Verdict.GOOD if is_good and self.checksum(key, value.parts) == fields.checksum else Verdict.BAD
+
+    def _unpack(
+        self, key: OffloadKey, fields: Fields, stored: ByteArray, parts: Sequence[ByteArray], is_whole: bool
+    ) -> bool:
+        """Fills ``parts`` from the bytes after the record. Returns False if these are not whole or lack the tag."""
+        if not is_whole:
+            return False
+        for part in parts:
+            part[:], stored = stored[: part.size], stored[part.size :]
+        return self.has_tag(fields, parts)

@@ -35,8 +35,8 @@ class StoreWorker:
     """Moves blocks between host slots and the store of ``client``, through ``memory``.
 
     The checksums are computed here, so they cost the engine nothing. One thread uses a worker at a time; several
-    workers may share a client, but not a memory. Raises StoreError if the client cannot register the memory. ``random``
-    returns numbers from 0 to 1, ``pause`` waits for so many seconds, by default not at all.
+    workers may share a client, but not a memory. ``random`` returns numbers from 0 to 1, ``pause`` waits for so many
+    seconds, by default not at all.
     """
 
     def __init__(
@@ -54,8 +54,6 @@ class StoreWorker:
         self._clock = clock
         self._random = random
         self._pause = pause
-        for region in memory.registered():
-            client.register(region)
 
     def run(self, request: Request) -> Response:
         """Returns the response to ``request``. Does not raise: an exception of the client fails the keys."""

@@ -5,7 +5,8 @@ alone is not enough: on some mounts each machine has locks of its own, and a mac
 without noticing. The heartbeat alone is not enough either: a process that was killed a second ago looks alive.
 
 - A seat is *adopted* by a process that starts if its lock is free, and its owner has said that it has ended, or ran
-  under the same kernel, for which a free lock is a proof, or has been silent for SILENT_S.
+  under the same kernel, for which a free lock is a proof, or has been silent for SILENT_S; but not if it has blocks of
+  another disk format, which servers of that release find again.
 - A process that finds another owner in its heartbeat, or no heartbeat, has lost its seat: it writes nothing more there
   and takes another one. Until it notices, both may write into the same files; every reader verifies what it reads, so
   that is a miss at worst.
@@ -35,8 +36,9 @@ from typing import Any
 import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.tiers.disk.format import HEADER_BYTES, INDEX_NAME, is_fingerprint, is_of_other_version
 from kvoffload.tiers.disk.start import remove_blocks
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, aligned_buffer, write_file
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, aligned_buffer, read_fresh, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +240,9 @@ class Claimant:
         for has_blocks in (True, False):
 
             def may_adopt(seat: Storage, has_blocks: bool = has_blocks) -> bool:
-                return (self.fingerprint in seat.folders()) is has_blocks and _is_free(seat, self.machine, now)
+                if (self.fingerprint in seat.folders()) is not has_blocks or not _is_free(seat, self.machine, now):
+                    return False
+                return not _has_other_format(seat)
 
             for name in [name for name in seat_names(self.root) if name not in unusable]:
                 try:
@@ -311,6 +315,16 @@ def _is_free(seat: Storage, machine: Machine, now: float) -> bool:
         return False
     seen = look(seat)
     return seen is None or _may_be_adopted(seen, machine, now)
+
+
+def _has_other_format(seat: Storage) -> bool:
+    """Returns whether servers of a release with another format have blocks in a seat, which these find again. Raises
+    OSError."""
+    for folder in filter(is_fingerprint, seat.folders()):
+        with suppress(FileNotFoundError):
+            if is_of_other_version(read_fresh(seat, folder, INDEX_NAME, HEADER_BYTES)):
+                return True
+    return False
 
 
 def _may_be_adopted(seen: Sighting, machine: Machine, now: float) -> bool:

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROW_ALIGNMENT = 256
+"""In staging memory the rows of each group start at a multiple of it."""
+DEVICE_PAGE_BYTES = 2 << 20
+"""The driver takes whole pages of this size for an allocation that is not much smaller."""
+
+
+def aligned(nbytes: int) -> int:
+    """Returns ``nbytes`` rounded up to ROW_ALIGNMENT."""
+    return -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def device_bytes(nbytes: int) -> int:
+    """Returns what the driver takes for an allocation of ``nbytes``."""
+    return -(-nbytes // DEVICE_PAGE_BYTES) * DEVICE_PAGE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

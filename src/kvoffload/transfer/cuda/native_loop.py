@@ -15,7 +15,7 @@ from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.calls import DriverCalls
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.driver import DriverError
-from kvoffload.transfer.cuda.limits import Limits
+from kvoffload.transfer.cuda.limits import ROW_ALIGNMENT, Limits, aligned, device_bytes
 from kvoffload.transfer.cuda.loop import WAITS_FOR_DRIVER, Loop
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.slots import Registration, new_bounce_buffers
@@ -27,8 +27,6 @@ ORDINARY, FENCES = range(2)
 """The lanes of a direction."""
 EVENTS_PER_CHUNK = 3
 NUM_POINTS = 4
-ROW_ALIGNMENT = 256
-"""In staging memory the rows of each group start at a multiple of it."""
 NOT_READY = 600
 PAUSE_S = 100e-6
 
@@ -58,9 +56,10 @@ class NativeLoop(Loop):
             kernel is not None and table.needs_gather for kernel, table in zip(calls.kernels, tables, strict=True)
         ]
         largest = max((table.device_block_bytes for table in tables), default=0)
-        # Rows of the groups of a chunk begin at aligned addresses.
-        padding = ROW_ALIGNMENT * len(tables)
-        stages = [max(size, largest) + padding for size in (limits.stage_bytes, limits.fence_bytes)]
+        stages = [
+            aligned(max(size, largest) + ROW_ALIGNMENT * (len(tables) - 1))
+            for size in (limits.stage_bytes, limits.fence_bytes)
+        ]
         bounce_bytes = max(limits.bounce_bytes, largest)
         self._loop = native.Loop(
             astuple(calls)[:-1],
@@ -84,15 +83,19 @@ class NativeLoop(Loop):
                 bounce_bytes,
             ),
         )
-        self.staging_bytes = 0
+        # One piece, because the driver takes whole pages for each.
+        nbytes = len(DIRECTIONS) * (stages[FENCES] + limits.in_flight * stages[ORDINARY]) if any(is_staged) else 0
+        self.staging_bytes = device_bytes(nbytes)
+        at = device.allocate(nbytes) if nbytes else 0
         for direction in DIRECTIONS:
-            for lane, size in enumerate(stages):
-                shared = self._allocate(size) if lane == FENCES and any(is_staged) else 0
+            for lane in (ORDINARY, FENCES):
+                shared = at if lane == FENCES else 0
                 streams = [device.new_stream() for _ in range(2)]
                 self._loop.set_streams(direction, lane, *streams, self._new_events(2), shared)
+            at += stages[FENCES] if nbytes else 0
             for _ in range(limits.in_flight):
-                stage = self._allocate(stages[ORDINARY]) if any(is_staged) else 0
-                self._loop.add_chunk(direction, ORDINARY, self._new_events(EVENTS_PER_CHUNK), stage)
+                self._loop.add_chunk(direction, ORDINARY, self._new_events(EVENTS_PER_CHUNK), at)
+                at += stages[ORDINARY] if nbytes else 0
             self._loop.add_chunk(direction, FENCES, self._new_events(EVENTS_PER_CHUNK))
         self._bounce = [new_bounce_buffers(device, registration, len(pool_data), limits, largest) for _ in DIRECTIONS]
         for direction, buffers in enumerate(self._bounce):
@@ -177,10 +180,6 @@ class NativeLoop(Loop):
         begin = time.monotonic()
         while not self._loop.hold(direction, self._limits.lock_warning_s):
             logger.warning(WAITS_FOR_DRIVER, time.monotonic() - begin)
-
-    def _allocate(self, nbytes: int) -> int:
-        self.staging_bytes += nbytes
-        return self._device.allocate(nbytes)
 
     def _new_events(self, number: int) -> list[int]:
         return [self._device.new_event() for _ in range(number)]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
-from kvoffload.transfer.cuda.limits import Limits
+from kvoffload.transfer.cuda.limits import ROW_ALIGNMENT, Limits, aligned, device_bytes
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.rows import (
     BLOCK,
@@ -27,8 +27,6 @@ from kvoffload.transfer.cuda.rows import (
 )
 from kvoffload.transfer.cuda.slots import BounceBuffer, HostSlots, merge
 
-ROW_ALIGNMENT = 256
-"""In staging memory the rows of each group start at a multiple of it."""
 DEVICE_SIDE, BOUNCE_AT, POOL_AT, SIZE, SECTION = range(5)
 """What a copy of a chunk has: its address on the device, its places in a bounce buffer and in the pool, its bytes, and
 its section of the pool."""
@@ -118,12 +116,13 @@ class Pipeline:
         self._is_split = [not (self._is_staged[g] or table.is_direct) for g, table in enumerate(tables)]
         """By group: whether the runs of its device blocks are copied one by one."""
         is_direct = all(len(table.runs) <= 1 for table in tables)
-        half_bytes = max(limits.direct_bytes if is_direct else limits.chunk_bytes, largest + padding)
+        half_bytes = aligned(max(limits.direct_bytes if is_direct else limits.chunk_bytes, largest + padding))
         self._max_bytes = half_bytes - padding
         self._halves: deque[Half] = deque()
         if any(self._is_staged):
-            self._halves += (Half(device.allocate(half_bytes)) for _ in range(2))
-        self.staging_bytes = half_bytes * len(self._halves)
+            at = device.allocate(2 * half_bytes)
+            self._halves += (Half(at), Half(at + half_bytes))
+        self.staging_bytes = device_bytes(half_bytes * len(self._halves))
         """Device memory that was allocated."""
         self._bounce = slots.new_bounce_buffers(device, limits, largest)
 
@@ -237,7 +236,7 @@ class Pipeline:
                 chunk.launches.append(_Launch(g, blocks, at))
                 nbytes = (end - start) * self._block_bytes[g]
                 chunk.device_side[start:end] = np.arange(at, at + nbytes, self._block_bytes[g])
-                at += -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+                at += aligned(nbytes)
         if chunk.launches:
             chunk.kernel = self._new_event()
         return chunk

@@ -1,0 +1,393 @@
+"""Tiers in directories that answer late, fail for a while, or are emptied or replaced under a running server."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier, TierStats
+from kvoffload.abc.tier import HIT, MISS
+from kvoffload.testing.tier_conformance import TierConformance, make_pools
+from kvoffload.tiers import late, opening
+from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
+from kvoffload.tiers.disk.config import DiskConfig
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.late import LateTier, Opener
+from kvoffload.tiers.shared_dir.config import SharedDirConfig
+from tests.sim.memory_tier import MemoryTier
+from tests.tiers.conftest import Mounts
+
+MIB = 1 << 20
+SLOT = 4096
+DEADLINE_S = 60.0
+"""For what must come in the end."""
+KEY = b"k" * 36
+OTHER = b"o" * 36
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 0.5)
+    monkeypatch.setattr(late, "NOTICE_S", 0.1)
+    monkeypatch.setattr(late, "RETRY_S", 0.05)
+    monkeypatch.setattr(late, "WATCH_S", 0.05)
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_tier(config: TierConfig, opened: ExitStack, pools: Sequence[ByteArray]) -> Tier:
+    context = TierContext(pools, "ab" * 32)
+    ((tier, _),) = opening.open_tiers([TierEntry("tiers[0].", config)], context, opened)
+    return tier
+
+
+def until(condition: Callable[[], bool], tier: Tier) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        tier.poll()
+        tier.wait(0.01)
+
+
+def is_open(tier: Tier) -> bool:
+    return tier.stats().is_connected
+
+
+def write(tier: Tier, key: OffloadKey) -> None:
+    """Writes host slot 0."""
+    assert tier.write([key], np.array([0])) == [key]
+    until(lambda: tier.contains([key]).tolist() == [HIT], tier)
+
+
+def check_read(tier: Tier, key: OffloadKey, pools: Sequence[ByteArray]) -> None:
+    """Reads into host slot 1."""
+    pools[0][1] = 0
+    assert tier.read([key], np.array([1])) == [key]
+    results = list(tier.poll())
+    until(lambda: bool(results.extend(tier.poll()) or results), tier)
+    assert [result.error for result in results] == [None]
+    np.testing.assert_array_equal(pools[0][1], pools[0][0])
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.message
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and "O_DIRECT" not in record.message
+    ]
+
+
+# A medium that hangs.
+
+
+class Frozen:
+    """An ext4 file system that takes no writes until ``thaw``. It thaws by itself, so that no test hangs for ever."""
+
+    def __init__(self, mounts: Mounts) -> None:
+        image = mounts.path.with_name("ext4.img")
+        with image.open("wb") as file:
+            file.truncate(64 * MIB)
+        mounts.run("mkfs.ext4", "-q", str(image))
+        self.path = mounts.mount("-o", "loop", str(image))
+        self._lock = threading.Lock()
+        self.is_frozen = False
+        self._timer = threading.Timer(DEADLINE_S, self.thaw)
+
+    def freeze(self) -> None:
+        Mounts.run("fsfreeze", "-f", str(self.path))
+        self.is_frozen = True
+        self._timer.start()
+
+    def thaw(self) -> None:
+        with self._lock:
+            if self.is_frozen:
+                self.is_frozen = False
+                subprocess.run(["fsfreeze", "-u", str(self.path)], check=True)
+        self._timer.cancel()
+
+
+@pytest.fixture
+def frozen(mounts: Mounts) -> Iterator[Frozen]:
+    made = Frozen(mounts)
+    yield made
+    made.thaw()
+
+
+@pytest.mark.parametrize("config", [DiskConfig, SharedDirConfig])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_frozen_file_system_does_not_hold_up_the_start(
+    frozen: Frozen, config: Any, exists: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what a former server has stored there is found after the thaw."""
+    pools = make_pools(4, SLOT)
+    made = config(dir=str(frozen.path / "cache"), bytes=16 * MIB)
+    if exists:
+        with ExitStack() as former:
+            write(open_tier(made, former, pools), KEY)
+        caplog.clear()
+    frozen.freeze()
+    with ExitStack() as opened:
+        tier = open_tier(made, opened, pools)
+        assert frozen.is_frozen
+        slow, missing = warnings(caplog)
+        assert "is not open after" in slow
+        assert f"THERE IS NO {made.kind.upper()} TIER: its file system has not answered for " in missing
+        assert tier.contains([KEY]).tolist() == [MISS]
+        assert tier.write([KEY], np.array([0])) == []
+        assert not is_open(tier)
+        assert tier.is_shared == (config is SharedDirConfig)
+        assert frozen.is_frozen
+        frozen.thaw()
+        until(lambda: is_open(tier), tier)
+        assert any("is open with" in each for each in warnings(caplog))
+        if not exists:
+            write(tier, KEY)
+        check_read(tier, KEY, pools)
+
+
+def test_a_process_that_waits_for_a_frozen_file_system_can_be_killed(frozen: Frozen) -> None:
+    """The control, which writes there itself, cannot."""
+    frozen.freeze()
+
+    def end(code: str) -> bool:
+        command = [sys.executable, "-c", f"import os, sys\n{code}", str(frozen.path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(0.3)
+            child.kill()
+            try:
+                child.wait(1.0 if "utime" in code else DEADLINE_S / 2)
+            except subprocess.TimeoutExpired:
+                frozen.thaw()
+                return False
+        return frozen.is_frozen
+
+    said = "print(flush=True)"
+    assert end(f"from kvoffload.tiers.late import wait_until_writable as w\n{said}\nw(sys.argv[1])\n{said}")
+    assert not end(f"{said}\nos.utime(sys.argv[1])")
+
+
+# Tiers that open late, by the contract.
+
+
+@dataclass(frozen=True)
+class GateConfig(TierConfig):
+    """A tier in memory that opens when ``gate`` is set, or fails as long as ``errors`` has something."""
+
+    kind = "gate"
+    gate: ClassVar[threading.Event] = threading.Event()
+    errors: ClassVar[list[Exception]] = []
+    opened: ClassVar[list[MemoryTier]] = []
+
+    @property
+    def directory(self) -> str:
+        return "/"
+
+    def open(self, context: TierContext) -> Tier:
+        self.gate.wait(DEADLINE_S)
+        if self.errors:
+            raise self.errors.pop()
+        self.opened.append(MemoryTier(context.pools, 8))
+        return self.opened[-1]
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    GateConfig.gate.clear()
+    GateConfig.errors.clear()
+    GateConfig.opened.clear()
+    yield GateConfig.gate
+    GateConfig.gate.set()
+
+
+@pytest.mark.parametrize("change", ["reset", "delete"])
+def test_what_is_dropped_before_the_tier_opens_is_dropped_in_it(
+    gate: threading.Event, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """New weights, for example. The control is another block, which a deletion leaves."""
+    pools = make_pools(4, SLOT)
+
+    def open_filled(config: GateConfig, context: TierContext) -> Tier:
+        gate.wait(DEADLINE_S)
+        tier = MemoryTier(context.pools, 8)
+        write(tier, KEY)
+        write(tier, OTHER)
+        return tier
+
+    monkeypatch.setattr(GateConfig, "open", open_filled)
+    tier = open_tier(GateConfig(), opened, pools)
+    if change == "reset":
+        tier.reset()
+    else:
+        tier.delete([KEY])
+    gate.set()
+    until(lambda: is_open(tier), tier)
+    assert tier.contains([KEY, OTHER]).tolist() == [MISS, MISS if change == "reset" else HIT]
+
+
+def test_a_tier_that_opens_after_the_end_is_closed(gate: threading.Event) -> None:
+    pools = make_pools(4, SLOT)
+    with ExitStack() as opened:
+        tier = open_tier(GateConfig(), opened, pools)
+    gate.set()
+    deadline = time.monotonic() + DEADLINE_S
+    while not GateConfig.opened:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    while GateConfig.opened[0].write([KEY], np.array([0])):
+        assert time.monotonic() < deadline
+        GateConfig.opened[0].poll()
+    assert tier.poll() == []
+
+
+def test_a_medium_that_fails_at_the_start_is_tried_again(
+    gate: threading.Event, opened: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so once per reason, of a setting that was right at the start, too."""
+    gate.set()
+    GateConfig.errors[:] = [
+        ConfigError("in use"),
+        OSError(errno.EIO, "broken"),
+        OSError(errno.EIO, "broken"),
+        OSError(errno.EIO, "broken"),
+    ]
+    tier = open_tier(GateConfig(), opened, make_pools(4, SLOT))
+    until(lambda: is_open(tier), tier)
+    missing = [each for each in warnings(caplog) if "THERE IS NO GATE TIER" in each]
+    assert ["broken" in each for each in missing] == [True, False]
+    write(tier, KEY)
+
+
+def test_a_wrong_setting_still_ends_the_start(gate: threading.Event, opened: ExitStack) -> None:
+    gate.set()
+    GateConfig.errors.append(ConfigError("in use"))
+    with pytest.raises(ConfigError, match=r"tiers.*in use"):
+        open_tier(GateConfig(), opened, make_pools(4, SLOT))
+
+
+class TestLateTier(TierConformance):
+    """A tier that was opened late keeps the contract."""
+
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        gate = threading.Event()
+
+        def open_late() -> Tier:
+            gate.wait(DEADLINE_S)
+            return MemoryTier(pools, num_blocks)
+
+        opener = Opener(open_late, "/", "memory", "tiers[0]")
+        size = MemoryTier(pools, num_blocks).stats().capacity_bytes
+        tier = LateTier(opener, TierStats(size, 0, 0), sum(pool.shape[1] for pool in pools), is_shared=False)
+        assert tier.contains([KEY]).tolist() == [MISS]
+        gate.set()
+        until(lambda: is_open(tier), tier)
+        return tier
+
+
+# A directory that changes under a running server.
+
+
+def remove_files(path: Path) -> None:
+    for each in path.iterdir():
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    shutil.rmtree(next(each for each in path.iterdir() if each.is_dir()))
+
+
+def replace_directory(path: Path) -> None:
+    path.rename(path.with_name("away"))
+    path.mkdir(mode=0o700)
+
+
+def remove_directory(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("lose", [remove_files, remove_folder, replace_directory, remove_directory])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_disk_tier_that_lost_its_files_opens_anew(
+    tmp_path: Path, opened: ExitStack, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], None], engines: int
+) -> None:
+    path, pools = tmp_path / "cache", make_pools(4, SLOT)
+    config = DiskConfig(dir=str(path), bytes=16 * MIB * engines)
+    context = TierContext(pools, "ab" * 32, engines=engines)
+    ((tier, _),) = opening.open_tiers([TierEntry("tiers[0].", config)], context, opened)
+    write(tier, KEY)
+    for _ in range(20):
+        tier.poll()
+        time.sleep(0.01)
+    assert warnings(caplog) == []
+    own = path / "engine-0" if engines > 1 else path
+    lose(own if lose is remove_folder else path)
+    until(lambda: any("THE DISK TIER HAS LOST ITS FILES" in each for each in warnings(caplog)), tier)
+    assert tier.contains([KEY]).tolist() == [MISS]
+    until(lambda: any("is open with 0 blocks" in each for each in warnings(caplog)), tier)
+    assert deleted_files() == []
+    write(tier, KEY)
+    check_read(tier, KEY, pools)
+    other = DirectoryStorage(path)
+    assert not other.try_lock()
+    other.close()
+
+
+def deleted_files() -> list[str]:
+    """Returns the removed files of tiers that this process holds open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        if "slab-" in target and target.endswith(" (deleted)"):
+            found.append(target)
+    return found
+
+
+def test_a_tier_with_other_weights_stays_empty_when_it_opens_anew(tmp_path: Path, opened: ExitStack) -> None:
+    """What is stored after a reset must not be found by the next server, in a new directory either."""
+    path, pools = tmp_path / "cache", make_pools(4, SLOT)
+    config = DiskConfig(dir=str(path), bytes=16 * MIB)
+    with ExitStack() as first:
+        tier = open_tier(config, first, pools)
+        tier.reset()
+        remove_files(path)
+        until(lambda: not is_open(tier), tier)
+        until(lambda: is_open(tier), tier)
+        write(tier, KEY)
+    assert open_tier(config, opened, pools).contains([KEY]).tolist() == [MISS]
+
+
+def test_an_unmounted_directory_is_not_made_on_the_file_system_below(
+    mounts: Mounts, opened: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounts.mount("-t", "tmpfs", "-o", "size=32m", "kvoffload-test")
+    path = mounts.path / "cache"
+    tier = open_tier(DiskConfig(dir=str(path), bytes=16 * MIB), opened, make_pools(4, SLOT))
+    write(tier, KEY)
+    mounts.unmount()
+    until(lambda: any("is mounted at" in each for each in warnings(caplog)), tier)
+    assert not path.exists()
+    mounts.mount("-t", "tmpfs", "-o", "size=32m", "kvoffload-test")
+    until(lambda: is_open(tier), tier)
+    write(tier, KEY)
