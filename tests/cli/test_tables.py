@@ -112,7 +112,7 @@ def tables() -> dict[str, Table]:
     setting = Setting(most, most, 100.0, 22.2, 55.5, 12.3, 1.0, 9.999, 99.999, 99_999.0)
     sizing: Any = SimpleNamespace(settings=[setting], chosen=setting)
     then = int(time.time()) - 86_400 * 99
-    folder = Folder("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then, 999_999, 250_000)
+    folder = Folder("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then)
     return {
         "tiers": replay.tier_table([host]),
         "sizes": size.settings_table(sizing),

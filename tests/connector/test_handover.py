@@ -260,7 +260,8 @@ def test_the_answer_names_only_what_has_room_until_it_is_written(pair: Pair) -> 
     pair.prefill.tier.most_writes, room = 0, int(HOST_BLOCKS * UNWRITTEN_SHARE)
     named = [handover_of(pair.prefill.compute(prompt(size))) for size in (9, 4 * room + 21)]
     assert [value["tokens"] for value in named] == [8, 4 * room]
-    assert len(pair.prefill.half.manager._unwritten.slots) == room
+    manager: Any = pair.prefill.half.manager
+    assert len(manager._unwritten.slots) == room
     assert pair.prefill.compute(prompt(9, start=500), answers=False) is None, "there is no room at all"
     pair.prefill.give_up()
     assert handover_of(pair.prefill.compute(prompt(9, start=600)))["tokens"] == 8

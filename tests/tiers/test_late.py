@@ -81,8 +81,10 @@ def check_read(tier: Tier, key: OffloadKey, pools: Sequence[ByteArray]) -> None:
     """Reads into host slot 1."""
     pools[0][1] = 0
     assert tier.read([key], np.array([1])) == [key]
-    results = list(tier.poll())
-    until(lambda: bool(results.extend(tier.poll()) or results), tier)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (results := list(tier.poll())):
+        assert time.monotonic() < deadline
+        tier.wait(0.01)
     assert [result.error for result in results] == [None]
     np.testing.assert_array_equal(pools[0][1], pools[0][0])
 

@@ -122,7 +122,7 @@ class RequestOptions:
         ignored: list[str] = []
         for source in (engine_options or {}, options):
             for name, is_valid in OPTIONS.items():
-                value = source.get(name)
+                value: Any = source.get(name)
                 if value is not None and is_valid(value):
                     known[name] = min(value, known.get(name, value)) if name in LIMITS else value
                 elif value is not None:

@@ -150,7 +150,7 @@ def check_contents(contents: HostContents, device: int) -> None:
     """Raises ConfigError for exclusive contents without a device."""
     if contents is HostContents.EXCLUSIVE and not device:
         raise ConfigError(
-            "host_contents", contents.value, "there is nothing to leave out without a device", "give a device"
+            "host_contents", "exclusive", "there is nothing to leave out without a device", "give a device"
         )
 
 

@@ -147,8 +147,12 @@ class RecordServer:
     def _answer(self, client: socket.socket) -> None:
         deadline = time.monotonic() + CLIENT_DEADLINE_S
         records, bill = self._copy(), list(parts_of(self._bill()))
-        header: dict[str, Any] = {"kvoffload_records": _FORMAT, "count": len(records), "usage_count": len(bill)}
-        header["paused"] = list(self._paused())
+        header = {
+            "kvoffload_records": _FORMAT,
+            "count": len(records),
+            "usage_count": len(bill),
+            "paused": list(self._paused()),
+        }
         _send(client, [header], deadline)
         # In pieces, so that the engine's thread can take the interpreter lock in between.
         for i in range(0, len(records), _RECORDS_PER_SEND):
