@@ -404,6 +404,14 @@ def test_options_one_level_up() -> None:
     assert 'did you mean host_bytes="64GiB"?' in found["config.refused"].fix
 
 
+def test_an_option_of_another_door_is_one_error() -> None:
+    tier = {"kind": "redis", "url": "redis://h:6379"}
+    config, errors = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tier": tier})
+    assert config is not None
+    assert [error.setting for error in errors] == ["tier"]
+    assert "did you mean tiers?" in errors[0].fix
+
+
 def test_a_separator_in_a_value_is_part_of_it() -> None:
     options = {"host_bytes": "64MiB", "disk_dir": "/tmp/a; b: c"}
     found = findings_of(configuration.check, {"options": options, "transfer": None})["config.refused"]
