@@ -18,7 +18,7 @@ _NAMES = (
     "model speculative_method VLLM_PLUGINS "
     # Of the library's calls.
     "fingerprint lookahead engine identity groups parts num_workers hash_block_size jobs ram disk device device_blocks "
-    "sample_bits capacity dtype"
+    "slot_bytes sample_bits capacity dtype"
 )
 _HARMLESS = frozenset(_NAMES.split())
 """Settings whose values are no secrets, whatever they are."""
@@ -37,7 +37,7 @@ _NAME = re.compile(r"([\w-]+)(\[\d+\])?$")
 def shown(setting: str, value: object) -> str:
     """Returns ``value`` of ``setting`` as it may be shown: as it is if it is known to be harmless, else HIDDEN."""
     if value is None or isinstance(value, (bool, int, float)):
-        text = repr(value).removesuffix(".0")
+        text = repr(value)
     elif isinstance(value, (str, bytes)):
         text = repr(value) if not value or _may_be_shown(setting, value) else HIDDEN
     elif isinstance(value, (list, tuple)):
