@@ -22,7 +22,7 @@ _NAMES = (
 )
 _HARMLESS = frozenset(_NAMES.split())
 """Settings whose values are no secrets, whatever they are."""
-_FILES = frozenset(("hmac_key_file", "password_file", "ca_file", "cert_file", "key_file"))
+_FILES = frozenset(("hmac_key_file", "password_file", "ca_file", "cert_file", "key_file", "path"))
 """Settings that are paths. Somebody may have written the contents of the file in their place."""
 _PATH = re.compile(r"(~|\.{1,2})?/[\w./@-]+")
 _OPTION_WITH_FILE = ("--config", "--tenants")
