@@ -37,8 +37,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "states without prefix caching": (
         POOL,
         [
-            "mamba_cache_mode='none': this model has recurrent or convolutional layers, and a request can continue only "
-            "from a state that vLLM keeps at a block boundary; turn prefix caching on (--enable-prefix-caching)"
+            "mamba_cache_mode='none': this model has recurrent or convolutional layers, and a request can continue "
+            "only from a state that vLLM keeps at a block boundary; turn prefix caching on (--enable-prefix-caching)"
         ],
     ),
     "an older version": (
@@ -89,8 +89,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         TIERS,
         [
             "tiers[0].dir='/var/cache/kvoffload': with mm_processor_cache_gb=0 and no prefix caching vLLM identifies "
-            "images and other inputs by a counter that starts again in every process, not by their content; turn one of "
-            "the two on"
+            "images and other inputs by a counter that starts again in every process, not by their content; turn one "
+            "of the two on"
         ],
     ),
     "weights without files": (
