@@ -204,7 +204,7 @@ def test_json_is_complete(answer: Sizing) -> None:
 def test_invalid_settings(chat: Trace) -> None:
     with pytest.raises(ConfigError, match=r"ram='1 MiB': too small for one block of 1 GiB .* give many times that"):
         size(chat, MODEL, Choices(ram=[1 << 20]))
-    with pytest.raises(ConfigError, match="disk=1 MiB: too small for one block"):
+    with pytest.raises(ConfigError, match="disk='1 MiB': too small for one block"):
         size(chat, MODEL, Choices(disk=[1 << 20]))
     with pytest.raises(ConfigError, match="combinations, but at most 1,000"):
         size(chat, MODEL, Choices(ram=[n * GIB for n in range(1, 41)], disk=[n * GIB for n in range(1, 41)]))
