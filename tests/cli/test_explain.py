@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,27 @@ def test_several_servers_are_merged(start: Callable[..., int]) -> None:
     text = words(run().stdout)
     for i in range(2):
         assert f"process {pids[i]} (dp{i})" in text
+
+
+def test_each_server_has_a_line_before_all_are_added_up(start: Callable[..., int], tmp_path: Path) -> None:
+    """And the process that started a server stands for it, as vLLM's API server does for its engines."""
+    hits, misses = [[replace(r, host_tokens=tokens) for r in some_records(str(tokens))] for tokens in (400, 0)]
+    pids = [start("h", hits), start("m", misses[:10])]
+    lines = run().stdout.splitlines()
+    assert f"process {pids[0]}: 60 requests, 80% of 60k prompt tokens found" in lines
+    assert f"process {pids[1]}: 10 requests, 40% of 10k prompt tokens found" in lines
+    assert not any(line.startswith(f"process {pids[0]}:") for line in run("--pid", pids[0]).stdout.splitlines())
+    both = json.loads(run("--pid", os.getpid(), "--json").stdout)
+    assert {server["pid"] for server in both["servers"]} == set(pids)
+    # The command of the process that started the engine names the model and the port.
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SERVER!r}, 'd', sys.argv[1]])"
+    arguments = [sys.executable, "-c", code, str(tmp_path / "h.json"), "serve", "/models/one", "--port", "8123"]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        assert "(/models/one, port 8123): 60 requests" in run().stdout
+        assert [each["name"] for each in json.loads(run("--pid", parent.pid, "--json").stdout)["servers"]] == ["d"]
+        parent.kill()
 
 
 def test_a_server_without_requests_is_not_an_error(start: Callable[..., int]) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -25,7 +25,15 @@ from kvoffload.observe.records import (
     in_tier,
     over_time,
 )
-from kvoffload.observe.server import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
+from kvoffload.observe.server import (
+    Reading,
+    RecordsError,
+    RunningServer,
+    ancestors,
+    read_log,
+    read_records,
+    running_servers,
+)
 from kvoffload.observe.usage import Bill, add_bills
 from kvoffload.printable import printable
 from kvoffload.units import age, counted
@@ -182,11 +190,12 @@ class Findings:
     """The bills of all servers together."""
     now: float
     """The time from which ``--last`` counts back: for a log, that of its last record."""
+    by_server: list[tuple[RunningServer, set[RequestRecord]]] = field(default_factory=list)
 
 
 @click.command()
 @click.argument("logs", metavar="[LOG]...", nargs=-1, type=click.File("rb"))
-@click.option("--pid", type=int, help="Only the server with this process id.")
+@click.option("--pid", type=int, help="Only the server with this process, or whose API server it is.")
 @click.option(
     "--every",
     "every_s",
@@ -263,7 +272,7 @@ def _from_servers(pid: int | None) -> Findings:
             "no server with kvoffload was found on this machine, in this network namespace. For a server in a "
             "container: `docker exec CONTAINER kvoffload explain`. For a log: `kvoffload explain server.log`."
         )
-    chosen = [server for server in servers if pid in (None, server.pid)]
+    chosen = [server for server in servers if pid in (None, server.pid, *ancestors(server.pid))]
     if not chosen:
         raise RecordsError(f"no server with kvoffload has the process id {pid}. Found {_listed(servers)}.")
     answered, readings, warnings = [], [], []
@@ -277,7 +286,9 @@ def _from_servers(pid: int | None) -> Findings:
             warnings.append(str(error))
     if not answered:
         raise RecordsError("\n".join(warnings))
-    return _findings(readings, answered, warnings, time.time())
+    found = _findings(readings, answered, warnings, time.time())
+    found.by_server = [(server, set(reading.records)) for server, reading in zip(answered, readings, strict=True)]
+    return found
 
 
 def _from_logs(logs: Sequence[BinaryIO]) -> Findings:
@@ -354,6 +365,14 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
         when = f"; the latest was {age(found.now - found.records[-1].time)} ago" if found.records else " yet"
         console.print(f"No request to explain from {source}{when}.")
         return
+    if len(found.by_server) > 1:
+        for server, records in found.by_server:
+            mine = [record for record in chosen if record in records]
+            hits = sum(each.device_tokens + each.host_tokens + each.disk_tokens for each in mine)
+            asked = sum(each.tokens_asked for each in mine)
+            share = f", {_share(hits, asked)} of {_count(asked)} prompt tokens found" if asked else ""
+            console.print(f"{server.describe()}: {counted(len(mine), 'request')}{share}", soft_wrap=True)
+        console.print("\nAll of them together:")
     reasons = by_reason(chosen)
     text = _sentences(_total(found, chosen), reasons, bool(found.servers), chosen) + _on_device(chosen)
     console.print(text, style="bold")
