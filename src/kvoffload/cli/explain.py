@@ -148,8 +148,8 @@ BEHIND_ENGINE = {
     "that was stored before. A restart finds it again.",
     MissReason.NOT_IN_TIME: "Raise load_deadline_ms of the entry in secondary_tiers, or find out what else uses the "
     "medium.",
-    MissReason.NOT_ANSWERED: "Raise lookup_deadline_ms of the entry in secondary_tiers, or find out what slows down the "
-    "store or the way to it.",
+    MissReason.NOT_ANSWERED: "Raise lookup_deadline_ms of the entry in secondary_tiers, or find out what slows down "
+    "the store or the way to it.",
     MissReason.TOO_LARGE: "Nothing to do: a window or the states are larger than kvoffload's staging memory.",
 }
 """Other remedies where kvoffload is below an engine's own host memory."""
