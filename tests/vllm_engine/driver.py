@@ -762,46 +762,6 @@ def turns(config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "known": known, **engine.state()}
 
 
-def sessions(config: dict[str, Any]) -> dict[str, Any]:
-    """Streams two inputs per session, of which the first has as many tokens as ``inputs`` says. The token that is
-    sampled after it is dropped. Returns the answers to prompts that begin with the first input and that token, once
-    with what was offloaded, and once without."""
-    from vllm.sampling_params import RequestOutputKind
-
-    engine, rng = Engine(config), Random(3)
-    core = engine.llm.llm_engine
-    params = engine.sampling(max_tokens=1, output_kind=RequestOutputKind.DELTA)
-
-    def draw(n: int) -> list[int]:
-        return [rng.randrange(5, 500) for _ in range(n)]
-
-    def stream(name: str, tokens: list[int], resumable: bool = True) -> list[Any]:
-        """Streams input to the session ``name``, and returns what is sampled then."""
-        prompt = {"prompt_token_ids": tokens}
-        made = core.input_processor.process_inputs(
-            name, prompt, params, core.get_supported_tasks(), resumable=resumable
-        )
-        made.external_req_id = name
-        core.output_processor.add_request(made, None, None, 0)
-        core.engine_core.add_request(made)
-        outputs = [output for _ in range(4) for output in core.step()]
-        return [token for output in outputs for token in output.outputs[0].token_ids]
-
-    prompts = []
-    for size in config["inputs"]:
-        first, name = draw(size), f"session-{size}"
-        (sampled,) = stream(name, first)
-        assert stream(name, draw(40))
-        stream(name, [0], resumable=False)
-        prompts.append([*first, sampled, *draw(60)])
-    assert engine.llm.reset_prefix_cache()
-    found = engine.round(prompts, max_tokens=8)
-    state = engine.state()
-    assert engine.llm.reset_prefix_cache()
-    computed = engine.round(prompts, max_tokens=8, extra_args={"kv_transfer_params": {"kvoffload": {"load": False}}})
-    return {"found": found, "computed": computed, **state}
-
-
 def divergent(config: dict[str, Any]) -> dict[str, Any]:
     """Repeats a prompt after vLLM's own cache has lost a part of it: ``found`` has the tokens that were found then on
     the device and in host memory, by what was lost."""
@@ -1642,7 +1602,6 @@ SCENARIOS = {
         reuse,
         turns,
         divergent,
-        sessions,
         aborts,
         failed_load,
         storm,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferSpec
 from kvoffload.tiers.disk import blockio
-from kvoffload.vllm import connector, hints, versions
+from kvoffload.vllm import connector, versions
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
 from tests.sim.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
@@ -34,15 +34,6 @@ class FailingKVOffloadConnector(KVOffloadConnector):
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
         worker.transfer = FailingTransfer(worker.transfer, rate=0.7)
-
-
-class CredulousKVOffloadConnector(KVOffloadConnector):
-    """Trusts the block hashes of all sessions. Outputs change with versions of vLLM that keep those of tokens that a
-    session has dropped."""
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        hints.FIRST_TO_NAME_SESSIONS = "0.1"
-        super().register_kv_caches(kv_caches)
 
 
 class CorruptedStatesKVOffloadConnector(KVOffloadConnector):

@@ -12,7 +12,6 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
-from driver import BLOCK_SIZE
 from vllm_harness import (
     DEADLINE_S,
     GEMMA3,
@@ -137,25 +136,6 @@ def test_the_disk_tier(run_version: Callable[..., Run], answers: list[Any], tmp_
         assert_at_rest(result.result)
         assert "canonical_layout has no effect" not in result.log
     assert result["metrics"]["tier_hit_tokens:disk"] > 0
-
-
-INPUTS = [BLOCK_SIZE - 1, 2 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE - 1, 2 * BLOCK_SIZE]
-"""Tokens of the first inputs of sessions. The token that is sampled after each but the last one completes a block."""
-
-
-@pytest.mark.usefixtures("not_interpreted")
-def test_sessions_that_drop_a_token(run_version: Callable[..., Run]) -> None:
-    result = run_version("sessions", connector=POOL, inputs=INPUTS)
-    assert differences(result["found"], result["computed"]) == []
-    assert result["metrics"]["host_hit_tokens"] >= (2 + 1 + 2) * BLOCK_SIZE
-    assert_at_rest(result.result)
-
-
-@pytest.mark.soak
-def test_names_of_dropped_tokens_are_noticed(run_version: Callable[..., Run], version: str) -> None:
-    result = run_version("sessions", connector=POOL, connector_class="CredulousKVOffloadConnector", inputs=INPUTS)
-    wrong = [0, 1, 2] if version.startswith("0.31") else []
-    assert differences(result["found"], result["computed"]) == wrong
 
 
 @pytest.mark.soak
