@@ -35,8 +35,6 @@ from kvoffload.tiers.disk.start import open_disk_tier
 BLOCKS = 64
 BLOCK_TOKENS = 16
 SOURCE = str(Path(kvoffload.__file__).parent)
-NO_TOKENS: Mapping[str, int] = {}
-NO_TABLES: Mapping[str, tuple[Sequence[int], ...]] = {}
 LOOKUPS = ("find", "find_in_transfer", "leading_ready", "split")
 """Methods of the table that look every key up in the index."""
 

@@ -49,7 +49,7 @@ def test_shares_of_the_host_and_of_tiers(tmp_path: Path) -> None:
         ({"a": {"quotas": {}}}, r"tenants\.a\.quotas={}: unknown key; did you mean quota\?"),
         ({"a": {"salt": "S3CRET"}}, r"tenants\.a\.salt=\*\*\*: unknown key; did you mean salt_sha256\?"),
         ({"a": {"cache_salt": "S3CRET"}}, r"tenants\.a\.cache_salt=\*\*\*: unknown key; "),
-        ({"a": {"host": "8GiB"}}, r"tenants\.a\.host='8GiB': unknown key; write an entry such as {\"guaranteed\": {"),
+        ({"a": {"host": "8GiB"}}, r"tenants\.a\.host=\*\*\*: unknown key; write an entry such as {\"guaranteed\": {"),
         ({"a": {"quota": 7}}, r'tenants\.a\.quota=7: must map names of tiers to bytes, such as {"host": "8GiB"}'),
         ({"a": {"quota": {"host": -1}}}, r"tenants\.a\.quota\.host=-1: must be 1 byte or more"),
         ({"a": {"quota": {"host": "much"}}}, r"tenants\.a\.quota\.host='much': not an amount of memory"),

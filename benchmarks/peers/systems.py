@@ -149,14 +149,6 @@ class Running:
     def alive(self) -> bool:
         return self._engine.status() is None
 
-    def restart_services(self) -> bool:
-        """Kills the services and starts them again, with the engine running. Returns False if the system has none."""
-        for service in self.services:
-            service.kill()
-        for service in self.services:
-            service.start()
-        return bool(self.services)
-
     def stop(self, stop_s: float = 60.0) -> bool:
         """Shuts down in order, the engine first. Returns whether the engine ended by itself within the deadline."""
         try:

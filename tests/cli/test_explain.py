@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,27 @@ def test_several_servers_are_merged(start: Callable[..., int]) -> None:
         assert f"process {pids[i]} (dp{i})" in text
 
 
+def test_each_server_has_a_line_before_all_are_added_up(start: Callable[..., int], tmp_path: Path) -> None:
+    """And the process that started a server stands for it, as vLLM's API server does for its engines."""
+    hits, misses = [[replace(r, host_tokens=tokens) for r in some_records(str(tokens))] for tokens in (400, 0)]
+    pids = [start("h", hits), start("m", misses[:10])]
+    lines = run().stdout.splitlines()
+    assert f"process {pids[0]}: 60 requests, 80% of 60k prompt tokens found" in lines
+    assert f"process {pids[1]}: 10 requests, 40% of 10k prompt tokens found" in lines
+    assert not any(line.startswith(f"process {pids[0]}:") for line in run("--pid", pids[0]).stdout.splitlines())
+    both = json.loads(run("--pid", os.getpid(), "--json").stdout)
+    assert {server["pid"] for server in both["servers"]} == set(pids)
+    # The command of the process that started the engine names the model and the port.
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SERVER!r}, 'd', sys.argv[1]])"
+    arguments = [sys.executable, "-c", code, str(tmp_path / "h.json"), "serve", "/models/one", "--port", "8123"]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        assert "(/models/one, port 8123): 60 requests" in run().stdout
+        assert [each["name"] for each in json.loads(run("--pid", parent.pid, "--json").stdout)["servers"]] == ["d"]
+        parent.kill()
+
+
 def test_a_server_without_requests_is_not_an_error(start: Callable[..., int]) -> None:
     pid = start("idle", [])
     done = run("--pid", pid)
@@ -441,3 +463,12 @@ def test_escape_sequences_of_another_process_are_not_printed(tmp_path: Path) -> 
         assert "\x1b" not in done.stdout + done.stderr
         assert "\u202e" not in done.stdout + done.stderr
         assert more or "\\x1b[2J\\u202e" in done.stdout
+
+
+def test_a_setting_that_concerns_few_requests_is_not_said_to_help_most() -> None:
+    late = RequestRecord(START, "late", 1000, 0, 0, "ab", MissReason.NOT_ANSWERED)
+    new = [RequestRecord(START, f"new{i}", 1000, 0, 0, "ab", MissReason.NEVER_STORED) for i in range(99)]
+    assert "What would help most" not in words(run("-", stdin=as_log([late, *new])).stdout)
+    text = words(run("-", stdin=as_log([late, *new[:9]])).stdout)
+    assert "What would help most: raise lookup_deadline_ms" in text
+    assert "load_deadline_ms" not in text

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +36,22 @@ def test_help_names_every_option() -> None:
     assert result.exit_code == 0
     for option in ("--pid", "--json"):
         assert option in result.output
+
+
+def test_the_help_of_each_command_has_examples_that_it_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "server.log").touch()
+    commands: dict[str, Any] = dict(cli.group().commands)
+    disk = commands.pop("disk")
+    commands |= {f"disk {name}": command for name, command in disk.commands.items()}
+    for name, command in commands.items():
+        help = testing.CliRunner().invoke(cli.group(), [*name.split(), "--help"]).output
+        lines = re.findall(r"^    kvoffload (.+)$", help.partition("Examples:\n")[2], re.MULTILINE)
+        assert len(lines) == 2
+        for line in lines:
+            words = shlex.split(line)
+            assert words[: len(name.split())] == name.split()
+            command.make_context(name, words[len(name.split()) :])
 
 
 PROJECT = Path(kvoffload.__file__).parent

@@ -112,7 +112,7 @@ def test_percentages_are_shown_as_typed(trace: Path) -> None:
     """19% of 10 distinct blocks are rounded down to one."""
     done = run(trace, "--capacity", "19%,5", "--device", "99 %")
     assert re.search(r"19% +50%", done.stdout)
-    assert "Device cache: 9 blocks, 99% of the distinct blocks" in done.stdout
+    assert "Device cache: 576 MiB, 9 blocks, 99% of the distinct blocks" in done.stdout
 
 
 @pytest.mark.parametrize("capacities", ["4", "2,4"])

@@ -39,7 +39,8 @@ def pool(num_blocks: int = BLOCKS) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def config(**options: Any) -> OffloadConfig:
-    return OffloadConfig.from_mapping({"host_bytes": MIB, **options})
+    host_bytes = options.pop("host_bytes", MIB)
+    return dataclasses.replace(OffloadConfig.from_mapping({"host_bytes": MIB, **options}), host_bytes=host_bytes)
 
 
 def with_disk(directory: Path, **options: Any) -> OffloadConfig:

@@ -279,7 +279,7 @@ def test_errors_of_a_disk_name_the_setting_in_both_forms(make: Builder, tmp_path
 
 def test_an_error_about_no_key_names_the_tier(make: Builder, tmp_path: Path) -> None:
     pools = [np.zeros((BLOCKS, 1000), dtype=np.uint8)]
-    said = "slot_bytes=1000: with a disk tier, slots of host pools must be multiples of 4096 bytes; make each with "
+    said = "slot_bytes=[1000]: with a disk tier, slots of host pools must be multiples of 4096 bytes; make each with "
     for entries, options, setting in (
         ([], {"disk_dir": str(tmp_path), "disk_bytes": MIB}, "disk_dir"),
         ([disk(tmp_path)], {}, "tiers[0].dir"),

@@ -40,6 +40,22 @@ def random_shares(rng: Random, num_blocks: int) -> Shares:
     return Shares(TENANTS.names, index_of, tuple(guaranteed), tuple(quota), num_blocks, tuple(retain))
 
 
+def check_answer(
+    engine: model.ModelEngine, counts: Counter[str], request: EngineRequest, answer: dict[str, Any] | None
+) -> None:
+    """Raises AssertionError if the answer counts other tokens than those of which the request can have blocks."""
+    record = next((each for each in engine.scheduler.records if each.req_id == request.request_id), None)
+    if record is None:
+        return
+    layout = engine.scheduler.layout
+    kind = "hybrid" if len(layout.groups) > 1 else "plain"
+    assert record.retained_tokens <= request.num_computed_tokens, kind
+    assert record.retained_tokens % layout.align == 0
+    assert (record.retained_tokens > 0) == (record.retained_in is not None)
+    assert record.stored_tokens <= request.num_tokens, kind
+    counts[f"retained, {kind}"] += record.retained_in is not None
+
+
 def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     def policy(name: str, num_blocks: int) -> CachePolicy:
         return make_policy(name, num_blocks, random_shares(rng, num_blocks))
@@ -63,12 +79,20 @@ def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(SEEDS):
         rng = Random(seed)
         engine = model.ModelEngine(Scenario.random(seed))
+        engine.on_end = partial(check_answer, engine, counts)
         engine.run()
         counts["loaded"] += sum(engine.loaded_blocks)
         for use in engine.policy_manager.room.uses():
             counts[f"evicted of {use.name}"] += use.num_evicted
             counts["refused"] += use.num_refused
         counts["retained"] += sum(engine.policy_manager.retention.num_lost)
-    expected = ("loaded", "refused", "retained", *(f"evicted of {name}" for name in TENANTS.names))
+    expected = (
+        "loaded",
+        "refused",
+        "retained",
+        "retained, hybrid",
+        "retained, plain",
+        *(f"evicted of {name}" for name in TENANTS.names),
+    )
     never = [what for what in expected if not counts[what]]
     assert not never, f"never happened, so was not tested: {never}"

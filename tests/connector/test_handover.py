@@ -33,6 +33,7 @@ from kvoffload.connector.options import PARAM
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
+from kvoffload.tiering.writes import REFUSAL_S
 from tests.clock import Clock
 from tests.connector.rig import REMOTE_DECODE, TOKENS, FakeRequest, Rig, prompt
 from tests.sim.executor import SteppedExecutor
@@ -109,6 +110,7 @@ class Server(Rig):
         """Lets the time pass in which the store can take on what was handed over."""
         self.clock.now += WRITE_WITHIN_S
         self.step()
+        self.clock.now += 2 * REFUSAL_S
 
     def count(self, result: str) -> float:
         return self.half.metrics.snapshot().get(f"handovers:{result}", 0)
@@ -260,7 +262,8 @@ def test_the_answer_names_only_what_has_room_until_it_is_written(pair: Pair) -> 
     pair.prefill.tier.most_writes, room = 0, int(HOST_BLOCKS * UNWRITTEN_SHARE)
     named = [handover_of(pair.prefill.compute(prompt(size))) for size in (9, 4 * room + 21)]
     assert [value["tokens"] for value in named] == [8, 4 * room]
-    manager: Any = pair.prefill.half.manager
+    manager = pair.prefill.half.manager
+    assert isinstance(manager, TieredOffloadingManager)
     assert len(manager._unwritten.slots) == room
     assert pair.prefill.compute(prompt(9, start=500), answers=False) is None, "there is no room at all"
     pair.prefill.give_up()

@@ -19,6 +19,7 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.options import PARAM
 from tests.clock import Clock
 from tests.connector.rig import (
     TOKENS,
@@ -233,3 +234,20 @@ def test_a_record_names_the_block_and_not_its_namespace() -> None:
     rig.look_up(request)
     rig.allocate(request, [1, 2])
     assert rig.half.records[-1].missed_key == make_offload_key(request.block_hashes[0], 0).hex()
+
+
+def test_retentions_are_counted_for_requests_that_have_a_record() -> None:
+    """As bills count them. A request that was aborted in the queue has none."""
+    rig = Rig(manager=PolicyOffloadingManager(HostBackend(TOKENS, 8), LRUPolicy(8)))
+    counts = []
+    for name in ("aborted", "served"):
+        request = FakeRequest(name, prompt(8), {PARAM: {"retain_s": 60}})
+        rig.look_up(request)
+        if name == "served":
+            rig.report(*rig.start(request).stores)
+        rig.half.request_finished(request)
+        rig.step()
+        totals = rig.half.metrics.snapshot()
+        counts.append(sum(count for metric, count in totals.items() if metric.startswith("retentions")))
+    assert counts == [0, 1]
+    assert sum(record.retained_in is not None or record.retain_refused is not None for record in rig.half.records) == 1

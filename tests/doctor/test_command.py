@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rich.console import Console
 from kvoffload.abc import ConfigError
 from kvoffload.cli import group
 from kvoffload.config import OffloadConfig
-from kvoffload.doctor import configuration
+from kvoffload.doctor import configuration, directories
+from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.examine import Examination
 from kvoffload.doctor.findings import Finding, Hidden, Level
 from kvoffload.doctor.process import CheckProcess, Ending, Outcome, Report, _Clock
@@ -343,3 +345,87 @@ def test_every_id_is_documented() -> None:
     # Those whose id is made of parts have these as strings of their own.
     made = {id.partition(".")[2].removesuffix("_fails") for id in documented - used}
     assert [part for part in made if f'"{part}"' not in source] == []
+
+
+# Mistakes that a server refuses: the doctor asks the same function.
+
+OWN = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "64MiB"}}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("connectors", "change", "said"),
+    [
+        ([OWN, NIXL], {}, None),
+        ([OWN, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}], {"kv_role": "kv_consumer"}, None),
+        ([OWN, OWN], {}, "2 of them are kvoffload's"),
+        (
+            [OWN, {**NIXL, "kv_connector": "LMCacheConnectorV1"}],
+            {},
+            r"connectors\[1\].kv_connector='LMCacheConnectorV1'",
+        ),
+        ([NIXL, OWN], {"kv_role": "kv_producer"}, "kv_role='kv_producer': with this role of the MultiConnector"),
+        ([OWN, {**NIXL, "kv_connector": "Mine", "kv_connector_module_path": "mine"}], {}, None),
+    ],
+)
+def test_a_multi_connector_is_judged_as_a_server_does(
+    connectors: list[dict[str, Any]], change: dict[str, Any], said: str | None
+) -> None:
+    outer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **change}
+    source = read_source(json.dumps({**outer, "kv_connector_extra_config": {"connectors": connectors}}))
+    found = findings_of(configuration.check, asdict(source))
+    assert ("config.valid" in found) == (said is None)
+    assert ("config.several" in found) == (said is not None)
+    if said is not None:
+        assert re.search(said, found["config.several"].text)
+        assert found["config.several"].fix
+
+
+def test_a_plugin_that_vllm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path to the module helps kvoffload alone, not beside others."""
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    own = {**OWN, "kv_connector_module_path": "kvoffload.vllm"}
+    assert "config.valid" in findings_of(configuration.check, asdict(read_source(json.dumps(own))))
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [own]},
+    }
+    found = findings_of(configuration.check, asdict(read_source(json.dumps(several))))
+    assert "only by kv_connector_module_path" in found["config.several"].text
+
+
+def test_options_one_level_up() -> None:
+    """vLLM refuses them there; what else is wrong with them is said too."""
+    transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "host_bytes": 64}
+    found = findings_of(configuration.check, asdict(read_source(json.dumps(transfer))))
+    assert "one level below" in found["config.misplaced"].fix
+    assert found["config.refused"].text == "host_bytes=64: 64 bytes are of no use"
+    assert 'did you mean host_bytes="64GiB"?' in found["config.refused"].fix
+
+
+def test_an_option_of_another_door_is_one_error() -> None:
+    tier = {"kind": "redis", "url": "redis://h:6379"}
+    config, errors = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tier": tier})
+    assert config is not None
+    assert [error.setting for error in errors] == ["tier"]
+    assert "did you mean tiers?" in errors[0].fix
+
+
+def test_a_separator_in_a_value_is_part_of_it() -> None:
+    options = {"host_bytes": "64MiB", "disk_dir": "/tmp/a; b: c"}
+    found = findings_of(configuration.check, {"options": options, "transfer": None})["config.refused"]
+    assert found.text == "disk_dir='/tmp/a; b: c': disk_bytes is not set"
+    assert found.fix.startswith("say how much of that disk to use")
+
+
+def test_a_disk_that_may_not_be_mounted(tmp_path: Path) -> None:
+    def missing(path: Path) -> Finding:
+        plan = PlannedTier("disk", "disk", "disk_", 100.0, directory=str(path), bytes=1 << 20)
+        return findings_of(directories.check, {"tier": asdict(plan), "seconds": 0.0})["directory.missing"]
+
+    assert missing(tmp_path / "kv").level is Level.NOTE
+    found = missing(tmp_path / "nvme" / "kv")
+    assert found.level is Level.WARNING
+    assert "a disk may not be mounted" in found.text
+    assert found.fix.startswith("mount the disk")

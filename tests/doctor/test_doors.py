@@ -125,7 +125,7 @@ def test_what_vllm_would_refuse_or_ignore(tmp_path: Path, change: dict[str, Any]
         ({"tier": None}, "refused", "secondary_tiers[0].tier is not set", '{"tier": {'),
         ({"tier": [{}]}, "refused", "secondary_tiers[0].tier=[{}]", "must be a mapping"),
         (
-            {"tiers": [{"kind": "disk", "dir": "/c", "bytes": 9}]},
+            {"tiers": [{"kind": "disk", "dir": "/c", "bytes": 9 << 20}]},
             "refused",
             "secondary_tiers[0].tier: tiers is set too",
             "into tiers",

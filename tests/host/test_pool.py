@@ -414,6 +414,38 @@ def test_a_pool_that_does_not_fit_is_refused_before_any_allocation(monkeypatch: 
     HostPool(10, 4096).close()
 
 
+@pytest.mark.parametrize(("most", "starts"), [(100, True), (90, False)])
+def test_a_pool_takes_memory_that_grows_with_use(monkeypatch: pytest.MonkeyPatch, most: int, starts: bool) -> None:
+    """A virtual machine with 30 pages that gets as many more as are taken, up to a limit."""
+    taken = 0
+    allocate = os.posix_fallocate
+
+    def take(fd: int, offset: int, nbytes: int) -> None:
+        nonlocal taken
+        allocate(fd, offset, nbytes)
+        taken += nbytes // 4096
+        assert taken <= most, "more than there is"
+
+    monkeypatch.setattr(os, "posix_fallocate", take)
+    monkeypatch.setattr(hostpool, "available_memory", lambda others=(): min(30, most - taken) * 4096)
+    monkeypatch.setattr(hostpool, "ALLOCATION_STEP", 20 * 4096)
+    monkeypatch.setattr(hostpool, "GROWTH_DEADLINE_S", 0.1)
+    with pytest.raises(ConfigError, match="only 120 KiB can be allocated here"):
+        HostPool(100, 4096)
+    assert taken == 0, "where memory does not grow nothing is taken"
+    monkeypatch.setattr(hostpool, "memory_grows", lambda: True)
+    before = open_files()
+    if starts:
+        HostPool(100, 4096).close()
+        assert taken == 100
+    else:
+        with pytest.raises(
+            ConfigError, match="memory does not grow: 80 KiB are still to be allocated, but only 40 KiB"
+        ):
+            HostPool(100, 4096)
+    assert open_files() == before
+
+
 def test_a_refusal_of_the_kernel_is_a_config_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")

@@ -264,7 +264,7 @@ def test_a_turn_comes_after_the_end_of_the_one_before(tmp_path: Path) -> None:
     assert trace.times.tolist() == pytest.approx([0, 1, 1.5005 + answer, 1.5005 + 2 * answer, 60])
     assert chains(trace) == [[9], [1], [1, 2], [1, 2, 3], [9, 8]]
     assert trace.sessions.tolist() == [1, 0, 0, 0, 1]
-    with pytest.raises(TraceError, match=":1: timestamp is missing"):
+    with pytest.raises(TraceError, match=":1: timestamp is missing, and there is no turn of session_id='a' before"):
         read_trace(write(tmp_path / "u.jsonl", turn_of("a", [1], delay=5)))
     with pytest.raises(TraceError, match=":2: delay=-1: not a time"):
         read_trace(write(tmp_path / "v.jsonl", turn_of("a", [1], timestamp=5), turn_of("a", [1], delay=-1)))
@@ -289,6 +289,8 @@ COUNTS = "token counts without block names: they do not say which prompts begin 
             b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 13\n",
             "a pointer of Git LFS.* git lfs pull",
         ),
+        (b"Count the tokens of this.\n", "the format is not recognized"),
+        (b'{"timestamp": 0, "prompt": 9, "output_tokens": 4}\n', COUNTS),
         (b"\x28\xb5\x2f\xfd\x04\x00", "packed with Zstandard; unpack it with zstd -d"),
         (lzma.compress(b"{}"), "packed with xz; unpack it with xz -d"),
         (bz2.compress(b"{}"), "packed with bzip2; unpack it with bzip2 -d"),

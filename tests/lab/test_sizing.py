@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from kvoffload.config import HostContents, OffloadConfig
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.replay import ReplayConfig, replay
-from kvoffload.lab.sizing import Choices, Prices, Sizing, footnote, size
+from kvoffload.lab.sizing import Choices, Prices, Setting, Sizing, footnote, size
 from kvoffload.lab.trace import Trace
 from tests.lab.traces import make_trace
 
@@ -32,6 +34,21 @@ def chat() -> Trace:
 @pytest.fixture(scope="module")
 def answer(chat: Trace) -> Sizing:
     return size(chat, MODEL, speeds=SPEEDS)
+
+
+def test_parts_are_rounded_so_that_they_add_up() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        device, ram, disk = rng.uniform(0, 40), rng.choice((0.0, 0.05, rng.uniform(0, 30))), rng.choice((0.0, 12.345))
+        served = device + ram + disk + rng.uniform(-1e-12, 1e-12)
+        setting = Setting(1, 1, served, device, ram, 0.0, 0.0, 0.0, 0.0, 0.0)
+        parts = {name: Decimal(f"{share:.1f}") for name, share in setting.parts.items()}
+        assert sum(parts.values()) == Decimal(f"{served:.1f}")
+        for found, exact in zip(parts.values(), (device, ram, disk), strict=True):
+            assert not found.is_signed()
+            assert abs(float(found) - exact) < 0.1001
+        assert disk or not parts["disk"]
+        assert setting.disk_pct >= 0
 
 
 def test_without_a_disk_the_result_equals_a_replay(chat: Trace) -> None:
@@ -74,7 +91,9 @@ def test_ram_adds_to_the_device_as_in_a_replay(chat: Trace, ram: int) -> None:
 
 
 def test_exclusive_contents_need_a_device() -> None:
-    with pytest.raises(ConfigError, match=r"host_contents=exclusive with device=0: .*give a device"):
+    with pytest.raises(
+        ConfigError, match=r"host_contents='exclusive': there is nothing to leave out without a device; give a device"
+    ):
         Choices(ram=[GIB], host_contents=HostContents.EXCLUSIVE)
 
 
@@ -204,7 +223,7 @@ def test_json_is_complete(answer: Sizing) -> None:
 def test_invalid_settings(chat: Trace) -> None:
     with pytest.raises(ConfigError, match=r"ram='1 MiB': too small for one block of 1 GiB .* give many times that"):
         size(chat, MODEL, Choices(ram=[1 << 20]))
-    with pytest.raises(ConfigError, match="disk=1 MiB: too small for one block"):
+    with pytest.raises(ConfigError, match="disk='1 MiB': too small for one block"):
         size(chat, MODEL, Choices(disk=[1 << 20]))
     with pytest.raises(ConfigError, match="combinations, but at most 1,000"):
         size(chat, MODEL, Choices(ram=[n * GIB for n in range(1, 41)], disk=[n * GIB for n in range(1, 41)]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.testing.conformance import keys
-from kvoffload.testing.tier_conformance import SharedTierConformance, TierConformance
+from kvoffload.testing.tier_conformance import SharedTierConformance, TierConformance, watched
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
@@ -311,6 +312,17 @@ class DeleteWaitsForTheWrite(MemoryTier):
 
     def delete(self, keys: Keys) -> None:
         super().delete([key for key in keys if key not in self.blocks or self.blocks[key].ready])
+
+
+class DeleteWaitsForTheMedium(MemoryTier):
+    def delete(self, keys: Keys) -> None:
+        assert isinstance(self.executor, SteppedExecutor)
+        while not self.executor.idle:
+            # What it waits for may be held, and its own code may hide what goes wrong.
+            with suppress(Exception):
+                self.executor.wait(0.01)
+                time.sleep(0.01)
+        super().delete(keys)
 
 
 class ResetKeepsWhatIsUnderWay(MemoryTier):
@@ -691,6 +703,20 @@ def test_the_suite_catches_a_wrong_tier(
     found = failures(bug)
     assert found
     print(bug.__name__, *found)
+
+
+def test_a_call_that_hangs_is_named_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.testing.tier_conformance.DEADLINE_S", 0.2)
+    suite = type("Suite", (MemoryTierConformance,), {"tier_class": DeleteWaitsForTheMedium})()
+    with pytest.raises(pytest.fail.Exception, match=r"no call waits for the medium.*DeleteWaitsForTheMedium.delete"):
+        suite.test_a_write_under_way_does_not_bring_a_removed_key_back("delete")
+    message = r"each test ends: not done after 0.05 s, in no call"
+    with pytest.raises(pytest.fail.Exception, match=message), watched(0.05, "each test ends"):
+        time.sleep(30)
+    with watched(30.0, "the outer one goes on"):
+        with watched(20.0, "the inner one"):
+            pass
+        assert 20 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
 
 
 def test_the_suite_accepts_a_right_tier() -> None:

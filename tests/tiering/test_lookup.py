@@ -85,7 +85,7 @@ def test_a_tier_that_does_not_answer_in_time_does_not_hold_the_block() -> None:
     rig.clock.now += 0.001
     assert rig.manager.lookup(keys, A) == 0
     assert rig.manager.lookup(keys, B) == 0, "a miss is remembered"
-    assert rig.manager.explain_miss(keys[0]).reason is MissReason.NOT_IN_TIME
+    assert rig.manager.explain_miss(keys[0]).reason is MissReason.NOT_ANSWERED
     rig.clock.now += MISS_TTL_S + 0.1
     assert rig.manager.lookup(keys, B) is None, "for a while"
     rig.tier.unsure = False

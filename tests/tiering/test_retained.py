@@ -18,6 +18,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import Tenants, load_tenants
 from kvoffload.lab.tier import CatalogTier
+from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiering.unwritten import WRITE_WITHIN_S
 from kvoffload.tiering.writes import GIVE_UP_S
@@ -33,6 +34,7 @@ class Disk(CatalogTier):
     refuses = False
     num_fails = 0
     """This many writes fail, then they succeed."""
+    error = TierError.IO
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self._catalog.most_blocks(key)
@@ -47,7 +49,7 @@ class Disk(CatalogTier):
             slots = np.array([slot for _, slot in failed], dtype=np.int64)
             self._catalog.end_writes(slots, np.zeros(len(failed), dtype=np.bool_))
         now = self._clock()
-        errors = [TierResult(key, False, TierError.IO, 0, 0.0, now, now) for key, _ in failed]
+        errors = [TierResult(key, False, self.error, 0, 0.0, now, now) for key, _ in failed]
         return errors + super()._end(ended[len(failed) :], is_read)
 
 
@@ -253,6 +255,16 @@ def test_a_disk_that_fails_on_and_on_loses_what_it_is_to_retain() -> None:
     assert rig.serve(rig.keys("a", 2, 8), retain(3)) == Retained(RetainRefusal.NOT_WRITTEN)
 
 
+@pytest.mark.parametrize("error", [TierError.NO_SPACE, TierError.AWAY])
+def test_a_retained_chain_is_written_to_a_full_disk_at_a_growing_pace(error: TierError) -> None:
+    rig = Rig({"a": 50})
+    disk = rig.disks[0]
+    disk.error, disk.num_fails = error, 10**6
+    rig.serve(rig.keys("a", 1, 8), retain(2))
+    rig.wait(WRITE_WITHIN_S)
+    assert 16 <= 10**6 - disk.num_fails < 8 * (WRITE_WITHIN_S / MAX_REST_S + 8)
+
+
 def test_only_what_the_disk_retains_passes_its_reuse_filter() -> None:
     rig = Rig({"a": 16}, settings=[TierSettings(None, ReuseFilter(3))])
     for tenant, length, written in (("b", 8, 0), ("a", 17, 0), ("a", 16, 16)):
@@ -337,6 +349,32 @@ def test_a_promised_state_that_never_comes_is_lost() -> None:
     rig.wait(2)
     assert rig.on_disk([*kv, *states]) == 5
     assert rig.kept() == (5, 5)
+
+
+@pytest.mark.parametrize("is_retained", [True, False])
+def test_what_came_from_a_faster_disk_below_is_written_only_if_it_is_retained(
+    is_retained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig({"a": 50}, {})
+    monkeypatch.setattr(rig.manager._origins, "_is_faster", lambda tier, other: other <= tier)
+    keys = rig.keys("a", 1, 8)
+    rig.disks[0].refuses = True
+    rig.serve(keys)
+    rig.wait(GIVE_UP_S + 1)
+    rig.manager.host.reset()
+    assert (rig.on_disk(keys, 0), rig.on_disk(keys, 1)) == (0, 8)
+    rig.disks[0].refuses = False
+    context = ReqContext("reader")
+    assert rig.manager.lookup(keys, context) is None
+    rig.wait(1)
+    assert rig.manager.lookup(keys, context) == 8
+    rig.manager.release_request(context)
+    rig.wait(1)
+    assert rig.on_disk(keys, 0) == 0
+    rig.serve(keys, retain(2) if is_retained else None)
+    rig.wait(1)
+    assert rig.on_disk(keys, 0) == 8 * is_retained
+    assert rig.kept() == (8 * is_retained, 0)
 
 
 def test_a_block_that_two_disks_wait_for_stays_until_both_have_it() -> None:

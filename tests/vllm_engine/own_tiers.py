@@ -27,7 +27,7 @@ class FolderConfig(TierConfig):
 
     def __post_init__(self) -> None:
         if self.path != "broken" and not Path(self.path).is_dir():
-            raise ConfigError(f"path={self.path!r}: is not a directory; make it first")
+            raise ConfigError("path", self.path, "is not a directory", "make it first")
 
     def open(self, context: TierContext) -> Tier:
         if self.path == "broken":

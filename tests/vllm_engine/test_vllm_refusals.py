@@ -37,8 +37,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "states without prefix caching": (
         POOL,
         [
-            "mamba_cache_mode=none: this model has recurrent or convolutional layers, and a request can continue only "
-            "from a state that vLLM keeps at a block boundary; turn prefix caching on (--enable-prefix-caching)"
+            "mamba_cache_mode='none': this model has recurrent or convolutional layers, and a request can continue "
+            "only from a state that vLLM keeps at a block boundary; turn prefix caching on (--enable-prefix-caching)"
         ],
     ),
     "an older version": (
@@ -61,26 +61,26 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         POOL | {"engines_per_node": 3},
         ["engines_per_node=3", "vLLM runs 2 engines", "leave it out"],
     ),
-    "beside a connector that may change KV": (POOL, ["connectors[1].kv_connector=DecodeBenchConnector", "remove it"]),
+    "beside a connector that may change KV": (POOL, ["connectors[1].kv_connector='DecodeBenchConnector'", "remove it"]),
     "beside itself": (POOL, ["connectors: 2 of them are kvoffload's", "remove all but one"]),
-    "beside others that only produce": (POOL, ["kv_role=kv_producer", '"kv_role": "kv_both"']),
+    "beside others that only produce": (POOL, ["kv_role='kv_producer'", '"kv_role": "kv_both"']),
     "beside others in an older version": (
         POOL,
         [
-            "kv_connector=MultiConnector: beside others kvoffload needs vLLM 0.32 or later",
+            "kv_connector='MultiConnector': beside others kvoffload needs vLLM 0.32 or later",
             "name KVOffloadConnector as kv_connector",
         ],
     ),
     "a pooler of whole prompts": (POOL, ["pooler", "without kvoffload"]),
-    "a disk without a size": (POOL | {"disk_dir": "/"}, ["disk_dir='/' without disk_bytes", 'disk_bytes="']),
+    "a disk without a size": (POOL | {"disk_dir": "/"}, ["disk_dir='/': disk_bytes is not set", 'disk_bytes="']),
     "a disk without a directory": (
         POOL | {"disk_bytes": "1GiB"},
-        ["disk_bytes=1073741824 without disk_dir", 'disk_dir="/'],
+        ["disk_bytes=1073741824 (1 GiB): disk_dir is not set", 'disk_dir="/'],
     ),
     "hashes with a random root": (
         DISK,
         [
-            "prefix_caching_hash_algo=xxhash: its hashes begin with a random number in every process, so no process "
+            "prefix_caching_hash_algo='xxhash': its hashes begin with a random number in every process, so no process "
             "would find what another has left in a tier; set the environment variable PYTHONHASHSEED=0 (any number, "
             "the same at every start), or use --prefix-caching-hash-algo sha256"
         ],
@@ -88,9 +88,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "images without a content hash": (
         TIERS,
         [
-            "tiers[0].dir='/var/cache/kvoffload' with mm_processor_cache_gb=0 and no prefix caching: vLLM then "
-            "identifies images and other inputs by a counter that starts again in every process, not by their content; "
-            "turn one of the two on"
+            "tiers[0].dir='/var/cache/kvoffload': with mm_processor_cache_gb=0 and no prefix caching vLLM identifies "
+            "images and other inputs by a counter that starts again in every process, not by their content; turn one "
+            "of the two on"
         ],
     ),
     "weights without files": (
@@ -108,13 +108,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a disk with workers on another node": (
         DISK,
         [
-            "nnodes=2 with disk_dir=",
+            "nnodes=2: disk_dir=",
             "cannot reach the host memory of other nodes",
             "remove the tier",
             "engine per node",
         ],
     ),
-    "tiers that are no list": (POOL | {"tiers": "disk"}, ["tiers='disk': must be a list of tiers"]),
+    "tiers that are no list": (POOL | {"tiers": "disk"}, ["tiers=***: must be a list of tiers"]),
     "a tier of an unknown kind": (POOL | {"tiers": [{"kind": "tape"}]}, ["tiers[0].kind='tape': no kind of tier"]),
     "a tier without a size": (POOL | {"tiers": [{"kind": "disk", "dir": "/c"}]}, ["tiers[0].bytes is not set"]),
     "a wrong value of the second tier": (

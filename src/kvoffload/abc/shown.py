@@ -18,11 +18,15 @@ _NAMES = (
     "model speculative_method VLLM_PLUGINS "
     # Of the library's calls.
     "fingerprint lookahead engine identity groups parts num_workers hash_block_size jobs ram disk device device_blocks "
-    "sample_bits capacity dtype"
+<<<<<<< HEAD
+    "sample_bits capacity dtype format"
+=======
+    "slot_bytes sample_bits capacity dtype format trace"
+>>>>>>> e
 )
 _HARMLESS = frozenset(_NAMES.split())
 """Settings whose values are no secrets, whatever they are."""
-_FILES = frozenset(("hmac_key_file", "password_file", "ca_file", "cert_file", "key_file"))
+_FILES = frozenset(("hmac_key_file", "password_file", "ca_file", "cert_file", "key_file", "path"))
 """Settings that are paths. Somebody may have written the contents of the file in their place."""
 _PATH = re.compile(r"(~|\.{1,2})?/[\w./@-]+")
 _OPTION_WITH_FILE = ("--config", "--tenants")
@@ -30,14 +34,14 @@ _OPTION_WITH_FILE = ("--config", "--tenants")
 _ADDRESSES = frozenset(("url", "endpoint", "master", "metadata", "host"))
 _ADDRESS = re.compile(r"([a-z0-9]+://)[^@?#%\n]*|[\w.-]+(:\d+)|\[[0-9a-fA-F:]+\](:\d+)|[\d.:]+")
 """An address without a user, a password or a query, in which signatures are. A word alone may be a password."""
-_AMOUNT_OF_TENANT = re.compile(r"tenants\.[\w.-]+\.(guaranteed|quota|retain)\.[\w-]+")
+_AMOUNT_OF_TENANT = re.compile(r"tenants\.[\w.-]+\.(guaranteed|quota|retain)\.(host|disk|shared_dir)(-\d+)?")
 _NAME = re.compile(r"([\w-]+)(\[\d+\])?$")
 
 
 def shown(setting: str, value: object) -> str:
     """Returns ``value`` of ``setting`` as it may be shown: as it is if it is known to be harmless, else HIDDEN."""
     if value is None or isinstance(value, (bool, int, float)):
-        text = repr(value).removesuffix(".0")
+        text = repr(value)
     elif isinstance(value, (str, bytes)):
         text = repr(value) if not value or _may_be_shown(setting, value) else HIDDEN
     elif isinstance(value, (list, tuple)):

@@ -10,6 +10,18 @@ if TYPE_CHECKING:
     import click
 
 EXTRA = ("jinja2", "matplotlib")
+EXAMPLES = {
+    "convert": ("convert mooncake.jsonl trace.jsonl.gz", "convert recorded.jsonl trace.jsonl --force --json"),
+    "disk inspect": ("disk inspect /var/cache/kvoffload", "disk inspect /var/cache/kvoffload --json"),
+    "disk verify": ("disk verify /var/cache/kvoffload", "disk verify /var/cache/kvoffload --json"),
+    "disk clear": ("disk clear /var/cache/kvoffload", "disk clear /var/cache/kvoffload --yes"),
+    "doctor": ("doctor --config kv.json", 'doctor --config \'{"host_bytes": "64GiB"}\' --model Qwen/Qwen3-8B'),
+    "explain": ("explain --last 15m", "explain server.log"),
+    "replay": ("replay trace.jsonl --capacity 16GiB,64GiB", "replay trace.jsonl --policy lru,arc --html page.html"),
+    "size": ("size trace.jsonl --ram 16GiB,64GiB", "size trace.jsonl --ram 64GiB --disk 500GiB --html page.html"),
+    "usage": ("usage --tenant search", "usage server.log --json"),
+}
+"""Two lines for the help of each command."""
 
 
 def main() -> None:
@@ -39,6 +51,11 @@ def group() -> click.Group:
     from kvoffload.cli.usage import usage
     from kvoffload.native import describe
 
+    for name, lines in EXAMPLES.items():
+        first, _, rest = name.partition(" ")
+        of = {each.name: each for each in (convert, disk, doctor, explain, replay, size, usage)}[first]
+        command = disk.commands[rest] if rest else of
+        command.epilog = "\b\nExamples:\n" + "\n".join(f"  kvoffload {line}" for line in lines)
     commands = click.Group(
         "kvoffload",
         commands=[convert, disk, doctor, explain, replay, size, usage],

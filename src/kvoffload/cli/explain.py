@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -25,7 +25,15 @@ from kvoffload.observe.records import (
     in_tier,
     over_time,
 )
-from kvoffload.observe.server import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
+from kvoffload.observe.server import (
+    Reading,
+    RecordsError,
+    RunningServer,
+    ancestors,
+    read_log,
+    read_records,
+    running_servers,
+)
 from kvoffload.observe.usage import Bill, add_bills
 from kvoffload.printable import printable
 from kvoffload.units import age, counted
@@ -40,6 +48,10 @@ REASON_COLUMNS = 3
 DEVICE_STYLE, HOST_STYLE = "dodger_blue2", "green4"
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+HELPS_SHARE = 0.05
+"""A setting that concerns a smaller share of the requests is not said to help most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,11 @@ ADVICE = {
         "Raise load_deadline_ms or host_bytes, or the tenant's quota of host, or find out what else uses the medium.",
         True,
     ),
+    MissReason.NOT_ANSWERED: Advice(
+        "a lower tier did not say in time whether it has the block",
+        "Raise lookup_deadline_ms, or find out what slows down the store or the way to it.",
+        True,
+    ),
     MissReason.FASTER_TO_COMPUTE: Advice(
         "computing it was faster than loading it from a lower tier",
         "Nothing to do, unless a faster medium is an option; load_only_if_faster=false loads it anyway.",
@@ -139,6 +156,8 @@ BEHIND_ENGINE = {
     "that was stored before. A restart finds it again.",
     MissReason.NOT_IN_TIME: "Raise load_deadline_ms of the entry in secondary_tiers, or find out what else uses the "
     "medium.",
+    MissReason.NOT_ANSWERED: "Raise lookup_deadline_ms of the entry in secondary_tiers, or find out what slows down the "
+    "store or the way to it.",
     MissReason.TOO_LARGE: "Nothing to do: a window or the states are larger than kvoffload's staging memory.",
 }
 """Other remedies where kvoffload is below an engine's own host memory."""
@@ -171,11 +190,12 @@ class Findings:
     """The bills of all servers together."""
     now: float
     """The time from which ``--last`` counts back: for a log, that of its last record."""
+    by_server: list[tuple[RunningServer, set[RequestRecord]]] = field(default_factory=list)
 
 
 @click.command()
 @click.argument("logs", metavar="[LOG]...", nargs=-1, type=click.File("rb"))
-@click.option("--pid", type=int, help="Only the server with this process id.")
+@click.option("--pid", type=int, help="Only the server with this process, or whose API server it is.")
 @click.option(
     "--every",
     "every_s",
@@ -252,7 +272,7 @@ def _from_servers(pid: int | None) -> Findings:
             "no server with kvoffload was found on this machine, in this network namespace. For a server in a "
             "container: `docker exec CONTAINER kvoffload explain`. For a log: `kvoffload explain server.log`."
         )
-    chosen = [server for server in servers if pid in (None, server.pid)]
+    chosen = [server for server in servers if pid in (None, server.pid, *ancestors(server.pid))]
     if not chosen:
         raise RecordsError(f"no server with kvoffload has the process id {pid}. Found {_listed(servers)}.")
     answered, readings, warnings = [], [], []
@@ -266,7 +286,9 @@ def _from_servers(pid: int | None) -> Findings:
             warnings.append(str(error))
     if not answered:
         raise RecordsError("\n".join(warnings))
-    return _findings(readings, answered, warnings, time.time())
+    found = _findings(readings, answered, warnings, time.time())
+    found.by_server = [(server, set(reading.records)) for server, reading in zip(answered, readings, strict=True)]
+    return found
 
 
 def _from_logs(logs: Sequence[BinaryIO]) -> Findings:
@@ -343,6 +365,14 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
         when = f"; the latest was {age(found.now - found.records[-1].time)} ago" if found.records else " yet"
         console.print(f"No request to explain from {source}{when}.")
         return
+    if len(found.by_server) > 1:
+        for server, records in found.by_server:
+            mine = [record for record in chosen if record in records]
+            hits = sum(each.device_tokens + each.host_tokens + each.disk_tokens for each in mine)
+            asked = sum(each.tokens_asked for each in mine)
+            share = f", {_share(hits, asked)} of {_count(asked)} prompt tokens found" if asked else ""
+            console.print(f"{server.describe()}: {counted(len(mine), 'request')}{share}", soft_wrap=True)
+        console.print("\nAll of them together:")
     reasons = by_reason(chosen)
     text = _sentences(_total(found, chosen), reasons, bool(found.servers), chosen) + _on_device(chosen)
     console.print(text, style="bold")
@@ -389,7 +419,7 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool, r
         held = "".join(f", {count:,} {in_tier(tier)}" for tier, count in each.tiers.items())
         held = f" ({held.removeprefix(', ')})" if held else ""
         clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {advice.because}{held}{since}")
-        if advice.setting:
+        if advice.setting and each.requests >= total.requests * HELPS_SHARE:
             fixes.append(fix(each.reason, records))
     text += f" {', '.join(clauses)}." if clauses else " No request missed a block."
     if fixes:

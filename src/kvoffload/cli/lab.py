@@ -256,7 +256,9 @@ def measured(speeds: Speeds, trace: Trace) -> Speeds:
 def positive(option: str, value: float, unit: str) -> float:
     """Returns ``value``. Raises ConfigError unless it is a positive number."""
     if not 0 < value < math.inf:
-        raise ConfigError(option, value, "must be more than 0", f"give {unit}, or leave it out")
+        raise ConfigError(
+            option, int(value) if value.is_integer() else value, "must be more than 0", f"give {unit}, or leave it out"
+        )
     return value
 
 

@@ -202,7 +202,12 @@ def _choices(tried: Tried, trace: Trace, model: ModelShape) -> Choices:
 
 def _price(option: str, value: float) -> float:
     if not 0 <= value < math.inf:
-        raise ConfigError(option, value, "must be 0 or more", "give the price per GiB, or leave it out")
+        raise ConfigError(
+            option,
+            int(value) if value.is_integer() else value,
+            "must be 0 or more",
+            "give the price per GiB, or leave it out",
+        )
     return value
 
 

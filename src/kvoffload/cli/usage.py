@@ -29,7 +29,7 @@ MAX_TIER_COLUMNS = 32
 
 @click.command()
 @click.argument("logs", metavar="[LOG]...", nargs=-1, type=click.File("rb"))
-@click.option("--pid", type=int, help="Only the server with this process id.")
+@click.option("--pid", type=int, help="Only the server with this process, or whose API server it is.")
 @click.option("--tenant", metavar="NAME", help='Only one configured tenant, or "other".')
 @json_option()
 def usage(logs: tuple[BinaryIO, ...], pid: int | None, tenant: str | None, as_json: bool) -> None:

@@ -195,8 +195,8 @@ class RequestObserver:
         """Ends the observation of a request, and writes it to the trace. ``retained``: the answer, if it has asked for
         its blocks of the first ``retained_tokens`` tokens to be retained."""
         if retained is not None and (answer := retained.refusal or retained.tier) is not None:
-            self.metrics.add("retentions", label=answer)
             if state.record is not None:
+                self.metrics.add("retentions", label=answer)
                 state.record.retain_refused, state.record.retained_in = retained.refusal, retained.tier
                 state.record.retained_tokens = retained_tokens if retained.tier is not None else 0
         req_id, request = state.context.req_id, state.request

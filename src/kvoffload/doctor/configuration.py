@@ -74,7 +74,7 @@ class PlannedTier:
     memory_bytes: int = 0
     """Memory of this node that the tier takes beside the host pools."""
     pins_memory: bool = False
-    """Whether the tier's client pins the host pools, for RDMA."""
+    """Whether the tier's client pins its memory, for RDMA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def read_config(
             left["tiers"] = [
                 _WrongTier(index=i) if i == int(entry[1]) else each for i, each in enumerate(left["tiers"])
             ]
-        elif name == "tier" and "tier" in left and "tiers" not in left:
+        elif name == "tier" and kind is DoorConfig and "tier" in left and "tiers" not in left:
             left["tier"] = _WrongTier(index=0)
         elif name == "tenants":
             if _are_tenants_right(left["tenants"]) and any(_OF_BUDGET.match(each.setting) for each in errors):

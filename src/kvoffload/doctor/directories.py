@@ -159,6 +159,12 @@ class _DirectoryCheck:
                 text = f"{path} does not exist: the shared file system may not be mounted. A server would make it, on "
                 text += f"the file system of {mount_of(os.path.realpath(parent)).point}"
                 self._found("directory.missing", Level.WARNING, text, f"mount it, then {fix}")
+            elif parent != path.parent:
+                text = (
+                    f"neither {path} nor {path.parent} exists: a disk may not be mounted. A server would make both, on "
+                )
+                text += f"the file system of {mount_of(os.path.realpath(parent)).point}"
+                self._found("directory.missing", Level.WARNING, text, f"mount the disk, then {fix}")
             else:
                 self._found("directory.missing", Level.NOTE, f"{path} does not exist; a server makes it", fix)
             self._check_space(parent, 0)

@@ -27,6 +27,7 @@ from kvoffload.host.limits import (
     cpuset_nodes,
     gpu_nodes,
     meminfo_field,
+    memory_grows,
     other_reservations,
     reserve,
     total_memory,
@@ -37,6 +38,8 @@ from kvoffload.transfer.blocks import BlockCopier
 from kvoffload.units import format_bytes, percentage
 
 MEMINFO = Path("/proc/meminfo")
+PINNED_BYTES = 256 << 20
+"""What a store's client pins at most for RDMA, beside the memory that it gives to the store."""
 SHARED_MEMORY = Path("/dev/shm")
 NODES = Path("/sys/devices/system/node")
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -106,7 +109,13 @@ def _check_memory(plan: Plan, report: Report) -> None:
     taken = f"; other pools that start now take {format_bytes(reserved)} of it" if reserved else ""
     limit = "" if where == "on this machine" else ", or raise the container's memory limit"
     fix = f"{plan.set_host_bytes(max(0, available - needed + (plan.host_bytes or 0)) * 8 // 10)} or less{limit}"
-    if needed > available:
+    if needed > available and memory_grows():
+        text = (
+            f"{what} is {format_bytes(needed)}, and {format_bytes(available)} can be allocated {where} now{taken}; "
+            "this virtual machine gets more memory when it uses what it has, up to a limit that it does not know"
+        )
+        report.found("memory.tight", Level.WARNING, text, fix, figures=figures)
+    elif needed > available:
         text = (
             f"{what} is {format_bytes(needed)}, and only {format_bytes(available)} can be allocated "
             f"{where}{taken}: a server would not start"
@@ -254,12 +263,11 @@ def _check_locked_memory(plan: Plan, report: Report) -> None:
     if not pinning:
         return
     hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    # Behind a door the client pins kvoffload's own memory, not the engine's.
-    needed = plan.needed_bytes if plan.door is Door.CONNECTOR else plan.needed_bytes - (plan.host_bytes or 0)
+    needed = sum(tier.memory_bytes + PINNED_BYTES for tier in pinning)
     if hard != resource.RLIM_INFINITY and hard < needed and os.geteuid() != 0:
         text = (
-            f"{pinning[0].prefix}protocol: RDMA pins the pools, {format_bytes(needed)}, and this process may lock "
-            f"{format_bytes(hard)} of memory: the store's client would fail"
+            f"{pinning[0].prefix}protocol: RDMA pins {format_bytes(needed)} of the client's memory, and this process "
+            f"may lock {format_bytes(hard)}: the store's client would fail"
         )
         fix = "ulimit -l unlimited; in Docker --ulimit memlock=-1, or --cap-add IPC_LOCK"
         report.found("memory.locked", Level.PROBLEM, text, fix, {"limit_bytes": hard, "needed_bytes": needed})

@@ -121,7 +121,7 @@ class _StoreCheck:
             begun = time.perf_counter()
             outcome = client.exists([self._name()])[0]
             times.append(time.perf_counter() - begun)
-            if outcome is Outcome.FAILED:
+            if outcome in (Outcome.FAILED, Outcome.AWAY):
                 raise StoreError("it did not answer, or refused to say whether it has a value")
         deadline_ms = self._tier.lookup_deadline_ms
         p50_ms = statistics.median(times) * 1e3
@@ -238,7 +238,7 @@ class _StoreCheck:
         outcomes: Sequence[Outcome] = [Outcome.FAILED]
         with suppress(Exception):
             outcomes = client.remove(names)
-        if Outcome.FAILED in outcomes and not self._has_left_values:
+        if {Outcome.FAILED, Outcome.AWAY}.intersection(outcomes) and not self._has_left_values:
             self._has_left_values = True
             text = f"values of the doctor are left under {self._folder}"
             fix = "give this server's user the right to remove values, and remove them"

@@ -44,6 +44,11 @@ def total_memory() -> int:
     return min([total, *(limit.most for limit in cgroup_limits())])
 
 
+def memory_grows() -> bool:
+    """Returns whether this is a virtual machine that gets more memory when it uses what it has (virtio-mem)."""
+    return any(Path("/sys/bus/virtio/drivers/virtio_mem").glob("virtio*"))
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A memory file of process ``pid``, which may allocate on NUMA ``nodes`` (empty: not known)."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import NOT_SET, ByteArray, ConfigError
-from kvoffload.host.limits import Reservation, available_memory, other_reservations, reserve
+from kvoffload.host.limits import Reservation, available_memory, memory_grows, other_reservations, reserve
 from kvoffload.host.mapping import map_file
 from kvoffload.host.numa import allocated_on
 from kvoffload.host.touch import Toucher
@@ -28,6 +28,8 @@ RESERVATION_DEADLINE_S = 1.0
 give up."""
 ALLOCATION_STEP = 1 << 30
 """Bytes allocated between two checks of the memory left."""
+GROWTH_DEADLINE_S = 15.0
+"""Where memory grows with use, each step waits this long for it."""
 LOG_EVERY_S = 10.0
 
 
@@ -154,7 +156,7 @@ class HostPool:
         while True:
             others = other_reservations(self.fd)
             available = available_memory(others)
-            if self.nbytes <= available:
+            if self.nbytes <= available or memory_grows():
                 return
             mine = (os.getpid(), os.fstat(self.fd).st_ino)
             is_first = all(mine < (other.pid, other.inode) for other in others)
@@ -177,21 +179,27 @@ class HostPool:
             time.sleep(0.01)
 
     def _take(self) -> None:
-        """Allocates step by step. Raises ConfigError if processes whose reservations are not visible leave too little
-        memory meanwhile."""
-        logged = time.monotonic()
+        """Allocates step by step, where memory grows as much as there is at a time. Raises ConfigError if it does not
+        grow, or if processes whose reservations are not visible leave too little memory meanwhile."""
+        logged, grows = time.monotonic(), memory_grows()
         for offset in range(0, self.nbytes, ALLOCATION_STEP):
-            left, available = self.nbytes - offset, available_memory()
-            if left > available:
+            left = self.nbytes - offset
+            step = min(ALLOCATION_STEP, left)
+            available, needed = available_memory(), step if grows else left
+            deadline = time.monotonic() + GROWTH_DEADLINE_S
+            while grows and needed > available and time.monotonic() < deadline:
+                time.sleep(0.05)
+                available = available_memory()
+            if needed > available:
                 raise ConfigError(
                     "host_bytes",
                     NOT_SET,
-                    f"{format_bytes(self.nbytes)} requested, but other processes took memory at the "
-                    f"same time: {format_bytes(left)} are still to be allocated, but only "
+                    f"{format_bytes(self.nbytes)} requested, but "
+                    f"{'memory does not grow' if grows else 'other processes took memory at the same time'}: "
+                    f"{format_bytes(left)} are still to be allocated, but only "
                     f"{format_bytes(available)} are available",
                     f"set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less",
                 )
-            step = min(ALLOCATION_STEP, left)
             os.posix_fallocate(self.fd, offset, step)
             if left > step and time.monotonic() - logged >= LOG_EVERY_S:
                 logged = time.monotonic()

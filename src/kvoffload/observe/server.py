@@ -32,6 +32,7 @@ CLIENT_DEADLINE_S = 5.0
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
 MAX_FAULTS_LISTED = 5
+MAX_ANCESTORS = 8
 MAX_PAUSED = 64
 """Abilities of tiers that are named as paused."""
 MAX_USAGE_KEPT = 1 << 16
@@ -294,6 +295,40 @@ class RunningServer:
 
     def __str__(self) -> str:
         return f"process {self.pid} ({self.name})"
+
+    @property
+    def command(self) -> list[str]:
+        """The command line of the server, as far as this process may read it: its engine's processes have another
+        name."""
+        for pid in (self.pid, *ancestors(self.pid)):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                if "serve" in words or any("api_server" in word or "launch_server" in word for word in words):
+                    return words
+        return []
+
+    def describe(self) -> str:
+        """Returns its process, and the model and the port that its command names."""
+        words = [*self.command, ""]
+        given = dict(itertools.pairwise(words)) | dict(
+            word.split("=", 1) for word in words if word.startswith("--") and "=" in word
+        )
+        model = given.get("--model") or given.get("--model-path") or given.get("serve", "")
+        known = [model] if model and not model.startswith("-") else []
+        known += [f"port {given['--port']}"] if "--port" in given else []
+        return f"process {self.pid}" + (f" ({', '.join(map(printable, known))})" if known else "")
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yields the processes that started ``pid``, the nearest first, as far as this process can see them."""
+    for _ in range(MAX_ANCESTORS):
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+        if pid <= 1:
+            return
+        yield pid
 
 
 def running_servers() -> list[RunningServer]:

@@ -14,11 +14,14 @@ The suite uses only the contract of ``Tier``, and gives the tier time with ``wai
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from random import Random
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -32,7 +35,10 @@ NUM_SLOTS = 64
 READ_SLOTS = 32
 """The first slot that is read into. Lower slots are written from."""
 DEADLINE_S = 30.0
-"""A result that the tier has not reported by then counts as lost."""
+"""A result that the tier has not reported by then counts as lost, and a call that has not returned by then while the
+medium stands still as one that waits for it."""
+MAX_DEADLINES = 10
+"""A test takes as many deadlines at most."""
 
 
 def make_pools(num_slots: int, *slot_bytes: int, seed: int = 0) -> list[ByteArray]:
@@ -45,6 +51,35 @@ def fits(nbytes: int, tier: Tier) -> bool:
     """Returns whether ``nbytes`` are within the tier's budget, if it has one."""
     capacity_bytes = tier.stats().capacity_bytes
     return capacity_bytes is None or nbytes <= capacity_bytes
+
+
+@contextmanager
+def watched(seconds: float, rule: str) -> Iterator[None]:
+    """Lets the running test fail, with ``rule`` and the call of a tier that hangs, if the body takes longer. Does
+    nothing outside the main thread, where nothing can interrupt it, or if another timer ends before."""
+    start, left = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
+    if threading.current_thread() is not threading.main_thread() or 0 < left <= seconds:
+        yield
+        return
+
+    def fail(signum: int, frame: FrameType | None) -> None:
+        call = "no call of a tier"
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, Tier) and hasattr(Tier, frame.f_code.co_name):
+                call = f"{type(caller).__name__}.{frame.f_code.co_name}"
+            frame = frame.f_back
+        pytest.fail(f"{rule}: not done after {seconds:g} s, in {call}")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - start)))
 
 
 class TierDriver:
@@ -76,6 +111,11 @@ class TierDriver:
         return False
 
     # Helpers.
+
+    @pytest.fixture(autouse=True)
+    def _is_watched(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        with watched(MAX_DEADLINES * DEADLINE_S, f"{request.node.name}: each test ends"):
+            yield
 
     def make_bounded(self, num_blocks: int) -> tuple[Tier, list[ByteArray]]:
         """Returns a tier and its pools, if its size is its own."""
@@ -204,7 +244,8 @@ class TierDriver:
     def under_way(self, tier: Tier) -> Iterator[bool]:
         """Makes transfers stand still, if that is possible, and yields whether it is."""
         held = self.hold(tier)
-        with held or nullcontext():
+        rule = "no call waits for the medium: what it begins goes on in the background, and poll reports it"
+        with held or nullcontext(), watched(DEADLINE_S, rule) if held is not None else nullcontext():
             yield held is not None
 
 
@@ -477,10 +518,11 @@ class TierConformance(TierDriver):
 
     def test_transfers_taken_on_stay_within_the_bound(self) -> None:
         tier, pools = self.make(26)
-        held = self.hold(tier)
-        if held is None or self.max_under_way is None:
-            pytest.skip("no bound is given, or the tier cannot be held")
-        with held:
+        if self.max_under_way is None:
+            pytest.skip("no bound is given")
+        with self.under_way(tier) as is_held:
+            if not is_held:
+                pytest.skip("the tier cannot be held")
             taken = self.begin_write(tier, pools, ALPHABET)
             assert len(taken) <= self.max_under_way
         self.finish(tier, taken)

@@ -181,7 +181,7 @@ def _in_time(search: Search, tier: TierState, keys: Sequence[OffloadKey], states
     if len(late):
         states = states.copy()
         states[late] = MISS
-        search.reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_IN_TIME)
+        search.reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_ANSWERED)
     if num_failed:
         tier.count("lookup_failures", num_failed)
         tier.read_health.lookups_failed(num_failed, search.now)

@@ -16,7 +16,7 @@ from kvoffload.tiering.plan import Bools, ChainLayout, unreachable
 class TierBlocks:
     """What ``tier`` holds of chains, and the blocks of ``host`` that it is writing, which are pinned there.
 
-    ``is_worth`` returns which blocks are worth writing to this tier; None: all are.
+    ``is_worth`` returns which blocks are worth writing to this tier, beside those of ``promised``; None: all are.
     """
 
     def __init__(
@@ -25,11 +25,13 @@ class TierBlocks:
         tier: Tier,
         layout: ChainLayout,
         is_worth: Callable[[Sequence[OffloadKey]], Bools] | None,
+        promised: Collection[OffloadKey],
     ) -> None:
         self._host = host
         self._tier = tier
         self._layout = layout
         self._is_worth = is_worth
+        self._promised = promised
         self.history_of: dict[OffloadKey, History] = {}
         """Blocks that the tier has not reported yet, and the requests that they are written for."""
         self._slots: dict[OffloadKey, int] = {}
@@ -91,7 +93,7 @@ class TierBlocks:
         if names:
             available[absent] = (self._host.table.states(names) == HIT) & ~self.are_under_way(names)
             if self._is_worth is not None:
-                available[absent] &= self._is_worth(names)
+                available[absent] &= self._is_worth(names) | _among(names, self._promised)
         return in_tier, available
 
     @property

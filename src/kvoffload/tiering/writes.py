@@ -124,7 +124,7 @@ class WriteThrough:
         self._count = count
         self._clock = clock
         self._admission = settings.admission
-        self._blocks = TierBlocks(host, tier, self._layout, settings.is_worth)
+        self._blocks = TierBlocks(host, tier, self._layout, settings.is_worth, promised.deadlines)
         self.writing: KeysView[OffloadKey] = self._blocks.history_of.keys()
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         # Chains name a state for every unit; hardly any of them exist.

@@ -29,6 +29,15 @@ BUILTIN = {
 }
 """The TierConfig of each kind by its import path: only kinds in use are imported."""
 
+_ALIASES = {
+    "s3": ["object_store"],
+    "gcs": ["object_store"],
+    "valkey": ["redis"],
+    "nfs": ["shared_dir"],
+    "ssd": ["disk"],
+}
+"""Other names for the kinds."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
@@ -212,7 +221,7 @@ def _tier_class(kind: object) -> type[TierConfig]:
         raise ConfigError("kind", kind, "not a kind of tier", choice)
     path = BUILTIN.get(kind, kind)
     if not path.partition(":")[2]:
-        near = difflib.get_close_matches(kind, BUILTIN, n=1, cutoff=0.5)
+        near = _ALIASES.get(kind.lower(), []) or difflib.get_close_matches(kind, BUILTIN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? Otherwise {choice}" if near else choice
         raise ConfigError("kind", kind, "no kind of tier has this name", hint)
     found = import_subclass("kind", path, TierConfig, choice)  # type: ignore[type-abstract]

@@ -95,12 +95,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         outer = companions.join(self)
         self._is_beside_others = outer is not None
         # A failed load is a miss, but "fail", vLLM's default, would fail the request. Whether the user has set it
-        # cannot be seen here, so this is an info line and not a warning.
+        # cannot be seen here, so this is no warning.
         transfer = outer or self._kv_transfer_config
         policy = transfer.kv_load_failure_policy
         if role == KVConnectorRole.SCHEDULER and policy != "recompute":
             transfer.kv_load_failure_policy = "recompute"
-            logger.info(
+            logger.debug(
                 "kvoffload: kv_load_failure_policy=%r, vLLM's default, has no effect: a request whose load fails is "
                 "computed instead",
                 policy,

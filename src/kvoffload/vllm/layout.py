@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvoffload.abc import ConfigError, KVGroup
+from kvoffload.abc import NOT_SET, ConfigError, KVGroup
 from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.connector.parts import Parts
 from kvoffload.host.pool import PoolHandle
@@ -274,9 +274,11 @@ def _given_engines(given: int | None, rank: int, otherwise: int | None) -> int:
     most = given or otherwise
     if most is None:
         raise ConfigError(
-            fault="engines_per_node is not set: this is one of several data-parallel engines that share "
-            f"one budget, and {versions.NAME} does not say how many they are",
-            fix="set engines_per_node to the number that run on this node (--data-parallel-size-local)",
+            "engines_per_node",
+            NOT_SET,
+            "is not set: this is one of several data-parallel engines that share one budget, and "
+            f"{versions.NAME} does not say how many they are",
+            "set engines_per_node to the number that run on this node (--data-parallel-size-local)",
         )
     if rank >= most:
         raise ConfigError(

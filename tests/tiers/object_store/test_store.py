@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +17,9 @@ import pytest
 
 from kvoffload.abc import OffloadKey, TierError
 from kvoffload.abc.tier import HIT, MISS
+from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject, Piece, Times
+from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.contents import make_note, mark
 from kvoffload.tiers.object_store.errors import Problem, classify, explain
 from kvoffload.tiers.object_store.obstore_bucket import ObstoreBucket, open_bucket
@@ -25,6 +28,7 @@ from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from tests.clock import RealClock
 from tests.tiers.object_store.rig import (
+    BUCKET,
     CREDENTIALS,
     FINGERPRINT,
     KEY_ID,
@@ -485,3 +489,23 @@ def test_a_local_directory(tmp_path: Path) -> None:
     assert other.reads_all(keys)
     for each in (one, other):
         each.close()
+
+
+def test_a_late_answer_to_a_put_keeps_no_read_back(fake: FakeS3) -> None:
+    """It does keep further puts back, for as long as they would wait."""
+    released = threading.Event()
+    store = fake.write
+    times = replace(PATIENT, transfer_s=1.0, retry_within_s=0.1, quiet_s=600.0)
+    config = ObjectStoreConfig(url=f"s3://{BUCKET}/folder", endpoint=fake.endpoint)
+    with patched(CREDENTIALS):
+        made = client.connect(config.settings(), times)
+    value = [[np.ones(4096, dtype=np.uint8)]]
+    assert made.put(["kv/a"], value) == [Outcome.OK]
+    fake.write = lambda request: (released.wait(30.0), store(request))  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        with pytest.raises(StoreError, match="did not answer in time"):
+            made.put(["kv/b"], value)
+    assert made.exists(["kv/a", "kv/b"]) == [Outcome.OK, Outcome.MISSING]
+    assert made.get(["kv/a"], value) == [Outcome.OK]
+    released.set()
+    made.close()

@@ -170,14 +170,19 @@ class StoreServer:
             for rank, pool in enumerate(self.pools):
                 pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
         taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
-        results: dict[OffloadKey, TierResult] = {}
-        deadline = time.monotonic() + STORE_DEADLINE_S
-        while len(results) < len(taken):
-            assert time.monotonic() < deadline, "transfers never ended"
-            results |= {result.key: result for result in self.poll()}
+        results = {result.key: result for result in self.finish(taken)}
         for i, key in enumerate(keys):
             if is_read and key in results and results[key].ok:
                 assert self.has(key, half + i), "a read that has succeeded has other bytes"
+        return results
+
+    def finish(self, taken: Sequence[OffloadKey]) -> list[TierResult]:
+        """Returns the results of a transfer."""
+        results: list[TierResult] = []
+        deadline = time.monotonic() + STORE_DEADLINE_S
+        while len(results) < len(taken):
+            assert time.monotonic() < deadline, "transfers never ended"
+            results += self.poll()
         return results
 
     def has(self, key: OffloadKey, slot: int) -> bool:

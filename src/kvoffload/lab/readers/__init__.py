@@ -20,7 +20,8 @@ FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
 _HEAD_BYTES = 1 << 16
 _SHOWN = 60
 _NAMES = b'"hash_ids"'
-_TEXT = re.compile(rb'"(conversations|messages|text_input|prompt|text|content)"\s*:')
+_TEXT = re.compile(rb'"(conversations|messages|text_input|prompt|text|content)"\s*:\s*["\[]')
+_DELIMITER = re.compile(rb"[,;\t\[{]")
 _COUNTS = re.compile(rb"tokens|_length|_len\b|\b[io]sl\b", re.IGNORECASE)
 
 
@@ -79,7 +80,7 @@ def _what(head: bytes, first: bytes) -> str:
             "text without block names: a trace has the blocks of each prompt; examples/convert_trace.py makes a trace "
             "of text, with a tokenizer"
         )
-    if _COUNTS.search(head if head.startswith((b"{", b"[")) else first):
+    if _COUNTS.search(head if head.startswith((b"{", b"[")) else first) and _DELIMITER.search(first):
         return (
             "token counts without block names: they do not say which prompts begin alike, so nobody can tell what a "
             "cache would find; record a trace of your server (record_trace), or use one with hash_ids"

@@ -44,6 +44,8 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         check_length(len(chain), tokens, size)
         if "timestamp" not in data and session in ends:
             at = ends[session] + seconds(data, "delay", MILLISECOND)
+        elif "timestamp" not in data and "delay" in data:
+            raise ValueError(f"timestamp is missing, and there is no turn of session_id={str(session)[:40]!r} before")
         else:
             at = seconds(data, "timestamp", MILLISECOND)
         if session is not None:

@@ -62,7 +62,7 @@ def check_slot_bytes(slot_bytes: Sequence[int]) -> None:
     if any(size < 1 or size % SLOT_ALIGNMENT for size in slot_bytes):
         raise ConfigError(
             "slot_bytes",
-            ", ".join(map(str, slot_bytes)),
+            list(slot_bytes),
             f"with a disk tier, slots of host pools must be multiples of {SLOT_ALIGNMENT} bytes",
             "make each with padded_slot_bytes(block_bytes) of kvoffload.host.pool",
         )

@@ -84,7 +84,7 @@ class RemoteTierConfig(TierConfig):
 
     @property
     def pins_memory(self) -> bool:
-        """Whether the client pins the host pools, for RDMA."""
+        """Whether the client pins its own memory, for RDMA."""
         return False
 
     def settings(self, engines: int = 1) -> Mapping[str, Any]:

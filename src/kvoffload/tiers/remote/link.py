@@ -167,8 +167,9 @@ class StoreLink:
             self._watch_failures(response)
             if response.problem:
                 problem = printable(response.problem, MAX_PROBLEM_BYTES)
+                effect = "are not stored" if request.op is Op.WRITE else "are misses"
                 self._log.warning(
-                    "%s: %s failed (%s); its blocks are misses", self._name, request.op.name.lower(), problem
+                    "%s: %s failed (%s); its blocks %s", self._name, request.op.name.lower(), problem, effect
                 )
             else:
                 self._pause = FIRST_PAUSE_S
