@@ -167,7 +167,7 @@ class OffloadConfig:
         try:
             within(FILES_DEADLINE_S, self._check_trace)
         except TimeoutError as error:
-            raise ConfigError("record_trace", self.record_trace, str(error.strerror)) from None
+            raise ConfigError("record_trace", self.record_trace, str(error.strerror), "look at the mount") from None
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
         for name in ("load_only_if_faster", "batched_copies", "canonical_layout"):

@@ -31,5 +31,5 @@ def within(timeout_s: float, do: Callable[[], _T]) -> _T:
     if errors:
         raise errors[0]
     if not results:
-        raise OSError(errno.ETIMEDOUT, f"its file system has not answered for {timeout_s:.0f} s; look at the mount")
+        raise OSError(errno.ETIMEDOUT, f"its file system has not answered for {timeout_s:.0f} s")
     return results[0]

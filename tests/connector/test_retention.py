@@ -52,7 +52,7 @@ class Server:
         tenants = {name: {"retain": {t: n * SLOT for t, n in retain.items()}} for name, retain in RETAIN.items()}
         config = OffloadConfig.from_mapping(
             {
-                "host_bytes": HOST_BLOCKS * SLOT,
+                "host_bytes": 1 << 20,
                 "tiers": [{"kind": "disk", "dir": str(self.path / "disk"), "bytes": 600_000}],
                 "tenants": tenants,
                 "policy": "lru",

@@ -70,7 +70,7 @@ class TraceRecorder:
         try:
             self._fd = within(FILES_DEADLINE_S, lambda: _open(path))
         except TimeoutError as error:
-            raise ConfigError("record_trace", path, f"cannot be opened: {error.strerror}") from None
+            raise ConfigError("record_trace", path, str(error.strerror), "look at the mount") from None
         self._bytes = os.fstat(self._fd).st_size
         self._whole = self._bytes
         """Length of the part of the file that is whole lines."""

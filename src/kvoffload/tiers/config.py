@@ -257,7 +257,7 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
     except ConfigError:
         raise
     except TimeoutError as error:
-        raise ConfigError("kind", found.kind, f"a file that the entry names: {error.strerror}") from error
+        raise ConfigError("kind", found.kind, f"a file of the entry: {error.strerror}", "look at the mount") from error
     except Exception as error:
         raise ConfigError(
             "kind",
