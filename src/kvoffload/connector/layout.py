@@ -161,7 +161,7 @@ class Layout:
     def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
         """Returns how many tokens have KV in ``keys``, blocks of one chain: as many as those of one group with full
         attention, which has all of them, or of the first group if there is none."""
-        return sum(key_group_idx(key) == self.traced for key in keys) * self.block_tokens[self.traced]
+        return sum(key_group_idx(key) == self.traced for key in set(keys)) * self.block_tokens[self.traced]
 
 
 class Block(NamedTuple):
