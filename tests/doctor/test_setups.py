@@ -93,7 +93,7 @@ def test_a_healthy_setup_has_no_problem(healthy: Diagnosis) -> None:
 @pytest.mark.parametrize(
     ("id", "level", "text", "fix"),
     [
-        ("config.refused", "problem", "polcy=***: unknown option", "did you mean policy?"),
+        ("config.refused", "problem", r"polcy=\*\*\*: unknown option", "did you mean policy?"),
         (
             "config.refused",
             "problem",
