@@ -1211,6 +1211,33 @@ def updates(config: dict[str, Any]) -> dict[str, Any]:
     return {"loading": loading, **life.result()}
 
 
+def _write_embedding(worker: Any, weights: list[Any], number: int) -> None:
+    """Writes in place, at the same address, so that only the values differ. ``weights`` keeps both."""
+    import torch
+
+    parameter = worker.get_model().model.embed_tokens.weight
+    if not weights:
+        weights += [parameter.detach().clone(), parameter.detach().flip(0).clone()]
+    with torch.inference_mode():
+        parameter.data.copy_(weights[number])
+
+
+def swapped(config: dict[str, Any]) -> dict[str, Any]:
+    """Writes other weights in place and then the former ones again. Before each round only the engine's own cache is
+    emptied. "right N" is the answer of weights N if everything is computed; in the last two rounds nothing compares."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = Engine(config)
+    life, weights = _Life(engine), list[Any]()
+    for name, number in (("right 1", 1), ("right 0", 0), ("other", 1), ("back", 0), ("unwatched", 1), ("and back", 0)):
+        if name == "unwatched":
+            get_kv_transfer_group().connector_worker.weights.watch = None
+        engine.llm.collective_rpc(_write_embedding, args=(weights, number))
+        life.play(name, **({"extra_args": NOT_OFFLOADED} if name.startswith("right") else {}))
+    engine.close()
+    return life.result()
+
+
 def write_adapter(directory: Path, seed: int) -> None:
     """Writes a LoRA adapter that changes the answers of the tiny model."""
     from safetensors.numpy import save_file
@@ -1610,6 +1637,7 @@ SCENARIOS = {
         tier_endless,
         sleeps,
         updates,
+        swapped,
         adapters,
         retained,
         queued,

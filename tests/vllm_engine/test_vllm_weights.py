@@ -571,6 +571,22 @@ def test_a_restart_finds_nothing_of_an_engine_whose_weights_were_changed(
     assert differences(result["outputs"][0], expected) == []
 
 
+def test_weights_that_come_back_do_not_find_what_others_computed(run: Runner) -> None:
+    """Host memory that does not repeat the device copies nothing while the others compute. The last rounds are the
+    control."""
+    connector = POOL | {"host_contents": "exclusive", "load_deadline_ms": 1000 * DEADLINE_S}
+    result = run("swapped", connector=connector, prompts=3, engine={"num_gpu_blocks_override": 200})
+    answers, counts = result["answers"], result["counts"]
+    wrong = [
+        len(differences(answers[name], answers[f"right {number}"]))
+        for name, number in (("other", 1), ("back", 0), ("unwatched", 1), ("and back", 0))
+    ]
+    assert len(differences(answers["right 0"], answers["right 1"])) == 3
+    assert wrong[:2] == [0, 0]
+    assert sum(wrong[2:]) >= 3
+    assert counts["other"]["weight_changes"] == counts["back"]["weight_changes"] == 1
+
+
 PLAYS = [
     ("first", "a", 1, 1, "load"),
     ("first, again", "a", 1, 0, ""),
