@@ -1233,7 +1233,8 @@ def swapped(config: dict[str, Any]) -> dict[str, Any]:
         if name == "unwatched":
             get_kv_transfer_group().connector_worker.weights.watch = None
         engine.llm.collective_rpc(_write_embedding, args=(weights, number))
-        life.play(name, **({"extra_args": NOT_OFFLOADED} if name.startswith("right") else {}))
+        arguments: dict[str, Any] = {"extra_args": NOT_OFFLOADED} if name.startswith("right") else {}
+        life.play(name, **arguments)
     engine.close()
     return life.result()
 
