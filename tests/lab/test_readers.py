@@ -295,7 +295,10 @@ COUNTS = "token counts without block names: they do not say which prompts begin 
         (lzma.compress(b"{}"), "packed with xz; unpack it with xz -d"),
         (bz2.compress(b"{}"), "packed with bzip2; unpack it with bzip2 -d"),
         (b"PK\x03\x04\x14\x00", "a zip archive; unpack it"),
-        (gzip.compress(b"trace.jsonl".ljust(257, b"\0") + b"ustar\x0000"), "a tar archive; unpack it with tar -xf"),
+        (
+            gzip.compress(b"trace.jsonl".ljust(257, b"\0") + b"ustar\x0000", mtime=0),
+            "a tar archive; unpack it with tar -xf",
+        ),
         (b"PAR1\x15", "a Parquet file; give the JSON file"),
         (b"<!DOCTYPE html>\n<html>", "a page of a web site, not a trace"),
         ('{"timestamp": 0}\n'.encode("utf-16"), "text in UTF-16; write it in UTF-8"),
