@@ -173,7 +173,7 @@ def test_what_is_shown_of_a_wrong_entry_is_short() -> None:
         ({"kind": "disk", "dir": "/c"}, f".bytes is not set, and a tier of kind disk needs it; write all of {EXAMPLE}"),
         ({"kind": "disk", "bytes": 1}, f".dir is not set, and a tier of kind disk needs it; write all of {EXAMPLE}"),
         ({"kind": f"{HERE}:OwnConfig"}, ".blocks is not set, and a tier of kind own needs it; add it"),
-        (disk(byte=1), f".byte=1: unknown key of a tier of kind disk; did you mean bytes? {KEYS}"),
+        (disk(byte=1), f".byte=***: unknown key of a tier of kind disk; did you mean bytes? {KEYS}"),
         (disk(password="x"), f".password=***: unknown key of a tier of kind disk; remove it. {KEYS}"),
         (disk(aws_secret="x"), f".aws_secret=***: unknown key of a tier of kind disk; remove it. {KEYS}"),
         (disk(zzz="x"), f".zzz=***: unknown key of a tier of kind disk; remove it. {KEYS}"),
