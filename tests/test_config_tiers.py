@@ -260,3 +260,11 @@ def test_one_tier_behind_another_engine_is_named_as_it_was_given() -> None:
         with pytest.raises(ConfigError) as error:
             DoorConfig.from_mapping(wrong, "x.")
         assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("master_server_address", "master"), ("global_segment_size", "segment_bytes"), ("local_hostname", "host")],
+)
+def test_names_of_mooncake_are_translated(name: str, meant: str) -> None:
+    assert f"did you mean {meant}?" in refused({"kind": "mooncake", name: "x"})

@@ -74,9 +74,9 @@ def test_of_several_connectors_the_entry_of_kvoffload_is_read() -> None:
     for wrong in ([other], [], [3]):
         with pytest.raises(ConfigError, match=r"none of the .connectors. of MultiConnector is KVOffloadConnector"):
             read_source(of(wrong))
-    for wrong in (None, {"a": own}):
+    for no_list in (None, {"a": own}):
         with pytest.raises(ConfigError, match=r"the .connectors. of MultiConnector are not a list"):
-            read_source(of(wrong))
+            read_source(of(no_list))
     with pytest.raises(ConfigError, match=r"vLLM takes one connector; write .* .MultiConnector."):
         read_source(json.dumps([own, other]))
 
