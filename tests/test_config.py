@@ -196,7 +196,7 @@ def test_the_constructor_checks_and_converts_values_too(monkeypatch: pytest.Monk
 )
 def test_an_error_proposes_the_option_that_was_meant(name: str, meant: str) -> None:
     message = refused(**{name: 17})
-    assert message.startswith(f"{name}=17: unknown option")
+    assert message.startswith((f"{name}=17: unknown option", f"{name}=***: unknown option"))
     assert f"did you mean {meant}?" in message
 
 

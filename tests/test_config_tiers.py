@@ -173,7 +173,7 @@ def test_what_is_shown_of_a_wrong_entry_is_short() -> None:
         ({"kind": "disk", "dir": "/c"}, f".bytes is not set, and a tier of kind disk needs it; write all of {EXAMPLE}"),
         ({"kind": "disk", "bytes": 1}, f".dir is not set, and a tier of kind disk needs it; write all of {EXAMPLE}"),
         ({"kind": f"{HERE}:OwnConfig"}, ".blocks is not set, and a tier of kind own needs it; add it"),
-        (disk(byte=1), f".byte=1: unknown key of a tier of kind disk; did you mean bytes? {KEYS}"),
+        (disk(byte=1), f".byte=***: unknown key of a tier of kind disk; did you mean bytes? {KEYS}"),
         (disk(password="x"), f".password=***: unknown key of a tier of kind disk; remove it. {KEYS}"),
         (disk(aws_secret="x"), f".aws_secret=***: unknown key of a tier of kind disk; remove it. {KEYS}"),
         (disk(zzz="x"), f".zzz=***: unknown key of a tier of kind disk; remove it. {KEYS}"),
@@ -260,3 +260,11 @@ def test_one_tier_behind_another_engine_is_named_as_it_was_given() -> None:
         with pytest.raises(ConfigError) as error:
             DoorConfig.from_mapping(wrong, "x.")
         assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("master_server_address", "master"), ("global_segment_size", "segment_bytes"), ("local_hostname", "host")],
+)
+def test_names_of_mooncake_are_translated(name: str, meant: str) -> None:
+    assert f"did you mean {meant}?" in refused({"kind": "mooncake", name: "x"})

@@ -6,10 +6,12 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Sequence
 from typing import TypeVar
 
 from kvoffload.abc import ConfigError
+from kvoffload.abc.shown import HIDDEN, shown
 
 Base = TypeVar("Base")
 
@@ -38,6 +40,12 @@ _ELSEWHERE = {
     "blocks_per_chunk": "block_size_factor",
     "offloaded_block_size": "block_size",
     "secondary_tiers": "tiers",
+    # Mooncake's client.
+    "master_server_address": "master",
+    "metadata_server": "metadata",
+    "global_segment_size": "segment_bytes",
+    "device_name": "devices",
+    "local_hostname": "host",
 }
 """Options of other software, and those here that do the same."""
 
@@ -48,6 +56,9 @@ def unknown(name: str, value: object, what: str, known: Sequence[str], otherwise
     meant = _ELSEWHERE.get(name)
     begun = [each for each in known if each.startswith(f"{name}_")]
     near = [meant] if meant in known else begun or difflib.get_close_matches(name, known, n=1, cutoff=0.65)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # It may be a password.
+        value = str(value) if shown(name, str(value)) == HIDDEN else value
     hint = f"did you mean {near[0]}?" if near else otherwise
     return ConfigError(name, value, f"unknown {what}", f"{hint} Known: {', '.join(known)}")
 
@@ -89,6 +100,8 @@ def import_subclass(setting: str, path: str, base: type[Base], choice: str) -> t
     """Returns the class at ``path``, "package.module:Class". Errors name ``setting``, and ``choice`` says what to write
     instead. Raises ConfigError unless it can be imported and is a subclass of
     ``base``, one of the package's public names, without abstract methods."""
+    if not re.fullmatch(r"[\w.]+:\w+", path):
+        raise ConfigError(setting, path, "is not the path of a class", choice)
     module_name, _, class_name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -440,7 +440,7 @@ def test_without_a_server_the_error_says_what_to_do() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "no server with kvoffload was found" in done.stderr
     assert "docker exec" in done.stderr
-    assert "kvoffload explain server.log" in done.stderr
+    assert "For a log, name its file" in done.stderr
 
 
 def test_every_reason_has_advice() -> None:

@@ -67,6 +67,20 @@ def test_no_option_is_required(chat: str) -> None:
     assert "with the policy auto in RAM" in " ".join(result.stdout.split())
 
 
+@pytest.mark.parametrize("unit", [1000, 10**9])
+def test_times_in_nanoseconds_are_warned_of(tmp_path: Path, unit: int) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": i * 60 * unit, "input_length": 1024, "output_length": 8, "hash_ids": [i % 3, 9 + i]}
+        for i in range(12)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run(str(path), "--ram", "1GiB")
+    assert result.exit_code == 0, result.output
+    said = "the requests span 7,639 d: are the times in another unit than those of mooncake?"
+    assert (said in " ".join(result.stderr.split())) == (unit == 10**9)
+
+
 def test_json(chat: str, config: str) -> None:
     result = run(chat, "--model", config, "--ram", "8GiB", "--json")
     content = json.loads(result.stdout)

@@ -71,9 +71,37 @@ def test_of_several_connectors_the_entry_of_kvoffload_is_read() -> None:
 
     source = read_source(of([other, own]))
     assert (source.options, source.transfer) == ({"host_bytes": 1}, own)
-    for wrong in ([other], [], None, [3], {"kv_connector": "KVOffloadConnector"}):
+    for wrong in ([other], [], [3]):
         with pytest.raises(ConfigError, match=r"none of the .connectors. of MultiConnector is KVOffloadConnector"):
             read_source(of(wrong))
+    for no_list in (None, {"a": own}):
+        with pytest.raises(ConfigError, match=r"the .connectors. of MultiConnector are not a list"):
+            read_source(of(no_list))
+    with pytest.raises(ConfigError, match=r"vLLM takes one connector; write .* .MultiConnector."):
+        read_source(json.dumps([own, other]))
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_config", "kv-transfer-config", "--kv-transfer-config"])
+def test_a_level_too_many_is_named(name: str) -> None:
+    """As in vLLM's own file of options, and with the options written twice."""
+    with pytest.raises(ConfigError, match=rf"has the key .{name}. around it; give only the value of that key"):
+        read_source(json.dumps({name: OWN}))
+    twice = {**OWN, "kv_connector_extra_config": {"kv_connector_extra_config": {"host_bytes": "1GiB"}}}
+    with pytest.raises(ConfigError, match="kv_connector_extra_config stands in itself; write it once"):
+        read_source(json.dumps(twice))
+
+
+@pytest.mark.parametrize(("role", "level"), [("both", Level.PROBLEM), ("kv_consumer", Level.WARNING)])
+def test_a_role_that_vllm_refuses_is_a_problem(role: str, level: Level) -> None:
+    found = findings_of(configuration.check, asdict(read_source(json.dumps({**OWN, "kv_role": role}))))
+    assert found["config.role"].level is level
+    assert found["config.role"].text.startswith(f"kv_role='{role}': ")
+
+
+def test_a_fix_stands_by_itself() -> None:
+    options = {"host_bytes": "64MiB", "store_threshold": 1}
+    found = findings_of(configuration.check, {"options": options, "transfer": None})
+    assert found["config.refused"].fix == "correct it, or leave it out"
 
 
 def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
@@ -94,7 +122,7 @@ def test_one_wrong_setting_of_the_disk_is_one_error(wrong: dict[str, str]) -> No
 
 def test_a_key_that_looks_like_an_entry_is_an_unknown_key() -> None:
     _, (error,) = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tiers[3]": 1})
-    assert str(error).startswith("tiers[3]=1: unknown option")
+    assert str(error).startswith("tiers[3]=***: unknown option")
 
 
 def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_two_entries_with_one_directory_are_refused(tmp_path: Path) -> None:
         ({"class_name": None}, "class", "class_name is not set"),
         ({"interface_v1": None}, "interface", "interface_v1 is not 1"),
         ({"hicache_storage_pass_prefix_keys": None}, "interface", "what comes before a page"),
-        ({"teir": 3}, "refused", "teir=3: unknown option"),
+        ({"teir": 3}, "refused", "teir=***: unknown option"),
         ({"tier": {"kind": "disk", "dir": "c", "bytes": 1}}, "refused", "tier.dir='c'"),
     ],
 )

@@ -122,12 +122,33 @@ def test_a_secret_in_an_unknown_place_is_shown_nowhere(options: Mapping[str, Any
         ("master", "10.0.0.5", "'10.0.0.5'"),
         ("hmac_key_file", "/etc/key", "'/etc/key'"),
         ("hmac_key_file", "8J+Rg/x==", "***"),
+        ("tiers[0].url", 987654321, "***"),
+        ("tiers[0].password_file", 987654321, "***"),
+        ("tiers[0].username", 987654321, "***"),
+        ("host_bytes", "redis://u:SECRET@h", "***"),
+        ("record_trace", "http://u:SECRET@h/x", "***"),
+        ("tiers[0].dir", "/mnt/a@b", "'/mnt/a@b'"),
         ("--config", "kv.json", "'kv.json'"),
         ("--config", "pass: x", "***"),
     ],
 )
 def test_what_is_shown(setting: str, value: object, said: str) -> None:
     assert shown(setting, value) == said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"requirepass": 987654321},
+        {"tiers": [{"kind": "redis", "url": "redis://h:1", "requirepass": 987654321}]},
+        {"tiers": [{"kind": "redis", "url": "redis://h:1", "username": 987654321}]},
+        {"policy": "redis://:987654321@h:6379"},
+    ],
+)
+def test_a_number_may_be_a_password(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_mapping({"host_bytes": "64MiB", **options})
+    assert "987654321" not in str(caught.value)
 
 
 def test_the_command_shows_no_secret(tmp_path: Path) -> None:

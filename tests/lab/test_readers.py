@@ -289,6 +289,8 @@ COUNTS = "token counts without block names: they do not say which prompts begin 
             b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 13\n",
             "a pointer of Git LFS.* git lfs pull",
         ),
+        (b'timestamp,input_length,hash_ids\n0,9,"[1]"\n', "has hash_ids, and is not JSON; write one object per line"),
+        (b"{'input_length': 9, 'hash_ids': [1]}\n", "has hash_ids, and is not JSON; write one object per line"),
         (b"Count the tokens of this.\n", "the format is not recognized"),
         (b'{"timestamp": 0, "prompt": 9, "output_tokens": 4}\n', COUNTS),
         (b"\x28\xb5\x2f\xfd\x04\x00", "packed with Zstandard; unpack it with zstd -d"),

@@ -706,7 +706,7 @@ DISK = {"kind": "disk", "dir": "/nonexistent/kvoffload", "bytes": "1GiB"}
         ({"interface_v1": 0}, {}, "interface_v1=0"),
         ({"tier": None}, {}, "tier is not set"),
         ({"tier": {"kind": "dsk"}}, {}, "tier.kind='dsk'"),
-        ({"tyer": 1}, {}, "tyer=1: unknown option; did you mean tier"),
+        ({"tyer": 1}, {}, r"tyer=\*\*\*: unknown option; did you mean tier"),
         ({"model_fingerprint": None}, {}, "model_fingerprint is not set"),
         ({}, {"tp_size": 2, "is_mla": True}, "shared_dir"),
         ({"policy": "no"}, {}, "policy"),

@@ -24,6 +24,9 @@ _HARMLESS = frozenset(_NAMES.split())
 """Settings whose values are no secrets, whatever they are."""
 _FILES = frozenset(("hmac_key_file", "password_file", "ca_file", "cert_file", "key_file", "path"))
 """Settings that are paths. Somebody may have written the contents of the file in their place."""
+_TEXTS = _FILES | {"url", "endpoint", "username"}
+"""Settings that are never numbers. A number in their place may be a password."""
+_CREDENTIALS = re.compile(r"://[^/]*@")
 _PATH = re.compile(r"(~|\.{1,2})?/[\w./@-]+")
 _OPTION_WITH_FILE = ("--config", "--tenants")
 """Options that are JSON or the name of a file."""
@@ -36,7 +39,7 @@ _NAME = re.compile(r"([\w-]+)(\[\d+\])?$")
 
 def shown(setting: str, value: object) -> str:
     """Returns ``value`` of ``setting`` as it may be shown: as it is if it is known to be harmless, else HIDDEN."""
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and _last(setting) not in _TEXTS):
         text = repr(value)
     elif isinstance(value, (str, bytes)):
         text = repr(value) if not value or _may_be_shown(setting, value) else HIDDEN
@@ -49,9 +52,13 @@ def shown(setting: str, value: object) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-def _may_be_shown(setting: str, value: str | bytes) -> bool:
+def _last(setting: str) -> str:
     found = _NAME.search(setting)
-    name = found[1] if found is not None else ""
+    return found[1] if found is not None else ""
+
+
+def _may_be_shown(setting: str, value: str | bytes) -> bool:
+    name = _last(setting)
     if isinstance(value, bytes):
         return name in _HARMLESS
     if name in _FILES:
@@ -60,4 +67,6 @@ def _may_be_shown(setting: str, value: str | bytes) -> bool:
         return re.search(r"[\s{}:'\"=]", value) is None
     if name in _ADDRESSES and not _AMOUNT_OF_TENANT.fullmatch(setting):
         return _ADDRESS.fullmatch(value) is not None
+    if _CREDENTIALS.search(value):
+        return False
     return name in _HARMLESS or setting.startswith("--") or _AMOUNT_OF_TENANT.fullmatch(setting) is not None

@@ -270,7 +270,7 @@ def _from_servers(pid: int | None) -> Findings:
     if not servers:
         raise RecordsError(
             "no server with kvoffload was found on this machine, in this network namespace. For a server in a "
-            "container: `docker exec CONTAINER kvoffload explain`. For a log: `kvoffload explain server.log`."
+            "container, run the same command there: `docker exec CONTAINER kvoffload ...`. For a log, name its file."
         )
     chosen = [server for server in servers if pid in (None, server.pid, *ancestors(server.pid))]
     if not chosen:

@@ -32,6 +32,8 @@ from kvoffload.printable import printable
 from kvoffload.units import age, counted, format_bytes
 
 MAX_PROBLEMS_SHOWN = 5
+LONGEST_S = 366 * 86_400.0
+"""No trace is longer: its times have another unit than its format says."""
 DEFAULT_POLICY = "auto"
 """As in a server."""
 OPTIONS = {
@@ -334,7 +336,11 @@ def sources(trace: Trace) -> str:
 
 
 def _warn_of_problems(command: str, trace: Trace) -> None:
-    """Prints how many lines of the trace were skipped, and the first of them."""
+    """Prints how many lines of the trace were skipped, and the first of them, and if its times have another unit."""
+    span_s = float(trace.times[-1] - trace.times[0])
+    if span_s > LONGEST_S:
+        text = f"the requests span {age(span_s)}: are the times in another unit than those of {trace.info['format']}?"
+        say(command, text, "yellow")
     if not trace.num_problems:
         return
     shown = [str(problem) for problem in trace.problems[:MAX_PROBLEMS_SHOWN]]

@@ -168,7 +168,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     plan, errors = _plan(door, given, arguments["options"], report)
     plan = replace(plan, is_beside_others=arguments.get("several") is not None)
     for error in errors:
-        say("refused", error.wrong, error.fix or "correct the setting")
+        say("refused", error.wrong, re.sub("^or ", "correct it, or ", error.fix) or "correct the setting")
     if is_valid:
         text = f"every setting is valid: tiers: {', '.join(tier.name for tier in plan.tiers) or 'none'}"
         if plan.host_bytes is not None:
@@ -377,11 +377,10 @@ def _check_transfer(transfer: Mapping[str, Any], several: Mapping[str, Any] | No
     if role is None:
         say("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
     elif role != ROLE:
-        text, fix = (
-            f"kv_role={shown('kv_role', role)}: a server both stores and loads blocks",
-            f'write "kv_role": "{ROLE}"',
-        )
-        say("role", text, fix, level=Level.WARNING)
+        is_known = role in ("kv_producer", "kv_consumer")
+        why = "a server both stores and loads blocks" if is_known else "vLLM knows no such role"
+        text = f"kv_role={shown('kv_role', role)}: {why}"
+        say("role", text, f'write "kv_role": "{ROLE}"', Level.WARNING if is_known else Level.PROBLEM)
     plugins = os.environ.get("VLLM_PLUGINS") if door is Door.CONNECTOR else None
     has_plugin = plugins is None or PLUGIN in plugins.split(",")
     if not has_plugin and "kv_connector_module_path" not in transfer:

@@ -75,6 +75,11 @@ def _guess(source: Source) -> str:
 
 def _what(head: bytes, first: bytes) -> str:
     """Says what a file is that names no blocks, and what to do."""
+    if b"hash_ids" in head:
+        return (
+            "has hash_ids, and is not JSON; write one object per line, such as "
+            '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}'
+        )
     if head.startswith((b"{", b"[")) and _TEXT.search(head):
         return (
             "text without block names: a trace has the blocks of each prompt; examples/convert_trace.py makes a trace "
