@@ -87,9 +87,11 @@ def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes: dict[str, int] = {}
         engine.on_end = partial(check_answer, engine, counts, sizes)
         engine.run()
+        # After a reset it may store them again.
+        times = 1 + engine.scheduler.changes.resets
         for record in engine.scheduler.records:
             if record.req_id in sizes:
-                assert record.stored_tokens <= sizes[record.req_id], record
+                assert record.stored_tokens <= times * sizes[record.req_id], record
         counts["loaded"] += sum(engine.loaded_blocks)
         for use in engine.policy_manager.room.uses():
             counts[f"evicted of {use.name}"] += use.num_evicted

@@ -1240,6 +1240,40 @@ def swapped(config: dict[str, Any]) -> dict[str, Any]:
     return life.result()
 
 
+def sessions(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs sessions with streaming input of two inputs each. A session drops the token that it has sampled after the
+    first, which completes a block, when the second comes. Then asks for prompts that begin with the first input and
+    that token: "plain", and "right" if everything is computed. If ``unlimited``, kvoffload stores and loads all of a
+    session, whatever the version of vLLM."""
+    if config.get("unlimited"):
+        from kvoffload.vllm import hints
+
+        hints.FIRST_TO_NAME_SESSIONS = "0"
+    engine, random, prompts = Engine(config), Random(3), []
+    core = engine.llm.llm_engine
+
+    def send(name: str, tokens: list[int], resumable: bool = True) -> Any:
+        """Sends an input as AsyncLLM does, and returns the request after the answer to it."""
+        inputs = {"prompt_token_ids": tokens}, engine.sampling(max_tokens=1)
+        made = core.input_processor.process_inputs(name, *inputs, core.get_supported_tasks(), resumable=resumable)
+        core.engine_core.add_request(made)
+        request = engine.scheduler.requests.get(name)
+        while resumable and request.status.name != "WAITING_FOR_STREAMING_REQ":
+            core.step()
+        return request
+
+    for i, blocks in enumerate(config["blocks"]):
+        first, then, more = (random.choices(range(5, 500), k=k) for k in (blocks * BLOCK_SIZE - 1, 40, 60))
+        prompts.append([*first, send(str(i), first).all_token_ids[-1], *more])
+        send(str(i), then)
+        send(str(i), [0], resumable=False)
+    engine.drain()
+    life = _Life(engine)
+    life.play("plain", prompts=prompts)
+    life.play("right", prompts=prompts, extra_args=NOT_OFFLOADED)
+    return life.result()
+
+
 def write_adapter(directory: Path, seed: int) -> None:
     """Writes a LoRA adapter that changes the answers of the tiny model."""
     from safetensors.numpy import save_file
@@ -1640,6 +1674,7 @@ SCENARIOS = {
         sleeps,
         updates,
         swapped,
+        sessions,
         adapters,
         retained,
         queued,

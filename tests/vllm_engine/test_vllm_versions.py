@@ -25,6 +25,7 @@ from vllm_harness import (
 )
 
 from kvoffload.supported import TESTED
+from kvoffload.vllm.hints import FIRST_TO_NAME_SESSIONS
 from tests.scale import SCALE
 
 pytestmark = pytest.mark.vllm
@@ -122,6 +123,19 @@ def test_answers_about_whole_prompts_use_no_offloaded_blocks(run_version: Callab
     right = run_version("whole_prompts", **WHOLE_PROMPTS[kind])["outputs"]
     result = run_version("whole_prompts", connector=POOL, **WHOLE_PROMPTS[kind])
     assert_computed_whole(result, right)
+
+
+@pytest.mark.usefixtures("not_interpreted")
+@pytest.mark.parametrize("unlimited", [False, True])
+def test_tokens_that_a_session_drops_name_no_blocks(
+    run_version: Callable[..., Run], version: str, unlimited: bool
+) -> None:
+    """The control: a version that keeps their block hashes gives wrong answers if all of a session is stored."""
+    result = run_version("sessions", connector=POOL, blocks=[1, 2, 3], unlimited=unlimited)
+    wrong = differences(result["answers"]["plain"], result["answers"]["right"])
+    assert bool(wrong) is (unlimited and version < FIRST_TO_NAME_SESSIONS)
+    assert result["counts"]["plain"]["host_hit_tokens"] > 0
+    assert_at_rest(result.result)
 
 
 @pytest.mark.usefixtures("not_interpreted")

@@ -222,14 +222,19 @@ class RequestObserver:
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
         for state in states:
-            record = state.record
-            if record is not None and (state.blocks.stored or record.retained_in or record.retain_refused):
-                record.stored_tokens = self._layout.num_tokens(state.blocks.stored)
-                log_record(record)
+            self.count_stored(state)
             if self._spans is not None:
                 self._spans.end(state.context.req_id)
                 if state.num_jobs == 0:
                     self._spans.close(state.context.req_id)
+
+    def count_stored(self, state: RequestState) -> None:
+        """Writes into its record how many tokens it has stored, and logs the record if the number or an answer is
+        new."""
+        if (record := state.record) is not None:
+            tokens, record.stored_tokens = record.stored_tokens, state.stored_tokens
+            if tokens != record.stored_tokens or record.retained_in or record.retain_refused:
+                log_record(record)
 
     def measure_prefills(self, scheduled: Mapping[str, int]) -> None:
         """Measures how long requests take to compute their prompts beside other requests, and reports it to the manager

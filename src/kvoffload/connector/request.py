@@ -110,6 +110,8 @@ class RequestState:
     """Whether blocks that the engine has forgotten on the device were stored for it."""
     touched: bool = False
     """Whether its use was counted, which happens once."""
+    stored_before: int = 0
+    """Tokens of the blocks that it had stored before the last reset."""
     state_ends: Collection[int] = ()
     """When it has ended: where it has continued from a state, and where states of it are kept."""
     computed_at_load: int = 0
@@ -241,12 +243,24 @@ class RequestState:
             if self.phase is Phase.RUNNING:
                 self.phase = Phase.WAITING
 
-    def forget_stores(self) -> None:
-        """Called after a reset: none of its blocks is stored any more, and KV computed so far must not be stored."""
+    def forget_stores(self, unfinished: Collection[OffloadKey]) -> None:
+        """Called after a reset: none of its blocks is stored any more, and KV computed so far must not be stored.
+        ``unfinished`` stores count as failed."""
         self.match = None
+        self.discard_stored(unfinished)
+        self.stored_before = self.stored_tokens
         self.blocks.stored.clear()
         self.blocks.restart_stores()
         self.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
+
+    def discard_stored(self, keys: Collection[OffloadKey]) -> None:
+        """Called when a store of ``keys`` has failed."""
+        self.blocks.stored = [key for key in self.blocks.stored if key not in keys]
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens of the blocks that it has stored, or is storing."""
+        return self.stored_before + self.blocks.layout.num_tokens(self.blocks.stored)
 
 
 @dataclass(slots=True, eq=False)

@@ -366,8 +366,9 @@ class OffloadingConnectorScheduler:
         """Stores nothing that is on the device now, and nothing that is computed with it."""
         self.stores.reset()
         self.sound.reset()
+        unfinished = frozenset(key for job in self.jobs.jobs.values() if job.is_store for key in job.keys)
         for state in self.requests.values():
-            state.forget_stores()
+            state.forget_stores(unfinished)
             self.manager.release_request(state.context)
         self.observer.planned_last_stores([state for state, _ in self._next.finished])
         self._next.finished.clear()

@@ -170,7 +170,12 @@ class StorePlanner:
         if not job.failed:
             self._jobs.changes.contents += 1
             self._observer.stored(job)
-        elif self._jobs.is_current(job):
+            return
+        keys = frozenset(job.keys)
+        for state in job.states:
+            state.discard_stored(keys)
+            self._observer.count_stored(state)
+        if self._jobs.is_current(job):
             self._observer.metrics.add("store_failures")
             self._observer.warn(STORE_FAILED)
 
