@@ -30,10 +30,10 @@ class SharedTier(SpyTier):
         super().__init__(*args, **kwargs)
         self.handed_over: list[list[OffloadKey]] = []
         self.looked_for: list[tuple[list[OffloadKey], str, float]] = []
-        self.is_connected = True
+        self.is_open = True
 
     def stats(self) -> TierStats:
-        return super().stats()._replace(is_connected=self.is_connected)
+        return super().stats() if self.is_open else TierStats(0, 0, 0, is_connected=False)
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:
         self.handed_over.append(list(keys))
@@ -189,16 +189,16 @@ def test_a_tier_that_is_off_is_not_named() -> None:
 # The server that goes on.
 
 
-def test_a_tier_that_is_not_connected_is_not_named_and_nothing_waits_for_it() -> None:
-    """One whose directory has not answered yet, for example."""
+def test_a_tier_that_is_not_open_yet_is_not_named_and_nothing_waits_for_it() -> None:
+    """Its directory has not answered yet."""
     rig, shared = with_shared()
     keys = chain("x", 4)
     rig.store(keys)
-    shared.is_connected = False
+    shared.is_open = False
     assert rig.manager.hand_over(keys) == ({}, 0)
     rig.manager.check_integrity()
     assert rig.manager.host.num_available_blocks == HOST_BLOCKS
-    shared.is_connected = True
+    shared.is_open = True
     assert rig.manager.hand_over(keys) == ({SHARED: "seat-7"}, 4)
 
 
