@@ -53,7 +53,7 @@ class Server:
         config = OffloadConfig.from_mapping(
             {
                 "host_bytes": 1 << 20,
-                "tiers": [{"kind": "disk", "dir": str(self.path / "disk"), "bytes": 600_000}],
+                "tiers": [{"kind": "disk", "dir": str(self.path / "disk"), "bytes": 1 << 20}],
                 "tenants": tenants,
                 "policy": "lru",
                 "load_only_if_faster": False,

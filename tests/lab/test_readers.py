@@ -159,7 +159,7 @@ def test_all_problems_are_counted_and_the_first_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\n \n\n"])
 def test_an_empty_trace_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    path.write_bytes(gzip.compress(content, mtime=0) if name.endswith("gz") else content)
     with pytest.raises(TraceError, match="the trace is empty: it has no request"):
         read_trace(path)
 
@@ -295,7 +295,10 @@ COUNTS = "token counts without block names: they do not say which prompts begin 
         (lzma.compress(b"{}"), "packed with xz; unpack it with xz -d"),
         (bz2.compress(b"{}"), "packed with bzip2; unpack it with bzip2 -d"),
         (b"PK\x03\x04\x14\x00", "a zip archive; unpack it"),
-        (gzip.compress(b"trace.jsonl".ljust(257, b"\0") + b"ustar\x0000"), "a tar archive; unpack it with tar -xf"),
+        (
+            gzip.compress(b"trace.jsonl".ljust(257, b"\0") + b"ustar\x0000", mtime=0),
+            "a tar archive; unpack it with tar -xf",
+        ),
         (b"PAR1\x15", "a Parquet file; give the JSON file"),
         (b"<!DOCTYPE html>\n<html>", "a page of a web site, not a trace"),
         ('{"timestamp": 0}\n'.encode("utf-16"), "text in UTF-16; write it in UTF-8"),

@@ -127,7 +127,7 @@ def test_a_late_answer_about_states_is_a_miss() -> None:
     settle(rig)
     assert rig.tiers[0].reads == states[1:2]
     assert lookup_last(rig.manager, states, A) == (1, HIT)
-    assert rig.manager.explain_miss(states[3]).reason is MissReason.NOT_IN_TIME
+    assert rig.manager.explain_miss(states[3]).reason is MissReason.NOT_ANSWERED
 
 
 def test_kv_and_states_of_a_hit_are_read_together() -> None:

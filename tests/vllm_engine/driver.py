@@ -1203,6 +1203,7 @@ def updates(config: dict[str, Any]) -> dict[str, Any]:
     for seed in (1, 2, 0):
         update(seed)
         life.play(f"right {seed}", extra_args=NOT_OFFLOADED)
+    life.play("stored")
     # The control: the weights are not watched.
     get_kv_transfer_group().connector_worker.weights.watch = None
     update(1)

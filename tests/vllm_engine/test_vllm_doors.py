@@ -231,18 +231,21 @@ def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
 
 CACHE = {"kind": "disk", "dir": "DIRECTORY", "bytes": "32MiB"}
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "no tier": ({}, ['secondary_tiers[0].tier is not set: add a tier, such as {"tier": {"kind": "disk"']),
+    "no tier": ({}, ['secondary_tiers[0].tier is not set; add a tier, such as {"tier": {"kind": "disk"']),
     "an unknown key": (
         {"tier": CACHE, "disk_dir": "/c"},
         ["secondary_tiers[0].disk_dir='/c': unknown option", "tiers"],
     ),
-    "a key of vLLM's own tier": ({"root_dir": "/c"}, ["secondary_tiers[0].root_dir='/c': unknown option; did you"]),
+    "a key of vLLM's own tier": (
+        {"root_dir": "/c"},
+        ["secondary_tiers[0].root_dir=***: unknown option; remove it. Known: tier"],
+    ),
     "a tier without a size": ({"tier": {"kind": "disk", "dir": "/c"}}, ["secondary_tiers[0].tier.bytes is not set"]),
     "a wrong value of the second": (
         {"tiers": [CACHE, CACHE | {"dir": "/c", "bytes": "x"}]},
         ["secondary_tiers[0].tiers[1].bytes='x': not an amount of memory"],
     ),
-    "tier and tiers": ({"tier": CACHE, "tiers": [CACHE]}, ["secondary_tiers[0].tier and tiers", "into tiers"]),
+    "tier and tiers": ({"tier": CACHE, "tiers": [CACHE]}, ["secondary_tiers[0].tier: tiers is set too", "into tiers"]),
     "a wrong deadline": ({"tier": CACHE, "load_deadline_ms": "1"}, ["secondary_tiers[0].load_deadline_ms='1': must"]),
     "a file instead of a directory": (
         {"tier": CACHE | {"dir": "/proc/version"}},
@@ -251,10 +254,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "adapters": ({"tier": CACHE}, ["--enable-lora", '"kv_connector": "KVOffloadConnector"']),
     "a drafter that looks ahead": ({"tier": CACHE}, ["method 'eagle'", '"kv_connector": "KVOffloadConnector"']),
     "context parallelism": ({"tier": CACHE}, ["decode_context_parallel_size=2", "set it to 1"]),
-    "hashes with a random root": ({"tier": CACHE}, ["prefix_caching_hash_algo=xxhash", "PYTHONHASHSEED=0"]),
+    "hashes with a random root": ({"tier": CACHE}, ["prefix_caching_hash_algo='xxhash'", "PYTHONHASHSEED=0"]),
     "weights without files": ({"tier": CACHE}, ["secondary_tiers[0].tier.dir=", 'set model_fingerprint="..."']),
     "one of several engines": ({"tier": CACHE}, ["engines_per_node is not set", "--data-parallel-size-local"]),
-    "states that are not kept": ({"tier": CACHE}, ["mamba_cache_mode=none"]),
+    "states that are not kept": ({"tier": CACHE}, ["mamba_cache_mode='none'"]),
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "adapters": {"enable_lora": True},

@@ -132,7 +132,7 @@ def test_failed_loads_are_recomputed_with_the_default_of_vllm(service: Run) -> N
     """By default vLLM fails the request."""
     assert service["policy"] == "recompute"
     assert service["recomputes_failed_loads"] is True
-    assert "kv_load_failure_policy" not in service.log
+    assert "kvoffload: kv_load_failure_policy" not in service.log
 
 
 def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:

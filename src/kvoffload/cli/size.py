@@ -244,7 +244,8 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
 def settings_table(sizing: Sizing) -> Table:
     has_bound, places = any(setting.bound_pct for setting in sizing.settings), sizing.places
     titles = ["RAM", "disk", "served", *(f"from\n{place}" for place in places), "TTFT\np50", "TTFT\np95", "price"]
-    table = table_of("", *titles, *(["error\nat most"] if has_bound else []))
+    titles += ["error\nup to"] if has_bound else []
+    table = table_of("", *titles, gap=0 if len(titles) > 9 else 1)
     for setting in sizing.settings:
         is_chosen = setting is sizing.chosen
         table.add_row(

@@ -605,6 +605,8 @@ def test_a_kill_while_blocks_are_moved_loses_none_that_fits(tmp_path: Path) -> N
         rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
         rig.storage = lambda storage=storage: storage  # type: ignore[method-assign, misc]
         used = fill(rig)
+        # Writes down the latest uses, of which a kill loses those of RECENCY_S.
+        rig.tier.close()
         before = storage.used_bytes
         restarted = storage.restart()
         faulty = FaultyStorage(restarted)

@@ -60,6 +60,6 @@ def test_a_directory_that_had_to_be_made_is_named_with_its_file_system(
 
 
 def test_too_few_bytes_are_refused(tmp_path: Path) -> None:
-    config = SharedDirConfig(dir=str(tmp_path), bytes=4096)
-    with pytest.raises(ConfigError, match=r"^bytes=4096 .*not enough for one block"):
-        config.open(TierContext(make_pools(4, 4096), FINGERPRINT))
+    config = SharedDirConfig(dir=str(tmp_path), bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"^bytes=1048576 .*not enough for one block"):
+        config.open(TierContext(make_pools(4, 1 << 20), FINGERPRINT))
