@@ -179,6 +179,18 @@ def test_drops_and_resets_end_it_and_are_counted_and_a_block_that_returns_is_ret
     manager.check_integrity()
 
 
+def test_what_had_not_come_when_all_is_dropped_is_lost_and_each_block_once() -> None:
+    """A directory vanishes while blocks that are to be retained there are being written, for example."""
+    manager, keys = make(), chain("a", 1, 10)
+    store(manager, keys[:6])
+    assert manager.retain(keys, context(60.0)).refusal is None
+    manager.drop(keys[5:6])
+    assert manager.retention.num_lost[0] == 1
+    manager.reset()
+    assert manager.retention.num_lost[0] == 10
+    manager.check_integrity()
+
+
 def test_chains_of_several_groups_and_states_are_released_whole() -> None:
     manager, keys = make(), chain("a", 1, 7, groups=2)
     # Of the second group, which may be one of states, requests keep different blocks.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext, TierError
+from kvoffload.abc import Awaited, LookupState, MissReason, OffloadKey, ReqContext, TierError, TierStats
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.lookup import LOOK_AGAIN_S, LOOK_AGAIN_SHARE
 from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
@@ -30,6 +30,10 @@ class SharedTier(SpyTier):
         super().__init__(*args, **kwargs)
         self.handed_over: list[list[OffloadKey]] = []
         self.looked_for: list[tuple[list[OffloadKey], str, float]] = []
+        self.is_open = True
+
+    def stats(self) -> TierStats:
+        return super().stats() if self.is_open else TierStats(0, 0, 0, is_connected=False)
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:
         self.handed_over.append(list(keys))
@@ -183,6 +187,19 @@ def test_a_tier_that_is_off_is_not_named() -> None:
 
 
 # The server that goes on.
+
+
+def test_a_tier_that_is_not_open_yet_is_not_named_and_nothing_waits_for_it() -> None:
+    """Its directory has not answered yet."""
+    rig, shared = with_shared()
+    keys = chain("x", 4)
+    rig.store(keys)
+    shared.is_open = False
+    assert rig.manager.hand_over(keys) == ({}, 0)
+    rig.manager.check_integrity()
+    assert rig.manager.host.num_available_blocks == HOST_BLOCKS
+    shared.is_open = True
+    assert rig.manager.hand_over(keys) == ({SHARED: "seat-7"}, 4)
 
 
 def test_a_request_waits_for_what_is_handed_over_until_its_deadline() -> None:

@@ -21,13 +21,17 @@ import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS
+from kvoffload.cache.tenants import MakeShares, Shares
 from kvoffload.testing.tier_conformance import TierConformance, make_pools
+from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiers import late, opening
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.late import LateTier, Opener
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
+from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier
 from tests.tiers.conftest import Mounts
 
@@ -383,6 +387,118 @@ def deleted_files() -> list[str]:
         if "slab-" in target and target.endswith(" (deleted)"):
             found.append(target)
     return found
+
+
+class DiskOpener:
+    """Opens disk tiers whose jobs run in ``finish_jobs`` only, and says when their directory is lost."""
+
+    def __init__(self, path: Path, shares: MakeShares | None = None) -> None:
+        self.pools = make_pools(4, SLOT)
+        self._path, self._shares = path, shares
+        self._executors: list[SteppedExecutor] = []
+        self._tiers: list[DiskTier] = []
+        self.opener = Opener(self._open, str(path), "disk", "tiers[0]")
+        self.opener.wait(DEADLINE_S)
+        self.tier = LateTier(self.opener, SLOT, is_shared=False)
+
+    def _open(self) -> DiskTier:
+        self._executors.append(SteppedExecutor())
+        settings = DiskSettings("ab" * 32, 16 * MIB, shares=self._shares)
+        made = DiskTier(DirectoryStorage(self._path), self.pools, settings, executor=self._executors[-1])
+        self._tiers.append(made)
+        return made
+
+    def finish_jobs(self) -> None:
+        self._executors[-1].drain()
+
+    def is_renewed(self) -> bool:
+        self.finish_jobs()
+        return len(self._tiers) > 1
+
+    def write(self, keys: Sequence[OffloadKey], tier: Tier | None = None) -> None:
+        """``tier``: what guards the tier."""
+        assert (tier or self.tier).write(keys, np.arange(len(keys))) == keys
+        self.finish_jobs()
+
+    def lose(self) -> None:
+        """Has the tier left. Another one is opened in its place."""
+        remove_files(self._path)
+        self.opener.has_vanished = True
+        until(self.is_renewed, self.tier)
+        until(lambda: is_open(self.tier), self.tier)
+
+
+@pytest.fixture
+def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is not looked at."""
+    monkeypatch.setattr(DiskTier, "has_vanished", lambda tier: False)
+
+
+def test_blocks_of_a_lost_directory_count_as_evicted(tmp_path: Path, no_watch: None) -> None:
+    """So chains of which some were written before are looked up from their head, and not continued behind a hole."""
+    disk = DiskOpener(tmp_path)
+    disk.tier.poll()
+    disk.write([KEY, OTHER])
+    disk.tier.poll()
+    assert disk.tier.stats().num_evicted == 0
+    disk.lose()
+    assert disk.tier.stats().num_evicted == 2
+    disk.tier.close()
+
+
+def test_a_block_that_is_written_when_the_directory_is_lost_is_not_announced(tmp_path: Path, no_watch: None) -> None:
+    """The control is a block that was written before: its removal is announced."""
+    disk = DiskOpener(tmp_path)
+    tier = GuardedTier(disk.tier, enable_events=True)
+    tier.poll()
+    disk.write([KEY], tier)
+    tier.poll()
+    disk.write([OTHER], tier)
+    disk.opener.has_vanished = True
+    tier.poll()
+    assert tier.events is not None
+    announced = [(key, event.removed) for event in tier.events.take() for key in event.keys]
+    assert announced[0] == (KEY, False)
+    latest = dict(announced)
+    assert latest[KEY]
+    assert latest.get(OTHER, True)
+    disk.tier.close()
+
+
+def test_what_tenants_lose_with_a_directory_is_counted(tmp_path: Path, no_watch: None) -> None:
+    def shares(num_blocks: int, block_bytes: int) -> Shares:
+        return Shares(("a",), {}, (0,), (num_blocks,), num_blocks, (num_blocks // 2,))
+
+    disk = DiskOpener(tmp_path, shares)
+    disk.tier.poll()
+    disk.write([KEY, OTHER])
+    disk.tier.poll()
+    assert disk.tier.retain([KEY], 1, 60.0) is None
+    (before,) = disk.tier.tenant_uses()
+    assert (before.num_blocks, before.num_retained, before.num_retained_lost) == (2, 1, 0)
+    disk.lose()
+    (after,) = disk.tier.tenant_uses()
+    assert (after.num_blocks, after.num_retained, after.num_retained_lost) == (0, 0, 1)
+    disk.tier.close()
+
+
+def test_a_tier_that_was_left_is_closed_at_the_end(
+    tmp_path: Path, no_watch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the thread that closes it has not looked since."""
+    monkeypatch.setattr(late, "WATCH_S", DEADLINE_S)
+    disk = DiskOpener(tmp_path)
+    tier = disk.opener.take()
+    assert tier is not None
+    disk.opener.leave(tier)
+    other = DirectoryStorage(tmp_path)
+    assert not other.try_lock()
+    disk.opener.close()
+    deadline = time.monotonic() + DEADLINE_S
+    while not other.try_lock():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    other.close()
 
 
 def test_a_tier_with_other_weights_stays_empty_when_it_opens_anew(tmp_path: Path, opened: ExitStack) -> None:

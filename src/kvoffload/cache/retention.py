@@ -38,6 +38,8 @@ class _Node:
     tenant: int
     is_charged: bool = True
     """Whether it is still promised."""
+    is_lost: bool = False
+    """Whether it was counted as lost since it was promised, or was last there."""
     num_uses: int = 0
     """Blocks behind it, and retentions that end with it."""
     slot: int = ABSENT
@@ -212,7 +214,7 @@ class Retention:
                 if parent is not None:
                     self._end_with(retention, parent)
             if not node.is_charged:
-                node.is_charged = True
+                node.is_charged, node.is_lost = True, False
                 self.num_charged[node.tenant] += 1
                 self.num_absent += 1
             self._prolong(node, retention.until)
@@ -273,7 +275,7 @@ class Retention:
             return
         waiting = list(nodes.values())
         for i in found.tolist():
-            waiting[i].slot = int(slots[i])
+            waiting[i].slot, waiting[i].is_lost = int(slots[i]), False
             self._note(waiting[i].slot, waiting[i].until)
         self.num_absent -= len(found)
         self._pin(slots[found])
@@ -365,7 +367,7 @@ class Retention:
             if node is not None and node.slot != ABSENT:
                 lost.append(node.slot)
                 node.slot = ABSENT
-                self.num_lost[node.tenant] += 1
+                self._count_lost(node)
         self.num_absent += len(lost)
         self._let_go(lost)
 
@@ -377,7 +379,11 @@ class Retention:
             node = self._nodes.get(key)
             if node is not None and node.slot == ABSENT and node.is_charged:
                 self._discharge(node)
-                self.num_lost[node.tenant] += 1
+                self._count_lost(node)
+
+    def _count_lost(self, node: _Node) -> None:
+        self.num_lost[node.tenant] += not node.is_lost
+        node.is_lost = True
 
     def clear(self) -> None:
         """Ends all retentions: every block is about to be dropped."""
@@ -386,7 +392,8 @@ class Retention:
         for node in self._nodes.values():
             if node.slot != ABSENT:
                 pinned.append(node.slot)
-                self.num_lost[node.tenant] += 1
+            if node.is_charged:
+                self._count_lost(node)
         self._nodes.clear()
         self.by_name.clear()
         self._num_of.clear()

@@ -311,7 +311,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Blocks that a tier has not got yet stay in host memory until it has, if there is room for all of them."""
         places, most = dict[str, str](), 0
         for tier in self.tiers:
-            if not (tier.tier.is_shared and tier.takes_chains):
+            if not (tier.tier.is_shared and tier.takes_chains and tier.tier.stats().capacity_bytes != 0):
                 continue
             lacking = list(compress(keys, (tier.tier.contains(keys) != HIT).tolist()))
             num_waiting = len(self._unwritten.with_room(lacking)) if lacking else 0

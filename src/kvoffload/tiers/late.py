@@ -14,6 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -169,11 +170,15 @@ class Opener:
     def _watch(self, tier: RenewableTier) -> None:
         """Returns when ``tier`` was left, and is closed, or when the opener is closed."""
         while not self._closed.wait(WATCH_S):
+            # In this order, see ``leave``.
+            if self.has_vanished:
+                continue
             if self._left is tier:
-                tier.close()
-                return
+                break
             with suppress(OSError):
-                self.has_vanished = self.has_vanished or tier.has_vanished()
+                self.has_vanished = tier.has_vanished()
+        if self._left is tier:
+            tier.close()
 
 
 class LateTier(Tier):
@@ -187,6 +192,8 @@ class LateTier(Tier):
         self._tier: Tier | None = None
         self._is_given_up = False
         """Whether the tier has lost its files, and its jobs are waited for."""
+        self._former_uses: Sequence[TenantUse] = ()
+        """What tenants have lost and used of the tiers that were left."""
         self._was_reset = False
         self._deleted: dict[OffloadKey, None] = {}
         """Blocks deleted since a tier was last open."""
@@ -212,6 +219,8 @@ class LateTier(Tier):
         """Gives up ``tier``, and leaves it once nothing uses its files."""
         if not self._is_given_up:
             self._is_given_up = True
+            # Chains of which blocks are lost are looked up again, as if those were evicted.
+            self._count_evicted(tier.stats().num_blocks or 0)
             tier.give_up()
             self._log.warning(
                 "%s: THE %s TIER HAS LOST ITS FILES: others have emptied or replaced the directory. Its space is given "
@@ -221,10 +230,13 @@ class LateTier(Tier):
                 self.name.upper(),
             )
         elif not tier.has_jobs:
-            num_evicted = self._standby.num_evicted + tier.stats().num_evicted
-            self._standby = self._standby._replace(num_evicted=num_evicted)
+            self._count_evicted(tier.stats().num_evicted)
+            self._former_uses = [use._replace(num_blocks=0, num_retained=0) for use in self.tenant_uses()]
             self._tier, self._is_given_up = None, False
             self._opener.leave(tier)
+
+    def _count_evicted(self, num_blocks: int) -> None:
+        self._standby = self._standby._replace(num_evicted=self._standby.num_evicted + num_blocks)
 
     @property
     def block_bytes(self) -> int:
@@ -237,7 +249,11 @@ class LateTier(Tier):
         return stats._replace(num_evicted=self._standby.num_evicted + stats.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
-        return () if self._tier is None else self._tier.tenant_uses()
+        former, uses = self._former_uses, () if self._tier is None else self._tier.tenant_uses()
+        if not (former and uses):
+            return uses or former
+        pairs = zip(former, uses, strict=True)
+        return [TenantUse(now.name, *map(add, before[1:], now[1:])) for before, now in pairs]
 
     def most_blocks(self, key: OffloadKey) -> int | None:
         return super().most_blocks(key) if self._tier is None else self._tier.most_blocks(key)
@@ -288,6 +304,9 @@ class LateTier(Tier):
         return [] if self._tier is None else self._tier.take_evicted()
 
     def poll(self) -> list[TierResult]:
+        if self._opener.has_vanished and isinstance(self._tier, RenewableTier):
+            # Before the results: a block that ends now is lost, and must not be announced after that.
+            self._leave_vanished(self._tier)
         if self._tier is None:
             tier = self.join()
             if tier is None:
@@ -301,8 +320,6 @@ class LateTier(Tier):
         assert self._tier is not None
         results = self._tier.poll()
         self.num_failed_lookups = max(self.num_failed_lookups, self._tier.num_failed_lookups)
-        if self._opener.has_vanished and isinstance(self._tier, RenewableTier):
-            self._leave_vanished(self._tier)
         return results
 
     def wait(self, timeout_s: float) -> None:
