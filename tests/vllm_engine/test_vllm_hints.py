@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ pytest.importorskip("vllm.version")
 from vllm.v1 import kv_hints
 from vllm.v1.request import Request
 
-from kvoffload.vllm.hints import MAX_ACTIONS, engine_options
+from kvoffload.vllm import hints as hints_module
+from kvoffload.vllm.hints import MAX_ACTIONS, StreamedSessions, engine_options
 
 pytestmark = pytest.mark.vllm
 
@@ -62,7 +64,14 @@ def test_only_the_first_input_of_a_session_where_names_do_not_last(
     said: dict[str, int], most: int, version: str, is_limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.__version__", version)
+    monkeypatch.setattr(hints_module, "_streamed", StreamedSessions())
     hints = envelope(("kvoffload", said))
-    streamed = request(resumable=True, num_prompt_tokens=40, kv_hints=hints)
+    streamed = request(resumable=True, num_prompt_tokens=40, block_hashes=[b"a", b"b"], kv_hints=hints)
     assert engine_options(streamed) == ({"max_tokens": most} if is_limited else said)
-    assert engine_options(request(num_prompt_tokens=40, kv_hints=hints)) == said
+    streamed.block_hashes += [b"of a dropped token", b"behind it"]
+
+    def plain(*hashes: bytes) -> Mapping[str, object]:
+        return engine_options(request(num_prompt_tokens=90, block_hashes=list(hashes), kv_hints=hints))
+
+    assert plain(b"a", b"b", b"of a dropped token", b"d") == ({"max_tokens": most} if is_limited else said)
+    assert plain(b"a", b"b", b"c", b"d") == plain(b"a") == said
