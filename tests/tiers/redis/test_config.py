@@ -41,7 +41,7 @@ def test_urls(url: str, location: Location) -> None:
     ("entry", "message"),
     [
         ({}, r"url is not set.*redis://10.0.0.5:6379"),
-        ({"url": 7}, r"tiers\[0\].url=7: write url="),
+        ({"url": 7}, r"tiers\[0\].url=\*\*\*: write url="),
         ({"url": "10.0.0.5:6379"}, r"tiers\[0\].url='10.0.0.5:6379': write url="),
         ({"url": "http://a"}, r"url='http://a': write"),
         ({"url": "redis://"}, r"url='redis://': write"),
