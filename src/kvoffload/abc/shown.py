@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 MAX_SHOWN = 200
-"""Characters of a value that are shown."""
+"""A value is cut after this many characters."""
 HIDDEN = "***"
 _NAMES = (
     # Of kvoffload, in any configuration.

@@ -61,7 +61,7 @@ def _program(address: bytes) -> Iterator[tuple[int, int, int, int]]:
 def _listening() -> Iterator[socket.socket]:
     """Yields copies of the listening TCP sockets of this process, each open until the next."""
     for name in os.listdir("/proc/self/fd"):
-        # Neither the descriptor of the listing, nor what is no socket.
+        # fromfd fails for files, and for the closed descriptor of the listing itself.
         with contextlib.suppress(OSError), socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as copy:
             option = partial(copy.getsockopt, socket.SOL_SOCKET)
             if option(socket.SO_ACCEPTCONN) and option(socket.SO_DOMAIN) in _IP:
