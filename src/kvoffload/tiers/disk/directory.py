@@ -351,14 +351,14 @@ class _DirectoryFile(StoredFile):
         if self._fresh and self._is_cached:
             size = sum(buffer.size for buffer in buffers)
             os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
-        return os.preadv(self._fd, buffers, offset)
+        return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         try:
-            return os.pwritev(self._fd, buffers, offset)
+            return os.pwritev(self._fd, [buffer.data for buffer in buffers], offset)
         except OSError as error:
             self._leave_direct(error)
-            return os.pwritev(self._fd, buffers, offset)
+            return os.pwritev(self._fd, [buffer.data for buffer in buffers], offset)
 
     def _leave_direct(self, error: OSError) -> None:
         """Turns O_DIRECT off: some file systems accept it on opening and refuse it later. Raises ``error`` if it has
