@@ -63,7 +63,7 @@ def full(server: Server, stack: ExitStack) -> Heal:
     """Nothing is evicted that has been asked for lately."""
     value = np.zeros(SLOT_BYTES, dtype=np.uint8)
     server.client.register(value)
-    names = []
+    names: list[str] = []
     outcomes = [Outcome.OK]
     while outcomes == [Outcome.OK]:
         names.append(f"other/{len(names)}")
