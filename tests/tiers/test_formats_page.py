@@ -79,7 +79,7 @@ def test_a_value_of_a_store_is_read_by_the_page() -> None:
     seed = bytes.fromhex(FINGERPRINT) + bytes(8) + KEY
     checksum = xxh3_64_intdigest(seed)
     for part in parts:
-        checksum = xxh3_64_intdigest(part, checksum)
+        checksum = xxh3_64_intdigest(part.data, checksum)
     assert raw[96:104] == checksum.to_bytes(8, "little")
     assert found["with"] != bytes(16)
     assert is_sealed(raw)
