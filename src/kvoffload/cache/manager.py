@@ -106,7 +106,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """Decides which new blocks are stored. May be set."""
         self.table = BlockTable(backend.num_blocks)
         """Which block is in which slot. Others only read it."""
-        self.room, self._hints = room_of(backend, policy, self.table, clock)
+        self.room, self._hints = room_of(backend, policy, self.table)
         """How blocks leave for others, and what each tenant may have."""
         self.retention = self.room.retention(self._pin, self._unpin, clock)
         """Which blocks stay for a promised time."""
