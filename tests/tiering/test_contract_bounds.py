@@ -9,7 +9,6 @@ from kvoffload.cache.hints import MAX_DROPPED
 from kvoffload.cache.keys import make_offload_key, namespace
 from kvoffload.cache.manager import READ_STATE_EVERY_S, PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
-from kvoffload.cache.retention import MAX_RETENTIONS, QUEUE_SLACK
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, MAX_TENANTS, TenantConfig, Tenants
 from kvoffload.lab.tier import CatalogTier
@@ -64,9 +63,6 @@ def test_tables_are_bounded_with_thousands_of_sessions_of_33_tenants() -> None:
         manager.poll()
         if number % 1250 == 1249:
             manager.check_integrity()
-            for retention in (manager.host.retention, disk._catalog.retention):
-                assert len(retention) <= MAX_RETENTIONS
-                assert len(retention._queue) <= 2 * len(retention) + QUEUE_SLACK
             assert len(manager.prefetcher) <= MAX_CHAINS
             assert len(manager.host._hints._dropped) <= MAX_DROPPED
             clock.now += READ_STATE_EVERY_S
@@ -79,8 +75,8 @@ def test_tables_are_bounded_with_thousands_of_sessions_of_33_tenants() -> None:
     for _ in range(3):
         manager.poll()
     manager.take_counts()
-    assert not manager.host.retention.by_name
-    assert not disk._catalog.retention.by_name
+    assert not manager.host.retention.blocks
+    assert not disk._catalog.retention.blocks
     manager.drop([], only_host=True)
     manager.check_integrity()
     assert manager.host.num_available_blocks == NUM_BLOCKS

@@ -234,8 +234,6 @@ class RetainRefusal(enum.StrEnum):
     """Its tenant may not have blocks retained in any tier."""
     OVER_QUOTA = "over_quota"
     """They are more than is left of its tenant's quota in every tier."""
-    TOO_MANY = "too_many"
-    """Its tenant has too many retentions."""
     NOT_WRITTEN = "not_written"
     """A lower tier has room for them, but too many are still to be written there."""
     NOTHING = "nothing"

@@ -28,11 +28,11 @@ class Phase(Enum):
     """Which device blocks a request holds."""
 
     WAITING = auto()
-    """None."""
+    """It holds none."""
     LOADING = auto()
-    """A load is filling them."""
+    """It holds some, and a load is writing to them."""
     RUNNING = auto()
-    """It computes on them, or could."""
+    """It holds some, and may run."""
 
 
 class Storing(Enum):
