@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +20,14 @@ from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
-from kvoffload.observe.server import log_bill, log_record, logs_bills, new_server_id
+from kvoffload.observe.server import log_record
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.observe.usage import Bill, bill_of
 from kvoffload.tiering.rates import MovingRate
 
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
-BILL_EVERY_S = 60.0
-"""How often the usage of tenants is logged, at the level DEBUG."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens. A shorter prompt says little about how fast the engine computes."""
 
@@ -139,9 +135,6 @@ class RequestObserver:
         self._block_bytes = block_bytes
         self._speed = MovingRate()
         """At which prompts are computed, in tokens per second."""
-        self._server_id = new_server_id()
-        self._bill_at = -math.inf
-        """When the bill is to be logged again."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
@@ -388,17 +381,8 @@ class RequestObserver:
     def read_metrics(self) -> None:
         """Sets gauges and adds the manager's counts."""
         self.metrics.take_in(self._manager.take_counts())
-        if self._moved is None:
-            return
-        self.metrics.take_in(self._moved.take())
-        if logs_bills() and self._clock() >= self._bill_at:
-            self._bill_at = self._clock() + BILL_EVERY_S
-            log_bill(self.bill(), self._server_id)
-
-    def bill(self) -> Bill:
-        """Returns what the blocks of each tenant took of each tier until metrics were last read. Any thread may call
-        it."""
-        return bill_of(self.metrics.totals())
+        if self._moved is not None:
+            self.metrics.take_in(self._moved.take())
 
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""
@@ -408,7 +392,5 @@ class RequestObserver:
             logger.warning(message)
 
     def close(self) -> None:
-        if logs_bills():
-            log_bill(self.bill(), self._server_id)
         if self._recorder is not None:
             self._recorder.close()
