@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def usage_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
         def run(records: Sequence[RequestRecord], *options: str, bills: Sequence[Bill] = ({},)) -> Any:
             for i, bill in enumerate(bills):
                 served = records if i == 0 else []
-                server = RecordServer(lambda served=served: served, f"s{i}", lambda bill=bill: totals_of(bill))
+                server = RecordServer(partial(list, served), f"s{i}", partial(totals_of, bill))
                 servers.callback(server.close)
             result = CliRunner().invoke(usage, ["--pid", str(os.getpid()), *options])
             servers.close()
