@@ -119,8 +119,9 @@ class Retention:
         self._count(now)
         for key in keys:
             block = self.blocks.get(key)
-            if block is not None and block.session != session:
-                self._disown(key, block)
+            if block is not None and block.session not in (session, None):
+                self._disown((key,), block.session)
+                block.session = None
             if block is not None and until > block.until:
                 block.until = until
                 self._note(block.slot, until)
@@ -153,14 +154,12 @@ class Retention:
             for until, keys in by_end.items():
                 self._enqueue(until, keys)
 
-    def _disown(self, key: OffloadKey, block: RetainedBlock) -> None:
-        """From now on no session can end the retention of a block."""
-        if block.session is not None:
-            own = self._of_session[block.session]
-            own.discard(key)
-            if not own:
-                del self._of_session[block.session]
-            block.session = None
+    def _disown(self, keys: Iterable[OffloadKey], session: int) -> None:
+        """From now on the session cannot end the retention of ``keys``."""
+        own = self._of_session[session]
+        own.difference_update(keys)
+        if not own:
+            del self._of_session[session]
 
     def _note(self, slot: int, until: float) -> None:
         if self.changes is not None and slot != ABSENT:
@@ -211,18 +210,19 @@ class Retention:
                 self._enqueue(until, of_end)
             self._release(ended, end)
 
-    def _release(self, keys: Iterable[OffloadKey], now: float | None = None) -> None:
+    def _release(self, keys: Sequence[OffloadKey], now: float | None = None) -> None:
         """The blocks ``keys`` are not retained any more, from ``now`` on."""
         self._count(self._clock() if now is None else now)
-        pinned: list[int] = []
-        for key in keys:
-            block = self.blocks.pop(key)
-            self._disown(key, block)
+        blocks = list(map(self.blocks.pop, keys))
+        of_session: dict[int, list[OffloadKey]] = {}
+        for key, block in zip(keys, blocks, strict=True):
             self.num_charged[block.tenant] -= 1
-            if block.slot == ABSENT:
-                self.num_absent -= 1
-            else:
-                pinned.append(block.slot)
+            if block.session is not None:
+                of_session.setdefault(block.session, []).append(key)
+        for session, own in of_session.items():
+            self._disown(own, session)
+        pinned = [block.slot for block in blocks if block.slot != ABSENT]
+        self.num_absent -= len(blocks) - len(pinned)
         self._let_go(pinned)
         self._compact()
 
@@ -240,8 +240,8 @@ class Retention:
         return int(self._block_seconds[tenant])
 
     def _let_go(self, slots: list[int]) -> None:
-        for slot in slots:
-            self._note(slot, 0.0)
+        if self.changes is not None:
+            self.changes.update(dict.fromkeys(slots, 0.0))
         if slots:
             self._unpin(np.array(slots, dtype=np.int64))
 
@@ -274,9 +274,16 @@ class Retention:
 
     def clear(self) -> None:
         """Ends everything: every block is about to be dropped."""
-        for block in self.blocks.values():
+        self._count(self._clock())
+        blocks = list(self.blocks.values())
+        for block in blocks:
             self._count_lost(block)
-        self._release(list(self.blocks))
+        self.blocks.clear()
+        self._of_session.clear()
+        self._queue.clear()
+        self._num_queued = self.num_absent = 0
+        self.num_charged = [0] * len(self._quotas)
+        self._let_go([block.slot for block in blocks if block.slot != ABSENT])
 
     def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
         """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
