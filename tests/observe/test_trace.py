@@ -364,5 +364,5 @@ def test_what_clients_know_is_recorded(path: Path) -> None:
         {},
     ]
     trace = read_trace(path)
-    assert trace.returns_in.tolist()[:2] == [math.inf, 60.0]
+    assert trace.returns_in.tolist()[:2] == [math.inf, 30.0]
     assert [hints and hints.retain_s for hints in map(trace.hints, range(3))] == [None, 60.0, 0.0]
