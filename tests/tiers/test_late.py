@@ -303,7 +303,7 @@ def test_tiers_that_hang_are_waited_for_together(
     entries = [TierEntry(f"tiers[{number}].", GateConfig(number=number)) for number in range(4)]
     begun = time.monotonic()
     tiers = [tier for tier, _ in opening.open_tiers(entries, TierContext(pools, "ab" * 32), opened)]
-    assert 1.0 <= time.monotonic() - begun < 1.9
+    assert 1.0 <= time.monotonic() - begun < 2.9
     assert tiers[3] is working
     assert [tier.name for tier in tiers] == ["gate", "gate-2", "gate-3", "gate-4"]
     assert [is_open(tier) for tier in tiers] == [False, False, False, True]

@@ -20,8 +20,8 @@ from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.pool import PoolHandle
 from kvoffload.settings import check_deadline, check_whole_number, import_subclass, unknown
 
-PATHS_DEADLINE_S = 1.0
-"""Time to follow the symbolic links of all directories. Every process of a server does that before it opens tiers."""
+PATHS_DEADLINE_S = 0.5
+"""Time to follow the symbolic links of all directories. A server does that several times before it opens tiers."""
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
     "shared_dir": "kvoffload.tiers.shared_dir.config:SharedDirConfig",
