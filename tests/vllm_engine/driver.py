@@ -1243,8 +1243,8 @@ def swapped(config: dict[str, Any]) -> dict[str, Any]:
 def sessions(config: dict[str, Any]) -> dict[str, Any]:
     """Runs sessions with streaming input of two inputs each. A session drops the token that it has sampled after the
     first, which completes a block, when the second comes. Then asks for prompts that begin with the first input and
-    that token: "plain", "again", and "right" if everything is computed. If ``unlimited``, kvoffload offloads sessions, whatever
-    the version of vLLM.
+    that token: "plain", "again", and "right" if everything is computed. If ``unlimited``, kvoffload offloads sessions,
+    whatever the version of vLLM.
 
     ``meanwhile``: "waiting": such a prompt was looked up before the first input was computed, and gets device blocks
     after the second. "preempted": a request of the first input alone samples that token, loses its device blocks and
