@@ -42,12 +42,6 @@ def disk(directory: Path) -> dict[str, Any]:
     return {"kind": "disk", "dir": str(directory), "bytes": "32MiB"}
 
 
-def overlaid(version: str) -> dict[str, Any]:
-    """Returns the options with which a child uses that version of vLLM."""
-    paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"environment": {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": "0"}}
-
-
 def check(run: Run, expected: list[Any]) -> None:
     """Checks all answers, and that nothing is left."""
     for answers in run["outputs"]:
@@ -121,22 +115,6 @@ def test_the_same_bytes_in_the_tier_of_vllm_change_outputs(run: Runner, expected
         np.memmap(path, np.uint8, "r+")[3::64] ^= 0x80
     result = run("offloading", rounds=1, offloading=options)
     assert len(differences(result["outputs"][0], expected)) > len(expected) / 2
-
-
-@pytest.mark.parametrize("kind", ["ours", "unlimited", "fs"])
-@pytest.mark.parametrize("version", [path for path in OVERLAYS if path.startswith("0.31")])
-def test_sessions_of_versions_that_keep_names(run: Runner, version: str, kind: str, tmp_path: Path) -> None:
-    """vLLM's own host memory and its own tier keep what it stores under the names of dropped tokens."""
-    options = with_tier(tier=disk(tmp_path))
-    if kind == "fs":
-        options["secondary_tiers"] = [{"type": "fs", "root_dir": str(tmp_path)}]
-    config = overlaid(version)
-    ours = config | {"offloading": options, "unlimited": kind == "unlimited"}
-    asked = run("sessions", **ours, blocks=[1, 2, 3])
-    assert ("writes nothing more to its tiers" in asked.log) is (kind == "ours")
-    right = run("sessions", **config, connector={"host_bytes": "64MiB"}, ask=asked["prompts"])["answers"]["right"]
-    wrong = differences(run("sessions", **ours, ask=asked["prompts"])["outputs"], right)
-    assert len(wrong) == (0 if kind == "ours" else len(right))
 
 
 @pytest.mark.soak
@@ -242,8 +220,9 @@ def test_ranks_find_their_own_chunks(run: Runner, expected: list[Any], tmp_path:
 @pytest.mark.soak
 @pytest.mark.parametrize("version", OVERLAYS)
 def test_other_versions(run: Runner, version: str, tmp_path: Path) -> None:
-    tier = disk(tmp_path / "disk")
-    result = run("offloading", prompts=6, offloading=with_tier(SMALL, tier=tier), **overlaid(version))
+    paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    overlaid = {"environment": {"PYTHONPATH": os.pathsep.join(paths), "VLLM_USE_V2_MODEL_RUNNER": "0"}}
+    result = run("offloading", prompts=6, offloading=with_tier(SMALL, tier=disk(tmp_path / "disk")), **overlaid)
     assert result["vllm"].startswith(version)
     check(result, result["outputs"][0])
     assert tier_tokens(result) > 0

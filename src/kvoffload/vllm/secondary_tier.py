@@ -35,7 +35,6 @@ if _reason := versions.why_too_old():
     raise ConfigError(_reason)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -48,7 +47,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvoffload.vllm.hints import drops_tokens
 from kvoffload.vllm.tier_layout import TierLayout, calling_engine
 from kvoffload.vllm.tier_requests import MAX_LOADS, TierRecords, TierRequest, loaded
 
@@ -58,10 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SESSIONS = (
-    "kvoffload: this process writes nothing more to its tiers: %s keeps block hashes of tokens that sessions with "
-    "streaming input drop; use vLLM 0.32 or later"
-)
 FIRST_BATCH = 16
 """Keys that the tiers are first asked for at once. Each further batch of a step is twice as large."""
 MAX_BATCH = 4096
@@ -101,9 +95,6 @@ class KVOffloadTier(SecondaryTierManager):
         row_bytes = self.block_size_bytes
         self.layout = TierLayout.from_vllm(config, offloading_spec, vllm_config, kv_cache_config, row_bytes)
         self.off = False
-        self._may_write = True
-        """False after a request whose block hashes may be of tokens that it has dropped: vLLM finds its blocks, and
-        stores what it computes with them."""
         self._enable_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self.bridge = self._open(config)
         are_local = {isinstance(tier, DiskConfig) for tier in config.tiers}
@@ -178,10 +169,6 @@ class KVOffloadTier(SecondaryTierManager):
             error, self._expected_root = versions.hash_root_error(self._expected_root), None
             if error is not None:
                 self.switch_off(f"the comparison of block hashes ({error})")
-        caller = versions.caller_locals(OffloadingConnectorScheduler.on_new_request) if self._may_write else None
-        if caller is not None and drops_tokens(caller["request"]):
-            self._may_write = False
-            logger.warning(SESSIONS, versions.NAME)
         self._requests[req_context.req_id] = TierRequest()
         return RequestOffloadingContext()
 
@@ -237,7 +224,7 @@ class KVOffloadTier(SecondaryTierManager):
         request = self._request(context)
         keys, pages = self._named(job_metadata, request)
         self._take(job_metadata)
-        if keys and self._may_write and not request.is_stale:
+        if keys and not request.is_stale:
             self.bridge.store(job_metadata.job_id, keys, pages, request.chain, context.req_id)
         else:
             self._ended.append(JobEnd(job_metadata.job_id, False, frozenset(), False, 0, 0.0))
