@@ -1249,7 +1249,7 @@ def sessions(config: dict[str, Any]) -> dict[str, Any]:
     ``meanwhile``: "waiting": such a prompt was looked up before the first input was computed, and gets device blocks
     after the second. "preempted": a request of the first input alone samples that token, loses its device blocks and
     gets others; the prompts begin with what it has sampled. ``ask``: prompts for which an engine without sessions is
-    asked. With vLLM's own offloading, only that one is asked: ``outputs``."""
+    asked."""
     if config.get("unlimited"):
         from kvoffload.vllm import hints
 
@@ -1294,18 +1294,9 @@ def sessions(config: dict[str, Any]) -> dict[str, Any]:
             refused.add(other)
             step(waiting, lambda each: each.status.name == "PREEMPTED")
         refused.clear()
-        for _ in range(20 if config.get("offloading") else 0):
-            # vLLM's own offloading in 0.31 raises KeyError if a session ends before its stores do.
-            core.step()
-            time.sleep(0.01)
         send(session, [0], resumable=False)
         engine.drain()
         prompts.append([*waiting.all_token_ids, *more] if meanwhile else prompt)
-    if config.get("offloading"):
-        outputs = engine.round(prompts, max_tokens=SHORT) if "ask" in config else []
-        state = engine.tier_state()
-        engine.close()
-        return {"prompts": prompts, "outputs": outputs, **state}
     life = _Life(engine)
     # A version that keeps the hashes answers wrongly itself here. What it computes behind such blocks must not be kept.
     life.play("from the device", prompts=prompts, reset=False)
