@@ -319,13 +319,16 @@ class Adversary:
         now, manager = self.clock(), self.manager
         self.promised = {key: entry for key, entry in self.promised.items() if entry[0] > now}
         manager.retention.expire()
-        kept = set(self.promised)
+        kept, retained = set(self.promised), manager.retention.blocks
         present = {key for key in kept if manager.lookup([key]) == 1}
-        charged = manager.retention.num_charged
         # What has left, and was not stored again at the end of a request that asked for it, is not charged any more.
-        for name, n in zip(NAMES, charged, strict=True):
-            least, most = (sum(key.startswith(namespace(name)) for key in keys) for keys in (present, kept))
-            assert least <= n <= most
+        assert present <= retained.keys() <= kept
+        assert {key: (block.until, block.session) for key, block in retained.items()} == {
+            key: self.promised[key] for key in retained
+        }
+        self.promised = {key: self.promised[key] for key in retained}
+        charged = manager.retention.num_charged
+        assert charged == [sum(key.startswith(namespace(name)) for key in retained) for name in NAMES]
         assert all(n <= most for n, most in zip(charged, (16, 8, 0), strict=True))
         assert kept - present <= self.gone
         self.gone = kept - present

@@ -183,7 +183,7 @@ class SharedRoom(Room):
         shares = self._tenants.shares
         most = [int(RETAIN_SHARE * quota) for quota in shares.quota]
         spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
-        return Retention(self._table, shares.retain, self._tenants.tenant, pin, unpin, clock, spare, most)
+        return Retention(self._table, shares.retain, shares.tenant, pin, unpin, clock, spare, most)
 
 
 def room_of(backend: Backend, policy: CachePolicy, table: BlockTable) -> tuple[Room, HintedBlocks]:

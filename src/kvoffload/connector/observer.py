@@ -196,10 +196,9 @@ class RequestObserver:
                 keys,
                 request.num_tokens,
                 request.num_computed_tokens,
-                session=state.options.session,
-                tenant=state.options.tenant or state.tenant,
-                prefill=state.prefill,
-                hints=state.context.hints,
+                {"session": state.options.session, "tenant": state.options.tenant or state.tenant},
+                state.prefill,
+                state.context.hints,
             )
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:

@@ -88,16 +88,15 @@ class TraceRecorder:
         keys: Sequence[OffloadKey],
         num_tokens: int,
         num_computed: int,
-        session: str | None = None,
-        tenant: str | None = None,
+        names: Mapping[str, str | None],
         prefill: tuple[int, float] | None = None,
         hints: Hints | None = None,
     ) -> None:
         """Records a request that ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded.
 
         It arrived at ``arrived``, in seconds since 1970. ``keys`` are the keys of its whole blocks; ``record`` has the
-        length of its prompt. ``session`` and ``tenant`` are names, of which only a hash is written. ``prefill``: how
-        many tokens were computed in how many seconds, if measured. ``hints``: what its client knew.
+        length of its prompt. ``names``: those of its "session" and "tenant", of which only a hash is written.
+        ``prefill``: how many tokens were computed in how many seconds, if measured. ``hints``: what its client knew.
         """
         if self._off or self._closing.is_set():
             return
@@ -114,9 +113,7 @@ class TraceRecorder:
                 "host_tokens": record.host_tokens,
                 "disk_tokens": record.disk_tokens,
             }
-            for field, name in (("session", session), ("tenant", tenant)):
-                if name is not None:
-                    line[field] = name_hash(name)
+            line |= {field: name_hash(name) for field, name in names.items() if name is not None}
             if prefill is not None:
                 line |= {"prefill_tokens": prefill[0], "prefill_ms": round(1e3 * prefill[1], 3)}
             known = {} if hints is None else {name: getattr(hints, name) for name in HINTS}
