@@ -12,7 +12,6 @@ from typing import Any
 from kvoffload.abc.shown import shown
 from kvoffload.doctor.findings import Level
 from kvoffload.host.limits import total_memory
-from kvoffload.units import format_bytes, parse_bytes
 
 CONNECTOR = "OffloadingConnector"
 TIERING_SPEC = "TieringOffloadingSpec"
@@ -170,10 +169,6 @@ def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:
             f"spec_name={shown('spec_name', name)}: vLLM knows no such spec",
             f'write "spec_name": "{TIERING_SPEC}"',
         )
-    threshold = extra.get("store_threshold", 0)
-    if name in (TIERING_SPEC, TIERING_SPEC_ON_CPUS) and str(threshold).isdecimal() and int(threshold) >= 2:
-        text = f"store_threshold={shown('store_threshold', threshold)}: vLLM refuses it together with {name}"
-        say("refused", text, "remove it; a tier of kvoffload has a store_threshold of its own")
     return str(name)
 
 
@@ -210,24 +205,11 @@ def _cpu_bytes(extra: Mapping[str, Any], say: Say) -> int | None:
         say("refused", text, f'add "cpu_bytes_to_use": {total_memory() // 2 >> 30 << 30}, a number of bytes')
         return None
     try:
-        number = int(value)
+        return int(value)
     except (TypeError, ValueError):
-        try:
-            fix = f'write "cpu_bytes_to_use": {parse_bytes("cpu_bytes_to_use", value)}'
-        except ValueError:
-            fix = 'write a number such as "cpu_bytes_to_use": 68719476736'
-        say(
-            "refused",
-            f"cpu_bytes_to_use={shown('cpu_bytes_to_use', value)}: vLLM reads a number of bytes, without a unit",
-            fix,
-        )
+        text = f"cpu_bytes_to_use={shown('cpu_bytes_to_use', value)}: vLLM reads a number of bytes, without a unit"
+        say("refused", text, 'write a number such as "cpu_bytes_to_use": 68719476736')
         return None
-    total = total_memory()
-    if number > total:
-        text = f"cpu_bytes_to_use={number} ({format_bytes(number)}): this machine has {format_bytes(total)} in all"
-        say("refused", text, f"write what it can spare, such as {total // 2}")
-        return None
-    return number
 
 
 # SGLang.

@@ -1,20 +1,18 @@
-"""Reads the options ``--config`` and ``--model``."""
+"""Reads the option ``--config``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import NOT_SET, ConfigError
-from kvoffload.doctor.configuration import OPTIONS_KEY
-from kvoffload.doctor.model import find_config
-from kvoffload.doctor.process import Report
 from kvoffload.supported import CONNECTOR
 
 MAX_CONFIG_BYTES = 1 << 20
+OPTIONS_KEY = "kv_connector_extra_config"
 SEVERAL = "MultiConnector"
 """vLLM's connector that has others, listed under "connectors"."""
 _EXAMPLE = """--config '{"host_bytes": "64GiB"}' or --config FILE"""
@@ -29,19 +27,6 @@ class Source:
     options: Mapping[str, Any]
     transfer: Mapping[str, Any] | None = None
     several: Mapping[str, Any] | None = None
-
-
-def read(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports the fact "source", the fields of a Source, and if a model was named, "model", the path of its
-    config.json; or the fact "error". ``arguments``: "config" and "model", as typed."""
-    try:
-        report.stage("reads --config")
-        report.fact("source", asdict(read_source(arguments["config"])))
-        if arguments["model"] is not None:
-            report.stage(f"looks for --model={arguments['model']!r}")
-            report.fact("model", str(find_config(arguments["model"])))
-    except ConfigError as error:
-        report.fact("error", str(error))
 
 
 def read_source(text: str) -> Source:
