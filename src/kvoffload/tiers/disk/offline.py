@@ -199,12 +199,10 @@ def clear(directory: Path, fingerprint: str | None = None) -> Cleared:
 
 def findings(parts: Iterable[PartReport]) -> list[str]:
     """Returns all findings, each with its path."""
-    return [
-        f"{report.path or '.'}: {finding}"
-        for part in parts
-        for report in (part, *part.folders)
-        for finding in report.findings
-    ]
+    reports: list[PartReport | FolderReport] = []
+    for part in parts:
+        reports += [part, *part.folders]
+    return [f"{report.path or '.'}: {finding}" for report in reports for finding in report.findings]
 
 
 @contextmanager
