@@ -1,17 +1,9 @@
-"""The format of a block in a store that others use too.
+"""The format of a block in a store that others use too: docs/formats.md has every byte.
 
-The value of a block is a record of RECORD_BYTES, then the bytes of rank 0, those of rank 1 and so on, padding included,
-without gaps. Its name is ``<prefix>/<namespace>/<key>``, where the namespace is the fingerprint, 64 hexadecimal digits,
-and the key is in hexadecimal. Numbers are little-endian.
-
-The record's checksum covers every other byte of the record, the payload's checksum every byte after the record; both
-are XXH3-64. The payload's checksum is seeded with fingerprint, generation and key like that of the disk tier, so the
-value of another key fails it. The generation is 0 here. A version of the format with a record of another length must
-use other names.
-
-With an HMAC key, the record has a tag: the first TAG_BYTES of HMAC-SHA256 over the record's other fields and the bytes
-after the record. Without one these bytes are zero. The namespace is then derived from fingerprint and HMAC key, so
-servers with other keys, or with none, have other names, and do not take each other's blocks for forged ones.
+The payload's checksum is seeded with fingerprint and key, so the value of another key fails it. A version of the format
+with a record of another length must use other names. With an HMAC key, a tag covers record and payload, and the
+namespace is derived from fingerprint and HMAC key, so that servers with other keys, or with none, have other names, and
+do not take each other's blocks for forged ones.
 """
 
 from __future__ import annotations
