@@ -24,7 +24,7 @@ PROBLEM_STATUS = 1
 START_DEADLINE_S = 30.0
 MAX_STRETCH = 4
 """A check takes at most this many times its deadline. The time for which it waits for a processor does not count."""
-CLEAN_UP_S = 1.0
+CLEAN_UP_S = 3.0
 """Time for a check that is ended to remove its files and values."""
 KILL_WAIT_S = 1.0
 """A process that the kernel cannot end, because it waits for a dead medium, is left behind after this."""
