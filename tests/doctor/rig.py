@@ -20,7 +20,7 @@ from kvoffload.doctor import configuration, directories
 from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.examine import Effort
 from kvoffload.doctor.findings import Finding, Report
-from kvoffload.doctor.source import Source
+from kvoffload.doctor.source import ConfigSource
 from kvoffload.tiers.disk.config import DirectoryConfig, DiskConfig
 
 QUICK = Effort(seconds=0.01)
@@ -79,7 +79,7 @@ def findings_of(check: Callable[[Report], object]) -> dict[str, Finding]:
 
 def judge(options: Mapping[str, Any], transfer: Mapping[str, Any] | None = None) -> dict[str, Finding]:
     """Returns what is said about a configuration, by id."""
-    return findings_of(partial(configuration.check, Source(options, transfer)))
+    return findings_of(partial(configuration.check, ConfigSource(options, transfer)))
 
 
 def look_at(path: Path, kind: type[DirectoryConfig] = DiskConfig) -> dict[str, Finding]:

@@ -7,12 +7,12 @@ import tempfile
 
 import pytest
 
-from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.configuration import PlannedServer
 from kvoffload.doctor.directories import mount_of
 from kvoffload.doctor.engine import variable_findings, version_findings
 from kvoffload.doctor.findings import Level
 
-DISK = Plan(host_bytes=1 << 30)
+DISK = PlannedServer(host_bytes=1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ DISK = Plan(host_bytes=1 << 30)
         (None, DISK, "engine.missing", Level.NOTE),
         ("0.32.0", DISK, "engine.tested", Level.OK),
         ("0.32.0+cpu", DISK, "engine.tested", Level.OK),
-        ("0.30.1", Plan(), "engine.too_old", Level.PROBLEM),
+        ("0.30.1", PlannedServer(), "engine.too_old", Level.PROBLEM),
         ("0.31.0", DISK, "engine.tested", Level.OK),
         ("0.33.0", DISK, "engine.tested", Level.OK),
         ("0.40.0", DISK, "engine.untested", Level.WARNING),
         ("dev", DISK, "engine.untested", Level.WARNING),
     ],
 )
-def test_versions_of_vllm(version: str | None, plan: Plan, id: str, level: Level) -> None:
+def test_versions_of_vllm(version: str | None, plan: PlannedServer, id: str, level: Level) -> None:
     (found,) = version_findings(version, plan)
     assert (found.id, found.level) == (id, level)
     # zsh looks for files of that name if a star is not quoted.

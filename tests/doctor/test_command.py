@@ -21,7 +21,7 @@ from kvoffload.cli import group
 from kvoffload.doctor import configuration, examine
 from kvoffload.doctor.doors import Door
 from kvoffload.doctor.examine import Examination
-from kvoffload.doctor.findings import AREAS, CHECKS, Finding, Hidden, Level, secrets_in
+from kvoffload.doctor.findings import AREAS, CHECKS, Finding, Level, Secrets, secrets_in
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
 from kvoffload.tiers.remote.config import RemoteTierConfig
@@ -231,7 +231,7 @@ def test_the_verdict_says_what_counts() -> None:
 
 def test_secrets_are_hidden() -> None:
     options = {"tiers": [{"passe": "sesame", "url": "rediss://user:pa%20ss@host:1/0", "hmac_key_file": "/a/key"}]}
-    texts = Hidden(secrets_in(options))
+    texts = Secrets(secrets_in(options))
     text = "sesame rediss://user:pa%20ss@host:1/0 /a/key rediss://host"
     assert texts.hide(text) == "*** *** /a/key rediss://host"
     hidden = texts.hide_in(Finding("tier.a", Level.NOTE, "sesame", "sesame!", figures={"x": "sesame", "y": 1}))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvoffload.doctor import doors, machine
-from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.configuration import PlannedServer
 from kvoffload.doctor.doors import Door
 from kvoffload.doctor.engine import cpu_findings, version_findings
 from kvoffload.doctor.findings import Level
@@ -188,7 +188,7 @@ def test_tiers_behind_a_door_are_checked_like_all_others(tmp_path: Path) -> None
 
 def test_a_container_with_little_shared_memory(tmp_path: Path) -> None:
     """vLLM puts its host memory into a file there, and ends if it does not fit."""
-    plan = Plan(Door.VLLM, 1 << 60, shared_memory_bytes=1 << 60)
+    plan = PlannedServer(Door.VLLM, 1 << 60, shared_memory_bytes=1 << 60)
     assert "--shm-size" in findings_of(partial(machine.check, plan))["memory.shm_small"].fix
     assert findings_of(lambda report: machine.check_shared_memory(plan, report, tmp_path / "none")) == {}
 
@@ -204,17 +204,20 @@ def test_a_container_with_little_shared_memory(tmp_path: Path) -> None:
     ],
 )
 def test_versions_of_engines(version: str | None, door: Door, id: str) -> None:
-    (found,) = version_findings(version, Plan(door))
+    (found,) = version_findings(version, PlannedServer(door))
     assert found.id == id
     assert "SGLang" in found.text if door is Door.SGLANG else "vLLM" in found.text
 
 
 def test_own_offloading_on_cpus_needs_a_spec_that_copies_there() -> None:
-    (found,) = cpu_findings(True, Plan(Door.VLLM, is_for_cpus=False, shared_memory_bytes=1))
+    (found,) = cpu_findings(True, PlannedServer(Door.VLLM, is_for_cpus=False, shared_memory_bytes=1))
     assert '"HostTieringSpec"' in found.fix
-    for is_for_cpus, plan in ((False, Plan(Door.VLLM, is_for_cpus=False)), (True, Plan(Door.VLLM, is_for_cpus=True))):
+    for is_for_cpus, plan in (
+        (False, PlannedServer(Door.VLLM, is_for_cpus=False)),
+        (True, PlannedServer(Door.VLLM, is_for_cpus=True)),
+    ):
         assert list(cpu_findings(is_for_cpus, plan)) == []
-    assert list(cpu_findings(True, Plan())) == []
+    assert list(cpu_findings(True, PlannedServer())) == []
 
 
 def test_the_names_are_those_of_the_classes() -> None:

@@ -16,7 +16,7 @@ from kvoffload.abc.shown import shown
 from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.doctor import configuration
 from kvoffload.doctor.findings import Report
-from kvoffload.doctor.source import Source, read_source
+from kvoffload.doctor.source import ConfigSource, read_source
 from tests.doctor.rig import diagnose
 
 SECRET = "hunter2SECRET"
@@ -88,7 +88,7 @@ def test_a_secret_in_an_unknown_place_is_shown_nowhere(options: Mapping[str, Any
         except ConfigError as error:
             texts.append(str(error))
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
-    configuration.check(Source(options, transfer), Report(lambda message: texts.append(str(message))))
+    configuration.check(ConfigSource(options, transfer), Report(lambda message: texts.append(str(message))))
     assert texts
     assert SECRET not in "".join(texts)
 

@@ -1,6 +1,6 @@
 """The process that runs the checks: ``python -P -m kvoffload.doctor.checks DESCRIPTOR``.
 
-It reads one line of JSON, see ``Request``, and writes a line of JSON to DESCRIPTOR for each message.
+It reads a line of JSON, the arguments of ``run``, and writes a line of JSON to DESCRIPTOR for each message.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvoffload.abc import ConfigError
 from kvoffload.doctor import configuration, directories, engine, machine, model, stores
-from kvoffload.doctor.configuration import Plan, PlannedTier
+from kvoffload.doctor.configuration import PlannedServer, PlannedTier
 from kvoffload.doctor.findings import Area, Level, Report, secrets_in
 from kvoffload.doctor.source import read_source
 from kvoffload.lab.model import ModelShape
@@ -27,18 +26,10 @@ FIX = "look for a mount that does not answer: df; mount it again or take it out 
 """For a check that hangs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """``config`` and ``model`` are the options as typed. ``seconds``: per measurement, about."""
-
-    config: str
-    model: str | None
-    seconds: float
-
-
-def run(request: Request, report: Report) -> None:
-    """Runs all checks, those of media last. Sends an error if an option cannot be read."""
-    plan, shape = Plan(), None
+def run(report: Report, config: str, model_config: str | None, seconds: float) -> None:
+    """Runs all checks, those of media last. ``config`` and ``model_config`` are the options as typed; ``seconds``: per
+    measurement, about. Sends an error if an option cannot be read."""
+    plan, shape = PlannedServer(), None
 
     def configure(report: Report) -> None:
         nonlocal plan
@@ -47,11 +38,11 @@ def run(request: Request, report: Report) -> None:
     report.send(begin=Area.CONFIGURATION, tier="", fix=FIX)
     try:
         report.stage("reads --config")
-        source = read_source(request.config)
-        if request.model is not None:
+        source = read_source(config)
+        if model_config is not None:
             report.stage("reads --model")
             with prefixed("--"):
-                shape = ModelShape.from_config(request.model)
+                shape = ModelShape.from_config(model_config)
     except ConfigError as error:
         report.send(error=str(error))
         return
@@ -66,7 +57,7 @@ def run(request: Request, report: Report) -> None:
         report.send(begin=Area.MODEL, tier="", fix=FIX)
         _run(report, partial(model.check, plan, shape))
     for tier in plan.tiers:
-        check, fix = _check_of(tier, request.seconds)
+        check, fix = _check_of(tier, seconds)
         report.tier = tier.name
         report.send(begin=Area.TIER, tier=tier.name, fix=fix)
         _run(report, check)
@@ -104,7 +95,7 @@ def main(descriptor: int) -> None:
 
     report = Report(send)
     signal.signal(signal.SIGTERM, lambda number, frame: setattr(report, "is_ended", True))
-    run(Request(**json.loads(sys.stdin.buffer.readline())), report)
+    run(report, **json.loads(sys.stdin.buffer.readline()))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from kvoffload.abc import ConfigError
 from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import TenantConfig
 from kvoffload.config import DoorConfig, OffloadConfig
-from kvoffload.doctor.doors import Door, Given, Part, Say, door_of, read_sglang, read_vllm
+from kvoffload.doctor.doors import Door, Given, Say, TierOptions, door_of, read_sglang, read_vllm
 from kvoffload.doctor.findings import Level, Report
-from kvoffload.doctor.source import OPTIONS_KEY, Source
+from kvoffload.doctor.source import OPTIONS_KEY, ConfigSource
 from kvoffload.supported import CONNECTOR, refuse_companions
 from kvoffload.tiering.bridge import STAGING_BYTES
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
@@ -65,7 +65,7 @@ class PlannedTier:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedServer:
     """A server's view of the configuration: the readable settings. None: not set, or wrong."""
 
     door: Door = Door.CONNECTOR
@@ -104,7 +104,7 @@ class Plan:
         return "SGLang" if self.door is Door.SGLANG else "vLLM"
 
 
-def check(source: Source, report: Report) -> Plan:
+def check(source: ConfigSource, report: Report) -> PlannedServer:
     """Reports faults of the configuration. Returns the plan."""
     report.stage("reads the configuration")
     is_valid = True
@@ -124,7 +124,7 @@ def check(source: Source, report: Report) -> Plan:
         options = {**misplaced, **options}
         text = f"{', '.join(misplaced)}: vLLM knows no such {'keys' if len(misplaced) > 1 else 'key'} there"
         say("misplaced", text, f'write kvoffload\'s options one level below, into "{OPTIONS_KEY}": {{...}}')
-    given = Given([Part(options)])
+    given = Given([TierOptions(options)])
     if door is not Door.CONNECTOR:
         given = (read_vllm if door is Door.VLLM else read_sglang)(options, say)
     plan, errors = _plan(door, given, options)
@@ -178,7 +178,7 @@ def read_config(
     return found, [*found.tier_entries, *(entries if errors else [])], errors
 
 
-def _plan(door: Door, given: Given, options: Mapping[str, Any]) -> tuple[Plan, list[ConfigError]]:
+def _plan(door: Door, given: Given, options: Mapping[str, Any]) -> tuple[PlannedServer, list[ConfigError]]:
     """Returns the plan, and the errors that a server would give."""
     planned, deadlines, errors = list[TierEntry](), list[float](), list[ConfigError]()
     config: OffloadConfig | DoorConfig | None = None
@@ -202,7 +202,7 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any]) -> tuple[Plan, l
     ]
     if door is not Door.CONNECTOR:
         block_size, factor = options.get("block_size"), options.get("blocks_per_chunk")
-        return Plan(
+        return PlannedServer(
             door,
             given.host_bytes,
             staging_bytes=STAGING_BYTES * len(given.parts),
@@ -213,8 +213,8 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any]) -> tuple[Plan, l
             tiers=tiers,
         ), errors
     if not isinstance(config, OffloadConfig):
-        return Plan(tiers=tiers), errors
-    return Plan(
+        return PlannedServer(tiers=tiers), errors
+    return PlannedServer(
         host_bytes=config.host_bytes,
         policy=config.policy,
         block_tokens=_block_tokens(config.block_size, config.block_size_factor),

@@ -56,7 +56,7 @@ class Door(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TierOptions:
     """kvoffload's settings of one set of tiers. ``prefix``: the words before their names in the configuration."""
 
     options: Mapping[str, Any]
@@ -66,16 +66,17 @@ class Part:
 @dataclass(slots=True)
 class Given:
     """The contents of a configuration of an engine's own offloading. ``host_bytes``: memory that the engine itself
-    allocates, None if unknown. ``in_shared_memory``: whether it does so in /dev/shm. ``is_for_cpus``: see ``Plan``."""
+    allocates, None if unknown. ``in_shared_memory``: whether it does so in /dev/shm. ``is_for_cpus``: see
+    ``PlannedServer``."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TierOptions] = field(default_factory=list)
     host_bytes: int | None = None
     in_shared_memory: bool = False
     is_for_cpus: bool | None = None
 
 
 def door_of(options: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> Door:
-    """Returns whose configuration this is. ``transfer``: see ``Source``."""
+    """Returns whose configuration this is. ``transfer``: see ``ConfigSource``."""
     if transfer is not None:
         return Door.VLLM if transfer.get("kv_connector") == CONNECTOR else Door.CONNECTOR
     if any(name in options for name in _OF_VLLM):
@@ -114,7 +115,7 @@ def read_vllm(extra: Mapping[str, Any], say: Say) -> Given:
     return Given(parts, _cpu_bytes(extra, say), in_shared_memory, SPECS.get(spec))
 
 
-def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
+def _entry(setting: str, entry: object, say: Say) -> Iterator[TierOptions]:
     """Yields the settings of a tier of kvoffload in an entry of ``secondary_tiers``."""
     if not isinstance(entry, Mapping):
         say("refused", f"{setting}={shown(setting, entry)}: not a JSON object", f"write {_ENTRY_EXAMPLE}")
@@ -134,9 +135,9 @@ def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
     yield _part(entry, f"{setting}.", _ENTRY_KEYS)
 
 
-def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> Part:
+def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> TierOptions:
     """Returns kvoffload's settings in ``entry``, without the settings of the engine."""
-    return Part({name: value for name, value in entry.items() if name not in engines}, prefix)
+    return TierOptions({name: value for name, value in entry.items() if name not in engines}, prefix)
 
 
 def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:

@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import ConfigError
-from kvoffload.doctor.checks import Request
-from kvoffload.doctor.findings import Area, Finding, Hidden, Level
+from kvoffload.doctor.findings import Area, Finding, Level, Secrets
 from kvoffload.printable import printable
 
 PROBLEM_STATUS = 1
@@ -80,7 +79,9 @@ def examine(
     # Not a temporary file: containers often have no directory that can be written to.
     with os.fdopen(reading, "rb", 0) as answers, os.fdopen(os.memfd_create("output"), "w+b") as output:
         try:
-            process = _start(asdict(Request(config, model, effort.seconds)), writing, output.fileno())
+            process = _start(
+                {"config": config, "model_config": model, "seconds": effort.seconds}, writing, output.fileno()
+            )
         finally:
             os.close(writing)
         try:
@@ -97,7 +98,7 @@ class _Examiner:
         self.examination = Examination()
         self._deadline_s = deadline_s
         self._on_progress = on_progress
-        self._hidden = Hidden()
+        self._hidden = Secrets()
         self._done, self._total = -1, 4
         self._check: Mapping[str, Any] = {"begin": Area.CONFIGURATION, "tier": "", "fix": ""}
         """The check that has begun last."""
@@ -132,7 +133,7 @@ class _Examiner:
             self._done += 1
             self._ends = time.monotonic() + self._deadline_s
         elif "hidden" in message:
-            self._hidden = Hidden(message["hidden"])
+            self._hidden = Secrets(message["hidden"])
         elif "total" in message:
             self._total = message["total"]
             self.examination.places, self.examination.engine = message["places"], message["engine"]
@@ -157,7 +158,7 @@ class _Examiner:
         self.examination.findings.append(self._hidden.hide_in(found))
 
 
-def _start(request: Mapping[str, Any], answers: int, output: int) -> subprocess.Popen[bytes]:
+def _start(arguments: Mapping[str, Any], answers: int, output: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "kvoffload.doctor.checks", str(answers)],
         stdin=subprocess.PIPE,
@@ -169,7 +170,7 @@ def _start(request: Mapping[str, Any], answers: int, output: int) -> subprocess.
     )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.write(json.dumps(arguments).encode() + b"\n")
     return process
 
 

@@ -181,7 +181,7 @@ class Report:
             self.send(finding=finding.to_dict())
 
 
-class Hidden:
+class Secrets:
     """Removes from texts the values of a configuration that may not be shown. Errors do not have them; a library, a
     store or a file system may repeat them."""
 

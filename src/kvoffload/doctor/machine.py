@@ -9,7 +9,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.configuration import PlannedServer
 from kvoffload.doctor.findings import Figure, Level, Report
 from kvoffload.host.limits import (
     available_memory,
@@ -33,7 +33,7 @@ TIGHT_SHARE = 0.9
 _OVERCOMMIT_NEVER = 2
 
 
-def check(plan: Plan, report: Report) -> None:
+def check(plan: PlannedServer, report: Report) -> None:
     """Reports whether the memory of ``plan`` can be allocated, locked and shared."""
     report.stage("looks at memory and its limits")
     _check_memory(plan, report)
@@ -42,7 +42,7 @@ def check(plan: Plan, report: Report) -> None:
         _check_sharing(report)
 
 
-def _check_memory(plan: Plan, report: Report) -> None:
+def _check_memory(plan: PlannedServer, report: Report) -> None:
     """Compares the memory of the configuration with the memory that this process could allocate now."""
     mark = reserve(mmap.PAGESIZE)
     try:
@@ -104,7 +104,7 @@ def _check_memory(plan: Plan, report: Report) -> None:
     check_shared_memory(plan, report)
 
 
-def check_shared_memory(plan: Plan, report: Report, at: Path = SHARED_MEMORY) -> None:
+def check_shared_memory(plan: PlannedServer, report: Report, at: Path = SHARED_MEMORY) -> None:
     """Compares the file of vLLM in ``at`` with the room there, which a container limits to 64 MiB."""
     if not plan.shared_memory_bytes or not at.is_dir():
         return
@@ -137,7 +137,7 @@ def _check_overcommit(needed: int, report: Report) -> None:
         report.found("memory.overcommit", Level.PROBLEM, text, fix, figures={"commit_left_bytes": left})
 
 
-def _check_locked_memory(plan: Plan, report: Report) -> None:
+def _check_locked_memory(plan: PlannedServer, report: Report) -> None:
     """Checks the limit only where it applies: drivers of GPUs pin memory without regard to it."""
     pinning = [tier for tier in plan.tiers if tier.store is not None and tier.store.pins_memory]
     if not pinning:

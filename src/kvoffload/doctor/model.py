@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.configuration import PlannedServer
 from kvoffload.doctor.findings import Figure, Level, Report
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.model import ModelShape
 from kvoffload.units import format_bytes
 
 
-def check(plan: Plan, shape: ModelShape, report: Report) -> None:
+def check(plan: PlannedServer, shape: ModelShape, report: Report) -> None:
     """Reports the room for tokens, and the shares of tenants that have room for none."""
     tokens = plan.block_tokens
     block = padded_slot_bytes(round(shape.bytes_per_token * tokens))

@@ -19,7 +19,7 @@ _EXAMPLE = """--config '{"host_bytes": "64GiB"}' or --config FILE"""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigSource:
     """A configuration as it was given. ``options``: kvoffload's own. ``transfer``: the whole of vLLM's
     ``--kv-transfer-config`` if that was given, or kvoffload's entry in that of several connectors; otherwise None.
     ``several``: the configuration of these."""
@@ -29,7 +29,7 @@ class Source:
     several: Mapping[str, Any] | None = None
 
 
-def read_source(text: str) -> Source:
+def read_source(text: str) -> ConfigSource:
     """Returns the configuration in ``text``: JSON, or the path of a file with JSON. The JSON is the value of vLLM's
     ``--kv-transfer-config``, or only the ``kv_connector_extra_config`` in it.
 
@@ -56,7 +56,7 @@ def read_source(text: str) -> Source:
         if name.lstrip("-").replace("-", "_") == "kv_transfer_config":
             raise ConfigError(said, NOT_SET, f'has the key "{name}" around it', "give only the value of that key")
     if "kv_connector" not in content and OPTIONS_KEY not in content:
-        return Source(content)
+        return ConfigSource(content)
     options = content.get(OPTIONS_KEY)
     if options is None:
         options = {}
@@ -72,7 +72,7 @@ def read_source(text: str) -> Source:
             if isinstance(entry, Mapping) and entry.get("kv_connector") == CONNECTOR:
                 return replace(read_source(json.dumps(entry)), several=content)
         raise ConfigError(said, NOT_SET, f'none of the "connectors" of {SEVERAL} is {CONNECTOR}', "add it there")
-    return Source(options, content)
+    return ConfigSource(options, content)
 
 
 def _read_file(name: str) -> str:

@@ -206,7 +206,7 @@ def findings(parts: Iterable[PartReport]) -> list[str]:
 
 
 @contextmanager
-def _opened(directory: Path) -> Iterator[list[_Part]]:
+def _opened(directory: Path) -> Iterator[list[_OwnedPart]]:
     """Opens ``directory`` and the folders of engines and writers in it. Turns an OSError into an InspectError."""
     fix = "name the directory of a disk tier or of a shared_dir tier"
     with ExitStack() as stack:
@@ -222,10 +222,10 @@ def _opened(directory: Path) -> Iterator[list[_Part]]:
             )
             if not (inner or LOCK_NAME in names or any(map(is_fingerprint, names))):
                 raise InspectError(f"{directory}: is not the directory of a disk tier; {fix}")
-            parts = [_Part("", root)]
+            parts = [_OwnedPart("", root)]
             for name in inner:
                 try:
-                    parts.append(_Part(name, stack.enter_context(closing(root.child(name)))))
+                    parts.append(_OwnedPart(name, stack.enter_context(closing(root.child(name)))))
                 except OSError as error:
                     parts[0].report.findings.append(f"{name} cannot be opened: {error.strerror}")
             yield parts
@@ -234,13 +234,13 @@ def _opened(directory: Path) -> Iterator[list[_Part]]:
             raise InspectError(f"{directory}: {error.strerror}{where}") from error
 
 
-class _Part:
+class _OwnedPart:
     """A directory that one server owns at a time."""
 
     def __init__(self, path: str, storage: DirectoryStorage) -> None:
         self.report = PartReport(path)
         self.storage = storage
-        self.folders: list[_Folder] = []
+        self.folders: list[_FingerprintFolder] = []
 
     def inspect(self) -> PartReport:
         report = self.report
@@ -276,7 +276,7 @@ class _Part:
         for name in self.storage.entries(""):
             if is_fingerprint(name):
                 try:
-                    folder = _Folder(FolderReport(f"{report.path}/{name}".lstrip("/"), name), self.storage)
+                    folder = _FingerprintFolder(FolderReport(f"{report.path}/{name}".lstrip("/"), name), self.storage)
                 except FileNotFoundError:
                     continue
                 except OSError as error:
@@ -298,7 +298,7 @@ class _Part:
         return name == CLOCK_NAME or seat_number(name) is not None or ENGINE_FOLDER.fullmatch(name) is not None
 
 
-class _Folder:
+class _FingerprintFolder:
     """The folder of one fingerprint in ``storage``."""
 
     def __init__(self, report: FolderReport, storage: DirectoryStorage) -> None:
@@ -307,7 +307,7 @@ class _Folder:
         self._storage = storage
         self._files = storage.entries(self._name)
         self._header: Header | None = None
-        self._blocks: list[_Block] = []
+        self._blocks: list[_RecordedBlock] = []
 
     @property
     def _own_files(self) -> dict[str, os.stat_result]:
@@ -369,7 +369,7 @@ class _Folder:
                 break
         return num_slots, name
 
-    def _count(self, header: Header, num_records: int, blocks: Sequence[_Block], num_damaged: int) -> None:
+    def _count(self, header: Header, num_records: int, blocks: Sequence[_RecordedBlock], num_damaged: int) -> None:
         """Adds numbers of blocks to the report, and keeps the blocks that a server would find."""
         report = self.report
         report.block_bytes, report.transient = header.block_bytes, header.transient
@@ -400,7 +400,9 @@ class _Folder:
             self._verify_block(block, self._header, ranks, result)
             advance(len(buffer))
 
-    def _verify_block(self, block: _Block, header: Header, ranks: Sequence[ByteArray], result: Verification) -> None:
+    def _verify_block(
+        self, block: _RecordedBlock, header: Header, ranks: Sequence[ByteArray], result: Verification
+    ) -> None:
         """Reads the block into ``ranks``, one buffer per rank."""
         for _ in range(TRIES):
             try:
@@ -422,7 +424,7 @@ class _Folder:
             block = now
         result.num_changed += 1
 
-    def _is_sound(self, block: _Block, header: Header, ranks: Sequence[ByteArray]) -> bool:
+    def _is_sound(self, block: _RecordedBlock, header: Header, ranks: Sequence[ByteArray]) -> bool:
         """Raises OSError if the block cannot be read, FileNotFoundError if its slot does not exist any more."""
         number, offset = header.place(block.slot)
         # Past the page cache: the bytes on the medium count, and the server needs the memory.
@@ -431,7 +433,7 @@ class _Folder:
                 raise FileNotFoundError
         return payload_checksum(header, block.key, ranks) == block.checksum
 
-    def _look_again(self, slot: int, header: Header) -> _Block | None:
+    def _look_again(self, slot: int, header: Header) -> _RecordedBlock | None:
         """Returns the block that is in ``slot`` now."""
         with suppress(FormatError, OSError), self._opened_index() as file:
             data = np.zeros(RECORD_BYTES, dtype=np.uint8)
@@ -453,7 +455,7 @@ class _Folder:
         result.fingerprints.append(self._name)
 
 
-class _Block(NamedTuple):
+class _RecordedBlock(NamedTuple):
     """A slot's block according to its record."""
 
     slot: int
@@ -463,10 +465,10 @@ class _Block(NamedTuple):
     stored_at: int
 
 
-def _read_blocks(file: StoredFile, header: Header, num_records: int) -> tuple[list[_Block], int]:
+def _read_blocks(file: StoredFile, header: Header, num_records: int) -> tuple[list[_RecordedBlock], int]:
     """Returns all blocks of an index in the order of the slots, of a key that appears twice the newer one, like a
     server; and the number of damaged records. Raises OSError."""
-    newest: dict[OffloadKey, _Block] = {}
+    newest: dict[OffloadKey, _RecordedBlock] = {}
     num_damaged = 0
     for first in range(0, num_records, RECORDS_AT_ONCE):
         data = np.zeros(min(RECORDS_AT_ONCE, num_records - first) * RECORD_BYTES, dtype=np.uint8)
@@ -478,9 +480,9 @@ def _read_blocks(file: StoredFile, header: Header, num_records: int) -> tuple[li
     return sorted(newest.values()), num_damaged
 
 
-def _blocks(entries: Entries) -> Iterator[_Block]:
+def _blocks(entries: Entries) -> Iterator[_RecordedBlock]:
     columns = (entries.records[name].tolist() for name in ("sequence", "payload_checksum", "stored_at"))
-    return map(_Block, entries.slots.tolist(), entries.keys, *columns)
+    return map(_RecordedBlock, entries.slots.tolist(), entries.keys, *columns)
 
 
 def _not_ours(names: Sequence[str]) -> str:
