@@ -35,9 +35,8 @@ def run(report: Report, config: str, model_config: str | None, seconds: float) -
         nonlocal plan
         plan = configuration.check(source, report)
 
-    report.send(begin=Area.CONFIGURATION, tier="", fix=FIX)
+    report.stage("reads --config")
     try:
-        report.stage("reads --config")
         source = read_source(config)
         if model_config is not None:
             report.stage("reads --model")
@@ -47,24 +46,22 @@ def run(report: Report, config: str, model_config: str | None, seconds: float) -
         report.send(error=str(error))
         return
     report.send(hidden=secrets_in(source.transfer or source.options))
-    _run(report, configure)
+    _run(report, Area.CONFIGURATION, configure)
     places = {tier.name: tier.place for tier in plan.tiers}
     report.send(total=3 + len(plan.tiers) + (shape is not None), places=places, engine=plan.engine)
-    for area, of_plan in ((Area.MACHINE, machine.check), (Area.ENGINE, engine.check)):
-        report.send(begin=area, tier="", fix=FIX)
-        _run(report, partial(of_plan, plan))
+    _run(report, Area.MACHINE, partial(machine.check, plan))
+    _run(report, Area.ENGINE, partial(engine.check, plan))
     if shape is not None:
-        report.send(begin=Area.MODEL, tier="", fix=FIX)
-        _run(report, partial(model.check, plan, shape))
+        _run(report, Area.MODEL, partial(model.check, plan, shape))
     for tier in plan.tiers:
-        check, fix = _check_of(tier, seconds)
         report.tier = tier.name
-        report.send(begin=Area.TIER, tier=tier.name, fix=fix)
-        _run(report, check)
+        _run(report, Area.TIER, *_check_of(tier, seconds))
     report.send(done=True)
 
 
-def _run(report: Report, check: Callable[[Report], object]) -> None:
+def _run(report: Report, area: Area, check: Callable[[Report], object], fix: str = FIX) -> None:
+    """``fix``: if the check hangs."""
+    report.send(begin=area, tier=report.tier, fix=fix)
     try:
         check(report)
     except Exception as error:

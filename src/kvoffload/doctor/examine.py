@@ -21,6 +21,8 @@ from kvoffload.printable import printable
 
 PROBLEM_STATUS = 1
 START_DEADLINE_S = 30.0
+"""For the start of the process, and for the files of the options."""
+FIX_FOR_FILES = "copy the configuration to a local disk"
 MAX_STRETCH = 4
 """A check takes at most this many times its deadline. The time for which it waits for a processor does not count."""
 CLEAN_UP_S = 3.0
@@ -82,6 +84,8 @@ def examine(
             process = _start(
                 {"config": config, "model_config": model, "seconds": effort.seconds}, writing, output.fileno()
             )
+        except OSError as error:
+            raise ConfigError(f"the process of the checks cannot be started ({error})") from error
         finally:
             os.close(writing)
         try:
@@ -100,11 +104,11 @@ class _Examiner:
         self._on_progress = on_progress
         self._hidden = Secrets()
         self._done, self._total = -1, 4
-        self._check: Mapping[str, Any] = {"begin": Area.CONFIGURATION, "tier": "", "fix": ""}
+        self._check: Mapping[str, Any] = {"begin": Area.CONFIGURATION, "tier": "", "fix": FIX_FOR_FILES}
         """The check that has begun last."""
         self._stage = ""
-        self._ends = time.monotonic() + START_DEADLINE_S
-        """When the check has to end."""
+        self._allowed_s, self._began = START_DEADLINE_S, time.monotonic()
+        """How long the check may take, and when it has begun."""
 
     def follow(self, answers: int, process: subprocess.Popen[bytes], output: int) -> None:
         """Takes the messages of ``process`` until it has done everything, has ended, or hangs."""
@@ -120,9 +124,9 @@ class _Examiner:
                     is_done = "done" in message
                     self._take(message)
             self._on_progress(self._hidden.hide(self._stage) or "starts", max(0, self._done), self._total)
-            late_s = time.monotonic() - self._ends
-            if late_s > 0 and late_s > min(_waited_s(process.pid), (MAX_STRETCH - 1) * self._deadline_s):
-                text = f"no answer within {self._deadline_s:.0f} s{self._doing}; nothing else was checked"
+            late_s = time.monotonic() - self._began - self._allowed_s
+            if late_s > 0 and late_s > min(_waited_s(process.pid), (MAX_STRETCH - 1) * self._allowed_s):
+                text = f"no answer within {self._allowed_s:.0f} s{self._doing}; nothing else was checked"
                 return self._add(Finding("doctor.hung", Level.PROBLEM, text, self._check["fix"]))
 
     def _take(self, message: Mapping[str, Any]) -> None:
@@ -131,7 +135,7 @@ class _Examiner:
         if "begin" in message:
             self._check, self._stage = message, ""
             self._done += 1
-            self._ends = time.monotonic() + self._deadline_s
+            self._allowed_s, self._began = self._deadline_s, time.monotonic()
         elif "hidden" in message:
             self._hidden = Secrets(message["hidden"])
         elif "total" in message:
