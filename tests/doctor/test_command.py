@@ -21,7 +21,7 @@ from kvoffload.cli import group
 from kvoffload.doctor import configuration, examine
 from kvoffload.doctor.doors import Door
 from kvoffload.doctor.examine import Examination
-from kvoffload.doctor.findings import AREAS, CHECKS, Finding, Level, Secrets, secrets_in
+from kvoffload.doctor.findings import AREAS, CHECKS, Finding, Level, Report, Secrets, secrets_in
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
 from kvoffload.tiers.remote.config import RemoteTierConfig
@@ -291,6 +291,17 @@ def test_time_that_a_check_waits_for_a_processor_does_not_count(monkeypatch: pyt
     monkeypatch.setattr(examine, "_waited_s", waited_s)
     diagnose(with_tiers("hangs"), effort=replace(QUICK, deadline_s=1.0)).one("doctor.hung", "odd")
     assert waits[-1] - waits[0] > 2.0
+
+
+def test_a_check_that_is_to_end_cleans_up_first() -> None:
+    said: list[Mapping[str, Any]] = []
+    report = Report(said.append)
+    report.is_ended = True
+    report.clean_up("removes")
+    with pytest.raises(SystemExit):
+        report.stage("goes on")
+    report.stage("cannot remove")
+    assert said == [{"stage": "removes"}, {"stage": "cannot remove"}]
 
 
 def test_the_wait_of_a_process_is_read() -> None:

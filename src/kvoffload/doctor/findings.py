@@ -161,7 +161,7 @@ class Report:
 
     def send(self, **message: Any) -> None:
         if self.is_ended:
-            # Not again: cleaning up is reported too.
+            # Not again: what could not be cleaned up is reported too.
             self.is_ended = False
             sys.exit(1)
         self._send(message)
@@ -169,6 +169,10 @@ class Report:
     def stage(self, text: str) -> None:
         """Names the next step of the check, such as "connects", for the report of a check that hangs."""
         self.send(stage=text)
+
+    def clean_up(self, text: str) -> None:
+        """Names the next step like ``stage``, but never ends the check: it cleans up."""
+        self._send({"stage": text})
 
     def found(
         self, id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None

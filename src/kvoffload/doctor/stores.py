@@ -69,7 +69,6 @@ class _StoreCheck:
             # Little, because values of others there are lost when the doctor leaves.
             self._settings["segment_bytes"] = min(self._settings["segment_bytes"], MAX_SEGMENT_BYTES)
         self._step = "connect"
-        self._has_left_values = False
 
     def run(self) -> None:
         """Raises StoreError if a whole call fails."""
@@ -91,7 +90,7 @@ class _StoreCheck:
                 self._found("store.advice", Level.WARNING, text, fix)
             self._move(client)
         finally:
-            self._report.stage(f"leaves {store.address}")
+            self._report.clean_up(f"leaves {store.address}")
             client.close()
 
     def failed(self, reason: str) -> None:
@@ -160,7 +159,7 @@ class _StoreCheck:
             figures: dict[str, Figure] = {"put_bytes_per_s": round(put_rate), "get_bytes_per_s": round(get_rate)}
             self._found("store.speed", Level.OK, text, figures=figures)
         finally:
-            self._report.stage(f"removes its values from {self._store.address}")
+            self._report.clean_up(f"removes its values from {self._store.address}")
             self._remove(client, names)
 
     def _put(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> bool:
@@ -186,8 +185,7 @@ class _StoreCheck:
         outcomes: Sequence[Outcome] = [Outcome.FAILED]
         with suppress(Exception):
             outcomes = client.remove(names)
-        if {Outcome.FAILED, Outcome.AWAY}.intersection(outcomes) and not self._has_left_values:
-            self._has_left_values = True
+        if {Outcome.FAILED, Outcome.AWAY}.intersection(outcomes):
             text = f"values of the doctor are left under {self._folder}"
             fix = "give this server's user the right to remove values, and remove them"
             self._found("store.not_removed", Level.WARNING, text, fix)
