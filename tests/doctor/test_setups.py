@@ -17,6 +17,7 @@ import pytest
 
 from kvoffload.doctor import directories
 from kvoffload.doctor.findings import Level
+from kvoffload.tiers.disk.config import DirectoryConfig, DiskConfig
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from tests.doctor.rig import (
@@ -240,8 +241,8 @@ def test_a_file_system_in_memory_without_direct_io(ramfs: Path, healthy: Diagnos
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["disk", "shared_dir"])
-def test_a_file_system_that_has_space_and_no_inodes(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [DiskConfig, SharedDirConfig])
+def test_a_file_system_that_has_space_and_no_inodes(tmp_path: Path, kind: type[DirectoryConfig]) -> None:
     """The control has inodes again."""
     mounted = private(tmp_path / "mounted")
     options = "size=64m,nr_inodes=64,mode=700"
@@ -255,15 +256,13 @@ def test_a_file_system_that_has_space_and_no_inodes(tmp_path: Path, kind: str) -
                 files.append(mounted / str(number))
                 files[-1].touch()
         assert len(files) < 64
-        tier = PlannedTier(kind, kind, "tiers[0].", 100.0, directory=str(folder), bytes=16 << 20)
-        arguments = {"tier": asdict(tier), "seconds": 0.0}
-        found = findings_of(directories.check, arguments)["directory.inodes"]
+        found = look_at(folder, kind)["directory.inodes"]
         assert found.level is Level.PROBLEM
         assert found.text.startswith(f"{folder}: no inodes are left")
         assert found.fix.endswith(f"df -i {folder} shows how many there are")
         for each in files[:32]:
             each.unlink()
-        assert "directory.inodes" not in findings_of(directories.check, arguments)
+        assert "directory.inodes" not in look_at(folder, kind)
     finally:
         subprocess.run(["umount", mounted], check=True)
 
