@@ -335,7 +335,10 @@ class _FingerprintFolder:
         except OSError as error:
             problem = f"its blocks are lost: the index cannot be read ({error.strerror})"
         # After the index: a slab exists before its records do.
-        self._files = self._storage.entries(self._name)
+        self._files = {}
+        # A server may have removed the folder.
+        with suppress(FileNotFoundError):
+            self._files = self._storage.entries(self._name)
         own = self._own_files
         report.allocated_bytes = sum(status.st_blocks * 512 for status in own.values())
         if len(own) < len(self._files):
