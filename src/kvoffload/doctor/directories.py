@@ -7,7 +7,6 @@ import mmap
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -152,10 +151,7 @@ class _DirectoryCheck:
             owner = os.stat(self._path).st_uid
         if owner not in (os.geteuid(), 0, -1):
             fix += f". If the server runs as user {owner}, run the doctor so too: sudo -u '#{owner}' kvoffload doctor"
-        mode = 0
-        with suppress(OSError):
-            mode = stat.S_IMODE(os.lstat(self._path).st_mode)
-        self._found("directory.refused", Level.PROBLEM, text, fix, {"owner_uid": owner, "mode": f"{mode:o}"})
+        self._found("directory.refused", Level.PROBLEM, text, fix, {"owner_uid": owner})
 
     def _check_use(self, storage: DirectoryStorage) -> None:
         path, user = self._path, os.geteuid()
