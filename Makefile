@@ -15,8 +15,6 @@ VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
 # What LMCache imports only on a GPU.
 LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
-# Connectors and tiers of others, each in a folder of its own, without what they require.
-ADDED_PEERS ?= lifeboatcache==0.1.11 openlake-vllm==0.8.1
 # The server whose storage backend is tested, without what it requires.
 SGLANG    ?= sglang==0.5.23
 # A connector beside which kvoffload is tested, on CPUs too, without what it requires: vLLM has numpy and torch.
@@ -63,7 +61,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: added-peers dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same chats through vLLM with and without kvoffload: demo-report/report.html (minutes);"
@@ -76,10 +74,10 @@ help:
 	@echo "make docs       build the documentation site, without warnings: site/"
 	@echo "make dist       build a wheel and a source distribution, and install each in an empty environment: dist/"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\"; what each measures: ARGS=--help"
-	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
-	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\"; what each"
-	@echo "                answers when its cache breaks (up to an hour): ARGS=--board;"
-	@echo "                requests per second by the number of conversations, by vLLM's client: ARGS=--multi-turn"
+	@echo "make peers      run kvoffload and other systems in vLLM, with the same prompts: what each answers when its cache"
+	@echo "                breaks, and requests per second by the number of conversations: peers-report/ (an hour);"
+	@echo "                a part, or some of the systems: ARGS=\"faults --only kvoffload --only mooncake\"; to check that"
+	@echo "                everything starts: ARGS=--quick"
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
@@ -148,27 +146,19 @@ demo-shared: $(VENV_VLLM)/.stores $(NATIVE) mooncake-libraries servers
 	@$(WITH) demo --shared $(ARGS)
 
 # What prints its help needs no package, and so no environment.
-HELP := $(if $(findstring --board,$(ARGS)),,$(filter -h --help,$(ARGS)))
+HELP := $(filter -h --help,$(ARGS))
 
 bench: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE))
 	$(if $(HELP),@$(PYTHON) -m,$(WITH)) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
-peers: SERVERS := redis-server
-peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn))
+peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries $(if $(filter faults,$(ARGS)),,$(VENV_VLLM)/multi-turn))
 ifneq ($(HELP),)
 	@$(PYTHON) -m benchmarks.peers $(ARGS)
 else
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
 endif
-
-added-peers: $(VENV_VLLM)/.tests
-	@for package in $(ADDED_PEERS); do folder=$(VENV_VLLM)/peers/$${package%%==*}; \
-		test -e "$$folder/.$$package" || { echo "Installing $$package."; rm -rf $$folder; \
-			$(WITH) pip install --quiet --no-compile --no-deps --target $$folder $$package && \
-			touch "$$folder/.$$package"; } || echo "make: without $$package"; \
-	done
 
 # vLLM's own benchmark client, of the same version.
 $(VENV_VLLM)/multi-turn: | $(VENV_VLLM)/.stamp
