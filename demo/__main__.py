@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 
 from demo import forks, pages, smollm2
-from demo.pages import NAMES, SHARED_NAMES
 from demo.process import DemoError
 from demo.report import Report
 from demo.run import check_vllm, run_demo
@@ -54,8 +53,7 @@ def main(
     """Show what kvoffload saves and that outputs do not change.
 
     Runs the same conversations on real vLLM without kvoffload and with it, then their last questions in a restarted
-    server that reads from disk, and, as a control, once more with bytes corrupted on purpose. Then runs vLLM's own
-    offloading on two tiers, its fs tier and kvoffload's, before and after bytes on disk change.
+    server that reads from disk, and, as a control, once more with bytes corrupted on purpose.
 
     With --shared: for each kind of store, runs two vLLM servers in two processes: the second serves prompts that the
     first has seen. As a control, loads and then the stored values are corrupted on purpose. A store that cannot run
@@ -83,7 +81,7 @@ def main(
             out.mkdir(parents=True, exist_ok=True)
             forks.prepare(out / "vllm.log")
             chosen = choose_model(model, errors)
-        with TerminalProgress(errors, SHARED_NAMES if shared else NAMES) as progress:
+        with TerminalProgress(errors) as progress:
             if shared:
                 report = run_shared_demo(out, seed, progress, faults, stores)
             else:
@@ -96,9 +94,9 @@ def main(
     finally:
         signal.signal(signal.SIGTERM, before)
     if isinstance(report, SharedReport):
-        name, page, tables, warnings = "shared", pages.shared_page(report), pages.shared_tables(report), []
+        name, page = "shared", pages.shared_page(report)
     else:
-        name, page, tables, warnings = "report", pages.page(report), pages.tables(report), report.warnings
+        name, page = "report", pages.page(report)
     content = json.dumps(report.to_dict(), indent=2) + "\n"
     (out / f"{name}.json").write_text(content, encoding="utf-8")
     (out / f"{name}.html").write_text(render(page), encoding="utf-8")
@@ -106,12 +104,12 @@ def main(
         click.echo(content, nl=False)
     else:
         console = Console(highlight=False)
-        for table in tables:
+        for table in page.tables:
             console.print()
             console.print(terminal_table(table))
         console.print(f"  {out / f'{name}.html'}", style="dim", soft_wrap=True)
     if not as_json or page.failures:
-        (errors if as_json else Console()).print(verdict(page, warnings), soft_wrap=True)
+        (errors if as_json else Console()).print(verdict(page), soft_wrap=True)
     sys.exit(1 if page.failures else 0)
 
 

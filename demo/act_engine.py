@@ -60,13 +60,6 @@ class Probe:
         recent = islice(reversed(self._scheduler.records), RECORDS_SEARCHED)
         return next((r for r in recent if r.req_id.split("-")[0] == request_id), None)
 
-    def pool(self) -> tuple[int, int]:
-        """Returns the number of used blocks and of all blocks of the host pool."""
-        if self._scheduler is None:
-            return 0, 0
-        manager = self._scheduler.manager
-        return manager.num_used_blocks, manager.num_blocks
-
     def counters(self) -> dict[str, float]:
         """Returns the values of kvoffload's counters by name."""
         if self._scheduler is None:
@@ -83,7 +76,7 @@ class ActEngine(Engine):
         self.config = config
         super().__init__(
             config.model,
-            _on_this_device(config.connector) if config.connector else None,
+            config.connector,
             {
                 "seed": config.seed,
                 "enable_prefix_caching": True,
@@ -172,7 +165,6 @@ class ActEngine(Engine):
         device, host, disk = (
             (cached, 0, 0) if record is None else (record.device_tokens, record.host_tokens, record.disk_tokens)
         )
-        used, blocks = self.probe.pool()
         result = RequestResult(
             index=index,
             document=document,
@@ -187,8 +179,6 @@ class ActEngine(Engine):
             total_ms=1e3 * answer["total_s"],
             output_tokens=answer["tokens"],
             logprobs=[logprob if math.isfinite(logprob) else None for logprob in answer["logprobs"]],
-            pool_used=used,
-            pool_blocks=blocks,
             waited_s=self.probe.waited_s,
             question=question,
             answer=self.talks[document].text(answer["tokens"]),
@@ -235,17 +225,6 @@ class ActEngine(Engine):
                 if inside and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                     return True
         return False
-
-
-def _on_this_device(connector: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of KVTransferConfig. On a CPU vLLM's own offloading needs a worker that copies there."""
-    from vllm.platforms import current_platform
-
-    options = connector["kv_connector_extra_config"]
-    if options.get("spec_name") != "TieringOffloadingSpec" or not current_platform.is_cpu():
-        return connector
-    on_cpu = {"spec_name": "HostTieringSpec", "spec_module_path": "kvoffload.vllm.host_spec"}
-    return connector | {"kv_connector_extra_config": options | on_cpu}
 
 
 if __name__ == "__main__":

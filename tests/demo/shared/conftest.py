@@ -31,8 +31,6 @@ def answer(document: int, found: int = 0) -> RequestResult:
         total_ms=150.0 if found else 800.0 + document,
         output_tokens=[document, 7, 9],
         logprobs=[-1.0, -2.0, -1.5],
-        pool_used=0,
-        pool_blocks=48,
         waited_s=0.03 if found else 0.0,
     )
 

@@ -49,7 +49,7 @@ def first_question(index, document, load):
     return dict(index=index, document=document, follow_up=False, prompt_tokens=prompt, device_tokens=0, host_tokens=0,
         disk_tokens=found, source="disk" if found else "recompute", reason=None,
         ttft_ms=5.0 if found else 40.0 if loaded else 50.0, total_ms=60.0, output_tokens=tokens,
-        logprobs=[-1.0, -2.0], pool_used=0, pool_blocks=0)
+        logprobs=[-1.0, -2.0])
 
 def corrupt_loads():
     global wrong
