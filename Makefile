@@ -67,7 +67,6 @@ help:
 	@echo "make demo       run the same chats through vLLM with and without kvoffload: demo-report/report.html (minutes);"
 	@echo "                another model: ARGS=\"--model random\", or a directory"
 	@echo "make demo-shared  run two vLLM servers on each kind of shared store: demo-report/shared.html"
-	@echo "                what happens when these fail, too: ARGS=--faults"
 	@echo "make test       run the tests, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"

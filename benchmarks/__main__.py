@@ -21,7 +21,7 @@ BENCHMARKS = (
         "engine",
         "handover",
     ),
-    *("hints", "object_store", "policies", "prefetch", "replay", "shared_dir", "steps", "stores"),
+    *("hints", "object_store", "policies", "prefetch", "shared_dir", "steps", "stores"),
     *("tenants", "ttft", "waiting"),
 )
 

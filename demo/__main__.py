@@ -37,7 +37,6 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 )
 @click.option("--shared", is_flag=True, help="Run two servers on each kind of shared store.")
 @click.option("--store", "stores", multiple=True, metavar="KIND", help="Only this store; may be given several times.")
-@click.option("--faults", is_flag=True, help="Also kill, stall, fill and corrupt each store while a server uses it.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the report's JSON to stdout.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed for weights, texts and lengths.")
 def main(
@@ -46,7 +45,6 @@ def main(
     model: str | None,
     shared: bool,
     stores: tuple[str, ...],
-    faults: bool,
     as_json: bool,
     seed: int,
 ) -> None:
@@ -57,7 +55,7 @@ def main(
 
     With --shared: for each kind of store, runs two vLLM servers in two processes: the second serves prompts that the
     first has seen. As a control, loads and then the stored values are corrupted on purpose. A store that cannot run
-    here is skipped, with the line to run. --store and --faults belong to it, --text and --model do not.
+    here is skipped, with the line to run. --store belongs to it, --text and --model do not.
 
     Exit status 0: outputs are identical with kvoffload, what was stored was found, and the corruption was detected; 1:
     one of these checks failed; 2: the demo could not run.
@@ -66,7 +64,6 @@ def main(
         ("--text", text is not None, not shared),
         ("--model", model is not None, not shared),
         ("--store", bool(stores), shared),
-        ("--faults", faults, shared),
     ):
         if given and not belongs:
             raise click.UsageError(f"{option} goes only {'with' if not shared else 'without'} --shared")
@@ -83,7 +80,7 @@ def main(
             chosen = choose_model(model, errors)
         with TerminalProgress(errors) as progress:
             if shared:
-                report = run_shared_demo(out, seed, progress, faults, stores)
+                report = run_shared_demo(out, seed, progress, stores)
             else:
                 report = run_demo(out, text, chosen, seed, progress)
     except KeyboardInterrupt:

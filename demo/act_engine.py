@@ -8,13 +8,11 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 from demo.engine import Engine
-from demo.files import BrokenFiles, FileMode
 from demo.process import serve
 from demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult, classify
 from demo.talks import ByteTalk, ChatTalk, Talk, load_tokenizer
@@ -24,34 +22,15 @@ RECORDS_SEARCHED = 16
 
 
 class Probe:
-    """Reads records and counters of kvoffload. Returns empty results if the engine runs without it.
-
-    ``waited_s``: how long the latest request has waited for the answer to what can be loaded for it.
-    """
+    """Reads records and counters of kvoffload. Returns empty results if the engine runs without it."""
 
     def __init__(self, scheduler: Any) -> None:
         from kvoffload.vllm.connector import KVOffloadConnector
 
         self._scheduler: Any = None
-        self._asked: tuple[str, float] | None = None
-        self.waited_s = 0.0
         connector = getattr(scheduler, "connector", None)
         if isinstance(connector, KVOffloadConnector):
             self._scheduler = connector.connector_scheduler
-            ask = connector.get_num_new_matched_tokens
-            connector.get_num_new_matched_tokens = self._timed(ask)  # type: ignore[method-assign]
-
-    def _timed(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``get_num_new_matched_tokens`` with a clock. vLLM asks again in each step until it has an answer."""
-
-        def timed(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._asked is None or self._asked[0] != request.request_id:
-                self._asked = request.request_id, time.monotonic()
-            answer = ask(request, *args, **kwargs)
-            self.waited_s = time.monotonic() - self._asked[1]
-            return answer
-
-        return timed
 
     def record(self, request_id: str) -> Any:
         """Returns the RequestRecord of a request. vLLM appends a suffix to the id that it is given."""
@@ -94,7 +73,6 @@ class ActEngine(Engine):
         self._sampling: dict[str, Any] = {}
         if self._tokenizer is not None:
             self._sampling = {"ignore_eos": False, "stop_token_ids": [self._tokenizer.eos_token_id]}
-        self._files: BrokenFiles | None = None
         self._warm_up()
         self._before = self.probe.counters()
         self._started = time.perf_counter()
@@ -179,7 +157,6 @@ class ActEngine(Engine):
             total_ms=1e3 * answer["total_s"],
             output_tokens=answer["tokens"],
             logprobs=[logprob if math.isfinite(logprob) else None for logprob in answer["logprobs"]],
-            waited_s=self.probe.waited_s,
             question=question,
             answer=self.talks[document].text(answer["tokens"]),
         )
@@ -192,13 +169,6 @@ class ActEngine(Engine):
         from demo.corrupted import corrupt_loads
 
         corrupt_loads(get_kv_transfer_group())
-
-    def break_files(self, directory: str, mode: str) -> int:
-        """Sets how files in ``directory`` behave. Returns the number of calls on them that have met a fault so far."""
-        if self._files is None:
-            self._files = BrokenFiles(directory)
-        self._files.set_mode(FileMode(mode))
-        return self._files.num_calls
 
     def metrics(self) -> dict[str, float]:
         """Returns kvoffload's counters since the warm-up, by name."""

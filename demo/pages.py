@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from demo.plots import faults_plot, ttft_plot
+from demo.plots import ttft_plot
 from demo.protocol import RequestResult, Source
 from demo.report import LOGPROB_TOLERANCE, Report
 from demo.shared_report import (
-    LOAD_DEADLINE_S,
-    WAIT_LIMIT_S,
     SharedReport,
     StoreResult,
     hit_tokens,
     speedup_of,
     tokens_asked,
 )
-from demo.view import BAD, Cell, Page, Section, Table, limited, yes_no
+from demo.view import BAD, Cell, Page, Section, Table, yes_no
 from kvoffload.printable import printable
 from kvoffload.units import milliseconds, multiple, percentage, speedup
 
@@ -170,21 +168,6 @@ def shared_page(report: SharedReport) -> Page:
                 "have found that bytes of the store itself had been changed; their prompts were computed again.",
             )
         )
-    if report.faults:
-        faults = dict.fromkeys((f"{result.store}, {result.fault}", result.how) for result in report.faults)
-        sections.append(
-            Section(
-                "When the store fails",
-                [
-                    f"The same {len(report.faults[0].before)} prompts before, during and after each fault, hits in "
-                    f"tokens; no server is restarted. A request may wait {LOAD_DEADLINE_S:.0f} s for blocks, after "
-                    f"which it is computed; with the time of a step of the engine that is {WAIT_LIMIT_S:.0f} s at most."
-                ],
-                [faults_plot(report.faults)],
-                [_faults_table(report)],
-                " ".join(f"{where}: {how}." for where, how in faults),
-            )
-        )
     return Page(
         title="demo: two servers, one cache",
         heading="Two servers, one cache",
@@ -231,29 +214,3 @@ def _stores_table(report: SharedReport) -> Table:
         )
     columns = ["store", "identical", "found", "back", "computed", "shared", "faster", "control", "changed"]
     return Table("The second server, asked what the first has answered", columns, rows)
-
-
-def _faults_table(report: SharedReport) -> Table:
-    rows: list[Sequence[Cell | str]] = []
-    for result in report.faults:
-        row = report.fault_row(result)
-        if not rows or result.store != report.faults[report.faults.index(result) - 1].store:
-            rows.append([result.store, *[""] * 8])
-        hits: Mapping[str, int] = row["hit_tokens"]
-        again = row["recovered_s"]
-        rows.append(
-            [
-                Cell(f"  {result.fault}", title=result.how),
-                str(row["requests"]),
-                limited(f"{row['longest_wait_s']:.1f} s", row["longest_wait_s"] <= WAIT_LIMIT_S),
-                limited(f"{row['slowest_request_s']:.1f} s", row["slowest_request_s"] <= report.stuck_s),
-                yes_no(row["identical"]),
-                *(f"{hits[when]:,}" for when in ("before", "during", "after")),
-                Cell("NEVER", BAD) if again is None else f"{again:.0f} s",
-            ]
-        )
-    return Table(
-        f"When the store fails: no wait of more than {WAIT_LIMIT_S:.0f} s for blocks, no restart; hits in tokens",
-        ["fault", "requests", "waited", "slowest", "identical", "before", "during", "after", "again"],
-        rows,
-    )

@@ -9,12 +9,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from demo.protocol import RequestResult, Source
-from demo.shared_report import FaultResult
 from demo.view import COLOURS
 from kvoffload.lab.figures import MUTED, STYLE, make_figure, svg
 
 MARKS = {Source.RECOMPUTE: "o", Source.DEVICE: "s", Source.HOST: "D", Source.DISK: "^"}
-BAR_WIDTH = 0.26
 Points = Sequence[tuple[int, RequestResult]]
 
 
@@ -53,34 +51,3 @@ def ttft_plot(panels: Mapping[str, Sequence[Points]], names: Mapping[Source, str
             handles=marks, ncols=len(marks), loc="lower right", bbox_to_anchor=(1.0, 0.97), handletextpad=0.2
         )
         return svg(figure, description)
-
-
-def faults_plot(faults: Sequence[FaultResult]) -> str:
-    """Plots the tokens found in the store before, during and after each fault, as a share of the prompts."""
-    names = list(dict.fromkeys(result.store for result in faults))
-    # The panels have one axis.
-    places = {fault: i for i, fault in enumerate(dict.fromkeys(result.fault for result in faults))}
-    with matplotlib.rc_context(STYLE):
-        figure, axes = make_figure(height=1.2 + 2.0 * len(names), rows=len(names))
-        for ax, name in zip(axes, names, strict=True):
-            ax.set_title(f"{name}: share of the prompts that came from the store")
-            results = sorted((each for each in faults if each.store == name), key=lambda each: places[each.fault])
-            for shift, (label, alpha) in enumerate((("before", 0.45), ("during", 1.0), ("after", 0.7))):
-                ax.bar(
-                    [places[result.fault] + (shift - 1) * BAR_WIDTH for result in results],
-                    [_share(getattr(result, label)) for result in results],
-                    width=BAR_WIDTH * 0.9,
-                    color=COLOURS[Source.RECOMPUTE if label == "during" else Source.DISK],
-                    alpha=alpha,
-                    label=label,
-                )
-            ax.set_xticks(range(len(places)), [fault.replace(" ", "\n", 1) for fault in places])
-            ax.set_ylim(0, 1.08)
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f}%"))
-            ax.tick_params(labelbottom=True)
-        axes[0].legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.97))
-        return svg(figure, "Tokens found in the store before, during and after each fault")
-
-
-def _share(requests: Sequence[RequestResult]) -> float:
-    return sum(r.disk_tokens for r in requests) / max(1, sum(r.prompt_tokens for r in requests))

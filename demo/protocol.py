@@ -80,9 +80,6 @@ class RequestResult:
     total_ms: float
     output_tokens: list[int]
     logprobs: list[float | None]
-    waited_s: float = 0.0
-    """Time between vLLM's first question about the request and kvoffload's last answer: how long the request has waited
-    for blocks of tiers."""
     question: str = ""
     answer: str = ""
     """The output as text, if the model has a tokenizer."""

@@ -35,11 +35,10 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """``tone``: GOOD, BAD, or a Source, whose colour is shown. ``title`` explains it where there is no room."""
+    """``tone``: GOOD, BAD, or a Source, whose colour is shown."""
 
     text: str
     tone: str = ""
-    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +88,6 @@ class Page:
 
 def yes_no(value: bool, detail: str = "") -> Cell:
     return Cell(("yes" if value else "NO") + (detail and f", {detail}"), GOOD if value else BAD)
-
-
-def limited(text: str, is_within: bool) -> Cell:
-    """Returns an amount that is bad if it is not within its limit."""
-    return Cell(text, "" if is_within else BAD)
 
 
 def render(page: Page) -> str:
@@ -158,9 +152,7 @@ class TerminalProgress(Progress):
             self._console.print(title.strip(), markup=False, highlight=False)
 
     def request(self, result: RequestResult) -> None:
-        task = self._bars.tasks[-1]
-        # How long a fault lasts says how many requests there are.
-        self._bars.update(task.id, advance=1, total=max(task.total or 0, task.completed + 1))
+        self._bars.advance(self._bars.tasks[-1].id)
 
     def skip(self, store: str, reason: str) -> None:
         self._console.print(
