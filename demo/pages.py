@@ -108,7 +108,7 @@ def _ttft_table(report: Report) -> Table:
         ]
         for source, q in report.ttft_ms.items()
     ]
-    return Table("Time to first token", ["prompt", "requests", "p50", "p95", "vs. recompute"], rows)
+    return Table("By source", ["prompt", "requests", "p50", "p95", "vs. recompute"], rows)
 
 
 def _facts_table(report: Report) -> Table:
@@ -135,7 +135,8 @@ def _facts_table(report: Report) -> Table:
             for tier, measured in report.replay.measured.items()
         )
         rows.append(("replay of the trace agrees", yes_no(report.replay.agrees, detail)))
-    return Table("", [], rows)
+    cells = [[name, said if isinstance(said, Cell) else Cell(said)] for name, said in rows]
+    return Table("In numbers", [], cells, is_prose=True)
 
 
 # Two servers on each store.
