@@ -98,7 +98,7 @@ def _answers(title: str, answers: Sequence[tuple[str, RequestResult]], report: R
 
 
 def _ttft_table(report: Report) -> Table:
-    rows = [
+    rows: list[Sequence[Cell | str]] = [
         [
             Cell(NAMES[source], source),
             str(q.count),
@@ -135,7 +135,7 @@ def _facts_table(report: Report) -> Table:
             for tier, measured in report.replay.measured.items()
         )
         rows.append(("replay of the trace agrees", yes_no(report.replay.agrees, detail)))
-    cells = [[name, said if isinstance(said, Cell) else Cell(said)] for name, said in rows]
+    cells: list[Sequence[Cell | str]] = [[name, said if isinstance(said, Cell) else Cell(said)] for name, said in rows]
     return Table("In numbers", [], cells, is_prose=True)
 
 
