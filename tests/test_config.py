@@ -135,7 +135,6 @@ def test_everything_may_be_given() -> None:
         "load_deadline_ms": 0,
         "lookup_deadline_ms": 0,
         "load_only_if_faster": False,
-        "batched_copies": False,
         "engines_per_node": 2,
         "record_trace": "/var/tmp/trace.jsonl",
         "model_fingerprint": "v7",
