@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvoffload.abc import ConfigError
+from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
     GivenContract,
@@ -34,10 +35,8 @@ from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.config import HostContents
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.policies import policy_class
 from kvoffload.lab.replay import (
     CLAIRVOYANT,
-    ENGINE_POLICY,
     NO_CONTRACT,
     Contract,
     ReplayConfig,
@@ -45,7 +44,6 @@ from kvoffload.lab.replay import (
     TierUse,
     least_device_blocks,
     replay_many,
-    run_class,
 )
 from kvoffload.lab.trace import Trace
 from kvoffload.units import counted, format_bytes
@@ -78,7 +76,7 @@ class Grid:
         "policies",
         default=DEFAULT_POLICY,
         show_default=True,
-        help="Comma-separated policies. vllm:POLICY replays one in vLLM's manager.",
+        help="Comma-separated policies.",
     ),
     click.option(
         "--capacity",
@@ -172,9 +170,7 @@ def replay(
 def _policies(text: str, bound: bool) -> list[str]:
     names = listed("--policy", text)
     for name in names:
-        if name.startswith(ENGINE_POLICY):
-            run_class(name)
-        elif name != CLAIRVOYANT:
+        if name != CLAIRVOYANT:
             policy_class(name)
     return [*names, *([CLAIRVOYANT] if bound and CLAIRVOYANT not in names else [])]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvoffload.abc import ConfigError
+from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
     GivenContract,
@@ -36,7 +37,6 @@ from kvoffload.config import HostContents
 from kvoffload.lab.capacity import parse_size
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
-from kvoffload.lab.policies import policy_class
 from kvoffload.lab.sizing import DEFAULT_PRICES, Choices, Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace

@@ -10,7 +10,6 @@ The disk is always fast enough, and a request waits for all blocks that it can p
 
 from __future__ import annotations
 
-import importlib
 import math
 import multiprocessing
 import os
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
-    CachePolicy,
     ConfigError,
     Hints,
     IntegrityError,
@@ -44,7 +41,7 @@ from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.cache.policies.tenants import TenantPolicy
+from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
 from kvoffload.config import HOST_CONTENTS, HostContents
@@ -54,19 +51,15 @@ from kvoffload.lab.columns import pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
 from kvoffload.observe.trace import name_hash
-from kvoffload.supported import TESTED
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
 """The policy that knows the rest of the trace: an upper bound, only for replays."""
 DISK = "disk"
 """The tier below host memory, in the shares of tenants."""
-ENGINE_POLICY = "vllm:"
-"""Begins the names of policies that are replayed in the manager of vLLM, which must be installed."""
 REPORT_EVERY = 256
 """Requests between two calls of ``on_progress``."""
 PROGRESS_EVERY_S = 0.1
@@ -118,8 +111,7 @@ class ReplayConfig:
     """The settings of a replay. Raises ConfigError if one is invalid."""
 
     policy: str
-    """The policy of host and disk: a name or "package.module:Class". Or, without device and disk, "clairvoyant", or a
-    policy in vLLM's manager, such as "vllm:lru"."""
+    """The policy of host and disk: a name or "package.module:Class". Or, without device and disk, "clairvoyant"."""
     capacity_blocks: int
     """Capacity of host memory."""
     device_blocks: int = 0
@@ -138,9 +130,7 @@ class ReplayConfig:
                 raise ConfigError(name, getattr(self, name), f"must be {least} or more")
         if self.store_threshold is not None and self.store_threshold < 2:
             raise ConfigError("store_threshold", self.store_threshold, "must be 2 or more", "leave it out to store all")
-        if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
-            self.disk_blocks or self.device_blocks
-        ):
+        if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
             fault = "this policy is replayed with host memory alone"
             raise ConfigError("policy", self.policy, fault, "leave device and disk out")
         check_contents(self.host_contents, self.device_blocks)
@@ -289,41 +279,19 @@ def replay(
     if the device is too small or too large.
     """
     started = time.perf_counter()
-    run = (ExclusiveRun if config.host_contents is HostContents.EXCLUSIVE else run_class(config.policy))(
-        trace, config, hints
-    )
+    run = (ExclusiveRun if config.host_contents is HostContents.EXCLUSIVE else Run)(trace, config, hints)
     done = 0
     try:
         for done in run.serve_all():
             if on_progress is not None and done % REPORT_EVERY == 0:
                 on_progress(done / trace.num_requests)
     except Exception as error:
-        if config.policy in (CLAIRVOYANT, *KNOWN):
+        if config.policy in (CLAIRVOYANT, *BUILTIN):
             raise
         raise _failed(config.policy, done, error) from error
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
-
-
-def run_class(policy: str) -> type[Run]:
-    """Returns what replays a policy. Raises ConfigError if that is in vLLM's manager, and vLLM cannot be imported."""
-    if not policy.startswith(ENGINE_POLICY):
-        return Run
-    # The output of a command is not for vLLM's log.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        # Found at run time, because this room runs without an engine.
-        found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
-    except ImportError as error:
-        raise ConfigError(
-            "policy",
-            policy,
-            f"vLLM's manager of host memory cannot be imported ({error})",
-            f"install vLLM {TESTED[0]} or later, or name a policy of kvoffload",
-        ) from error
-    return found
 
 
 def replay_many(
@@ -473,7 +441,7 @@ class Run:
         policy = (
             clairvoyant_policy(trace)(self.capacity)
             if config.policy == CLAIRVOYANT
-            else self.make_policy(HOST, self.capacity)
+            else make_policy(config.policy, self.capacity, self.shares(HOST, self.capacity))
         )
         backend = HostBackend(trace.block_tokens, self.capacity)
         is_exclusive = config.host_contents is HostContents.EXCLUSIVE
@@ -492,7 +460,7 @@ class Run:
         if config.disk_blocks:
             disk_blocks = self.useful_blocks(DISK, config.disk_blocks)
             shares = self.shares(DISK, disk_blocks)
-            self.tier = CatalogTier(disk_blocks, 1, path_of(config.policy), self.clock, shares=shares)
+            self.tier = CatalogTier(disk_blocks, 1, config.policy, self.clock, shares=shares)
             self.manager = TieredOffloadingManager(
                 self.host, [self.tier], TieringSettings([trace.block_tokens]), clock=self.clock
             )
@@ -510,14 +478,6 @@ class Run:
         """Returns ``num_blocks``, or fewer: more than the trace can fill and the shares of ``tier`` need would only
         make the arrays larger."""
         return min(num_blocks, max(1, self.trace.num_distinct, self.config.contract.least_blocks(tier)))
-
-    def make_policy(self, tier: str, capacity: int) -> CachePolicy:
-        name, shares = self.config.policy, self.shares(tier, capacity)
-        return (
-            make_policy(name, capacity)
-            if shares is None
-            else TenantPolicy(capacity, shares, partial(make_policy, name))
-        )
 
     def shares(self, tier: str, num_blocks: int) -> Shares | None:
         contract = self.config.contract
