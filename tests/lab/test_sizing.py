@@ -56,7 +56,6 @@ def test_without_a_disk_the_result_equals_a_replay(chat: Trace) -> None:
     result = replay(chat, ReplayConfig("lru", 200), model=MODEL, speeds=SPEEDS)
     assert setting.served_pct == setting.ram_pct == pytest.approx(result.prefix_hit_tokens_pct)
     assert setting.disk_pct == 0.0
-    assert setting.bound_pct == 0.0
     nothing = np.zeros_like(result.host_tokens)
     seconds = ttft_seconds(MODEL, SPEEDS, chat.input_tokens, nothing, result.host_tokens, nothing)
     assert setting.ttft_p95_s == pytest.approx(float(np.percentile(seconds, 95)))

@@ -75,7 +75,6 @@ def test_the_result_equals_a_replay(
     assert tokens(setting, trace) == pytest.approx(found, abs=1e-6)
     assert setting.served_pct == result.prefix_hit_tokens_pct
     assert (setting.ttft_p50_s, setting.ttft_p95_s) == (result.ttft_p50_s, result.ttft_p95_s)
-    assert setting.bound_pct == 0.0
 
 
 def test_a_device_without_room_for_the_longest_request_is_named(trace: Trace) -> None:

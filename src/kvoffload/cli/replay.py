@@ -152,14 +152,14 @@ def replay(
                 about |= {"without_contract": without[0].to_dict()}
             print_json([result.to_dict() | about for result in results])
         else:
-            _show(requests, shape, results, sizes)
+            _show(results, sizes)
             if without:
                 show_contract(results[0], without[0])
 
         def page() -> str:
-            from kvoffload.lab.page import render_page
+            from kvoffload.lab.page import replay_page
 
-            return render_page(requests, shape, measured_speeds, results)
+            return replay_page(requests, sizes.about, shape, measured_speeds, results)
 
         output.write(page)
 
@@ -181,6 +181,8 @@ class _Sizes:
     def __init__(self, trace: Trace, model: ModelShape, grid: Grid) -> None:
         self._num_distinct = trace.num_distinct
         self._block_bytes = trace.block_tokens * model.bytes_per_token
+        self.about = described(trace, model, int(trace.num_distinct * self._block_bytes))
+        """The size of the trace, in words."""
         self._percentages: dict[int, str] = {}
         """The percentage that the user typed, by blocks, which are rounded down."""
 
@@ -227,11 +229,9 @@ class _Sizes:
 # Output.
 
 
-def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], sizes: _Sizes) -> None:
-
+def _show(results: Sequence[ReplayResult], sizes: _Sizes) -> None:
     console = console_of()
-    footprint = int(trace.num_distinct * trace.block_tokens * model.bytes_per_token)
-    console.print(described(trace, model, footprint), style="dim")
+    console.print(sizes.about, style="dim")
     for name, blocks in (("Device cache", sizes.device), ("Disk", sizes.disk)):
         if blocks:
             share = sizes.percentage(blocks)

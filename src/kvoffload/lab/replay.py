@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,12 +46,11 @@ from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Te
 from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.columns import pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.tier import CatalogTier
-from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
+from kvoffload.lab.trace import Floats, Ints, Progress, Trace
 from kvoffload.observe.trace import name_hash
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
@@ -324,10 +322,7 @@ def replay_many(
         ]
     context = multiprocessing.get_context("spawn")
     done = context.Array("d", len(configs), lock=False)
-    # All processes map the same files.
-    folder = trace.save()
-    shared = folder.path, trace.name, trace.block_tokens, trace.tenant_names
-    with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
+    with ProcessPoolExecutor(processes, context, _start_worker, (trace, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
         try:
             left = set(futures)
@@ -363,11 +358,9 @@ _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
 """Set in each process of ``replay_many``."""
 
 
-def _start_worker(
-    shared: tuple[Path, str, int, tuple[str, ...]], model: ModelShape, speeds: Speeds, done: MutableSequence[float]
-) -> None:
+def _start_worker(*shared: Any) -> None:
     global _worker
-    _worker = load_trace(*shared), model, speeds, done
+    _worker = shared  # type: ignore[assignment]
 
 
 def _work(index: int, config: ReplayConfig) -> ReplayResult:
@@ -493,23 +486,13 @@ class Run:
     def serve_all(self) -> Iterator[int]:
         """Serves one request per iteration, and yields how many are done."""
         trace = self.trace
-        for first, end in pieces(trace.offsets):
-            start = int(trace.offsets[first])
-            offsets = (trace.offsets[first : end + 1] - start).tolist()
-            keys = trace.keys_of(trace.blocks[start : start + offsets[-1]])
-            rows = zip(
-                offsets,
-                offsets[1:],
-                trace.prompt_blocks[first:end].tolist(),
-                trace.times[first:end].tolist(),
-                strict=False,
-            )
-            for request, (here, after, prompt_blocks, now) in enumerate(rows, first):
-                self.prefetch_until(now)
-                self.now = now
-                chain = keys[here:after]
-                self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
-                yield request + 1
+        rows = zip(trace.prompt_blocks.tolist(), trace.times.tolist(), strict=True)
+        for request, (prompt_blocks, now) in enumerate(rows):
+            self.prefetch_until(now)
+            self.now = now
+            chain = trace.keys_of(trace.chain(request))
+            self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
+            yield request + 1
 
     def prefetch_until(self, now: float) -> None:
         """Prefetches what is due before ``now``, as an engine that makes steps all the time."""
@@ -531,21 +514,7 @@ class Run:
             use = self.device_use(request, self.device)
             on_device = use.hits
             self.device.serve(*use)
-        if self.tier is None:
-            slots = self.host.table.find(prompt)
-            self.host.touch(prompt, context, found=slots)
-            # Without a tier, all stores are complete between requests, so what is present is ready.
-            ready = slots[on_device:] >= 0
-            found, from_disk = _leading(ready), 0
-        else:
-            assert context is not None
-            manager.touch(prompt, context)
-            found, from_disk, ready = self.promote(self.tier, prompt[on_device:], context)
-        loaded_to = on_device + found
-        self.hits.extend((on_device, found - from_disk, from_disk))
-        self.block_hits += on_device + int(np.count_nonzero(ready))
-        if loaded_to < len(prompt):
-            self.misses[manager.explain_miss(prompt[loaded_to]).reason] += 1
+        loaded_to = self.find(prompt, on_device, context)
         # Loaded blocks are not stored again. Only the head of a chain that is longer than the pool is stored, because
         # its tail would evict its head.
         head = prompt if len(prompt) <= self.capacity else prompt[: self.capacity]
@@ -558,15 +527,34 @@ class Run:
             # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
         self.end(chain, stored, context)
-        if self.tier is not None:
-            # As if the engine made steps until the disk has written everything.
-            while self.tier.is_busy:
-                manager.poll()
+
+    def find(self, prompt: list[OffloadKey], on_device: int, context: ReqContext | None) -> int:
+        """Touches a prompt whose first ``on_device`` blocks are on the device, looks up the others, and counts what was
+        found. Returns up to which block the prompt can be loaded."""
+        if self.tier is None:
+            slots = self.host.table.find(prompt)
+            self.host.touch(prompt, context, found=slots)
+            # Without a tier, all stores are complete between requests, so what is present is ready.
+            ready = slots[on_device:] >= 0
+            found, from_disk = _leading(ready), 0
+        else:
+            assert context is not None
+            self.manager.touch(prompt, context)
+            found, from_disk, ready = self.promote(prompt[on_device:], context)
+        loaded_to = on_device + found
+        self.hits.extend((on_device, found - from_disk, from_disk))
+        self.block_hits += on_device + int(np.count_nonzero(ready))
+        if loaded_to < len(prompt):
+            self.misses[self.manager.explain_miss(prompt[loaded_to]).reason] += 1
+        return loaded_to
 
     def end(self, chain: list[OffloadKey], stored: Sequence[OffloadKey], context: ReqContext | None) -> None:
         if context is not None and (hints := context.hints) and (hints.drop or hints.retain_s is not None):
             self.manager.retain(chain[: self.capacity], context)
         self.manager.end_chain(chain, stored, context)
+        # As if the engine made steps until the disk has written everything.
+        while self.tier is not None and self.tier.is_busy:
+            self.manager.poll()
 
     def context(self, request: int) -> ReqContext:
         return ReqContext(str(request), hints=None if self.hints is None else self.hints(request))
@@ -603,9 +591,7 @@ class Run:
         # An engine computes at least one token.
         return DeviceUse(whole, device.lookup(whole[: max(0, asked - 1) // size]), -(-total // size))
 
-    def promote(
-        self, tier: CatalogTier, prompt: list[OffloadKey], context: ReqContext
-    ) -> tuple[int, int, npt.NDArray[np.bool_]]:
+    def promote(self, prompt: list[OffloadKey], context: ReqContext) -> tuple[int, int, npt.NDArray[np.bool_]]:
         """Returns how many leading blocks of ``prompt`` can be loaded, how many of them were promoted from disk, and
         which of all are in the host then."""
         manager = self.manager
@@ -700,18 +686,7 @@ class ExclusiveRun(Run):
         assert device is not None
         context = self.context(request) if self.has_contexts else None
         use = self.device_use(request, device)
-        manager.touch(prompt, context)
-        if self.tier is None:
-            ready = host.table.find(prompt)[use.hits :] >= 0
-            found, from_disk = _leading(ready), 0
-        else:
-            assert context is not None
-            found, from_disk, ready = self.promote(self.tier, prompt[use.hits :], context)
-        self.hits.extend((use.hits, found - from_disk, from_disk))
-        self.block_hits += use.hits + int(np.count_nonzero(ready))
-        loaded_to = use.hits + found
-        if loaded_to < len(prompt):
-            self.misses[manager.explain_miss(prompt[loaded_to]).reason] += 1
+        loaded_to = self.find(prompt, use.hits, context)
         # As in an engine: the blocks that are loaded are pinned while others leave the device for them.
         lease = host.prepare_load(prompt[use.hits : loaded_to], context)
         left = device.serve(*use)
@@ -727,8 +702,6 @@ class ExclusiveRun(Run):
         is_stored = manager.wants_every_block or has_hints
         stored = self.store(chain[: self.capacity], context)[0] if is_stored else ()
         self.end(chain, stored, context)
-        while self.tier is not None and self.tier.is_busy:
-            manager.poll()
         if not has_hints:
             self._noted.update(use.chain)
             manager.note_device(held=self._keys(use.chain))
