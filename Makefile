@@ -262,7 +262,7 @@ $(VENV)/.stamp: pyproject.toml
 	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[compress,object-store,plots,testing]" \
+	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[object-store,plots,testing]" \
 		--group lint --group docs --group dist
 	@touch $@
 
@@ -295,9 +295,9 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 
 # The clients of all stores, and the servers of those that are in Python.
 $(VENV_VLLM)/.stores: $(VENV_VLLM)/.stamp
-	@$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[compress,mooncake,object-store,plots]" --group stores || { \
+	@$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[mooncake,object-store,plots]" --group stores || { \
 		echo "make: without the client of Mooncake Store"; \
-		$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[compress,object-store,plots]" --group stores; }
+		$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[object-store,plots]" --group stores; }
 	@touch $@
 
 $(VENV_VLLM)/.tests: $(VENV_VLLM)/.stores

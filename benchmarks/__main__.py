@@ -14,7 +14,6 @@ from pathlib import Path
 BENCHMARKS = (
     *(
         "calls",
-        "codec",
         "managers",
         "copies",
         "disk",

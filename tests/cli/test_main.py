@@ -168,7 +168,6 @@ def test_imports_match_the_declared_dependencies() -> None:
         "mooncake": ("tiers/mooncake/",),
         "obstore": ("tiers/object_store/",),
         "opentelemetry": ("observe/spans.py",),
-        "zstandard": ("tiers/remote/codec.py",),
     }
     for name in found.keys() - core:
         assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"

@@ -158,34 +158,6 @@ def test_a_store_that_is_far_away_and_one_that_mixes_values_up() -> None:
     assert found["store.other_bytes"].fix
 
 
-@pytest.mark.parametrize(
-    ("network_rate", "id", "level", "text"),
-    [
-        (0.1e9, "store.compress", Level.OK, "loads are 1.27 times as fast as without"),
-        (0.5e9, "store.compress", Level.WARNING, "short prompts 0.42 GB/s are loaded instead of 0.50"),
-        (2e9, "store.compress_slows", Level.PROBLEM, "the store gives 2.00 GB/s, so compress would make loads slower"),
-    ],
-)
-def test_compression_pays_where_the_network_is_slower(network_rate: float, id: str, level: Level, text: str) -> None:
-    speed = stores.CodecSpeed(0.4e9, 1e9, 1.45)
-    found = stores.codec_finding(speed, network_rate, "tiers[1].compress")
-    assert found[:2] == (id, level)
-    assert text in found[2]
-    assert ("tiers[1].compress" in found[3]) == (level is not Level.OK)
-
-
-def test_the_codec_is_measured_if_it_is_used() -> None:
-    store = Store(f"{HERE}:connect", {"swaps": False}, "kv", "near:1")
-    tier = PlannedTier("near", "near", "tiers[0].", 1e6, store=store)
-    assert not [id for id in findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0}) if "compress" in id]
-    tier = replace(tier, store=replace(store, compress=True))
-    found = findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0})
-    (each,) = (found[id] for id in found if "compress" in id)
-    speed = stores.CodecSpeed(**{name: float(value or 0) for name, value in each.figures.items()})
-    assert speed.ratio > 1.3
-    assert min(speed.compress_bytes_per_s, speed.decompress_bytes_per_s) > 0
-
-
 class Values(StoreClient):
     """A store in this process. With ``swaps`` it gives back other bytes than were put."""
 

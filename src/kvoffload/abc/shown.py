@@ -11,7 +11,7 @@ _NAMES = (
     # Of kvoffload, in any configuration.
     "host_bytes policy host_contents block_size_factor block_size store_threshold disk_dir disk_bytes load_deadline_ms "
     "lookup_deadline_ms load_only_if_faster engines_per_node batched_copies canonical_layout record_trace "
-    "model_fingerprint kind dir bytes gone_after_s prefix compress ttl_s region protocol devices segment_bytes "
+    "model_fingerprint kind dir bytes gone_after_s prefix ttl_s region protocol devices segment_bytes "
     # Of engines.
     "kv_connector kv_role connectors spec_name spec_module_path module_path class_name type eviction_policy "
     "cache_policy_module_path cpu_bytes_to_use backend_name interface_v1 prefix_caching_hash_algo mamba_cache_mode "

@@ -50,14 +50,13 @@ _STAND_IN_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Store:
     """How to reach a remote store: ``client`` is the import path of the function that connects, with ``settings``.
-    ``client_bytes`` and ``compress``: see ``RemoteTierConfig``."""
+    ``client_bytes``: see ``RemoteTierConfig``."""
 
     client: str
     settings: Mapping[str, Any]
     prefix: str
     address: str
     client_bytes: int = 0
-    compress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +337,7 @@ def _planned(entry: TierEntry, lookup_deadline_ms: float, report: Report) -> Pla
         if settings.get("segment_bytes"):
             # Little, because values of others there are lost when the doctor leaves.
             settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
-        store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes, config.compress)
+        store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes)
     return PlannedTier(
         config.kind,
         config.kind,

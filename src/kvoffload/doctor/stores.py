@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +22,6 @@ from kvoffload.doctor.process import Report
 from kvoffload.printable import printable
 from kvoffload.tiers.disk.storage import aligned_buffer
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.codec import ByteCodec, kv_like
 from kvoffload.tiers.remote.growth import GrowthWatch
 
 FOLDER = "doctor"
@@ -45,8 +43,6 @@ OWN_BYTES = 96 << 20
 MAX_REASON = 1000
 """Characters of an error, a part of which the store may have written."""
 HTTP_TIMEOUT_S = 2.0
-CODEC_BYTES = 4 << 20
-"""Bytes of the sample that is compressed."""
 SLOW_SHARE = 0.5
 """A round trip that takes more of the deadline for lookups than this is too slow for a busy server."""
 
@@ -165,11 +161,6 @@ class _StoreCheck:
                 "value_bytes": VALUE_BYTES,
             }
             self._found("store.speed", Level.OK, text, figures=figures)
-            if self._store.compress:
-                self._report.stage("compresses a sample")
-                speed = codec_speed()
-                self._found(*codec_finding(speed, get_rate, f"{self._tier.prefix}compress"), figures=asdict(speed))
-                get_rate = speed.load_rate(get_rate)
             self._report.fact("read_bytes_per_s", get_rate)
         finally:
             self._report.stage(f"removes its values from {self._store.address}")
@@ -250,49 +241,6 @@ class _StoreCheck:
 
     def _name(self) -> str:
         return self._folder + secrets.token_hex(16)
-
-
-@dataclass(frozen=True, slots=True)
-class CodecSpeed:
-    """Bytes of blocks per second on one core, and how many times fewer they become."""
-
-    compress_bytes_per_s: float
-    decompress_bytes_per_s: float
-    ratio: float
-
-    def load_rate(self, network_rate: float) -> float:
-        """Returns the bytes of blocks per second that one request loads: first it gets values, then it decompresses
-        them."""
-        return 1 / (1 / (self.ratio * network_rate) + 1 / self.decompress_bytes_per_s)
-
-
-def codec_speed() -> CodecSpeed:
-    """Measures the codec on numbers like KV."""
-    codec, sample = ByteCodec(), kv_like(CODEC_BYTES)
-    out, back = sample.copy(), sample.copy()
-    begun = time.perf_counter()
-    size = codec.compress([sample], out)
-    compressed = time.perf_counter()
-    codec.decompress(out[:size], [back])
-    ended = time.perf_counter()
-    return CodecSpeed(CODEC_BYTES / (compressed - begun), CODEC_BYTES / (ended - compressed), CODEC_BYTES / size)
-
-
-def codec_finding(speed: CodecSpeed, network_rate: float, setting: str) -> tuple[str, Level, str, str]:
-    """Returns id, level, text and fix of the finding about ``setting`` at so many bytes per second of the store."""
-    decompress_rate, loads = speed.decompress_bytes_per_s, speed.load_rate(network_rate)
-    text = (
-        f"one core compresses {speed.compress_bytes_per_s / 1e9:.2f} GB/s and decompresses {decompress_rate / 1e9:.2f} "
-        f"GB/s of bfloat16 numbers like KV, {speed.ratio:.2f} times smaller"
-    )
-    if decompress_rate < network_rate:
-        text += f"; the store gives {network_rate / 1e9:.2f} GB/s, so compress would make loads slower"
-        return "store.compress_slows", Level.PROBLEM, text, f"remove {setting}"
-    if loads < network_rate:
-        text += f"; of short prompts {loads / 1e9:.2f} GB/s are loaded instead of {network_rate / 1e9:.2f}"
-        return "store.compress", Level.WARNING, text, f"remove {setting}, unless the network is busier than now"
-    text += f"; loads are {loads / network_rate:.2f} times as fast as without"
-    return "store.compress", Level.OK, text, ""
 
 
 def _http_address(settings: Mapping[str, Any]) -> str | None:

@@ -54,8 +54,8 @@ from kvoffload.tiering.writes import WriteSettings, WriteThrough
 WRITE_SHARE = 0.125
 """At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
 SHARED_RESET = (
-    "the weights are not known to be those of before, so blocks from before must not be found, and other servers use "
-    "those of this tier"
+    "the weights may have changed, so this server must not load blocks from before the reset, and other servers use "
+    "the blocks of this tier"
 )
 SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it again"
 

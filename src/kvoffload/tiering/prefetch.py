@@ -50,7 +50,7 @@ BATCH_S = 0.01
 """What a tier can read in this time is read at a time, at least one block: a request that comes meanwhile waits no
 longer."""
 BATCH_BYTES = 32 << 20
-"""And at most so many bytes, or one block. How fast a tier is may not be known yet."""
+"""The most bytes of a batch, unless one block has more: the speed of a tier may not be known yet."""
 BATCH_BLOCKS = 128
 """The most blocks of a batch, so that no step takes long."""
 MAX_LOOKS = 8

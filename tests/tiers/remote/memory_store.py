@@ -64,7 +64,7 @@ def fill(data: ByteArray, parts: Sequence[ByteArray]) -> Outcome:
     for part in parts:
         taken, data = data[: part.size], data[part.size :]
         part[: taken.size] = taken
-    return Outcome.OK if not surplus else Outcome.SMALLER if surplus < 0 else Outcome.OTHER_SIZE
+    return Outcome.OTHER_SIZE if surplus else Outcome.OK
 
 
 class SteppedChannel(StoreChannel):

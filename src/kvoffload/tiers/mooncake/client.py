@@ -98,7 +98,7 @@ class MooncakeClient(StoreClient):
         return [
             Outcome.OK
             if code == size
-            else Outcome.SMALLER
+            else Outcome.OTHER_SIZE
             if 0 < code < size
             else self._why_not_read(name, code, size, parts[0])
             for name, code, size, parts in zip(names, codes, wanted, buffers, strict=True)

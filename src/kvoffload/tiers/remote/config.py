@@ -13,13 +13,11 @@ from typing import Any, ClassVar
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierConfig, TierContext
-from kvoffload.tiers.remote.codec import check_installed
-from kvoffload.tiers.remote.compressed import REQUEST_BYTES
 from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.messages import Setup
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.record import RECORD_BYTES
-from kvoffload.tiers.remote.tier import RemoteLimits, RemoteTier
+from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,10 +47,6 @@ class RemoteTierConfig(TierConfig):
     count. Blocks are stored with an HMAC, and those without the right one are never loaded. By default whoever can
     write to the store can forge blocks."""
 
-    compress: bool = False
-    """Whether blocks are compressed without loss, in the client's process: for networks that are slower than that.
-    Needs zstandard. Servers with and without it have blocks of their own."""
-
     def __post_init__(self) -> None:
         if not isinstance(self.prefix, str) or len(self.prefix) > MAX_PREFIX or not _PREFIX.fullmatch(self.prefix):
             raise ConfigError(
@@ -63,10 +57,6 @@ class RemoteTierConfig(TierConfig):
                 "with single slashes between them",
             )
         read_hmac_key(self.hmac_key_file)
-        if not isinstance(self.compress, bool):
-            raise ConfigError("compress", self.compress, "must be true or false")
-        if self.compress:
-            check_installed()
 
     @property
     @abstractmethod
@@ -132,11 +122,9 @@ class RemoteTierConfig(TierConfig):
             context.identity,
             self.hmac_key_file,
             self.client_bytes + self.memory_bytes // context.engines,
-            self.compress,
         )
         channel = ProcessChannel(setup, self.kind)
-        limits = RemoteLimits(request_bytes=REQUEST_BYTES) if self.compress else None
-        tier = RemoteTier(channel, payload_bytes, name=self.kind, limits=limits)
+        tier = RemoteTier(channel, payload_bytes, name=self.kind)
         deadline = time.monotonic() + wait_s
         while channel.state is ChannelState.STARTING and time.monotonic() < deadline:
             tier.wait(0.05)

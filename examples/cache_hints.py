@@ -1,7 +1,7 @@
 """CacheHints: an ASGI middleware that turns the cache options of OpenAI's and Anthropic's clients into request options.
 
-``vllm serve MODEL --middleware kvoffload.vllm.cache_hints.CacheHints``. vLLM drops these fields before they reach a
-connector.
+``PYTHONPATH=FOLDER vllm serve MODEL --middleware cache_hints.CacheHints``, where FOLDER has a copy of this file. vLLM
+drops these fields before they reach a connector.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from kvoffload.connector.options import MAX_SESSION_CHARS, PARAM
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 << 20
-"""Larger bodies pass unchanged."""
+MAX_BODY_BYTES = 4 << 20
+MAX_COMMAS = 1 << 18
+"""Bodies with more bytes or commas pass unchanged: each item of a list takes memory, and time of the event loop."""
 MAX_VALUE_BYTES = 1 << 12
 """Longer values of the fields count as not sent."""
 MAX_MARKS = 4096
@@ -50,8 +51,8 @@ class CacheHints:
     or the longest ``ttl`` of Anthropic's ``cache_control`` marks (5 minutes without one).
 
     A mark retains the whole prompt, not only what is before it. What is no JSON object in UTF-8, is encoded, or has
-    more than MAX_BODY_BYTES, passes unchanged, as do the answers. Nothing but the fields is parsed, because that holds
-    the server's event loop, on a thread too: all other values are copied as they are.
+    more than MAX_BODY_BYTES or MAX_COMMAS, passes unchanged, as do the answers. Nothing but the fields is parsed,
+    because that holds the server's event loop, on a thread too: all other values are copied as they are.
     """
 
     def __init__(self, app: App) -> None:
@@ -92,7 +93,7 @@ def _is_plain(scope: Message) -> bool:
 
 def rewritten(body: bytes) -> bytes | None:
     """Returns the JSON of a request with the options that its fields stand for; None if there is nothing to change."""
-    if not any(name.encode() in body for name in FIELDS):
+    if not any(name.encode() in body for name in FIELDS) or body.count(b",") > MAX_COMMAS:
         return None
     try:
         request = _read_object(body)
