@@ -109,7 +109,7 @@ def tables() -> dict[str, Table]:
     """Returns tables with large numbers."""
     blocks, most = 1 << 24, (1 << 50) - (1 << 40)
     host = TierUse("device", blocks, 1, 100.0, 100.0, most, most, 12.34, blocks)
-    setting = Setting(most, most, 100.0, 22.2, 55.5, 12.3, 1.0, 9.999, 99.999, 99_999.0)
+    setting = Setting(most, most, 100.0, 22.2, 55.5, 1.0, 9.999, 99.999, 99_999.0)
     sizing: Any = SimpleNamespace(settings=[setting], chosen=setting, places=["device", "RAM", "disk"])
     then = int(time.time()) - 86_400 * 99
     folder = Folder("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then)

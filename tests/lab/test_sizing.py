@@ -41,7 +41,7 @@ def test_parts_are_rounded_so_that_they_add_up() -> None:
     for _ in range(500):
         device, ram, disk = rng.uniform(0, 40), rng.choice((0.0, 0.05, rng.uniform(0, 30))), rng.choice((0.0, 12.345))
         served = device + ram + disk + rng.uniform(-1e-12, 1e-12)
-        setting = Setting(1, 1, served, device, ram, 0.0, 0.0, 0.0, 0.0, 0.0)
+        setting = Setting(1, 1, served, device, ram, 0.0, 0.0, 0.0, 0.0)
         parts = {name: Decimal(f"{share:.1f}") for name, share in setting.parts.items()}
         assert sum(parts.values()) == Decimal(f"{served:.1f}")
         for found, exact in zip(parts.values(), (device, ram, disk), strict=True):

@@ -214,7 +214,7 @@ def test_what_the_contract_costs_the_others_is_shown(path: Path, tmp_path: Path)
     shown = run(size_command, str(path), "--tenants", SHARES, *options)
     assert "What the contract brings and costs" in shown
     assert "Every setting was replayed with the tenants' shares and the hints." in " ".join(shown.split())
-    assert "with LRU and without the tenants' shares" in " ".join(page.read_text().split())
+    assert "with LRU and without the tenants&#39; shares" in page.read_text()
     plain = run(size_command, str(path), "--no-hints", *options)
     assert "What the contract" not in plain
     assert "replayed" not in plain
