@@ -18,7 +18,7 @@ _NAMES = (
     "model speculative_method VLLM_PLUGINS "
     # Of the library's calls.
     "fingerprint lookahead engine identity groups parts num_workers hash_block_size jobs ram disk device device_blocks "
-    "slot_bytes sample_bits capacity dtype format trace"
+    "slot_bytes capacity dtype format trace"
 )
 _HARMLESS = frozenset(_NAMES.split())
 """Settings whose values are no secrets, whatever they are."""
