@@ -176,17 +176,6 @@ def test_a_refused_store_counts_for_the_tenant_that_is_over_its_quota() -> None:
     assert [use.num_refused for use in of.room.uses()] == [1, 0, 0]
 
 
-def test_how_long_blocks_are_idle_is_known_of_each_tenant() -> None:
-    """Empty slots, and those of others, say nothing about the blocks of a tenant that is at its quota."""
-    now = 0.0
-    made = shares(64, [0, 0, 0], [8, 64, 64])
-    of = PolicyOffloadingManager(HostBackend(16, 64), make_policy("lru", 64, made), clock=lambda: now)
-    for first, hints in ((0, Hints(3)), (10, Hints(2, expect_return_s=1e6)), (20, None)):
-        now += 1.0
-        assert store(of, chain("a", first, 4), hints)
-    assert [present(of, chain("a", first, 4)) for first in (0, 10, 20)] == [4, 0, 4]
-
-
 def test_no_room_that_is_not_guaranteed_to_others() -> None:
     of = manager(shares(6, (4, 2, 0)))
     assert store(of, chain("a", 0, 4))
@@ -310,7 +299,7 @@ class Checked:
         if not self.has_hints:
             return None
         session = 2 + 3 * self.rng.randrange(3) + NAMES.index(name)
-        return self.rng.choice([None, Hints(session), Hints(session, drop=True), Hints(session, expect_return_s=1e6)])
+        return self.rng.choice([None, Hints(session), Hints(session, drop=True)])
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

@@ -84,7 +84,7 @@ def test_hints_survive_files_and_parts(tmp_path: Path) -> None:
     request = int(trace.tenants.tolist().index(trace.tenant_names.index("search")))
     hints = trace.hints(request)
     assert hints is not None
-    assert (hints.expect_return_s, hints.retain_s, hints.drop) == (60.0, 300.0, False)
+    assert (hints.expect_return_s, hints.retain_s, hints.drop) == (30.0, 300.0, False)
     part = trace.between(0.5, 1.0)
     at = trace.num_requests - part.num_requests
     assert [part.hints(i) for i in range(20)] == [trace.hints(at + i) for i in range(20)]

@@ -240,9 +240,10 @@ class TraceBuilder:
         columns["prompt_blocks"].append(length if prompt_blocks is None else prompt_blocks)
         columns["sessions"].append(_number(self._sessions, session))
         columns["tenants"].append(_number(self._tenants, tenant))
-        returns_in, retain_s = (None, None) if hints is None else (hints.returns_in_s, hints.retain_s)
+        known = Hints() if hints is None else hints
+        returns_in = math.inf if known.drop else known.likely_return_s
         columns["returns_in"].append(math.nan if returns_in is None else returns_in)
-        columns["retains"].append(math.nan if retain_s is None else retain_s)
+        columns["retains"].append(math.nan if known.retain_s is None else known.retain_s)
         columns["chains"].extend(chain)
         self.num_requests += 1
 
