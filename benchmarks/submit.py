@@ -3,8 +3,8 @@
 No GPU is needed. ``timed_driver.c`` has the driver's functions and the speeds of a GPU on PCIe 5: 55 GB/s per direction
 of the bus, 2 TB/s of its memory, 1 to 2 us per call. The engine's thread makes steps of 10 ms, in which it runs Python
 for a share of the time and waits for the device for the rest, and submits more jobs than the bus can copy. So the
-figures are how much of the bus the loop of copies keeps in use, with native code and with the plain loop. "Fence": one
-block of a store in full traffic; the engine's thread issues its rows, then the engine's stream waits for them.
+figures are how much of the bus the loop of copies keeps in use. "Fence": one block of a store in full traffic; the
+engine's thread issues its rows, then the engine's stream waits for them.
 
 Where that is allowed, all threads run with real-time priority, so that other processes of the machine change nothing.
 """
@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_double, c_float, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import c_double, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,8 @@ import numpy as np
 
 from benchmarks.report import Row, publish
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, TransferSpec
-from kvoffload.native import load
-from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.calls import DriverCalls, Kernel
-from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
+from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import PageTable, Run
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 
@@ -89,7 +87,7 @@ KINDS = (Rows(64, False), Rows(256, False), Rows(2048, True))
 
 
 class TimedDriver:
-    """The functions of ``timed_driver.c``. Those that take microseconds keep Python's lock, as in CudaDevice."""
+    """The functions of ``timed_driver.c``. They keep Python's lock where Python calls them."""
 
     def __init__(self, folder: Path) -> None:
         compiler = shutil.which("gcc") or shutil.which("cc")
@@ -97,39 +95,26 @@ class TimedDriver:
             raise RuntimeError("this benchmark needs a C compiler")
         path = folder / "timed_driver.so"
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-pthread", SOURCE, "-o", path], check=True)
-        self.short, self.long = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-        self.short.timed_new.restype = c_uint64
-        self.short.timed_left.restype = c_double
-        for name, arguments in {
-            "timed_calls": [c_double],
-            "timed_left": [c_void_p],
-            "timed_record": [c_void_p, c_void_p],
-            "timed_wait": [c_void_p, c_void_p, c_uint],
-            "timed_query": [c_void_p],
-            "timed_elapsed": [ctypes.POINTER(c_float), c_void_p, c_void_p],
-            "timed_kernel": [c_double, c_void_p],
-        }.items():
-            getattr(self.short, name).argtypes = arguments
-        self.long.timed_copy_batch.argtypes = [c_void_p] * 3 + [c_size_t] + [c_void_p] * 2 + [c_size_t] + [c_void_p] * 2
+        self.library = ctypes.PyDLL(str(path))
+        self.library.timed_new.restype = c_uint64
+        self.library.timed_left.restype = c_double
+        self.library.timed_left.argtypes = [c_void_p]
 
     def address(self, name: str) -> int:
-        return ctypes.cast(getattr(self.short, name), c_void_p).value or 0
+        return ctypes.cast(getattr(self.library, name), c_void_p).value or 0
 
 
 class TimedDevice(Device):
-    """A device of one group of pages on a TimedDriver. ``is_native`` False: it has no functions for the native loop."""
+    """A device of one group of pages on a TimedDriver."""
 
-    def __init__(self, driver: TimedDriver, table: PageTable, is_native: bool) -> None:
+    def __init__(self, driver: TimedDriver, table: PageTable) -> None:
         self._driver = driver
         self._table = table
-        self._is_native = is_native
         self._allocated = DEVICE
-        driver.short.timed_reset()
+        driver.library.timed_reset()
         self._engine = self.new_stream()
 
-    def native_calls(self) -> DriverCalls | None:
-        if not self._is_native:
-            return None
+    def native_calls(self) -> DriverCalls:
         names = ("copy_batch", "copy", "launch", "record", "wait", "query", "elapsed")
         row_bytes = self._table.device_block_bytes
         kernel = Kernel(1, 2, DEVICE, len(self._table.runs), row_bytes, 256, 16, max(1, (64 << 10) / row_bytes))
@@ -138,45 +123,21 @@ class TimedDevice(Device):
 
     def enter_thread(self) -> None: ...
 
-    def new_stream(self) -> Stream:
-        return self._driver.short.timed_new()
+    def new_stream(self) -> int:
+        return int(self._driver.library.timed_new())
 
-    def engine_stream(self) -> Stream:
+    def engine_stream(self) -> int:
         return self._engine
 
-    def new_event(self) -> Event:
-        return self._driver.short.timed_new()
-
-    def record(self, event: Event, stream: Stream) -> None:
-        self._driver.short.timed_record(event, stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self._driver.short.timed_wait(stream, event, 0)
-
-    def is_done(self, event: Event) -> bool:
-        return not self._driver.short.timed_query(event)
-
-    def seconds_between(self, start: Event, end: Event) -> float:
-        milliseconds = c_float()
-        self._driver.short.timed_elapsed(ctypes.byref(milliseconds), start, end)
-        return milliseconds.value * 1e-3
+    def new_event(self) -> int:
+        return int(self._driver.library.timed_new())
 
     def allocate(self, nbytes: int) -> int:
         self._allocated += nbytes
         return self._allocated - nbytes
 
     def allocate_host(self, nbytes: int) -> ByteArray:
-        return np.zeros(nbytes, dtype=np.uint8)
-
-    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        addresses = (each.ctypes.data for each in map(np.ascontiguousarray, (targets, sources, sizes)))
-        self._driver.long.timed_copy_batch(*addresses, len(sizes), None, None, 1, None, stream)
-
-    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        self._driver.short.timed_kernel(float(len(blocks) * self._table.device_block_bytes), stream)
-
-    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        self.gather(stream, group, blocks, staging)
+        raise NotImplementedError("all slots are registered")
 
     def close(self) -> None: ...
 
@@ -191,11 +152,11 @@ class _Registered:
 class Bench:
     """A CudaTransfer over a TimedDriver, and an engine that keeps OPEN_BYTES of jobs in each direction open."""
 
-    def __init__(self, driver: TimedDriver, rows: Rows, is_native: bool, with_threads: bool = True) -> None:
+    def __init__(self, driver: TimedDriver, rows: Rows, with_threads: bool = True) -> None:
         block_bytes = rows.kib << 10
         pool = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (NUM_BLOCKS, block_bytes), (block_bytes, 1))
         before = set(threading.enumerate())
-        self.device = TimedDevice(driver, rows.table, is_native)
+        self.device = TimedDevice(driver, rows.table)
         self.transfer = CudaTransfer([rows.table], pool, self.device, _Registered(), with_threads=with_threads)
         self.threads = [thread for thread in threading.enumerate() if thread not in before]
         self.driver = driver
@@ -237,8 +198,8 @@ class Bench:
 
 
 @contextmanager
-def bench(driver: TimedDriver, rows: Rows, is_native: bool) -> Iterator[Bench]:
-    made = Bench(driver, rows, is_native)
+def bench(driver: TimedDriver, rows: Rows) -> Iterator[Bench]:
+    made = Bench(driver, rows)
     try:
         yield made
     finally:
@@ -297,14 +258,14 @@ def measure_fence(made: Bench, rounds: int) -> tuple[float, float]:
         begin = time.perf_counter()
         made.transfer.wait([job], [block])
         calls.append((time.perf_counter() - begin) * 1e6)
-        waits.append(made.driver.short.timed_left(made.device.engine_stream()) * 1e-3)
+        waits.append(made.driver.library.timed_left(made.device.engine_stream()) * 1e-3)
     return statistics.median(calls), statistics.median(waits)
 
 
-def measure_submit(driver: TimedDriver, num_blocks: int, num_jobs: int, is_native: bool) -> float:
+def measure_submit(driver: TimedDriver, num_blocks: int, num_jobs: int) -> float:
     """Returns milliseconds of CPU time of the engine's thread for a store of these blocks: to submit it, and to take
     results."""
-    made = Bench(driver, Rows(128, False), is_native, with_threads=False)
+    made = Bench(driver, Rows(128, False), with_threads=False)
     blocks, slots = (np.random.default_rng(seed).permutation(NUM_BLOCKS)[:num_blocks] for seed in range(2))
     specs = [
         TransferSpec("r", LoadStoreSpec("CPU", here), DeviceSpec(there, (len(there),), (0,)))
@@ -340,30 +301,27 @@ def main(out: Path, quick: bool) -> None:
 
 
 def _rows(driver: TimedDriver, quick: bool) -> Iterator[Row]:
-    loops = {"plain": False} | ({"native": True} if load("_transfer") is not None else {})
     seconds = 0.02 if quick else SECONDS
-    for name, is_native in loops.items():
-        for rows in KINDS:
-            for share in SHARES[-1:] if quick else SHARES:
-                with bench(driver, rows, is_native) as made:
-                    figures = measure(made, share, (True,), seconds)
-                busy = f"engine runs Python {share:.0%} of the time"
-                goal: dict[str, Any] = {"versus": "goal", "ratio": figures.gbps / GOAL_GBPS} if rows.kib == 64 else {}
-                yield Row(f"{name}, {rows.what}, {busy}", figures.gbps, "GB/s", **goal)
-                if share in (0.0, 0.7):
-                    what = f"{name}, {rows.what}, {busy}: CPU time per 8 MiB"
-                    yield Row(f"{what}, engine's thread", figures.engine_us, "us")
-                    yield Row(f"{what}, copying threads", figures.copying_us, "us")
-        for share in SHARES[-1:] if quick else (0.0, 0.7):
-            with bench(driver, KINDS[0], is_native) as made:
-                figures = measure(made, share, (True, False), seconds)
-            what = f"{name}, {KINDS[0].what}, both directions, engine runs Python {share:.0%} of the time"
-            yield Row(what, figures.gbps, "GB/s")
-        with bench(driver, KINDS[0], is_native) as made:
-            call, wait = measure_fence(made, 3 if quick else 40)
-            yield Row(f"{name}, fence of one block of 64 KiB: engine's thread", call, "us")
-            yield Row(f"{name}, fence of one block of 64 KiB: engine's stream after it", wait, "us")
-        for what, num_blocks, num_jobs in CASES[:1] if quick else CASES:
-            ms = min(measure_submit(driver, num_blocks, num_jobs, is_native) for _ in range(1 if quick else ROUNDS))
-            limit: dict[str, Any] = {"versus": "limit", "ratio": LIMIT_MS / ms} if num_blocks <= 512 else {}
-            yield Row(f"{name}, engine's thread: {what}", ms, "ms", **limit)
+    for rows in KINDS:
+        for share in SHARES[-1:] if quick else SHARES:
+            with bench(driver, rows) as made:
+                figures = measure(made, share, (True,), seconds)
+            what = f"{rows.what}, engine runs Python {share:.0%} of the time"
+            goal: dict[str, Any] = {"versus": "goal", "ratio": figures.gbps / GOAL_GBPS} if rows.kib == 64 else {}
+            yield Row(what, figures.gbps, "GB/s", **goal)
+            if share in (0.0, 0.7):
+                yield Row(f"{what}: CPU time per 8 MiB, engine's thread", figures.engine_us, "us")
+                yield Row(f"{what}: CPU time per 8 MiB, copying threads", figures.copying_us, "us")
+    for share in SHARES[-1:] if quick else (0.0, 0.7):
+        with bench(driver, KINDS[0]) as made:
+            figures = measure(made, share, (True, False), seconds)
+        what = f"{KINDS[0].what}, both directions, engine runs Python {share:.0%} of the time"
+        yield Row(what, figures.gbps, "GB/s")
+    with bench(driver, KINDS[0]) as made:
+        call, wait = measure_fence(made, 3 if quick else 40)
+        yield Row("fence of one block of 64 KiB: engine's thread", call, "us")
+        yield Row("fence of one block of 64 KiB: engine's stream after it", wait, "us")
+    for what, num_blocks, num_jobs in CASES[:1] if quick else CASES:
+        ms = min(measure_submit(driver, num_blocks, num_jobs) for _ in range(1 if quick else ROUNDS))
+        limit: dict[str, Any] = {"versus": "limit", "ratio": LIMIT_MS / ms} if num_blocks <= 512 else {}
+        yield Row(f"engine's thread: {what}", ms, "ms", **limit)
