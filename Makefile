@@ -50,11 +50,11 @@ endif
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
-	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native
+	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native \
+	tests/transfer/cuda/test_emulator.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 HANDOVERS      := 2000
-STREAM_SCHEDULES := 2000
 # What the simulated servers of make soak share.
 MEDIA          := store object_store shared_dir
 SOAK_SCALE     := 50
@@ -79,7 +79,7 @@ help:
 	@echo "                everything starts: ARGS=--quick"
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
-	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
+	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium and $(SOAK_SCALE) times as many random tests,"
 	@echo "                and those that make test skips (hours)"
 	@echo "make interface  check from source whether a version of vLLM, and one of SGLang, has every name that kvoffload"
 	@echo "                uses: VLLM=0.33.0 SGLANG=sglang==0.5.23"
@@ -132,8 +132,7 @@ soak: $(VENV)/.tests install
 	$(DEV) tests.sim simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --handovers --seeds $(HANDOVERS) || exit 1; done
-	$(DEV) tests.sim streams --seeds $(STREAM_SCHEDULES)
-	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_heads.py tests/sim/test_stream_schedules.py -k planted -q -s
+	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_heads.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest -m "vllm or soak" --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 

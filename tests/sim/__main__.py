@@ -43,8 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     def run_one(seed: int) -> Counter[str]:
         return simulate_handovers(medium, seed) if options.handovers else simulate_servers(medium, seed)
 
-    command = f"simulate --servers {options.servers}" + (" --handovers" if options.handovers else "")
-    return _run(options, run_one, command)
+    return _run(
+        options, run_one, f"simulate --servers {options.servers}" + (" --handovers" if options.handovers else "")
+    )
 
 
 def _run(options: argparse.Namespace, run_one: Callable[[int], Counter[str]], command: str) -> int:

@@ -12,10 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferResult, TransferSpec
+from kvoffload.abc import (
+    ByteArray,
+    ConfigError,
+    DeviceSpec,
+    LoadStoreSpec,
+    PageGroup,
+    Placement,
+    TransferResult,
+    TransferSpec,
+)
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.native import load
+from kvoffload.transfer.cuda import native_loop
 from kvoffload.transfer.cuda.calls import MAX_BLOCKS
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
@@ -277,6 +287,13 @@ def test_a_byte_of_another_rank_that_is_overwritten_is_noticed(is_interleaved: b
 def test_a_slot_that_is_too_small_for_the_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="2 rows of 256 bytes exceed a slot of 511"):
         Rig(PageGroup(placed(), 2, PLACED), pool=np.zeros((SLOTS, 511), np.uint8))
+
+
+def test_without_native_code_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_loop, "load", lambda name: None)
+    monkeypatch.setattr(native_loop, "describe", lambda: "plain Python: it was not compiled")
+    with pytest.raises(ConfigError, match=r"native code only.*plain Python: it was not compiled; reinstall kvoffload"):
+        Rig(PageGroup(apart()))
 
 
 def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied() -> None:
