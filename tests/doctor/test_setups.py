@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -249,6 +250,35 @@ def test_a_file_system_in_memory_without_direct_io(ramfs: Path, healthy: Diagnos
     assert found["directory.direct_io"].level is Level.WARNING
     assert "page cache" in found["directory.direct_io"].text
     assert healthy.one("directory.direct_io")["level"] == "ok"
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["disk", "shared_dir"])
+def test_a_file_system_that_has_space_and_no_inodes(tmp_path: Path, kind: str) -> None:
+    """The control has inodes again."""
+    mounted = private(tmp_path / "mounted")
+    options = "size=64m,nr_inodes=64,mode=700"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", mounted], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        folder = private(mounted / "kv")
+        files: list[Path] = []
+        with suppress(OSError):
+            for number in range(64):
+                files.append(mounted / str(number))
+                files[-1].touch()
+        assert len(files) < 64
+        tier = PlannedTier(kind, kind, "tiers[0].", 100.0, directory=str(folder), bytes=16 << 20)
+        arguments = {"tier": asdict(tier), "seconds": 0.0}
+        found = findings_of(directories.check, arguments)["directory.inodes"]
+        assert found.level is Level.PROBLEM
+        assert found.text.startswith(f"{folder}: no inodes are left")
+        assert found.fix.endswith(f"df -i {folder} shows how many there are")
+        for each in files[:32]:
+            each.unlink()
+        assert "directory.inodes" not in findings_of(directories.check, arguments)
+    finally:
+        subprocess.run(["umount", mounted], check=True)
 
 
 @pytest.fixture

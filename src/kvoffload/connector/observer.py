@@ -274,7 +274,7 @@ class RequestObserver:
                 miss = Miss(MissReason.NOT_LOOKED_UP, policy=miss.policy)
             reason, age_s, missed_in, policy = miss.reason, miss.age_s, miss.tier, miss.policy
         elif state.has_given_up:
-            reason = MissReason.ADAPTER_UNKNOWN
+            reason = MissReason.NOT_LOOKED_UP if state.adapter is None else MissReason.ADAPTER_UNKNOWN
         if reason is not None:
             self.metrics.add("misses", label=reason)
         saved_s = self._speed.seconds_for(num_external_tokens)

@@ -93,7 +93,7 @@ class RequestState:
     digests: Digests | None = None
     """The digests of its adapter for which its keys stand; None as long as they are not known."""
     has_given_up: bool = False
-    """Whether nothing is loaded or stored for it, because its adapter is not known or has changed."""
+    """Whether nothing is loaded or stored for it: its adapter is not known or has changed, or it may drop tokens."""
     tenant: str | None = None
     """Its tenant in metrics; None without configured tenants."""
     phase: Phase = Phase.WAITING
@@ -161,8 +161,9 @@ class RequestState:
 
     @property
     def origin(self) -> Digests | None:
-        """The digests of the adapter that computes its KV, none for the model alone; None if they are not known."""
-        return frozenset() if self.adapter is None else self.digests
+        """The digests of the adapter that computes its KV, none for the model alone; None if they are not known, or its
+        block hashes may be of tokens that it has dropped."""
+        return frozenset() if self.adapter is None and not self.has_given_up else self.digests
 
     @property
     def may_store(self) -> bool:
@@ -180,7 +181,7 @@ class RequestState:
         self.blocks.namespace = self.blocks.namespace[: -len(NO_ADAPTER)] + variant(digests)
 
     def give_up(self) -> None:
-        """Loads and stores nothing more for it: its adapter is not known, or has changed."""
+        """Loads and stores nothing more for it."""
         self.options = replace(self.options, load=False, store=False)
         self.may_load, self.digests, self.match = False, None, None
         self.has_given_up = True

@@ -479,6 +479,9 @@ class OffloadingConnectorScheduler:
         adapter = self.adapters.begin(request)
         most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
         state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
+        if self.engine.drops_tokens is not None and self.engine.drops_tokens(request):
+            self.sound.track()
+            state.give_up()
         if self.engine.is_beside_others:
             state.options = replace(state.options, remote_decode=False)
             state.context = replace(state.context, goes_on=False)

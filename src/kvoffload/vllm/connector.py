@@ -38,7 +38,7 @@ from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
 from kvoffload.vllm.following import following
-from kvoffload.vllm.hints import engine_options
+from kvoffload.vllm.hints import drops_tokens, engine_options
 from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
@@ -166,6 +166,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             engines=layout.engines,
             parent_request=versions.parent_request,
             engine_options=engine_options,
+            drops_tokens=drops_tokens,
             adapter_of=adapters_of(self._vllm_config),
             trace_headers=versions.trace_headers(self._vllm_config),
             identity=describe_parts(self._vllm_config, layout, parts),

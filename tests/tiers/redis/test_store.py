@@ -20,12 +20,11 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
-from kvoffload.tiers.remote.messages import Response
 from kvoffload.tiers.remote.record import RECORD_BYTES, RowFormat, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
-from tests.tiers.remote.memory_store import SteppedChannel
+from tests.tiers.remote.memory_store import DirectChannel
 from tests.tiers.remote.rig import StoreServer, content
 
 pytestmark = needs_redis
@@ -36,14 +35,6 @@ KEYS = [bytes([i]) * 36 for i in range(32)]
 SLOT_BYTES = (1 << 16, 1 << 14)
 DEADLINE_S = 90.0
 HMAC_KEY = b"k" * 32
-
-
-class DirectChannel(SteppedChannel):
-    """A channel without a process: requests are run when it is polled."""
-
-    def poll(self) -> list[Response]:
-        self.run()
-        return super().poll()
 
 
 class Server(StoreServer):

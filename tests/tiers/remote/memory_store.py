@@ -125,3 +125,11 @@ class SteppedChannel(StoreChannel):
         self.run()
         self._state = ChannelState.DOWN
         return not self.is_stuck
+
+
+class DirectChannel(SteppedChannel):
+    """A channel without a process: requests are run when it is polled."""
+
+    def poll(self) -> list[Response]:
+        self.run()
+        return super().poll()

@@ -22,8 +22,9 @@ from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-START_WAIT_S = 20.0
-"""How long the start of a server waits for the client of a store, so that the first requests find blocks."""
+START_WAIT_S = 12.0
+"""How long opening waits for the client of a store, so that the first requests find blocks. The start of a server waits
+a little longer."""
 MAX_PREFIX = 128
 MIN_HMAC_KEY_BYTES = 32
 _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
@@ -33,6 +34,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 class RemoteTierConfig(TierConfig):
     """A store that others use too, reached by a client in a process of its own. Subclasses call ``__post_init__``."""
 
+    is_shared = True
     connect: ClassVar[str]
     """Import path "package.module:function" of the function that returns the StoreClient for ``settings``, to which
     ``value_bytes`` is added, the size of a block's value, and ``chained_groups``, the KV cache groups of which lookups
