@@ -63,7 +63,7 @@ def imported_modules(name: str, source: str) -> Iterator[str]:
             else:
                 yield node.module
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
+            yield from (str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
 def room(name: str) -> str:

@@ -360,7 +360,7 @@ _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
 
 def _start_worker(*shared: Any) -> None:
     global _worker
-    _worker = shared  # type: ignore[assignment]
+    _worker = shared
 
 
 def _work(index: int, config: ReplayConfig) -> ReplayResult:

@@ -388,8 +388,16 @@ def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> l
     return roomy
 
 
-_Found: TypeAlias = tuple[Ints, Ints, Ints]
-"""The tokens that each request finds on the device, in RAM and on disk."""
+class _Found(NamedTuple):
+    """The tokens that each request finds on the device, in RAM and on disk."""
+
+    device: Ints
+    ram: Ints
+    disk: Ints
+    total_on_device: int
+    """With other policies than LRU, a larger cache may find less of a request than the device alone, which counts."""
+
+
 _Find: TypeAlias = Callable[[Sequence[Pair]], Iterable[_Found]]
 """Says what requests find of each setting."""
 
@@ -407,11 +415,13 @@ class _Evaluator:
         return [self._setting(*pair, found) for pair, found in zip(pairs, find(pairs), strict=True)]
 
     def _setting(self, ram_bytes: int, disk_bytes: int, found: _Found) -> Setting:
-        asked = self.trace.input_tokens
+        asked, (device, ram, disk, on_device) = self.trace.input_tokens, found
+        in_memory = int((device + ram).sum())
         device_pct, ram_pct, served_pct = (
-            100.0 * int(tokens.sum()) / max(1, int(asked.sum())) for tokens in (*found[:2], sum(found))
+            100.0 * tokens / max(1, int(asked.sum()))
+            for tokens in (on_device, in_memory - on_device, in_memory + int(disk.sum()))
         )
-        seconds = ttft_seconds(self.model, self.speeds, asked, *found)
+        seconds = ttft_seconds(self.model, self.speeds, asked, device, ram, disk)
         p50, p95 = np.percentile(seconds, (50, 95))
         return Setting(
             ram_bytes=ram_bytes,
@@ -440,10 +450,11 @@ class _OnCurve:
 
     def _found(self, ram_bytes: int, disk_bytes: int) -> _Found:
         in_ram = self._at(self.choices.caches(ram_bytes, disk_bytes)[0])
-        on_device = np.minimum(self._at(self.choices.device), in_ram)
+        alone = self._at(self.choices.device)
+        on_device = np.minimum(alone, in_ram)
         either = np.maximum(in_ram, self._at(disk_bytes))
         served = np.minimum(either, np.maximum(in_ram, self._limit(in_ram, ram_bytes)))
-        return on_device, in_ram - on_device, served - in_ram
+        return _Found(on_device, in_ram - on_device, served - in_ram, min(int(alone.sum()), int(in_ram.sum())))
 
     def _at(self, amount: int) -> Ints:
         """Returns the tokens that each request finds in a cache of ``amount`` bytes."""
@@ -480,7 +491,9 @@ class _InReplays:
 
     def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
         results = self._replayed([(pair, True) for pair in pairs])
-        return ((result.device_tokens, result.host_tokens, result.disk_tokens) for result in results)
+        return (
+            _Found(each.device_tokens, each.host_tokens, each.disk_tokens, each.device_hit_tokens) for each in results
+        )
 
     def compare(self, pair: Pair, beside: Sequence[Pair]) -> Comparison:
         """Returns the results with the contract and without. ``beside``: what will be asked for next; it is replayed at
