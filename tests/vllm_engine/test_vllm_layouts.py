@@ -39,6 +39,8 @@ from kvoffload.transfer.failed import FailedTransfer
 from kvoffload.vllm.fingerprint import fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout
 from kvoffload.vllm.nesting import BLOCKS_FIRST, LAYERS_FIRST, READ_BY_STRIDE, required_layout
+from kvoffload.transfer.cuda import native_loop
+from kvoffload.vllm import pages
 from kvoffload.vllm.pages import log_layout, make_transfer, page_groups
 from kvoffload.vllm.replicas import RankPool
 
@@ -393,6 +395,15 @@ class DeviceView:
 
     def __len__(self) -> int:
         return 4
+
+
+def test_a_cuda_device_without_native_code_is_refused(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = Caches(vllm_config, MODELS["full attention"], "BLHNC")
+    monkeypatch.setattr(pages, "page_view", lambda *arguments: DeviceView())
+    page_groups(caches.layout, caches.tensors)
+    monkeypatch.setattr(native_loop, "load", lambda name: None)
+    with pytest.raises(ConfigError, match=r"native code only.*reinstall kvoffload.*KVOFFLOAD_NATIVE"):
+        page_groups(caches.layout, caches.tensors)
 
 
 def test_a_device_without_a_usable_driver_does_not_keep_the_engine_from_starting(

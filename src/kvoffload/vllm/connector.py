@@ -257,9 +257,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvoffload: %s", plan.describe())
         self.layout = self.layout.divided(plan.parts)
         self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups), stores)
-        self._worker = OffloadingConnectorWorker(
-            make_transfer(plan.parts.page_groups(groups), self._pool, self.layout.config.batched_copies)
-        )
+        self._worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self._pool))
 
     def _canonical_pages(self, kv_caches: dict[str, torch.Tensor]) -> RankPages | str:
         rank = self._rank % self.layout.tensor_parallel
