@@ -15,8 +15,6 @@ VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
 # What LMCache imports only on a GPU.
 LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
-# Connectors and tiers of others, each in a folder of its own, without what they require.
-ADDED_PEERS ?= lifeboatcache==0.1.11 openlake-vllm==0.8.1
 # The server whose storage backend is tested, without what it requires.
 SGLANG    ?= sglang==0.5.23
 # A connector beside which kvoffload is tested, on CPUs too, without what it requires: vLLM has numpy and torch.
@@ -63,23 +61,22 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: added-peers dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same chats through vLLM with and without kvoffload: demo-report/report.html (minutes);"
 	@echo "                another model: ARGS=\"--model random\", or a directory"
 	@echo "make demo-shared  run two vLLM servers on each kind of shared store: demo-report/shared.html"
-	@echo "                what happens when these fail, too: ARGS=--faults"
 	@echo "make test       run the tests, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make docs       build the documentation site, without warnings: site/"
 	@echo "make dist       build a wheel and a source distribution, and install each in an empty environment: dist/"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\"; what each measures: ARGS=--help"
-	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
-	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\"; what each"
-	@echo "                answers when its cache breaks (up to an hour): ARGS=--board;"
-	@echo "                requests per second by the number of conversations, by vLLM's client: ARGS=--multi-turn"
+	@echo "make peers      run kvoffload and other systems in vLLM, with the same prompts: what each answers when its cache"
+	@echo "                breaks, and requests per second by the number of conversations: peers-report/ (an hour);"
+	@echo "                a part, or some of the systems: ARGS=\"faults --only kvoffload --only mooncake\"; to check that"
+	@echo "                everything starts: ARGS=--quick"
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium and $(SOAK_SCALE) times as many random tests,"
@@ -147,27 +144,19 @@ demo-shared: $(VENV_VLLM)/.stores $(NATIVE) mooncake-libraries servers
 	@$(WITH) demo --shared $(ARGS)
 
 # What prints its help needs no package, and so no environment.
-HELP := $(if $(findstring --board,$(ARGS)),,$(filter -h --help,$(ARGS)))
+HELP := $(filter -h --help,$(ARGS))
 
 bench: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE))
 	$(if $(HELP),@$(PYTHON) -m,$(WITH)) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
-peers: SERVERS := redis-server
-peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn))
+peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries $(if $(filter faults,$(ARGS)),,$(VENV_VLLM)/multi-turn))
 ifneq ($(HELP),)
 	@$(PYTHON) -m benchmarks.peers $(ARGS)
 else
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
 endif
-
-added-peers: $(VENV_VLLM)/.tests
-	@for package in $(ADDED_PEERS); do folder=$(VENV_VLLM)/peers/$${package%%==*}; \
-		test -e "$$folder/.$$package" || { echo "Installing $$package."; rm -rf $$folder; \
-			$(WITH) pip install --quiet --no-compile --no-deps --target $$folder $$package && \
-			touch "$$folder/.$$package"; } || echo "make: without $$package"; \
-	done
 
 # vLLM's own benchmark client, of the same version.
 $(VENV_VLLM)/multi-turn: | $(VENV_VLLM)/.stamp
@@ -261,7 +250,7 @@ $(VENV)/.stamp: pyproject.toml
 	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[compress,object-store,plots,testing]" \
+	$(INSTALL) $(DEV) pip install --quiet --no-compile --editable ".[object-store,plots,testing]" \
 		--group lint --group docs --group dist
 	@touch $@
 
@@ -294,9 +283,9 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 
 # The clients of all stores, and the servers of those that are in Python.
 $(VENV_VLLM)/.stores: $(VENV_VLLM)/.stamp
-	@$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[compress,mooncake,object-store,plots]" --group stores || { \
+	@$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[mooncake,object-store,plots]" --group stores || { \
 		echo "make: without the client of Mooncake Store"; \
-		$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[compress,object-store,plots]" --group stores; }
+		$(INSTALL) $(WITH) pip install --quiet --no-compile --editable ".[object-store,plots]" --group stores; }
 	@touch $@
 
 $(VENV_VLLM)/.tests: $(VENV_VLLM)/.stores

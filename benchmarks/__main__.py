@@ -14,19 +14,15 @@ from pathlib import Path
 BENCHMARKS = (
     *(
         "calls",
-        "codec",
         "managers",
         "copies",
         "disk",
         "doors",
         "engine",
-        "fingerprint",
-        "convoys",
         "handover",
-        "hicache",
     ),
-    *("hints", "object_store", "node", "policies", "prefetch", "replay", "shared_dir", "states", "steps", "stores"),
-    *("submit", "tenants", "ttft", "waiting", "writes"),
+    *("hints", "object_store", "policies", "prefetch", "shared_dir", "steps", "stores"),
+    *("tenants", "ttft", "waiting"),
 )
 
 

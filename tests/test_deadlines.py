@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload import OffloadConfig
 from kvoffload.abc import ConfigError
 from kvoffload.deadlines import within
 from kvoffload.tiers import config
@@ -22,6 +23,24 @@ def test_a_call_returns_raises_or_ends_at_its_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"has not answered for 0 s"):
         within(0.01, never.wait)
     never.set()
+
+
+def test_directories_that_hang_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All together; then their paths are compared as they are written. The control follows a symbolic link."""
+    never = threading.Event()
+    real = os.path.realpath
+    monkeypatch.setattr(config, "PATHS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(os.path, "realpath", lambda path: never.wait() and real(path))
+    try:
+        others = {thread.ident for thread in threading.enumerate()}
+        tiers = [{"kind": "shared_dir", "dir": f"/dead/{n}", "bytes": "1GiB"} for n in range(4)]
+        OffloadConfig.from_mapping({"host_bytes": "1GiB", "tiers": tiers})
+        assert len([thread for thread in threading.enumerate() if thread.ident not in others]) == 1
+        with pytest.raises(ConfigError, match="has the same directory or one inside the other"):
+            OffloadConfig.from_mapping({"host_bytes": "1GiB", "tiers": [*tiers, {**tiers[0], "dir": "/dead/1/in"}]})
+    finally:
+        # Also for pytest, which follows links when it reports a failure.
+        never.set()
 
 
 def test_a_file_of_an_entry_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

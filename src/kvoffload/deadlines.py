@@ -1,4 +1,4 @@
-"""Calls that may hang in a file system, under a deadline."""
+"""Calls that may hang, in a file system for example, under a deadline."""
 
 from __future__ import annotations
 

@@ -292,6 +292,7 @@ WRONG_SPECS: dict[str, list[Any]] = {
     "engines": [None, 0, "1", True],
     "parent_request": [None, 5, "x"],
     "engine_options": [5, "x", {}],
+    "drops_tokens": [5, "x", {}],
     "adapter_of": [5, "x", {}],
     "trace_headers": [5, "x", {}],
     "identity": [None, 5, "x", [("a", "b")], {"a": 5}, {5: "a"}],
@@ -311,7 +312,9 @@ def test_a_wrong_field_of_the_engine_is_refused_by_its_name(name: str) -> None:
 def test_every_field_of_the_engine_is_checked() -> None:
     assert set(WRONG_SPECS) == {each.name for each in dataclasses.fields(EngineSpec) if each.init}
     fields: dict[str, Any] = {"parts": Parts((2,)), "identity": {"dtype": "bfloat16"}, "parent_request": str}
-    fields |= dict.fromkeys(("following", "next_free", "engine_options", "adapter_of", "trace_headers"), nothing)
+    fields |= dict.fromkeys(
+        ("following", "next_free", "engine_options", "drops_tokens", "adapter_of", "trace_headers"), nothing
+    )
     EngineSpec(tuple(GROUPS), **fields)
 
 

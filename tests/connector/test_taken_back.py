@@ -5,9 +5,10 @@ It does not say which device blocks it writes to again. Each page has a digest o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -17,23 +18,23 @@ from kvoffload.cache.keys import hash_blocks
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.options import EngineOptions
 from kvoffload.connector.request import RequestBlocks
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.transfer.inline import InlineTransfer
-from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
+from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, prompt
 from tests.connector.test_device_blocks import rig_of
 
 DIGEST_BYTES = 8
+DropsTokens: TypeAlias = Callable[[Any], bool]
 
 
 class SmallEngine:
     """Both halves of the connector, with device blocks of digests."""
 
-    def __init__(self, is_exclusive: bool, engine_options: EngineOptions | None = None) -> None:
+    def __init__(self, is_exclusive: bool, drops_tokens: DropsTokens | None = None) -> None:
         self.rig = rig_of() if is_exclusive else Rig()
-        self.rig.half.engine = replace(self.rig.half.engine, engine_options=engine_options)
+        self.rig.half.engine = replace(self.rig.half.engine, drops_tokens=drops_tokens)
         self.device = np.zeros((32, TOKENS, DIGEST_BYTES), dtype=np.uint8)
         pages = self.device.reshape(len(self.device), -1)
         pool = np.zeros((16, pages.shape[1]), dtype=np.uint8)
@@ -153,10 +154,14 @@ class Session(FakeRequest):
         return self._names
 
 
-def streamed(is_exclusive: bool, engine_options: EngineOptions | None) -> tuple[list[int], list[int]]:
+def is_session(request: Any) -> bool:
+    return isinstance(request, Session)
+
+
+def streamed(is_exclusive: bool, drops_tokens: DropsTokens | None) -> tuple[list[int], list[int]]:
     """Returns the positions with wrong bytes of the first input with what was sampled after it, and of the session's
     own text."""
-    engine, session = SmallEngine(is_exclusive, engine_options), Session("a", prompt(7))
+    engine, session = SmallEngine(is_exclusive, drops_tokens), Session("a", prompt(7))
     engine.begin(session, [1, 2])
     session.tokens.append(80)
     dropped = list(session.tokens)
@@ -170,12 +175,59 @@ def streamed(is_exclusive: bool, engine_options: EngineOptions | None) -> tuple[
 
 @pytest.mark.parametrize("is_exclusive", [False, True])
 def test_an_engine_says_which_names_last(is_exclusive: bool) -> None:
-    assert streamed(is_exclusive, lambda request: {"max_tokens": 7}) == ([], [])
+    assert streamed(is_exclusive, is_session) == ([], [])
 
 
 @pytest.mark.parametrize("is_exclusive", [False, True])
 def test_names_that_do_not_last_are_noticed(is_exclusive: bool) -> None:
     assert streamed(is_exclusive, None) == ([7], [])
+
+
+def behind_a_session(drops_tokens: DropsTokens | None) -> dict[str, list[int]]:
+    """Returns the device blocks that are stored for requests of which some go on from device block 2, which a session
+    has filled. 1 is older."""
+    rig, stored = Rig(options={"drops_tokens": drops_tokens}), dict[str, list[int]]()
+
+    def run(request: FakeRequest, ids: list[int], found: int = 0) -> None:
+        rig.look_up(request, found)
+        rig.allocate(request, ids)
+        request.num_computed_tokens = found
+        meta = rig.step({request: request.num_tokens - found}, new={request.request_id: ids})
+        stored[request.request_id] = [block for spec in meta.stores.values() for block in device_ids(spec)]
+
+    run(FakeRequest("before", prompt(4)), [1])
+    waiting, preempted = FakeRequest("waiting", prompt(12)), FakeRequest("preempted", [*prompt(7), 80])
+    rig.look_up(waiting)
+    run(preempted, [3, 4])
+    session = Session("session", prompt(7))
+    run(session, [1, 2], found=4)
+    session.tokens += prompt(6, start=90)
+    rig.step({session: 6}, more={"session": [5, 6]})
+    rig.step(preempted=["preempted"])
+    preempted.tokens += prompt(4, start=60)
+    run(waiting, [1, 2, 7], found=8)
+    run(preempted, [1, 2, 8], found=8)
+    run(FakeRequest("behind it", [*prompt(12), *prompt(4, start=70)]), [1, 2, 7, 9], found=12)
+    run(FakeRequest("beside", [*prompt(4), *prompt(4, start=70)]), [1, 10], found=4)
+    run(FakeRequest("in its place", prompt(8, start=20)), [2, 7])
+    return stored
+
+
+def test_nothing_is_stored_behind_a_block_that_a_session_has_filled() -> None:
+    assert behind_a_session(is_session) == {
+        "before": [1],
+        "preempted": [],
+        "session": [],
+        "waiting": [],
+        "behind it": [],
+        "beside": [10],
+        "in its place": [2, 7],
+    }
+
+
+def test_blocks_that_a_session_has_filled_are_noticed() -> None:
+    stored = behind_a_session(None)
+    assert (stored["waiting"], stored["preempted"], stored["behind it"]) == ([2, 7], [8], [9])
 
 
 @pytest.mark.parametrize("others", [[], prompt(4, start=90)])

@@ -11,9 +11,8 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.compressed import CompressedFormat
 from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
-from kvoffload.tiers.remote.record import ValueFormat
+from kvoffload.tiers.remote.record import RowFormat, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.servers import Connection, DeletedOthers, SharedMedium, SharingServer
@@ -59,8 +58,8 @@ class StoreMedium(SharedMedium):
         self.hmac_key = keys.choice((b"", HMAC_KEY))
         if self.hmac_key and not is_calm:
             self.faults = dataclasses.replace(self.faults, forged=keys.choice((0.0, 0.02, 0.3)))
-        self.compresses = Random(f"compress {seed}").random() < 0.3
-        """Whether servers compress values."""
+        self.registers_memory = Random(f"rows {seed}").random() < 0.3
+        """Whether values move through rows, as with clients whose peers can write to their memory."""
         self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
         self._hidden_until = self._slow_until = 0.0
         if not is_calm:
@@ -151,8 +150,8 @@ class StoreConnection(Connection):
 
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
-        values = CompressedFormat if medium.compresses else ValueFormat
-        memory: Callable[[Sequence[ByteArray]], ValueMemory] = Rows if medium.compresses else SeparateBuffers
+        values = RowFormat if medium.registers_memory else ValueFormat
+        memory: Callable[[Sequence[ByteArray]], ValueMemory] = Rows if medium.registers_memory else SeparateBuffers
         self.channel = self.channel_class(
             lambda: self.worker_class(
                 self._make_forging_client() if medium.hmac_key else self.make_client(),

@@ -279,7 +279,7 @@ class SimulatedClient(StoreClient):
         whole = sum(buffer.size for buffer in buffers)
         if not self._calls.read(name, value, first_bytes(buffers, value.data.size)):
             return Outcome.OTHER_SIZE
-        return Outcome.OK if value.data.size >= whole else Outcome.SMALLER
+        return Outcome.OK if value.data.size >= whole else Outcome.OTHER_SIZE
 
 
 class ForgingClient(StoreClient):

@@ -1,4 +1,4 @@
-"""Tiers in directories that answer late, fail for a while, or are emptied or replaced under a running server."""
+"""Tiers that answer late, fail for a while, or are emptied or replaced under a running server."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvoffload import OffloadConfig
 from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.tenants import MakeShares, Shares
@@ -30,6 +31,8 @@ from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.late import LateTier, Opener
+from kvoffload.tiers.opening import OPEN_DEADLINE_S
+from kvoffload.tiers.remote.config import START_WAIT_S
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from tests.sim.executor import SteppedExecutor
 from tests.sim.memory_tier import MemoryTier
@@ -37,6 +40,8 @@ from tests.tiers.conftest import Mounts
 
 MIB = 1 << 20
 SLOT = 4096
+NFS = os.environ.get("KVOFFLOAD_NFS_A", "")
+KINDS = ("disk", "shared_dir")
 DEADLINE_S = 60.0
 """For what must come in the end."""
 KEY = b"k" * 36
@@ -46,7 +51,7 @@ OTHER = b"o" * 36
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "OPEN_DEADLINE_S", DEADLINE_S)
-    monkeypatch.setattr(late, "NOTICE_S", DEADLINE_S / 2)
+    monkeypatch.setattr(opening, "NOTICE_S", DEADLINE_S / 2)
     monkeypatch.setattr(late, "RETRY_S", 0.05)
     monkeypatch.setattr(late, "WATCH_S", 0.05)
 
@@ -57,8 +62,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def change() -> None:
         monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 0.2)
-        monkeypatch.setattr(opening, "LEAST_WAIT_S", 0.2)
-        monkeypatch.setattr(late, "NOTICE_S", 0.1)
+        monkeypatch.setattr(opening, "NOTICE_S", 0.1)
 
     return change
 
@@ -168,7 +172,7 @@ def test_a_frozen_file_system_does_not_hold_up_the_start(
         assert frozen.is_frozen
         slow, missing = warnings(caplog)
         assert "is not open after" in slow
-        assert f"THERE IS NO {made.kind.upper()} TIER: its file system has not answered for " in missing
+        assert f"THERE IS NO {made.kind.upper()} TIER: its medium has not answered for " in missing
         assert tier.contains([KEY]).tolist() == [MISS]
         assert tier.write([KEY], np.array([0])) == []
         assert not is_open(tier)
@@ -206,6 +210,44 @@ def test_a_process_that_waits_for_a_frozen_file_system_can_be_killed(frozen: Fro
     assert not end(f"{said}\nos.utime(sys.argv[1])")
 
 
+@pytest.mark.skipif(not NFS, reason="needs an NFS mount; tools/nfs_guest.py makes one, see tests/tools")
+def test_a_start_on_a_real_mount_without_its_server(opened: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a former server has stored is found when the server is there again. The control has it all the time."""
+    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 8.0)
+    monkeypatch.setattr(opening, "NOTICE_S", 1.0)
+    pools = make_pools(4, SLOT)
+    options = {
+        "host_bytes": MIB,
+        "tiers": [{"kind": kind, "dir": f"{NFS}/{kind}", "bytes": 16 * MIB} for kind in KINDS],
+    }
+
+    def open_both(stack: ExitStack) -> tuple[list[Tier], float]:
+        begun = time.monotonic()
+        entries = OffloadConfig.from_mapping(options).tier_entries
+        tiers = [tier for tier, _ in opening.open_tiers(entries, TierContext(pools, "ab" * 32), stack)]
+        return tiers, time.monotonic() - begun
+
+    with ExitStack() as former:
+        tiers, seconds = open_both(former)
+        assert seconds < 8.0
+        for tier in tiers:
+            write(tier, KEY)
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    subprocess.run(["ip", "link", "set", "va", "down"], check=True)
+    try:
+        # Longer than attributes are taken from the cache.
+        time.sleep(4.0)
+        tiers, seconds = open_both(opened)
+        assert seconds < 8.0 + 2.0
+        assert [is_open(tier) for tier in tiers] == [False, False]
+        assert [tier.contains([KEY]).tolist() for tier in tiers] == [[MISS], [MISS]]
+    finally:
+        subprocess.run(["ip", "link", "set", "va", "up"], check=True)
+    for tier in tiers:
+        until(lambda tier=tier: is_open(tier), tier)  # type: ignore[misc]
+        check_read(tier, KEY, pools)
+
+
 # Tiers that open late, by the contract.
 
 
@@ -218,9 +260,11 @@ class GateConfig(TierConfig):
     errors: ClassVar[list[Exception]] = []
     opened: ClassVar[list[MemoryTier]] = []
 
+    number: int = 0
+
     @property
-    def directory(self) -> str:
-        return "/"
+    def directory(self) -> str | None:
+        return None if self.number else "/"
 
     def open(self, context: TierContext) -> Tier:
         self.gate.wait(DEADLINE_S)
@@ -237,6 +281,57 @@ def gate() -> Iterator[threading.Event]:
     GateConfig.opened.clear()
     yield GateConfig.gate
     GateConfig.gate.set()
+
+
+def test_tiers_that_hang_are_waited_for_together(
+    gate: threading.Event, opened: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without a directory, too. The control is one that opens: its blocks are found by the first requests."""
+    pools = make_pools(4, SLOT)
+    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(opening, "NOTICE_S", 0.5)
+    working = MemoryTier(pools, 8)
+    write(working, KEY)
+
+    def open_some(config: GateConfig, context: TierContext) -> Tier:
+        if config.number < 3:
+            gate.wait(DEADLINE_S)
+            return MemoryTier(context.pools, 8)
+        return working
+
+    monkeypatch.setattr(GateConfig, "open", open_some)
+    entries = [TierEntry(f"tiers[{number}].", GateConfig(number=number)) for number in range(4)]
+    begun = time.monotonic()
+    tiers = [tier for tier, _ in opening.open_tiers(entries, TierContext(pools, "ab" * 32), opened)]
+    assert 1.0 <= time.monotonic() - begun < 2.9
+    assert tiers[3] is working
+    assert [tier.name for tier in tiers] == ["gate", "gate-2", "gate-3", "gate-4"]
+    assert [is_open(tier) for tier in tiers] == [False, False, False, True]
+    said = [each.split(": ")[1:3] for each in warnings(caplog)]
+    settings = [entry.setting for entry in entries[:3]]
+    assert [setting for setting, _ in said] == settings * 2
+    assert [text.startswith("the tier is not open after") for _, text in said] == [True] * 3 + [False] * 3
+    gate.set()
+    for tier in tiers[:3]:
+        until(lambda tier=tier: is_open(tier), tier)  # type: ignore[misc]
+        write(tier, KEY)
+
+
+def test_a_store_that_does_not_answer_is_open_before_the_start_goes_on_without_it() -> None:
+    """So that it is a tier whose store is away, and its client says why."""
+    assert START_WAIT_S < OPEN_DEADLINE_S - 1.0
+
+
+def test_a_tier_and_its_entry_say_the_same_about_sharing(
+    gate: threading.Event, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry says it before the tier is open. The control is a tier that is shared by both."""
+    gate.set()
+    monkeypatch.setattr(MemoryTier, "is_shared", True)
+    with pytest.raises(ConfigError, match="is_shared is True in the tier, and False in its GateConfig"):
+        open_tier(GateConfig(), opened, make_pools(4, SLOT))
+    monkeypatch.setattr(GateConfig, "is_shared", True)
+    assert open_tier(GateConfig(), opened, make_pools(4, SLOT)).is_shared
 
 
 @pytest.mark.parametrize("change", ["reset", "delete"])
@@ -398,7 +493,8 @@ class DiskOpener:
         self._executors: list[SteppedExecutor] = []
         self._tiers: list[DiskTier] = []
         self.opener = Opener(self._open, str(path), "disk", "tiers[0]")
-        self.opener.wait(DEADLINE_S)
+        assert self.opener.wait(time.monotonic() + DEADLINE_S)
+        self.opener.is_awaited = False
         self.tier = LateTier(self.opener, SLOT, is_shared=False)
 
     def _open(self) -> DiskTier:

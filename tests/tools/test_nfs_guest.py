@@ -15,7 +15,7 @@ import kvoffload
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/nfs_guest.py"
 GUEST = ROOT / ".nfs-guest"
-TESTS = ("tests/sim/test_shared_storage.py", "tests/tiers/shared_dir/test_mounts.py")
+TESTS = ("tests/sim/test_shared_storage.py", "tests/tiers/shared_dir/test_mounts.py", "tests/tiers/test_late.py")
 
 
 @pytest.mark.timeout(300)

@@ -559,6 +559,7 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         import policy_schedules
     except ConfigError as error:
         return {"refused": str(error)}
+    from benchmarks.vllm_replay import replay_in_vllm
     from kvoffload.lab.readers import read_trace
     from kvoffload.lab.replay import ReplayConfig, replay
 
@@ -569,16 +570,14 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         pairs += [(published, "auto", "AutoCachePolicy", blocks) for blocks in (1827, 9139)]
     found = [
         [
-            replay(of, ReplayConfig(name, blocks)).prefix_hit_tokens_pct
-            for name in (ours, f"vllm:{policy_schedules.MODULE}:{theirs}")
+            found.prefix_hit_tokens_pct
+            for found in (
+                replay(of, ReplayConfig(ours, blocks)),
+                replay_in_vllm(of, f"{policy_schedules.MODULE}:{theirs}", blocks),
+            )
         ]
         for of, ours, theirs, blocks in pairs
     ]
-    unknown = ""
-    try:
-        replay(trace, ReplayConfig("vllm:no_such", 8))
-    except ConfigError as error:
-        unknown = str(error)
     return {
         "schedules": policy_schedules.random_schedules(config["seeds"], config["steps"]),
         "control": policy_schedules.is_careless_seen(config["seeds"], config["steps"]),
@@ -588,7 +587,6 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         "starts_over": policy_schedules.starts_over(),
         "keeps_failing": policy_schedules.keeps_failing(),
         "replays": found,
-        "unknown": unknown,
     }
 
 
@@ -1243,37 +1241,69 @@ def swapped(config: dict[str, Any]) -> dict[str, Any]:
 def sessions(config: dict[str, Any]) -> dict[str, Any]:
     """Runs sessions with streaming input of two inputs each. A session drops the token that it has sampled after the
     first, which completes a block, when the second comes. Then asks for prompts that begin with the first input and
-    that token: "plain", and "right" if everything is computed. If ``unlimited``, kvoffload stores and loads all of a
-    session, whatever the version of vLLM."""
+    that token: "plain", "again", and "right" if everything is computed. If ``unlimited``, kvoffload offloads sessions,
+    whatever the version of vLLM.
+
+    ``meanwhile``: "waiting": such a prompt was looked up before the first input was computed, and gets device blocks
+    after the second. "preempted": a request of the first input alone samples that token, loses its device blocks and
+    gets others; the prompts begin with what it has sampled. ``ask``: prompts for which an engine without sessions is
+    asked."""
     if config.get("unlimited"):
         from kvoffload.vllm import hints
 
         hints.FIRST_TO_NAME_SESSIONS = "0"
-    engine, random, prompts = Engine(config), Random(3), []
-    core = engine.llm.llm_engine
+    engine, random, prompts = Engine(config), Random(3), list[list[int]](config.get("ask", []))
+    core, meanwhile, refused = engine.llm.llm_engine, config.get("meanwhile"), set[str]()
+    manager = engine.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+    manager.allocate_slots = lambda request, *args, **kwargs: (
+        None if request.request_id in refused else allocate(request, *args, **kwargs)
+    )
 
-    def send(name: str, tokens: list[int], resumable: bool = True) -> Any:
-        """Sends an input as AsyncLLM does, and returns the request after the answer to it."""
-        inputs = {"prompt_token_ids": tokens}, engine.sampling(max_tokens=1)
+    def send(name: str, tokens: list[int], resumable: bool = True, **sampling: Any) -> Any:
+        """Sends an input as AsyncLLM does, and returns the request."""
+        inputs = {"prompt_token_ids": list(tokens)}, engine.sampling(**{"max_tokens": 1, **sampling})
         made = core.input_processor.process_inputs(name, *inputs, core.get_supported_tasks(), resumable=resumable)
         core.engine_core.add_request(made)
-        request = engine.scheduler.requests.get(name)
-        while resumable and request.status.name != "WAITING_FOR_STREAMING_REQ":
-            core.step()
-        return request
+        return engine.scheduler.requests.get(name)
 
-    for i, blocks in enumerate(config["blocks"]):
-        first, then, more = (random.choices(range(5, 500), k=k) for k in (blocks * BLOCK_SIZE - 1, 40, 60))
-        prompts.append([*first, send(str(i), first).all_token_ids[-1], *more])
-        send(str(i), then)
-        send(str(i), [0], resumable=False)
-    engine.drain()
+    def step(request: Any, until: Callable[[Any], bool]) -> None:
+        while not until(request):
+            core.step()
+
+    firsts = [random.choices(range(5, 500), k=blocks * BLOCK_SIZE - 1) for blocks in config.get("blocks", ())]
+    answers = engine.round(firsts, max_tokens=1, extra_args=NOT_OFFLOADED) if firsts else []
+    assert engine.llm.reset_prefix_cache()
+    for i, (first, (sampled, _)) in enumerate(zip(firsts, answers, strict=True)):
+        session, other = f"session {i}", f"other {i}"
+        then, more = (random.choices(range(5, 500), k=k) for k in (40, 60))
+        prompt = [*first, *sampled, *more]
+        request = send(session, first)
+        if meanwhile == "waiting":
+            refused.add(other)
+            waiting = send(other, prompt, resumable=False)
+        step(request, lambda each: each.status.name == "WAITING_FOR_STREAMING_REQ")
+        assert request.all_token_ids[-1:] == sampled
+        send(session, then)
+        step(request, lambda each: each.status.name == "WAITING_FOR_STREAMING_REQ")
+        if meanwhile == "preempted":
+            waiting = send(other, first, resumable=False, max_tokens=50)
+            step(waiting, lambda each: each.num_output_tokens == 3)
+            refused.add(other)
+            step(waiting, lambda each: each.status.name == "PREEMPTED")
+        refused.clear()
+        send(session, [0], resumable=False)
+        engine.drain()
+        prompts.append([*waiting.all_token_ids, *more] if meanwhile else prompt)
     life = _Life(engine)
     # A version that keeps the hashes answers wrongly itself here. What it computes behind such blocks must not be kept.
     life.play("from the device", prompts=prompts, reset=False)
     life.play("plain", prompts=prompts)
+    life.play("again", prompts=prompts)
     life.play("right", prompts=prompts, extra_args=NOT_OFFLOADED)
-    return life.result()
+    result = life.result()
+    engine.close()
+    return {"prompts": prompts, **result}
 
 
 def write_adapter(directory: Path, seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 
+from examples.cache_hints import MAX_BODY_BYTES, MAX_COMMAS, MAX_MARKS, CacheHints, rewritten
 from kvoffload.connector.options import RequestOptions
-from kvoffload.vllm.cache_hints import MAX_BODY_BYTES, MAX_MARKS, CacheHints, rewritten
 
 pytestmark = pytest.mark.vllm
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -96,6 +97,24 @@ def test_only_the_last_parts_are_looked_at_for_marks() -> None:
     marked, parts = text(cache_control=MARK), [text()] * MAX_MARKS
     assert options_of({**ASK, "messages": [{"content": [marked, *parts[:-2], marked]}]}) == {"retain_s": 300}
     assert options_of({**ASK, "messages": [{"content": [marked, *parts]}]}) is None
+
+
+def test_the_memory_of_a_body_is_bounded() -> None:
+    def peak(items: int) -> tuple[int, bytes | None]:
+        body = b'{"prompt_cache_key": "k", "messages": ["cache_control"' + b",1" * items + b"]}"
+        tracemalloc.start()
+        try:
+            changed = rewritten(body)
+            return tracemalloc.get_traced_memory()[1], changed
+        finally:
+            tracemalloc.stop()
+
+    most, changed = peak(MAX_COMMAS - 1)
+    assert changed is not None
+    assert most < 64 << 20
+    least, unchanged = peak(MAX_BODY_BYTES // 2 - 40)
+    assert unchanged is None
+    assert least < 1 << 20
 
 
 def serve(

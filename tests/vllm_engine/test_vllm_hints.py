@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,7 @@ pytest.importorskip("vllm.version")
 from vllm.v1 import kv_hints
 from vllm.v1.request import Request
 
-from kvoffload.vllm import hints as hints_module
-from kvoffload.vllm.hints import MAX_ACTIONS, StreamedSessions, engine_options
+from kvoffload.vllm.hints import MAX_ACTIONS, drops_tokens, engine_options
 
 pytestmark = pytest.mark.vllm
 
@@ -57,21 +55,10 @@ def test_a_request_that_vllms_own_cache_does_not_serve_may_not_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "most"), [({}, 40), ({"max_tokens": 9}, 9), ({"max_tokens": 99}, 40), ({"max_tokens": -1}, 40)]
+    ("version", "is_streamed", "drops"), [("0.31.2", True, True), ("0.31.2", False, False), ("0.32.0", True, False)]
 )
-@pytest.mark.parametrize(("version", "is_limited"), [("0.31.2", True), ("0.32.0", False)])
-def test_only_the_first_input_of_a_session_where_names_do_not_last(
-    said: dict[str, int], most: int, version: str, is_limited: bool, monkeypatch: pytest.MonkeyPatch
+def test_sessions_drop_tokens_where_names_do_not_last(
+    version: str, is_streamed: bool, drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.__version__", version)
-    monkeypatch.setattr(hints_module, "_streamed", StreamedSessions())
-    hints = envelope(("kvoffload", said))
-    streamed = request(resumable=True, num_prompt_tokens=40, block_hashes=[b"a", b"b"], kv_hints=hints)
-    assert engine_options(streamed) == ({"max_tokens": most} if is_limited else said)
-    streamed.block_hashes += [b"of a dropped token", b"behind it"]
-
-    def plain(*hashes: bytes) -> Mapping[str, object]:
-        return engine_options(request(num_prompt_tokens=90, block_hashes=list(hashes), kv_hints=hints))
-
-    assert plain(b"a", b"b", b"of a dropped token", b"d") == ({"max_tokens": most} if is_limited else said)
-    assert plain(b"a", b"b", b"c", b"d") == plain(b"a") == said
+    assert drops_tokens(request(resumable=is_streamed)) is drops

@@ -127,15 +127,22 @@ def test_answers_about_whole_prompts_use_no_offloaded_blocks(run_version: Callab
 
 @pytest.mark.usefixtures("not_interpreted")
 @pytest.mark.parametrize("unlimited", [False, True])
+@pytest.mark.parametrize("meanwhile", [None, "waiting", "preempted"])
 def test_tokens_that_a_session_drops_name_no_blocks(
-    run_version: Callable[..., Run], version: str, unlimited: bool
+    run_version: Callable[..., Run], version: str, meanwhile: str | None, unlimited: bool, tmp_path: Path
 ) -> None:
-    """The control: a version that keeps their block hashes gives wrong answers if all of a session is stored."""
-    result = run_version("sessions", connector=POOL, blocks=[1, 2, 3], unlimited=unlimited)
-    wrong = differences(result["answers"]["plain"], result["answers"]["right"])
-    assert bool(wrong) is (unlimited and version < FIRST_TO_NAME_SESSIONS)
-    assert result["counts"]["plain"]["host_hit_tokens"] > 0
-    assert_at_rest(result.result)
+    """Neither in the process of the sessions nor in the next one. The control: a version that keeps their block hashes
+    gives wrong answers if sessions are offloaded."""
+    connector = POOL | {"disk_dir": str(tmp_path), "disk_bytes": "32MiB", "load_only_if_faster": False}
+    config = {"connector": connector | {"load_deadline_ms": 1000 * DEADLINE_S}, "unlimited": unlimited}
+    first = run_version("sessions", **config, blocks=[1, 2, 3], meanwhile=meanwhile)
+    second = run_version("sessions", **config, ask=first["prompts"])
+    for result in (first, second):
+        for name in ("plain", "again"):
+            wrong = differences(result["answers"][name], result["answers"]["right"])
+            assert bool(wrong) is (unlimited and version < FIRST_TO_NAME_SESSIONS)
+        assert result["counts"]["again"]["host_hit_tokens"] > 0
+        assert_at_rest(result.result)
 
 
 @pytest.mark.usefixtures("not_interpreted")

@@ -58,6 +58,9 @@ class EngineSpec:
     """Maps the id of a request to the id under which the reuse filter counts it."""
     engine_options: EngineOptions | None = None
     """Returns what the engine itself knows of a request, as request options."""
+    drops_tokens: Callable[[Any], bool] | None = None
+    """Whether a request may drop tokens and keep block hashes that cover them. Nothing is loaded or stored for it, or
+    stored of what is computed with device blocks that it has filled."""
     adapter_of: AdapterOf | None = None
     """Returns the adapter of a request, for engines whose block hashes do not depend on its bytes."""
     trace_headers: TraceHeaders | None = None
@@ -82,9 +85,10 @@ class EngineSpec:
         for name in ("share_loads", "enable_events", "keeps_blocks", "is_beside_others"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(name, value, "must be True or False")
-        for name in ("following", "next_free", "parent_request", "engine_options", "adapter_of", "trace_headers"):
+        optional = ("following", "next_free", "engine_options", "drops_tokens", "adapter_of", "trace_headers")
+        for name in ("parent_request", *optional):
             value = getattr(self, name)
-            if not callable(value) and (value is not None or name == "parent_request"):
+            if not callable(value) and (value is not None or name not in optional):
                 raise ConfigError(name, value, "must be a function", "or leave it out")
         words = self.identity
         if not isinstance(words, Mapping) or not all(isinstance(word, str) for item in words.items() for word in item):

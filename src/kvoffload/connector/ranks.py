@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from kvoffload.abc import ConfigError
 from kvoffload.connector.canonical import CanonicalPages
+from kvoffload.deadlines import within
 
 T = TypeVar("T")
 
@@ -47,11 +47,9 @@ class Ranks:
             own, values = error, [(None, str(error) or type(error).__name__)]
         for gather in self.gathers:
             try:
-                parts = call_within(deadline_s, partial(gather, values))
-            except ConfigError:
-                if own is not None:
-                    raise own from None
-                raise
+                parts = within(deadline_s, partial(gather, values))
+            except Exception as error:
+                raise (own or _no_answer(error, deadline_s)) from error
             values = [value for part in parts for value in part]
         if own is not None:
             raise own
@@ -61,32 +59,15 @@ class Ranks:
         return [value for value, _ in values]  # type: ignore[misc]
 
 
-def call_within(deadline_s: float, call: Callable[[], T]) -> T:
-    """Returns what ``call`` returns. Raises ConfigError if that takes too long; then the call goes on in a thread that
-    ends with the process."""
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="kvoffload-ranks", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if errors:
-        raise ConfigError(
-            fault=f"the connection to the other ranks broke ({errors[0]})", fix="their logs say why"
-        ) from errors[0]
-    if not results:
-        raise ConfigError(
+def _no_answer(error: Exception, deadline_s: float) -> ConfigError:
+    """Returns what to say if the exchange with the other ranks has ended with ``error``."""
+    if isinstance(error, TimeoutError):
+        return ConfigError(
             fault=f"some rank has not registered its KV cache within {deadline_s:g} s",
             fix="its log says why, unless kvoffload is not configured there: give every node the same "
             "--kv-transfer-config",
         )
-    return results[0]
+    return ConfigError(fault=f"the connection to the other ranks broke ({error})", fix="their logs say why")
 
 
 @dataclass(frozen=True, slots=True)

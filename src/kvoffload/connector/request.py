@@ -16,6 +16,7 @@ from kvoffload.connector.handover import Handover
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.options import RequestOptions
 from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.spans import TracedRequest
 
 NEVER = 1 << 62
 """More tokens than any request has."""
@@ -28,11 +29,11 @@ class Phase(Enum):
     """Which device blocks a request holds."""
 
     WAITING = auto()
-    """None."""
+    """It holds none."""
     LOADING = auto()
-    """A load is filling them."""
+    """It holds some, and a load is writing to them."""
     RUNNING = auto()
-    """It computes on them, or could."""
+    """It holds some, and may run."""
 
 
 class Storing(Enum):
@@ -93,7 +94,7 @@ class RequestState:
     digests: Digests | None = None
     """The digests of its adapter for which its keys stand; None as long as they are not known."""
     has_given_up: bool = False
-    """Whether nothing is loaded or stored for it, because its adapter is not known or has changed."""
+    """Whether nothing is loaded or stored for it: its adapter is not known or has changed, or it may drop tokens."""
     tenant: str | None = None
     """Its tenant in metrics; None without configured tenants."""
     phase: Phase = Phase.WAITING
@@ -120,8 +121,14 @@ class RequestState:
     """The token with which its last load ended, if that has not failed; 0 if it has loaded nothing since."""
     num_jobs: int = 0
     """Jobs in progress."""
+    arrived: float = 0.0
+    """When it was first looked up, in seconds since 1970."""
     record: RequestRecord | None = None
     """Made when it is first given device blocks."""
+    prefill: tuple[int, float] | None = None
+    """The tokens of its prompt that were computed, and in how many seconds, if that was measured."""
+    traced: TracedRequest | None = None
+    """What its spans will say, if it has a trace and they have not been made."""
     handover: Handover | None = None
     """What another server hands over to it."""
     of_others: frozenset[int] = frozenset()
@@ -161,8 +168,9 @@ class RequestState:
 
     @property
     def origin(self) -> Digests | None:
-        """The digests of the adapter that computes its KV, none for the model alone; None if they are not known."""
-        return frozenset() if self.adapter is None else self.digests
+        """The digests of the adapter that computes its KV, none for the model alone; None if they are not known, or its
+        block hashes may be of tokens that it has dropped."""
+        return frozenset() if self.adapter is None and not self.has_given_up else self.digests
 
     @property
     def may_store(self) -> bool:
@@ -180,7 +188,7 @@ class RequestState:
         self.blocks.namespace = self.blocks.namespace[: -len(NO_ADAPTER)] + variant(digests)
 
     def give_up(self) -> None:
-        """Loads and stores nothing more for it: its adapter is not known, or has changed."""
+        """Loads and stores nothing more for it."""
         self.options = replace(self.options, load=False, store=False)
         self.may_load, self.digests, self.match = False, None, None
         self.has_given_up = True

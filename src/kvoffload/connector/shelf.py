@@ -95,22 +95,29 @@ class SoundBlocks:
     """Device blocks that were filled since the last reset, from nothing that was computed before it, each with the
     adapter that has computed it.
 
-    The engine's own cache may still hold KV of weights that are gone, and finds blocks by the name of an adapter. A
-    request that continues from such blocks, or from those of other bytes under the name of its adapter, must store
-    nothing, and the blocks that it fills are not sound either.
+    The engine's own cache may still hold KV of weights that are gone, finds blocks by the name of an adapter, and may
+    hold KV of other tokens than their names say, see ``EngineSpec.drops_tokens``. A request that continues from such
+    blocks, or from those of other bytes under the name of its adapter, must store nothing, and the blocks that it fills
+    are not sound either.
     """
 
     def __init__(self, has_adapters: bool = False) -> None:
-        self._origins: dict[int, Digests] | None = {} if has_adapters else None
-        """By device block, see ``RequestState.origin``. None: there was neither a reset nor an adapter, and every block
-        is sound."""
+        self._origins: dict[int, Digests | None] | None = {} if has_adapters else None
+        """By device block, see ``RequestState.origin``. None: every block is sound."""
+        self._others: Digests | None = None
+        """The origin of blocks that have none there."""
 
     @property
     def is_tracking(self) -> bool:
         return self._origins is not None
 
+    def track(self) -> None:
+        """Begins to follow blocks. All are sound so far."""
+        if self._origins is None:
+            self._origins, self._others = {}, frozenset()
+
     def reset(self) -> None:
-        self._origins = {}
+        self._origins, self._others = {}, None
 
     def add(self, state: RequestState, blocks: list[int]) -> None:
         """Adds blocks that a load of the request fills."""
@@ -129,10 +136,7 @@ class SoundBlocks:
         if origins is None:
             return
         origin = None if state is None else state.origin
-        if state is not None and any(origins.get(block) != origin for block in found - {NULL_BLOCK}):
+        if state is not None and any(origins.get(block, self._others) != origin for block in found - {NULL_BLOCK}):
             state.storing = Storing.STALE
-        if state is not None and origin is not None and state.storing is not Storing.STALE:
-            origins.update(dict.fromkeys(new, origin))
-        else:
-            for block in new:
-                origins.pop(block, None)
+        is_sound = state is not None and state.storing is not Storing.STALE
+        origins.update(dict.fromkeys(new, origin if is_sound else None))

@@ -23,8 +23,9 @@ from kvoffload.tiering.plan import Bools
 STORE_SHARE = 0.5
 """At most this share of the staging pool holds blocks that are still to be written. The rest is for promotions."""
 BATCH_BYTES = 16 << 20
+"""The most bytes of one copy, unless one block has more."""
 MAX_BATCH = 256
-"""Blocks of so many bytes, at least one, and at most so many blocks are copied at a time."""
+"""The most blocks of one copy."""
 STAGE_DEADLINE_S = 10.0
 """After this time a staged block may be evicted although a tier has not taken it on."""
 MAX_REQUESTS = 4096

@@ -25,9 +25,9 @@ from kvoffload.tiering.promotion import NONE, Located, Promotion, Sources
 from kvoffload.tiering.rates import LoadOrCompute
 
 LOOK_AGAIN_S = 0.005
-"""A tier looks again for a block that another server is to write after so long,"""
+"""The least time between two looks for a block that another server hands over."""
 LOOK_AGAIN_SHARE = 0.25
-"""or after this share of the time for which the request has waited, if that is longer."""
+"""The share of the time for which the request has waited, after which the tier looks again if that is longer."""
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
 

@@ -20,6 +20,8 @@ from kvoffload.deadlines import FILES_DEADLINE_S, within
 from kvoffload.host.pool import PoolHandle
 from kvoffload.settings import check_deadline, check_whole_number, import_subclass, unknown
 
+PATHS_DEADLINE_S = 0.5
+"""Time to follow the symbolic links of all directories. A server does that several times before it opens tiers."""
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
     "shared_dir": "kvoffload.tiers.shared_dir.config:SharedDirConfig",
@@ -83,7 +85,7 @@ class TierConfig(ABC):
     retains: ClassVar[bool] = False
     """Whether tenants can have blocks retained in it: see ``Tier.retain``."""
     is_shared: ClassVar[bool] = False
-    """Whether its tier is, see ``Tier.is_shared``, if it has a ``directory``."""
+    """Whether its tier is, see ``Tier.is_shared``."""
 
     store_threshold: int | None = None
     """How many requests must ask for a block before it is written to this tier, 2 or more. By default all blocks that
@@ -105,10 +107,11 @@ class TierConfig(ABC):
     @abstractmethod
     def open(self, context: TierContext) -> Tier:
         """Returns the tier, ready to serve. A tier whose server cannot be reached is opened too, and reaches it later.
-        If there is a ``directory``, another thread calls this, which may hang, and again after a failure.
+        A thread of its own calls this, at the same time as that of other tiers, and again after a failure. It may hang,
+        and ends when the tier is open.
 
         Raises ConfigError for a wrong setting, and OSError if the medium fails: a server continues without the tier
-        then, with a warning.
+        then, with a warning, and tries again.
         """
 
 
@@ -157,9 +160,9 @@ def load_tiers(value: object, names: Sequence[str] = ()) -> tuple[TierConfig, ..
 
 def check_distinct(entries: Sequence[TierEntry]) -> None:
     """Raises ConfigError if two tiers are the same, or have a directory in common."""
-    for i, entry in enumerate(entries):
-        for other in entries[:i]:
-            mine, theirs = entry.config.directory, other.config.directory
+    directories = _real([entry.config.directory for entry in entries])
+    for (entry, mine), n in zip(zip(entries, directories, strict=True), count()):
+        for other, theirs in zip(entries[:n], directories, strict=False):
             if mine is not None and theirs is not None and _overlap(mine, theirs):
                 raise ConfigError(
                     *entry.named,
@@ -187,9 +190,18 @@ def prefixed(prefix: str) -> Iterator[None]:
         raise error.within(prefix) from error
 
 
-def _overlap(one: str, other: str) -> bool:
+def _real(directories: Sequence[str | None]) -> Sequence[str | None]:
+    """Returns the real paths of ``directories``, or these themselves if a file system hangs."""
+    if len(directories) - directories.count(None) < 2:
+        return directories
     with suppress(TimeoutError):
-        one, other = within(FILES_DEADLINE_S, lambda: (os.path.realpath(one), os.path.realpath(other)))
+        return within(
+            PATHS_DEADLINE_S, lambda: [None if path is None else os.path.realpath(path) for path in directories]
+        )
+    return directories
+
+
+def _overlap(one: str, other: str) -> bool:
     return os.path.commonpath([one, other]) in (one, other)
 
 

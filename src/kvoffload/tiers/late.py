@@ -1,6 +1,6 @@
-"""LateTier: a tier in a directory that may answer late, fail for a while, or be replaced under a running server.
+"""LateTier: a tier whose medium may answer late, fail for a while, or be replaced under a running server.
 
-**Threads.** The thread of Opener opens the tier, looks whether its directory is still there, and closes a tier that was
+**Threads.** The thread of Opener opens the tier, looks whether its files are still there, and closes a tier that was
 left. It may hang in the medium without consequence for the scheduler's thread, which calls everything else.
 """
 
@@ -24,8 +24,6 @@ from kvoffload.tiers.limited_log import LimitedLog
 
 logger = logging.getLogger(__name__)
 
-NOTICE_S = 2.0
-"""The log says who is waited for after this time."""
 RETRY_S = 60.0
 """Time between two attempts to open a tier whose medium has failed."""
 WATCH_S = 2.0
@@ -60,15 +58,18 @@ class RenewableTier(Tier):
 
 
 class Opener:
-    """Opens the tier of ``directory``, and another one in place of each that is lost, on a thread of its own.
+    """Opens a tier, and another one in place of each that is lost, on a thread of its own.
 
-    ``name`` and ``setting`` are those of the tier in the log. Everything public is called on the scheduler's thread.
+    ``directory``: that of the tier, None if it has none. ``name`` and ``setting`` are those of the tier in the log.
+    Everything public is called on the scheduler's thread.
     """
 
-    def __init__(self, open_tier: Callable[[], Tier], directory: str, name: str, setting: str) -> None:
+    def __init__(self, open_tier: Callable[[], Tier], directory: str | None, name: str, setting: str) -> None:
         self.name, self.setting = name, setting
         self.error: Exception | None = None
         """Why the latest attempt has failed."""
+        self.is_awaited = True
+        """Whether the caller waits for the first attempt, and logs its failure."""
         self.has_vanished = False
         """Whether the tier that was taken has lost its files. Set by the thread, until ``leave``."""
         self._open_tier, self._directory = open_tier, directory
@@ -79,25 +80,13 @@ class Opener:
         self._offered: Tier | None = None
         self._left: Tier | None = None
         """A tier for the thread to close."""
-        self._is_awaited = True
-        """Whether ``wait`` has not returned: its caller logs what fails."""
         self._tried, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name=f"kvoffload-open-{name}", daemon=True).start()
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits until a tier is open, or the first attempt has failed, at most ``timeout_s``."""
-        if not self._tried.wait(min(NOTICE_S, timeout_s)) and timeout_s > NOTICE_S:
-            logger.warning(
-                "kvoffload: %s: the tier is not open after %.0f s: its file system is slow or hangs. After %.0f s the "
-                "server starts without it",
-                self.setting,
-                NOTICE_S,
-                timeout_s,
-            )
-            self._tried.wait(timeout_s - NOTICE_S)
-        self._is_awaited = False
-        if not self._tried.is_set():
-            self._log_missing(f"its file system has not answered for {timeout_s:.0f} s", "uses it once it answers")
+    def wait(self, deadline: float) -> bool:
+        """Waits until a tier is open, or the first attempt has failed, at most until ``deadline``, a time of
+        ``time.monotonic``. Returns whether that is so."""
+        return self._tried.wait(max(0.0, deadline - time.monotonic()))
 
     def take(self) -> Tier | None:
         """Returns a tier that is open since the last call, if there is one."""
@@ -122,9 +111,9 @@ class Opener:
         """Logs that there is no tier, and why."""
         error = self.error
         cause = error.strerror or error if isinstance(error, OSError) else error
-        self._log_missing(cause, f"tries again every {RETRY_S:.0f} s")
+        self.log_missing(cause, f"tries again every {RETRY_S:.0f} s")
 
-    def _log_missing(self, cause: object, what_next: str) -> None:
+    def log_missing(self, cause: object, what_next: str) -> None:
         logger.warning(
             "kvoffload: %s: THERE IS NO %s TIER: %s; the server continues without it, and %s",
             self.setting,
@@ -153,6 +142,8 @@ class Opener:
             self._watch(tier)
 
     def _open(self) -> Tier:
+        if self._directory is None:
+            return self._open_tier()
         wait_until_writable(self._directory)
         if self._mounted_at and self._mounted_at != mount_point(self._directory):
             raise OSError(f"nothing is mounted at {self._mounted_at} any more")
@@ -164,7 +155,7 @@ class Opener:
     def _fail(self, error: Exception) -> None:
         is_known, self.error = str(error) == str(self.error), error
         self._tried.set()
-        if not self._is_awaited and not is_known and not self._closed.is_set():
+        if not self.is_awaited and not is_known and not self._closed.is_set():
             self.log_failure()
 
     def _watch(self, tier: RenewableTier) -> None:
@@ -204,7 +195,6 @@ class LateTier(Tier):
         """Uses the tier from now on if it is open. Returns it; None if it is not open."""
         tier = self._opener.take()
         if tier is not None:
-            tier.name = self.name
             if self._was_reset or len(self._deleted) > MAX_DELETED:
                 tier.reset()
             elif self._deleted:

@@ -16,10 +16,10 @@ from kvoffload.tiers.late import LateTier, Opener, RenewableTier
 
 logger = logging.getLogger(__name__)
 
+NOTICE_S = 5.0
+"""The log says who is waited for after this time."""
 OPEN_DEADLINE_S = 15.0
-"""Time for the file systems of all tiers to answer. A tier that is later is used as soon as it is open."""
-LEAST_WAIT_S = 0.5
-"""Each of them gets this, whatever the others have taken."""
+"""Time for all tiers together, which open at once. A tier that is later is used as soon as it is open."""
 
 
 def open_tiers(
@@ -27,64 +27,54 @@ def open_tiers(
     context: TierContext,
     opened: ExitStack,
     shares: Callable[[str], MakeShares] | None = None,
-) -> list[tuple[Tier, TierConfig | None]]:
-    """Returns the tiers that ``entries`` ask for, with distinct names, each beside its entry. Tiers whose media fail
-    are left out, with a warning. ``opened`` closes what is open if the caller fails later. ``shares``: returns, by the
-    name of a tier, what makes the shares of tenants; None if they share nothing.
+) -> list[tuple[Tier, TierConfig]]:
+    """Returns the tiers that ``entries`` ask for, with distinct names, each beside its entry. A tier whose medium
+    fails, or has not answered after ``OPEN_DEADLINE_S``, is empty until it does; a warning says so. ``opened`` closes
+    them if the caller fails later. ``shares``: returns, by the name of a tier, what makes the shares of tenants; None
+    if they share nothing.
 
     Raises ConfigError if a setting is wrong.
     """
-    found: list[tuple[Tier, TierConfig | None]] = []
-    deadline = time.monotonic() + OPEN_DEADLINE_S
+    started = time.monotonic()
+    block_bytes = sum(pool.shape[1] for pool in context.pools)
+    found: list[tuple[Opener, LateTier]] = []
     for entry, name in zip(entries, distinct_names(entry.config.kind for entry in entries), strict=True):
         mine = replace(context, shares=None if shares is None else shares(name))
-        if entry.config.directory is None:
-            tier = _open_tier(entry, mine)
-        else:
-            tier = _open_in_directory(entry, entry.config.directory, mine, name, deadline)
-        if tier is not None:
-            opened.callback(tier.close)
-            found.append((named(tier, name), entry.config))
-    return found
+        opener = Opener(partial(_open, entry, mine, name), entry.config.directory, name, entry.setting)
+        late = LateTier(opener, block_bytes, is_shared=entry.config.is_shared)
+        opened.callback(late.close)
+        found.append((opener, late))
+    for opener, _ in found:
+        if not opener.wait(started + NOTICE_S):
+            logger.warning(
+                "kvoffload: %s: the tier is not open after %.0f s: its medium is slow or hangs. After %.0f s the "
+                "server starts without it",
+                opener.setting,
+                NOTICE_S,
+                OPEN_DEADLINE_S,
+            )
+    for opener, _ in found:
+        opener.wait(started + OPEN_DEADLINE_S)
+    return [(_joined(*each), entry.config) for each, entry in zip(found, entries, strict=True)]
 
 
-def _open_tier(entry: TierEntry, context: TierContext) -> Tier | None:
-    """Returns the tier that ``entry`` asks for. Returns None, with a warning, if its medium fails.
-
-    Raises ConfigError if a setting is wrong.
-    """
-    try:
-        return _open(entry, context)
-    except OSError as error:
-        logger.warning(
-            "kvoffload: %s: THERE IS NO %s TIER: %s; the server continues without it. Fix that and start again",
-            entry.setting,
-            entry.config.kind.upper(),
-            error.strerror or error,
-        )
-        return None
-
-
-def _open_in_directory(entry: TierEntry, directory: str, context: TierContext, name: str, deadline: float) -> Tier:
-    """Returns the tier that ``entry`` asks for in ``directory``. If its medium fails, or has not answered by
-    ``deadline``, the tier is empty until it does.
-
-    Raises ConfigError if a setting is wrong.
-    """
-    opener = Opener(partial(_open, entry, context), directory, name, entry.setting)
-    opener.wait(max(LEAST_WAIT_S, deadline - time.monotonic()))
-    block_bytes = sum(pool.shape[1] for pool in context.pools)
-    late = LateTier(opener, block_bytes, is_shared=entry.config.is_shared)
+def _joined(opener: Opener, late: LateTier) -> Tier:
+    """Returns the tier that ``opener`` has opened, or ``late`` in its place. Raises ConfigError if a setting is
+    wrong."""
+    opener.is_awaited = False
     tier = late.join()
-    if tier is None and opener.error is not None:
-        if not isinstance(opener.error, OSError):
-            late.close()
-            raise opener.error
+    if tier is not None:
+        return late if isinstance(tier, RenewableTier) else tier
+    if opener.error is None:
+        opener.log_missing(f"its medium has not answered for {OPEN_DEADLINE_S:.0f} s", "uses it once it answers")
+    elif isinstance(opener.error, OSError):
         opener.log_failure()
-    return late if tier is None or isinstance(tier, RenewableTier) else tier
+    else:
+        raise opener.error
+    return late
 
 
-def _open(entry: TierEntry, context: TierContext) -> Tier:
+def _open(entry: TierEntry, context: TierContext, name: str) -> Tier:
     """Returns the tier that ``entry`` asks for. Raises ConfigError if a setting is wrong, and OSError if its medium
     fails."""
     try:
@@ -101,7 +91,15 @@ def _open(entry: TierEntry, context: TierContext) -> Tier:
         ) from error
     if not isinstance(tier, Tier):
         raise ConfigError(*entry.named, f"open() returned a {type(tier).__name__}", "it must return a kvoffload.Tier")
-    return tier
+    config = entry.config
+    if tier.is_shared != config.is_shared:
+        tier.close()
+        raise ConfigError(
+            *entry.named,
+            f"is_shared is {tier.is_shared} in the tier, and {config.is_shared} in its {type(config).__name__}",
+            "write the same in both classes",
+        )
+    return named(tier, name)
 
 
 def named(tier: Tier, name: str) -> Tier:

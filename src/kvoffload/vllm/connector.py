@@ -29,7 +29,7 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import boot_id
-from kvoffload.observe.server import RecordServer, paused_in
+from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import companions, versions
 from kvoffload.vllm.adapters import adapters_of, watch_adapters
@@ -38,7 +38,7 @@ from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
 from kvoffload.vllm.following import following
-from kvoffload.vllm.hints import engine_options
+from kvoffload.vllm.hints import drops_tokens, engine_options
 from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
@@ -166,6 +166,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             engines=layout.engines,
             parent_request=versions.parent_request,
             engine_options=engine_options,
+            drops_tokens=drops_tokens,
             adapter_of=adapters_of(self._vllm_config),
             trace_headers=versions.trace_headers(self._vllm_config),
             identity=describe_parts(self._vllm_config, layout, parts),
@@ -175,13 +176,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = build_scheduler(layout.config, engine, pools, fingerprint(parts))
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
-        observer = scheduler.observer
-        self._records = RecordServer(
-            lambda: scheduler.records,
-            engine_id or "0",
-            observer.bill,
-            lambda: paused_in(observer.metrics.totals()),
-        )
+        self._records = RecordServer(lambda: scheduler.records, engine_id or "0", scheduler.metrics.totals)
 
     @property
     def connector_scheduler(self) -> OffloadingConnectorScheduler:

@@ -1,9 +1,8 @@
-"""What vLLM itself knows about a request: whether it may load, its session, and hints of an orchestrator."""
+"""What vLLM itself knows of a request: whether it may load or drops tokens, its session, hints of an orchestrator."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvoffload.connector.options import PARAM
@@ -16,42 +15,12 @@ FIRST_TO_NAME_SESSIONS = "0.32"
 """The first version that removes the block hashes of dropped tokens."""
 MAX_ACTIONS = 64
 """Actions of a request that are looked at."""
-MAX_SESSIONS = 1 << 12
-"""Sessions with streaming input that are remembered where names do not last."""
 
 
-class StreamedSessions:
-    """The blocks behind the first inputs of sessions with streaming input. Their hashes may be of tokens that a session
-    has dropped: when more input comes, it drops the last token that was sampled. vLLM then finds such a block for
-    a prompt that has these tokens."""
-
-    def __init__(self) -> None:
-        self._begun: deque[tuple[Sequence[bytes], int, int]] = deque(maxlen=MAX_SESSIONS)
-        """The growing block hashes of each session, and how many blocks and tokens its first input has."""
-        self._limits: OrderedDict[bytes, int] = OrderedDict()
-        """The hash of the first block behind each first input, and the tokens of that input."""
-
-    def limit(self, request: Request) -> int | None:
-        """Returns up to which token blocks of a request that has just arrived surely have the KV of its tokens."""
-        for _ in range(len(self._begun)):
-            hashes, num_blocks, num_tokens = begun = self._begun.popleft()
-            if len(hashes) > num_blocks:
-                self._limits[hashes[num_blocks]] = num_tokens
-            else:
-                self._begun.append(begun)
-        while len(self._limits) > MAX_SESSIONS:
-            self._limits.popitem(last=False)
-        found = [self._limits[each] for each in request.block_hashes if each in self._limits] if self._limits else []
-        if request.resumable:
-            self._begun.append((request.block_hashes, len(request.block_hashes), request.num_prompt_tokens))
-            found.append(request.num_prompt_tokens)
-        return min(found, default=None)
-
-    def __bool__(self) -> bool:
-        return bool(self._begun or self._limits)
-
-
-_streamed = StreamedSessions()
+def drops_tokens(request: Request) -> bool:
+    """Whether a request is a session with streaming input, of a version that keeps block hashes of dropped tokens: when
+    more input comes, it drops the last token that was sampled."""
+    return request.resumable and not versions.is_since(FIRST_TO_NAME_SESSIONS)
 
 
 def engine_options(request: Request) -> Mapping[str, object]:
@@ -60,9 +29,6 @@ def engine_options(request: Request) -> Mapping[str, object]:
 
     A request that returns something for every token of its prompt, as with ``prompt_logprobs``, may not load: vLLM
     computes what is missing in a cache, and so must have nothing in it.
-
-    Where names do not last, only the first input of a session with streaming input is stored and loaded, and of other
-    requests only what lies before the blocks of such a session.
     """
     options: dict[str, object] = {}
     session = getattr(request, "session_id", None)
@@ -75,8 +41,4 @@ def engine_options(request: Request) -> Mapping[str, object]:
             options |= payload
     if request.skip_reading_prefix_cache:
         options["load"] = False
-    if (request.resumable or _streamed) and not versions.is_since(FIRST_TO_NAME_SESSIONS):
-        said, most = options.get("max_tokens"), _streamed.limit(request)
-        if most is not None and (type(said) is not int or not 0 <= said < most):
-            options["max_tokens"] = most
     return options

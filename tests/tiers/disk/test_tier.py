@@ -1195,6 +1195,26 @@ def test_the_limit_of_open_files_is_raised_if_possible_and_named_otherwise(tmp_p
     assert "ulimit -n" in limits_after_opening(tmp_path / "c", 128, 128, 3 << 20)
 
 
+def test_tiers_that_open_at_the_same_time_have_descriptors_for_all_slabs() -> None:
+    """The control is the second one alone."""
+    code = f"""
+import resource
+from kvoffload.tiers.disk.start import allow_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+for slabs in {{slabs}}:
+    allow_descriptors(slabs * {1 << 30}, 1)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+    def limit(*slabs: int) -> int:
+        command = [sys.executable, "-c", code.format(slabs=slabs)]
+        return int(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+
+    assert limit(1000) < 1000 + 512 + 256
+    assert limit(1000, 1000) > 1000 + 1000 + 512
+    assert limit(2000, 2000) == 4096
+
+
 def test_files_that_cannot_be_opened_at_the_start_are_not_removed(tmp_path: Path) -> None:
     pools = make_pools(4, PAGE)
     tier = open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(pools, FINGERPRINT))

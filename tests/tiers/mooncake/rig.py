@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,13 @@ class Master:
                 return
             time.sleep(0.02)
         raise AssertionError("the master does not answer")
+
+    def ask(self, method: str, path: str, body: object = None) -> str:
+        """Returns the answer of the master's HTTP interface."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self._metrics_port}{path}", data, method=method)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.read().decode())
 
     def kill(self) -> None:
         self.process.kill()

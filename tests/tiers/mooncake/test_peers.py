@@ -103,11 +103,10 @@ def fill(memory: ByteArray) -> None:
 
 
 @needs_mooncake
-@pytest.mark.parametrize("compress", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_a_peer_neither_reads_nor_changes_the_host_pool(tmp_path: Path, compress: bool) -> None:
+def test_a_peer_neither_reads_nor_changes_the_host_pool(tmp_path: Path) -> None:
     master = Master(tmp_path)
     with segment(master, SEGMENT_BYTES):
-        server = Server(master, compress=compress)
+        server = Server(master)
         server.connect()
         server.works_again(KEYS[:4])
         # Every slot gets a block that no peer was ever given, those of blocks that came from the store too.

@@ -17,12 +17,11 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.mooncake.client import connect
 from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.codec import kv_like
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
-from tests.tiers.remote.rig import StoreServer, content
+from tests.tiers.remote.rig import StoreServer
 
 pytestmark = needs_mooncake
 
@@ -36,10 +35,10 @@ Fault = Callable[[Path], None]
 
 
 class Server(StoreServer):
-    def __init__(self, master: Master, fingerprint: str = FINGERPRINT, compress: bool = False) -> None:
+    def __init__(self, master: Master, fingerprint: str = FINGERPRINT) -> None:
         self.hosts = [HostPool(64, nbytes) for nbytes in SLOT_BYTES]
         pools, handles = [host.data for host in self.hosts], [host.handle() for host in self.hosts]
-        tier = MooncakeConfig(master=master.address, compress=compress).open(TierContext(pools, fingerprint, handles))
+        tier = MooncakeConfig(master=master.address).open(TierContext(pools, fingerprint, handles))
         assert isinstance(tier, RemoteTier)
         super().__init__(tier, pools)
 
@@ -56,36 +55,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     with segment(master, SEGMENT_BYTES):
         yield master
     master.kill()
-
-
-@pytest.mark.soak
-def test_servers_share_compressed_blocks(store: Master) -> None:
-    one, other, plain = Server(store, compress=True), Server(store, compress=True), Server(store)
-    try:
-        for each in (one, other, plain):
-            each.connect()
-        for pool in one.pools:
-            for slot in range(4):
-                pool[slot] = kv_like(pool.shape[1], slot)
-        # One that does not shrink, among the others.
-        one.pools[0][2] = content(KEYS[2], 0, SLOT_BYTES[0])
-        taken = one.tier.write(KEYS[20:24], np.arange(4))
-        assert other.states(KEYS[24:25]) == plain.states(KEYS[20:24])[:1] == [MISS]
-        deadline = time.monotonic() + DEADLINE_S
-        while one.states(KEYS[20:24]) != [HIT] * 4:
-            assert time.monotonic() < deadline, taken
-            one.poll()
-        assert other.states(KEYS[20:24]) == [HIT] * 4
-        left = set(other.tier.read(KEYS[20:24], np.arange(8, 12)))
-        while left:
-            assert time.monotonic() < deadline, "reads never ended"
-            for result in other.poll():
-                assert result.ok
-                left.remove(result.key)
-        assert all((a[:4] == b[8:12]).all() for a, b in zip(one.pools, other.pools, strict=True))
-    finally:
-        for each in (one, other, plain):
-            each.close()
 
 
 def settings(master: Master) -> dict[str, object]:

@@ -9,18 +9,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
-from kvoffload.testing import tier_conformance
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
-from kvoffload.tiers.remote.compressed import CompressedFormat
-from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
+from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, PATIENT, Moto, needs_moto, patched
 from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import shrinking
 
 pytestmark = needs_moto
 
@@ -79,19 +76,4 @@ class TestSharedObjects(OnMoto):
 
 @pytest.mark.soak
 class TestSeparateObjects(OnMoto):
-    value_bytes = 0
-
-
-class TestCompressedObjects(OnMoto):
-    values_kind = CompressedFormat
-    memory = Rows
-    value_bytes = 4096
-
-    @pytest.fixture(autouse=True)
-    def _blocks_shrink(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tier_conformance, "content", shrinking)
-
-
-@pytest.mark.soak
-class TestCompressedSeparateObjects(TestCompressedObjects):
     value_bytes = 0

@@ -3,29 +3,19 @@ tests'."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import KVGroup, OffloadKey, ReqContext
-from kvoffload.abc.tier import HIT
-from kvoffload.cache.keys import make_offload_key
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import make_policy
-from kvoffload.cache.slots import HostBackend
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.health import MAX_FAILURES, MAX_WRITE_PAUSE_S
-from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiering.unwritten import WRITE_WITHIN_S
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.record import ValueFormat
-from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
-from tests.clock import Clock
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
-from tests.tiers.redis.test_store import DirectChannel
+from tests.tiers.remote.in_front import ServerInFront, chain
 
 pytestmark = needs_redis
 SLOT_BYTES = 4096
@@ -45,53 +35,19 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> RedisServer:
     return RedisServer(tmp_path_factory.mktemp("redis") / "store")
 
 
-class Server:
+class Server(ServerInFront):
     """Host memory in front of the store, whose client runs here."""
 
     def __init__(self, redis: RedisServer) -> None:
         self.raw = redis.raw()
         self.raw.flushall()
         self.raw.config_resetstat()
-        self.clock = Clock()
-        self.pool = np.zeros((HOST_BLOCKS, SLOT_BYTES), dtype=np.uint8)
+        pool = np.zeros((HOST_BLOCKS, SLOT_BYTES), dtype=np.uint8)
         self.client = make_client(redis.url)
-        worker = StoreWorker(self.client, SeparateBuffers([self.pool]), ValueFormat("5e" * 32))
-        self.tier = RemoteTier(DirectChannel(worker), SLOT_BYTES, name="redis", clock=self.clock)
-        self.host = PolicyOffloadingManager(HostBackend(16, HOST_BLOCKS), make_policy("lru", HOST_BLOCKS))
-        settings = TieringSettings([16.0], groups=[KVGroup(16)], load_only_if_faster=False)
-        self.manager = TieredOffloadingManager(self.host, [self.tier], settings, clock=self.clock, random=lambda: 0.0)
-        self.step()
+        super().__init__(StoreWorker(self.client, SeparateBuffers([pool]), ValueFormat("5e" * 32)), pool, "redis")
 
     def say(self, command: str) -> None:
         self.raw.execute_command(*command.split())
-
-    def step(self, seconds: float = 0.0) -> None:
-        self.clock.now += seconds
-        for _ in range(4):
-            self.manager.poll()
-
-    def store(self, keys: list[OffloadKey], is_handed_over: bool = False) -> None:
-        if is_handed_over:
-            self.manager.hand_over(keys)
-        output = self.manager.prepare_store(keys)
-        assert output is not None
-        self.manager.complete_store(keys)
-        self.manager.end_chain(keys, keys)
-        self.step()
-
-    def finds(self, keys: list[OffloadKey], request: str) -> bool:
-        self.host.drop(keys)
-        context = ReqContext(request)
-        for _ in range(4):
-            found = self.manager.lookup(keys, context)
-            self.step()
-        self.manager.release_request(context)
-        return found == len(keys)
-
-    def has(self, keys: list[OffloadKey]) -> bool:
-        self.tier.contains(keys)
-        self.step()
-        return bool((self.tier.contains(keys) == HIT).all())
 
     @property
     def num_sets(self) -> int:
@@ -105,10 +61,6 @@ def server(redis: RedisServer) -> Iterator[Server]:
     yield server
     server.manager.shutdown()
     server.client.close()
-
-
-def chain(name: str, length: int = 2) -> list[OffloadKey]:
-    return [make_offload_key(hashlib.sha256(f"{name}/{i}".encode()).digest(), 0) for i in range(length)]
 
 
 @pytest.mark.parametrize("error", REFUSALS)

@@ -14,21 +14,18 @@ import pytest
 from kvoffload.abc import ByteArray, Tier, TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.host.pool import HostPool
-from kvoffload.testing import tier_conformance
 from kvoffload.testing.conformance import keys as keys_of
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
-from kvoffload.tiers.remote.compressed import CompressedFormat
 from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
-from kvoffload.tiers.remote.messages import Response
-from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
+from kvoffload.tiers.remote.record import RECORD_BYTES, RowFormat, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
-from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import StoreServer, content, shrinking
+from tests.tiers.remote.memory_store import DirectChannel
+from tests.tiers.remote.rig import StoreServer, content
 
 pytestmark = needs_redis
 
@@ -38,14 +35,6 @@ KEYS = [bytes([i]) * 36 for i in range(32)]
 SLOT_BYTES = (1 << 16, 1 << 14)
 DEADLINE_S = 90.0
 HMAC_KEY = b"k" * 32
-
-
-class DirectChannel(SteppedChannel):
-    """A channel without a process: requests are run when it is polled."""
-
-    def poll(self) -> list[Response]:
-        self.run()
-        return super().poll()
 
 
 class Server(StoreServer):
@@ -264,10 +253,6 @@ class TestConformance(SharedTierConformance):
         return True
 
 
-class TestConformanceCompressed(TestConformance):
-    values = CompressedFormat(FINGERPRINT)
+class TestConformanceOfRows(TestConformance):
+    values = RowFormat(FINGERPRINT)
     memory = Rows
-
-    @pytest.fixture(autouse=True)
-    def _blocks_shrink(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tier_conformance, "content", shrinking)

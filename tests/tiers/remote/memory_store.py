@@ -64,7 +64,7 @@ def fill(data: ByteArray, parts: Sequence[ByteArray]) -> Outcome:
     for part in parts:
         taken, data = data[: part.size], data[part.size :]
         part[: taken.size] = taken
-    return Outcome.OK if not surplus else Outcome.SMALLER if surplus < 0 else Outcome.OTHER_SIZE
+    return Outcome.OTHER_SIZE if surplus else Outcome.OK
 
 
 class SteppedChannel(StoreChannel):
@@ -125,3 +125,11 @@ class SteppedChannel(StoreChannel):
         self.run()
         self._state = ChannelState.DOWN
         return not self.is_stuck
+
+
+class DirectChannel(SteppedChannel):
+    """A channel without a process: requests are run when it is polled."""
+
+    def poll(self) -> list[Response]:
+        self.run()
+        return super().poll()

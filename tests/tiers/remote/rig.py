@@ -14,7 +14,6 @@ import numpy as np
 from kvoffload.abc import ByteArray, OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.host.pool import HostPool
-from kvoffload.testing.tier_conformance import content as tier_conformance_content
 from kvoffload.tiers.remote.messages import Response, Setup
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.tier import RemoteTier
@@ -57,7 +56,6 @@ class Server:
     clock: RealClock = field(default_factory=RealClock)
     hmac_key_file: str | None = None
     client: str = CLIENT
-    compress: bool = False
 
     def __post_init__(self) -> None:
         self.hosts = [HostPool(self.num_slots, nbytes) for nbytes in self.slot_bytes]
@@ -72,7 +70,6 @@ class Server:
             "kv",
             identity,
             key_file,
-            compress=self.compress,
         )
         self.channel = ShiftedChannel(setup, "folder", self.clock)
         self.tier = RemoteTier(self.channel, sum(self.slot_bytes), name="folder", clock=self.clock, random=lambda: 0.5)
@@ -218,11 +215,6 @@ class StoreServer:
 
 def content(key: OffloadKey, rank: int, nbytes: int) -> ByteArray:
     return np.random.default_rng([rank, *key]).integers(0, 256, nbytes, dtype=np.uint8)
-
-
-def shrinking(key: OffloadKey, rank: int, version: int, nbytes: int) -> ByteArray:
-    """Returns the content of a block that compresses to half, for the conformance suite."""
-    return tier_conformance_content(key, rank, version, nbytes) & np.uint8(15)
 
 
 def store_in(folder: Path) -> FolderStore:

@@ -188,7 +188,8 @@ class BlockIO:
         blocks, slots = self._blocks(batch), batch.slots.tolist()
 
         def fill(start: int, stop: int) -> None:
-            self._files.slabs.read(slots[start], [part for block in blocks[start:stop] for part in block])
+            buffers = blocks[start] if stop - start == 1 else [part for block in blocks[start:stop] for part in block]
+            self._files.slabs.read(slots[start], buffers)
 
         spans = self._spans(batch, header)
         first, problems, begun = 0, dict[int, Exception](), self._clock()

@@ -1,25 +1,8 @@
-"""The format of the disk tier's files, and the checks that they must pass.
+"""The format of the disk tier's files, and the checks that they must pass: docs/formats.md has every byte.
 
-A directory has one folder per fingerprint, named by its 64 hexadecimal digits. The folder has the payloads in *slabs*,
-``slab-00000`` and so on, a file ``index`` that says which blocks they are, and a file ``recency`` that says when they
-were used.
-
-A slab is ``slots_per_slab`` slots in a row; the last slab may have fewer. A slot has one block: the bytes of rank 0,
-then those of rank 1 and so on, padding included, without gaps. Slot ``s`` is number ``s % slots_per_slab`` in slab
-``s // slots_per_slab``.
-
-The index is a header of 4096 bytes, then one record of 128 bytes per slot, in the order of the slots. Numbers are
-little-endian. If a record is all zeros or fails a check, its slot has no block.
-
-The header's checksum covers every byte of the header, a record's checksum every byte of the record, and a payload's
-checksum every byte of the slot; all are XXH3-64. A payload's checksum is seeded with the id of the fingerprint, the
-generation and the key, so a payload in a wrong slot, file or folder fails it. The header names the *generation* of its
-records, a random number: a new generation invalidates all earlier records at once. XXH3 finds accidents. It does not
-authenticate: a user who can write to these files can forge a block that passes every check.
-
-The recency file has one 64-bit number per slot, the sequence number of the last use that was recorded. Only the order
-of eviction after a restart depends on it, so it has neither header nor checksum. If a record's own sequence number is
-higher, that one counts.
+If a record is all zeros or fails a check, its slot has no block. A payload's checksum is seeded with the id of the
+fingerprint, the generation and the key, so a payload in a wrong slot, file or folder fails it. XXH3 finds accidents. It
+does not authenticate: a user who can write to these files can forge a block that passes every check.
 """
 
 from __future__ import annotations

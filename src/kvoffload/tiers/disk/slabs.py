@@ -38,7 +38,7 @@ class Slabs:
     def read(self, slot: int, buffers: Sequence[ByteArray]) -> None:
         """Reads payloads from ``slot`` on, within its slab. Raises OSError if not every byte was read."""
         slab, place = divmod(slot, self._slots_per_slab)
-        size = sum(buffer.size for buffer in buffers)
+        size = sum(map(len, buffers))
         done = self._files[slab].read(buffers, place * self._block_bytes)
         if done != size:
             raise OSError(f"only {done} of {size} bytes were read")

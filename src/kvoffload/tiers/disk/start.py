@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import resource
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 512
 """Files that the rest of the process may still want to open."""
+_RAISING = threading.Lock()
+"""Held while the limit of open files is raised."""
 
 
 def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, context: TierContext) -> DiskTier:
@@ -91,12 +95,16 @@ def _is_in_engine_folder(folder: str, name: str) -> bool:
 
 
 def allow_descriptors(capacity_bytes: int, engines: int) -> None:
-    """Raises the soft limit of open files of this process, if necessary, so that every slab can be open. Raises
-    ConfigError if the hard limit is too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + capacity_bytes // engines // SLAB_BYTES + SPARE_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
+    """Raises the soft limit of open files of this process, if possible, so that every slab can be open beside those of
+    tiers that open at the same time. Raises ConfigError if the hard limit is too low."""
+    slabs = capacity_bytes // engines // SLAB_BYTES
+    with _RAISING:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = len(os.listdir("/proc/self/fd")) + slabs + SPARE_DESCRIPTORS
+        if soft == resource.RLIM_INFINITY:
+            return
+        most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+        if most < needed:
             raise ConfigError(
                 "bytes",
                 capacity_bytes,
@@ -104,7 +112,7 @@ def allow_descriptors(capacity_bytes: int, engines: int) -> None:
                 f"and {SPARE_DESCRIPTORS} to spare",
                 f"raise the limit (ulimit -n {needed}), or give the tier fewer bytes",
             )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(needed, soft + slabs), most), hard))
 
 
 def _remove_other_layouts(root: DirectoryStorage, engines: int) -> None:

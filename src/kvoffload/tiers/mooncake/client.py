@@ -19,8 +19,8 @@ LOCAL_BUFFER_BYTES = 16 << 20
 CONNECT_TIMEOUT_S = 2.0
 
 # Error codes of the store.
-_FULL = (-200, -101, -10)
-"""No segment has room, there is no segment, or no staging memory."""
+_FULL = (-200, -101, -10, -1700)
+"""No segment has room, there is no segment, or no staging memory; or the quota of the tenant is used up."""
 _MISSING = (-703, -704, -710, -712)
 """The value is not complete, not there, or its replica is gone."""
 _HELD = -705
@@ -98,7 +98,7 @@ class MooncakeClient(StoreClient):
         return [
             Outcome.OK
             if code == size
-            else Outcome.SMALLER
+            else Outcome.OTHER_SIZE
             if 0 < code < size
             else self._why_not_read(name, code, size, parts[0])
             for name, code, size, parts in zip(names, codes, wanted, buffers, strict=True)

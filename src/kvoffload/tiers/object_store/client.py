@@ -130,9 +130,8 @@ class ObjectStoreClient(StoreClient):
         value_bytes = place.value_bytes or found.size
         if contents(place.name, found) != place.marks:
             return Outcome.MISSING
-        if found.size != len(place.marks) * value_bytes or value_bytes > size:
-            return Outcome.OTHER_SIZE
-        return Outcome.OK if value_bytes == size else Outcome.SMALLER
+        is_whole = value_bytes == size and found.size == len(place.marks) * value_bytes
+        return Outcome.OK if is_whole else Outcome.OTHER_SIZE
 
     # Writes.
 

@@ -95,8 +95,7 @@ class RedisClient(StoreClient):
                 return Outcome.OTHER_SIZE if reply.code == "WRONGTYPE" else reply
             if reply is None:
                 return Outcome.MISSING
-            wanted = _nbytes(views[index])
-            return Outcome.OK if reply == wanted else Outcome.SMALLER if reply < wanted else Outcome.OTHER_SIZE
+            return Outcome.OK if reply == _nbytes(views[index]) else Outcome.OTHER_SIZE
 
         return self._run(
             _Call(

@@ -17,11 +17,10 @@ from functools import partial
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.compressed import REQUEST_BYTES, CompressedFormat
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import ROWS_BYTES, Rows, SeparateBuffers
+from kvoffload.tiers.remote.memory import Rows, SeparateBuffers
 from kvoffload.tiers.remote.messages import Kind, Op, Request, Setup, Unframer, frame
 from kvoffload.tiers.remote.record import RECORD_BYTES, RowFormat, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -133,16 +132,13 @@ class _Server:
 
     def _new_worker(self) -> StoreWorker:
         values = self._values
-        if not self._setup.compress and not self._client.registers_memory:
+        if not self._client.registers_memory:
             return StoreWorker(self._client, SeparateBuffers(self._pools), values, pause=time.sleep)
-        rows = Rows(self._pools, REQUEST_BYTES if self._setup.compress else ROWS_BYTES)
-        # A value that is compressed has a copy elsewhere.
-        self._watch.allow(rows.memory.nbytes + self._value_bytes)
+        rows = Rows(self._pools)
+        self._watch.allow(rows.memory.nbytes)
         self._client.register(rows.memory)
-        new = CompressedFormat if self._setup.compress else RowFormat
-        return StoreWorker(
-            self._client, rows, new(values.fingerprint, values.prefix, values.hmac_key), pause=time.sleep
-        )
+        values = RowFormat(values.fingerprint, values.prefix, values.hmac_key)
+        return StoreWorker(self._client, rows, values, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)

@@ -21,8 +21,6 @@ class Outcome(enum.Enum):
     OTHER_SIZE = enum.auto()
     """``get``: the store has a value of this name, which does not have the size of the buffers. The first of them
     begins with the value's first RECORD_BYTES, if the value has so many and the store gives a part of a value."""
-    SMALLER = enum.auto()
-    """``get``: as OTHER_SIZE, and the value is smaller than the buffers, which begin with all of it."""
     FULL = enum.auto()
     """``put``: the store has no room."""
     AWAY = enum.auto()
@@ -57,8 +55,8 @@ class StoreClient(ABC):
 
     @abstractmethod
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        """Reads each value into its buffers, one after the other. Returns OK, MISSING, SMALLER, OTHER_SIZE, AWAY or
-        FAILED per name. The buffers have any bytes afterwards if it is MISSING, AWAY or FAILED."""
+        """Reads each value into its buffers, one after the other. Returns OK, MISSING, OTHER_SIZE, AWAY or FAILED
+        per name. The buffers have any bytes afterwards if it is MISSING, AWAY or FAILED."""
 
     @abstractmethod
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:

@@ -13,19 +13,18 @@ from typing import Any, ClassVar
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierConfig, TierContext
-from kvoffload.tiers.remote.codec import check_installed
-from kvoffload.tiers.remote.compressed import REQUEST_BYTES
 from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.messages import Setup
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.record import RECORD_BYTES
-from kvoffload.tiers.remote.tier import RemoteLimits, RemoteTier
+from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-START_WAIT_S = 20.0
-"""How long the start of a server waits for the client of a store, so that the first requests find blocks."""
+START_WAIT_S = 12.0
+"""How long opening waits for the client of a store, so that the first requests find blocks. The start of a server waits
+a little longer."""
 MAX_PREFIX = 128
 MIN_HMAC_KEY_BYTES = 32
 _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
@@ -35,6 +34,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 class RemoteTierConfig(TierConfig):
     """A store that others use too, reached by a client in a process of its own. Subclasses call ``__post_init__``."""
 
+    is_shared = True
     connect: ClassVar[str]
     """Import path "package.module:function" of the function that returns the StoreClient for ``settings``, to which
     ``value_bytes`` is added, the size of a block's value, and ``chained_groups``, the KV cache groups of which lookups
@@ -49,10 +49,6 @@ class RemoteTierConfig(TierConfig):
     count. Blocks are stored with an HMAC, and those without the right one are never loaded. By default whoever can
     write to the store can forge blocks."""
 
-    compress: bool = False
-    """Whether blocks are compressed without loss, in the client's process: for networks that are slower than that.
-    Needs zstandard. Servers with and without it have blocks of their own."""
-
     def __post_init__(self) -> None:
         if not isinstance(self.prefix, str) or len(self.prefix) > MAX_PREFIX or not _PREFIX.fullmatch(self.prefix):
             raise ConfigError(
@@ -63,10 +59,6 @@ class RemoteTierConfig(TierConfig):
                 "with single slashes between them",
             )
         read_hmac_key(self.hmac_key_file)
-        if not isinstance(self.compress, bool):
-            raise ConfigError("compress", self.compress, "must be true or false")
-        if self.compress:
-            check_installed()
 
     @property
     @abstractmethod
@@ -132,11 +124,9 @@ class RemoteTierConfig(TierConfig):
             context.identity,
             self.hmac_key_file,
             self.client_bytes + self.memory_bytes // context.engines,
-            self.compress,
         )
         channel = ProcessChannel(setup, self.kind)
-        limits = RemoteLimits(request_bytes=REQUEST_BYTES) if self.compress else None
-        tier = RemoteTier(channel, payload_bytes, name=self.kind, limits=limits)
+        tier = RemoteTier(channel, payload_bytes, name=self.kind)
         deadline = time.monotonic() + wait_s
         while channel.state is ChannelState.STARTING and time.monotonic() < deadline:
             tier.wait(0.05)

@@ -147,8 +147,8 @@ _KINDS = frozenset(map(int, Kind))
 class Setup:
     """Settings of the process. ``client`` is the import path "package.module:function" of a function that
     returns the StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has. Secrets
-    are given as the names of their files, so that no message or log has one. ``client_bytes`` and
-    ``compress``: see ``RemoteTierConfig``."""
+    are given as the names of their files, so that no message or log has one. ``client_bytes``: see
+    ``RemoteTierConfig``."""
 
     client: str
     settings: Mapping[str, Any]
@@ -159,7 +159,6 @@ class Setup:
     identity: Mapping[str, str] = field(default_factory=dict)
     hmac_key_file: str | None = None
     client_bytes: int = 0
-    compress: bool = False
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -1,17 +1,9 @@
-"""The format of a block in a store that others use too.
+"""The format of a block in a store that others use too: docs/formats.md has every byte.
 
-The value of a block is a record of RECORD_BYTES, then the bytes of rank 0, those of rank 1 and so on, padding included,
-without gaps. Its name is ``<prefix>/<namespace>/<key>``, where the namespace is the fingerprint, 64 hexadecimal digits,
-and the key is in hexadecimal. Numbers are little-endian.
-
-The record's checksum covers every other byte of the record, the payload's checksum every byte after the record; both
-are XXH3-64. The payload's checksum is seeded with fingerprint, generation and key like that of the disk tier, so the
-value of another key fails it. The generation is 0 here. A version of the format with a record of another length must
-use other names.
-
-With an HMAC key, the record has a tag: the first TAG_BYTES of HMAC-SHA256 over the record's other fields and the bytes
-after the record. Without one these bytes are zero. The namespace is then derived from fingerprint and HMAC key, so
-servers with other keys, or with none, have other names, and do not take each other's blocks for forged ones.
+The payload's checksum is seeded with fingerprint and key, so the value of another key fails it. A version of the format
+with a record of another length must use other names. With an HMAC key, a tag covers record and payload, and the
+namespace is derived from fingerprint and HMAC key, so that servers with other keys, or with none, have other names, and
+do not take each other's blocks for forged ones.
 """
 
 from __future__ import annotations
@@ -21,7 +13,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,9 +56,8 @@ class Verdict(enum.Enum):
 
 
 class Fields(NamedTuple):
-    """The fields of a record that the bytes after it are compared with. ``body``: the record without its checksum."""
+    """The fields of a record that the block is compared with. ``body``: the record without its checksum."""
 
-    version: int
     checksum: int
     tag: bytes
     body: bytes
@@ -77,9 +68,6 @@ class ValueFormat:
 
     ``prefix``: the beginning of all names. With an ``hmac_key``, only blocks of servers with the same key are good.
     """
-
-    versions: ClassVar[Sequence[int]] = (FORMAT_VERSION,)
-    """Versions of records that can be read."""
 
     def __init__(self, fingerprint: str, prefix: str = "kvoffload", hmac_key: bytes = b"") -> None:
         self.fingerprint = fingerprint
@@ -108,18 +96,11 @@ class ValueFormat:
         verdict = self.verify(key, value.record, value.parts)
         return Verdict.BAD if verdict is Verdict.GOOD and not is_whole else verdict
 
-    def record(
-        self,
-        key: OffloadKey,
-        parts: Sequence[ByteArray],
-        version: int = FORMAT_VERSION,
-        stored: Sequence[ByteArray] | None = None,
-    ) -> ByteArray:
-        """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes. ``stored``: the
-        bytes after the record, by default the parts."""
+    def record(self, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
+        """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes."""
         body = _RECORD.pack(
             _MAGIC,
-            version,
+            FORMAT_VERSION,
             len(key),
             len(parts),
             self._fingerprint[:_ID_BYTES],
@@ -128,7 +109,7 @@ class ValueFormat:
             self.checksum(key, parts),
             _NO_TAG,
         )
-        return sealed(body[:-TAG_BYTES] + self._tag(body, parts if stored is None else stored))
+        return sealed(body[:-TAG_BYTES] + self._tag(body, parts))
 
     def _tag(self, body: bytes, parts: Sequence[ByteArray]) -> bytes:
         """Returns the tag of a block. ``body`` is the record without its checksum; its own tag is left out. Large
@@ -149,9 +130,9 @@ class ValueFormat:
         is_good = self.checksum(key, parts) == fields.checksum and self.has_tag(fields, parts)
         return Verdict.GOOD if is_good else Verdict.BAD
 
-    def has_tag(self, fields: Fields, stored: Sequence[ByteArray]) -> bool:
-        """Returns whether the tag is right for the bytes after the record."""
-        return hmac.compare_digest(fields.tag, self._tag(fields.body, stored))
+    def has_tag(self, fields: Fields, parts: Sequence[ByteArray]) -> bool:
+        """Returns whether the record's tag is that of a block with these ``parts``."""
+        return hmac.compare_digest(fields.tag, self._tag(fields.body, parts))
 
     def parse(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Fields | Verdict:
         """Returns the fields of the record of a block like ``parts``, or why it is none."""
@@ -162,13 +143,13 @@ class ValueFormat:
         magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, checksum, tag = fields
         if magic != _MAGIC:
             return Verdict.BAD
-        if version not in self.versions:
+        if version != FORMAT_VERSION:
             return Verdict.FOREIGN
         if fingerprint_id != self._fingerprint[:_ID_BYTES] or stored_key[:key_bytes] != key or key_bytes != len(key):
             return Verdict.BAD
         if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
             return Verdict.FOREIGN
-        return Fields(version, checksum, tag, raw[: _RECORD.size])
+        return Fields(checksum, tag, raw[: _RECORD.size])
 
 
 class RowFormat(ValueFormat):
@@ -181,18 +162,7 @@ class RowFormat(ValueFormat):
         return value.buffers
 
     def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Verdict:
-        fields = self.parse(key, value.record, value.parts)
-        if isinstance(fields, Verdict):
-            return fields
-        is_good = self._unpack(key, fields, value.buffers[0][RECORD_BYTES:], value.parts, is_whole)
-        return Verdict.GOOD if is_good and self.checksum(key, value.parts) == fields.checksum else Verdict.BAD
-
-    def _unpack(
-        self, key: OffloadKey, fields: Fields, stored: ByteArray, parts: Sequence[ByteArray], is_whole: bool
-    ) -> bool:
-        """Fills ``parts`` from the bytes after the record. Returns False if these are not whole or lack the tag."""
-        if not is_whole:
-            return False
-        for part in parts:
+        stored = value.buffers[0][RECORD_BYTES:]
+        for part in value.parts:
             part[:], stored = stored[: part.size], stored[part.size :]
-        return self.has_tag(fields, parts)
+        return super().check(key, value, is_whole)

@@ -118,7 +118,7 @@ class StoreWorker:
         statuses = []
         outcomes = self._client.get(names, [value.buffers for value in values])
         for key, outcome, value in zip(keys, outcomes, values, strict=True):
-            if outcome in (Outcome.OK, Outcome.SMALLER, Outcome.OTHER_SIZE):
+            if outcome in (Outcome.OK, Outcome.OTHER_SIZE):
                 statuses.append(_VERDICTS[self._values.check(key, value, outcome is Outcome.OK)])
             else:
                 statuses.append(_STATUS[outcome])
@@ -133,7 +133,7 @@ class StoreWorker:
             values = [self._memory.value(row, slots[i]) for row, i in enumerate(new)]
             buffers = [self._values.seal(keys[i], value) for i, value in zip(new, values, strict=True)]
             if self._clock() - begun > MORE_WITHIN_S:
-                raise StoreError("compressing, or the store, is too slow")
+                raise StoreError("the store is too slow")
             outcomes = self._client.put([names[i] for i in new], buffers)
             for i, outcome in zip(new, outcomes, strict=True):
                 statuses[i] = _STATUS[outcome]
