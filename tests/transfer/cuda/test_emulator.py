@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.native import load
 from kvoffload.transfer.cuda import cuda_device
 from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.cuda_device import CudaDevice
@@ -24,6 +25,8 @@ from kvoffload.transfer.cuda.pages import PageTable
 from tests.scale import SCALE
 from tests.transfer.cuda.emulator import PROFILES, Emulator, Timing, bytes_at
 from tests.transfer.cuda.emulator.trials import Broken, Fault, MakeDevice, Plan, Trial, run_trial
+
+pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
 NUM_TRIALS = 40
 MOST_SEEDS = 150

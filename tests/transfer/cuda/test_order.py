@@ -18,6 +18,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, PageGroup
 from kvoffload.host.registration import Registration
+from kvoffload.native import load
 from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import native_loop
 from kvoffload.transfer.cuda.device import Device
@@ -27,6 +28,8 @@ from tests.transfer.cuda.calls import NOT_READY, SUCCESS, WrappedDevice
 from tests.transfer.cuda.emulator import trials
 from tests.transfer.cuda.emulator.trials import Broken, FailsOnce, Fault, Trial
 from tests.transfer.cuda.test_emulator import MOST_SEEDS, UncheckedDevice, plain_plan, trials_until_caught
+
+pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
 
 class Role(enum.Enum):
