@@ -34,13 +34,13 @@ from vllm_harness import POOL, Runner, assert_at_rest, differences, with_gemma3
 
 from kvoffload.abc import ConfigError, PageGroup
 from kvoffload.host.pool import HostPool
+from kvoffload.transfer.cuda import native_loop
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.failed import FailedTransfer
+from kvoffload.vllm import pages as vllm_pages
 from kvoffload.vllm.fingerprint import fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout
 from kvoffload.vllm.nesting import BLOCKS_FIRST, LAYERS_FIRST, READ_BY_STRIDE, required_layout
-from kvoffload.transfer.cuda import native_loop
-from kvoffload.vllm import pages
 from kvoffload.vllm.pages import log_layout, make_transfer, page_groups
 from kvoffload.vllm.replicas import RankPool
 
@@ -399,7 +399,7 @@ class DeviceView:
 
 def test_a_cuda_device_without_native_code_is_refused(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = Caches(vllm_config, MODELS["full attention"], "BLHNC")
-    monkeypatch.setattr(pages, "page_view", lambda *arguments: DeviceView())
+    monkeypatch.setattr(vllm_pages, "page_view", lambda *arguments: DeviceView())
     page_groups(caches.layout, caches.tensors)
     monkeypatch.setattr(native_loop, "load", lambda name: None)
     with pytest.raises(ConfigError, match=r"native code only.*reinstall kvoffload.*KVOFFLOAD_NATIVE"):

@@ -86,8 +86,10 @@ class UncheckedDevice:
 def trials_until_caught(library: Path, make: MakeDevice, first: int = 0, **changes: Any) -> None:
     """Runs trials, beginning with seed ``first``, until one finds the fault."""
     for seed in range(first, first + MOST_SEEDS):
+        trial = Trial(library, seed, dataclasses.replace(plain_plan(seed), **changes), make)
+        trial.wait_until_registered()
         try:
-            Trial(library, seed, dataclasses.replace(plain_plan(seed), **changes), make).run()
+            trial.run()
         except Broken as broken:
             print(f"seed {seed}: {broken}")
             return

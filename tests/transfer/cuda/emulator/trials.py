@@ -352,6 +352,11 @@ class Trial:
         elif plan.fault is Fault.STICKY:
             self.emulator.fail(self.rng.choice(STICKY_IN), 700, after=self.rng.randint(0, 40), is_sticky=True)
 
+    def wait_until_registered(self) -> None:
+        """Waits until no more slots become ready, so that the seed alone says what happens."""
+        if isinstance(self.registration, Registration):
+            self.registration.wait_until_ended()
+
     def run(self) -> Counter[str]:
         """Raises Broken if a law is broken."""
         try:
@@ -370,8 +375,7 @@ class Trial:
             return self.seen
         finally:
             self.transfer.close()
-            if isinstance(self.registration, Registration):
-                self.registration.wait_until_ended()
+            self.wait_until_registered()
         if self.emulator.has_ended or (self.failing is not None and self.failing.has_failed):
             # While the transfer was closed: what it holds cannot be freed.
             self.seen["contexts that ended"] += 1
@@ -546,14 +550,14 @@ class Trial:
         self.emulator.tick()
 
     def _check_all(self) -> None:
+        if not np.array_equal(self.pool, self.slots):
+            raise Broken("slots were changed that no job fills")
         for probe in self.probes:
             if probe.job not in self.failed and not np.array_equal(probe.memory, probe.expected):
                 raise Broken("the engine has read wrong bytes")
         self.seen["blocks read by the engine"] += len(self.probes)
         for cache, unknown in zip(self.caches, self.unknown, strict=True):
             cache.check(~unknown)
-        if not np.array_equal(self.pool, self.slots):
-            raise Broken("slots were changed that no job fills")
         left = [self.emulator.num_bytes(kind) for kind in Memory]
         own = self.engine.allocated + sum(len(memory) for cache in self.caches for memory in cache.memory)
         if left != [own, 0, 0]:
