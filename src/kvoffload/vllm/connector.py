@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
+from kvoffload.connector.adapters import AdapterChecks
 from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.canonical import CanonicalRows, join
 from kvoffload.connector.engine import EngineSpec
@@ -288,7 +289,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights.watch = watch_weights(self._vllm_config)
-            self.connector_worker.adapters.watch = watch_adapters(self._vllm_config, self._rank)
+            adapters = watch_adapters(self._vllm_config, self._rank)
+            self.connector_worker.adapters = None if adapters is None else AdapterChecks(adapters)
         return RankInfo(self._pool.handle, self._layers, self.layout.parts, self.layout.row_bytes is not None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
