@@ -109,7 +109,7 @@ def test_every_command_works_without_extras(tmp_path: Path) -> None:
     wanted = [
         ("--help", 0, "replay"),
         ("--version", 0, "kvoffload"),
-        ("doctor --help", 0, "--prefill-speed"),
+        ("doctor --help", 0, "--model"),
         ("doctor --config /no/such/file", 2, "cannot be read"),
         (f"explain {log}", 0, "evicted"),
         (f"explain {log} --json", 0, '"reasons"'),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,17 @@ import pytest
 from click.testing import CliRunner
 
 from kvoffload.cli import group
+from kvoffload.doctor import configuration, directories
+from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.examine import Effort
-from kvoffload.doctor.findings import Finding
-from kvoffload.doctor.process import Report
+from kvoffload.doctor.findings import Finding, Report
+from kvoffload.doctor.source import ConfigSource
+from kvoffload.tiers.disk.config import DirectoryConfig, DiskConfig
 
-QUICK = Effort(measure_s=0.01, pool_bytes=4 << 20)
+QUICK = Effort(seconds=0.01)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -32,7 +34,6 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
-    "max_position_embeddings": 256,
 }
 """A config.json whose KV is 128 KiB per token."""
 
@@ -68,14 +69,23 @@ def diagnose(options: Mapping[str, Any], *arguments: str, effort: Effort = QUICK
     return Diagnosis(result.exit_code, report["findings"], report["verdict"], result.stdout)
 
 
-def findings_of(check: Callable[[Mapping[str, Any], Report], None], arguments: Mapping[str, Any]) -> dict[str, Finding]:
+def findings_of(check: Callable[[Report], object]) -> dict[str, Finding]:
     """Runs one check in this process. Returns its findings by id."""
-    with tempfile.TemporaryFile() as file:
-        check(arguments, Report(file.fileno()))
-        file.seek(0)
-        messages = [json.loads(line) for line in file]
+    messages: list[Mapping[str, Any]] = []
+    check(Report(messages.append))
     found = [Finding.from_dict(each["finding"]) for each in messages if "finding" in each]
     return {finding.id: finding for finding in found}
+
+
+def judge(options: Mapping[str, Any], transfer: Mapping[str, Any] | None = None) -> dict[str, Finding]:
+    """Returns what is said about a configuration, by id."""
+    return findings_of(partial(configuration.check, ConfigSource(options, transfer)))
+
+
+def look_at(path: Path, kind: type[DirectoryConfig] = DiskConfig) -> dict[str, Finding]:
+    """Returns what is said about the directory of a tier with a budget of 32 MiB, by id."""
+    tier = PlannedTier("tier", "tiers[0].", kind(str(path), 32 << 20), 100.0)
+    return findings_of(partial(directories.check, tier, 0.0))
 
 
 def private(folder: Path) -> Path:

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,14 @@ from rich.console import Console
 
 from kvoffload.abc import ConfigError
 from kvoffload.cli import group
-from kvoffload.config import OffloadConfig
-from kvoffload.doctor import configuration, directories
-from kvoffload.doctor.configuration import PlannedTier
+from kvoffload.doctor import configuration, examine
+from kvoffload.doctor.doors import Door
 from kvoffload.doctor.examine import Examination
-from kvoffload.doctor.findings import Finding, Hidden, Level
-from kvoffload.doctor.process import CheckProcess, Ending, Outcome, Report, _Clock
+from kvoffload.doctor.findings import AREAS, CHECKS, Finding, Level, Report, Secrets, secrets_in
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
-from tests.doctor.rig import LLAMA, diagnose, findings_of, model_file, needs_root
+from kvoffload.tiers.remote.config import RemoteTierConfig
+from tests.doctor.rig import LLAMA, QUICK, diagnose, findings_of, judge, look_at, model_file, needs_root
 
 HERE = "tests.doctor.test_command"
 
@@ -35,7 +36,6 @@ HERE = "tests.doctor.test_command"
         [],
         ["--config", "/no/such/file"],
         ["--config", "{}", "--model", "/no/such/model"],
-        ["--config", "{}", "--prefill-speed", "0"],
         ["--config", "{}", "--nothing"],
     ],
 )
@@ -93,14 +93,14 @@ def test_a_level_too_many_is_named(name: str) -> None:
 
 @pytest.mark.parametrize(("role", "level"), [("both", Level.PROBLEM), ("kv_consumer", Level.WARNING)])
 def test_a_role_that_vllm_refuses_is_a_problem(role: str, level: Level) -> None:
-    found = findings_of(configuration.check, asdict(read_source(json.dumps({**OWN, "kv_role": role}))))
+    found = findings_of(partial(configuration.check, read_source(json.dumps({**OWN, "kv_role": role}))))
     assert found["config.role"].level is level
     assert found["config.role"].text.startswith(f"kv_role='{role}': ")
 
 
 def test_a_fix_stands_by_itself() -> None:
     options = {"host_bytes": "64MiB", "store_threshold": 1}
-    found = findings_of(configuration.check, {"options": options, "transfer": None})
+    found = judge(options)
     assert found["config.refused"].fix == "correct it, or leave it out"
 
 
@@ -114,14 +114,23 @@ def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"disk_dir": "cache"}, {"disk_bytes": "much"}])
 def test_one_wrong_setting_of_the_disk_is_one_error(wrong: dict[str, str]) -> None:
     options = {"host_bytes": "64MiB", "disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB", **wrong}
-    _, (error,) = configuration.read_config(OffloadConfig, options)
+    _, _, (error,) = configuration.read_config(Door.CONNECTOR, options)
     assert error.setting == next(iter(wrong))
-    both = {**options, "disk_dir": "cache", "policy": "none"}
-    assert len(configuration.read_config(OffloadConfig, both)[1]) == 2
+
+
+def test_an_error_of_each_entry_is_listed_and_the_right_ones_are_kept() -> None:
+    right, wrong = {"kind": "redis", "url": "redis://h:6379"}, {"kind": "disk", "dir": "cache", "bytes": "1GiB"}
+    options = {"host_bytes": "64MiB", "policy": "none", "tiers": [wrong, right, {"kind": "disc"}], "tenants": 3}
+    config, tiers, errors = configuration.read_config(Door.CONNECTOR, options)
+    assert config is None
+    assert [each.prefix for each in tiers] == ["tiers[1]."]
+    assert [each.setting for each in errors] == ["tiers[0].dir", "tiers[2].kind", "policy"]
+    config, tiers, errors = configuration.read_config(Door.CONNECTOR, {"host_bytes": "64MiB", "tiers": [right]})
+    assert (config is not None, len(tiers), errors) == (True, 1, [])
 
 
 def test_a_key_that_looks_like_an_entry_is_an_unknown_key() -> None:
-    _, (error,) = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tiers[3]": 1})
+    _, _, (error,) = configuration.read_config(Door.CONNECTOR, {"host_bytes": "64MiB", "tiers[3]": 1})
     assert str(error).startswith("tiers[3]=***: unknown option")
 
 
@@ -136,15 +145,13 @@ def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:
 
 def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    wrong = {"options": {}, "transfer": {"kv_connector": "NixlConnector"}}
-    found = findings_of(configuration.check, wrong)
+    found = judge({}, {"kv_connector": "NixlConnector"})
     assert set(found) == {"config.connector", "config.role", "config.plugin", "config.refused"}
     assert all(each.level is Level.PROBLEM and each.fix for each in found.values())
     assert "host_bytes is not set" in found["config.refused"].text
     monkeypatch.setenv("VLLM_PLUGINS", "other,kvoffload")
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
-    right = {"options": {"host_bytes": "64MiB"}, "transfer": transfer}
-    assert set(findings_of(configuration.check, right)) == {"config.valid"}
+    assert set(judge({"host_bytes": "64MiB"}, transfer)) == {"config.valid"}
 
 
 @pytest.mark.parametrize(("amount", "is_refused"), [("8", True), ("8MiB", False)])
@@ -163,7 +170,7 @@ def test_a_password_that_others_may_read(tmp_path: Path, mode: int, is_open: boo
     password.chmod(mode)
     tier = {"kind": "redis", "url": "redis://localhost:6379", "password_file": str(password)}
     options = {"host_bytes": "64MiB", "tiers": [tier]}
-    found = findings_of(configuration.check, {"options": options, "transfer": None})
+    found = judge(options)
     assert ("config.key_file_open" in found) == is_open
     assert found["config.valid"].text.endswith("tiers: redis")
     assert not is_open or f"password_file='{password}'" in found["config.key_file_open"].text
@@ -181,9 +188,7 @@ def test_a_key_that_others_may_read(tmp_path: Path, owner: int, mode: int, is_op
     os.chown(key, owner, -1)
     tier = {"kind": "redis", "url": "redis://localhost:6379", "hmac_key_file": str(key)}
     options = {"host_bytes": "64MiB", "tiers": [tier]}
-    assert (
-        "config.key_file_open" in findings_of(configuration.check, {"options": options, "transfer": None})
-    ) == is_open
+    assert ("config.key_file_open" in judge(options)) == is_open
 
 
 # Output.
@@ -226,153 +231,97 @@ def test_the_verdict_says_what_counts() -> None:
 
 def test_secrets_are_hidden() -> None:
     options = {"tiers": [{"passe": "sesame", "url": "rediss://user:pa%20ss@host:1/0", "hmac_key_file": "/a/key"}]}
-    texts = Hidden(options)
+    texts = Secrets(secrets_in(options))
     text = "sesame rediss://user:pa%20ss@host:1/0 /a/key rediss://host"
     assert texts.hide(text) == "*** *** /a/key rediss://host"
     hidden = texts.hide_in(Finding("tier.a", Level.NOTE, "sesame", "sesame!", figures={"x": "sesame", "y": 1}))
     assert (hidden.text, hidden.fix, dict(hidden.figures)) == ("***", "***!", {"x": "***", "y": 1})
 
 
-def test_all_errors_of_tenants_are_listed() -> None:
-    tenants = {
-        "a.b": {"quota": {"host": "lots"}, "guaranted": {"host": "1MiB"}},
-        "a": {"guaranteed": {"host": "2MiB", "tape": "1MiB"}, "quota": {"host": "1MiB"}, "salt_sha256": "x"},
-        "bad name": {},
-        "c": 3,
-        "d": {"guaranteed": {"host": "1TiB"}},
-    }
-    config, errors = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tenants": tenants})
-    assert sorted(error.setting for error in errors) == [
-        "tenants",
-        "tenants.a.b.guaranted",
-        "tenants.a.b.quota.host",
-        "tenants.a.guaranteed.tape",
-        "tenants.a.quota.host",
-        "tenants.a.salt_sha256",
-        "tenants.bad name",
-        "tenants.c",
-    ]
-    assert config is not None
-    assert config.tenants == ()
-    # What follows from another error is not one.
-    _, (error,) = configuration.read_config(OffloadConfig, {"host_bytes": "lots", "tenants": {"d": tenants["d"]}})
-    assert error.setting == "host_bytes"
-
-
 # Checks run in a process of their own.
 
 
-def hangs(arguments: dict[str, Any], report: Report) -> None:
-    report.finding(FOUND[0])
-    report.stage("waits for ever")
-    time.sleep(1000)
+@dataclass(frozen=True, kw_only=True)
+class OddConfig(RemoteTierConfig):
+    """A store in whose check something goes wrong."""
+
+    kind = "odd"
+    connect = f"{HERE}:connect"
+    address = "odd:1"
+    fault: str
+
+    def settings(self, engines: int = 1) -> Mapping[str, Any]:
+        if self.fault == "raises":
+            raise ValueError("no such luck")
+        return super().settings(engines)
 
 
-def crashes(arguments: dict[str, Any], report: Report) -> None:
+def connect(settings: Mapping[str, Any]) -> None:
+    if settings["fault"] == "hangs":
+        time.sleep(1000)
     os.write(2, b"the last words\n")
     os._exit(7)
 
 
-def raises(arguments: dict[str, Any], report: Report) -> None:
-    report.stage("raises")
-    raise ValueError("no such luck")
+def with_tiers(*faults: str) -> dict[str, Any]:
+    return {"host_bytes": "64MiB", "tiers": [{"kind": f"{HERE}:OddConfig", "fault": each} for each in faults]}
 
 
-def works(arguments: dict[str, Any], report: Report) -> None:
-    report.fact("doubled", 2 * arguments["number"])
-    report.fact("pid", os.getpid())
+def test_a_check_that_hangs_is_ended() -> None:
+    begun = time.monotonic()
+    found = diagnose(with_tiers("raises", "hangs"), effort=replace(QUICK, deadline_s=2.0))
+    assert time.monotonic() - begun < 60.0
+    assert found.one("doctor.failed", "odd")["text"] == "the check failed: ValueError: no such luck"
+    assert found.one("doctor.hung", "odd-2")["text"].startswith("no answer within 2 s while the doctor connects to odd")
 
 
-def test_a_check_that_hangs_is_ended_and_the_next_one_runs() -> None:
-    stages: list[str] = []
-    process = CheckProcess(stages.append)
-    try:
-        first = process.run(f"{HERE}:works", {"number": 3}, 60.0)
-        assert (first.ending, first.facts["doubled"]) == (Ending.DONE, 6)
-        assert process.run(f"{HERE}:works", {"number": 1}, 60.0).facts["pid"] == first.facts["pid"]
-        hung = process.run(f"{HERE}:hangs", {}, 1.0)
-        assert (hung.ending, hung.stage, hung.findings) == (Ending.HUNG, "waits for ever", FOUND[:1])
-        assert "waits for ever" in stages
-        with pytest.raises(ProcessLookupError):
-            os.kill(first.facts["pid"], 0)
-        crashed = process.run(f"{HERE}:crashes", {}, 60.0)
-        assert crashed.ending is Ending.FAILED
-        assert "exit status 7: the last words" in crashed.failure
-        raised = process.run(f"{HERE}:raises", {}, 60.0)
-        assert (raised.ending, raised.failure) == (Ending.FAILED, "ValueError: no such luck")
-        assert process.run(f"{HERE}:works", {"number": 4}, 60.0).facts["doubled"] == 8
-    finally:
-        process.close()
+def test_a_check_whose_process_ends() -> None:
+    text = diagnose(with_tiers("crashes")).one("doctor.failed", "odd")["text"]
+    assert text.endswith("connects to odd:1: its process has ended (exit status 7: the last words)")
 
 
-def burn(processor: int) -> None:
-    """Starts a process that uses all of a processor, beside this one: also the kernel's groups of processes that share
-    one fairly are the same."""
-    os.sched_setaffinity(0, {processor})
-    if os.fork() == 0:
-        while True:
-            pass
+def test_time_that_a_check_waits_for_a_processor_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a limit. The control is the test of a check that hangs."""
+    waits: list[float] = []
+
+    def waited_s(pid: int) -> float:
+        waits.append(time.monotonic())
+        return 1000.0
+
+    monkeypatch.setattr(examine, "_waited_s", waited_s)
+    diagnose(with_tiers("hangs"), effort=replace(QUICK, deadline_s=1.0)).one("doctor.hung", "odd")
+    assert waits[-1] - waits[0] > 2.0
 
 
-def starves(arguments: dict[str, Any], report: Report) -> None:
-    """Computes, but gets the processor only when no other process wants it."""
-    report.stage("computes")
-    burn(arguments["processor"])
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while True:
-        pass
+def test_a_check_that_is_to_end_cleans_up_first() -> None:
+    said: list[Mapping[str, Any]] = []
+    report = Report(said.append)
+    report.is_ended = True
+    report.clean_up("removes")
+    with pytest.raises(SystemExit):
+        report.stage("goes on")
+    report.stage("cannot remove")
+    assert said == [{"stage": "removes"}, {"stage": "cannot remove"}]
 
 
-def hangs_there(arguments: dict[str, Any], report: Report) -> None:
-    burn(arguments["processor"])
-    hangs(arguments, report)
+def test_the_wait_of_a_process_is_read() -> None:
+    before = examine._waited_s(os.getpid())
+    assert 0.0 <= before <= examine._waited_s(os.getpid())
+    assert examine._waited_s(-1) == 0.0
 
 
-def test_a_busy_machine_is_not_taken_for_a_medium_that_hangs() -> None:
-    arguments = {"processor": min(os.sched_getaffinity(0))}
-    process = CheckProcess()
-    try:
-        starved = process.run(f"{HERE}:starves", arguments, 0.5)
-        hung = process.run(f"{HERE}:hangs_there", arguments, 0.5)
-    finally:
-        process.close()
-    assert (starved.ending, starved.stage) == (Ending.STARVED, "computes")
-    assert starved.waited_s > 0.5
-    assert (hung.ending, hung.stage) == (Ending.HUNG, "waits for ever")
-
-
-def test_threads_that_wait_side_by_side_do_not_hide_one_that_hangs(tmp_path: Path) -> None:
-    """Two of three threads wait for a processor for 60% of the time."""
-    now = [100.0]
-    tasks = tmp_path / "tasks"
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-        for name, share in (("1", 0.0), ("2", 0.6), ("3", 0.6)):
-            (tasks / name).mkdir(parents=True, exist_ok=True)
-            (tasks / name / "schedstat").write_text(f"0 {int((now[0] - 100.0) * share * 1e9)} 1\n")
-            (tasks / name / "stat").write_text(f"{name} (python) S 1")
-
-    clock, outcome = _Clock(tasks, 1.0, lambda: now[0]), Outcome()
-    wait(2.0)
-    assert clock.ending(outcome) is None
-    wait(1.0)
-    assert clock.ending(outcome) is Ending.HUNG
-    assert outcome.waited_s == pytest.approx(1.8)
-
-
-def test_every_id_is_documented() -> None:
+def test_every_id_is_listed() -> None:
     room = Path(configuration.__file__).parent
-    source = "".join(path.read_text() for path in room.glob("*.py"))
-    machine = "memory|huge_pages|numa|processors|descriptors|copies"
-    areas = f"config|{machine}|directory|store|tier|engine|model|clock|worth|doctor"
+    source = "".join(path.read_text() for path in room.glob("*.py") if path.name != "findings.py")
+    areas = "|".join([*AREAS, "doctor"])
     used = set(re.findall(rf'"((?:{areas})\.[a-z_]+)"', source)) - {"config.json"}
-    page = (room.parents[2] / "docs" / "doctor.md").read_text()
-    documented = set(re.findall(rf"`((?:{areas})\.[a-z_]+)`", page)) - {"config.json"}
-    assert used <= documented
+    assert used <= set(CHECKS)
     # Those whose id is made of parts have these as strings of their own.
-    made = {id.partition(".")[2].removesuffix("_fails") for id in documented - used}
+    made = {id.partition(".")[2].removesuffix("_fails") for id in set(CHECKS) - used}
     assert [part for part in made if f'"{part}"' not in source] == []
+    listed = CliRunner().invoke(group(), ["doctor", "--list"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(CHECKS)
 
 
 # Mistakes that a server refuses: the doctor asks the same function.
@@ -401,7 +350,7 @@ def test_a_multi_connector_is_judged_as_a_server_does(
 ) -> None:
     outer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **change}
     source = read_source(json.dumps({**outer, "kv_connector_extra_config": {"connectors": connectors}}))
-    found = findings_of(configuration.check, asdict(source))
+    found = findings_of(partial(configuration.check, source))
     assert ("config.valid" in found) == (said is None)
     assert ("config.several" in found) == (said is not None)
     if said is not None:
@@ -413,20 +362,20 @@ def test_a_plugin_that_vllm_does_not_load(monkeypatch: pytest.MonkeyPatch) -> No
     """A path to the module helps kvoffload alone, not beside others."""
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     own = {**OWN, "kv_connector_module_path": "kvoffload.vllm"}
-    assert "config.valid" in findings_of(configuration.check, asdict(read_source(json.dumps(own))))
+    assert "config.valid" in findings_of(partial(configuration.check, read_source(json.dumps(own))))
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [own]},
     }
-    found = findings_of(configuration.check, asdict(read_source(json.dumps(several))))
+    found = findings_of(partial(configuration.check, read_source(json.dumps(several))))
     assert "only by kv_connector_module_path" in found["config.several"].text
 
 
 def test_options_one_level_up() -> None:
     """vLLM refuses them there; what else is wrong with them is said too."""
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "host_bytes": 64}
-    found = findings_of(configuration.check, asdict(read_source(json.dumps(transfer))))
+    found = findings_of(partial(configuration.check, read_source(json.dumps(transfer))))
     assert "one level below" in found["config.misplaced"].fix
     assert found["config.refused"].text == "host_bytes=64: 64 bytes are of no use"
     assert 'did you mean host_bytes="64GiB"?' in found["config.refused"].fix
@@ -434,26 +383,22 @@ def test_options_one_level_up() -> None:
 
 def test_an_option_of_another_door_is_one_error() -> None:
     tier = {"kind": "redis", "url": "redis://h:6379"}
-    config, errors = configuration.read_config(OffloadConfig, {"host_bytes": "64MiB", "tier": tier})
-    assert config is not None
+    config, _, errors = configuration.read_config(Door.CONNECTOR, {"host_bytes": "64MiB", "tier": tier})
+    assert config is None
     assert [error.setting for error in errors] == ["tier"]
     assert "did you mean tiers?" in errors[0].fix
 
 
 def test_a_separator_in_a_value_is_part_of_it() -> None:
     options = {"host_bytes": "64MiB", "disk_dir": "/tmp/a; b: c"}
-    found = findings_of(configuration.check, {"options": options, "transfer": None})["config.refused"]
+    found = judge(options)["config.refused"]
     assert found.text == "disk_dir='/tmp/a; b: c': disk_bytes is not set"
     assert found.fix.startswith("say how much of that disk to use")
 
 
 def test_a_disk_that_may_not_be_mounted(tmp_path: Path) -> None:
-    def missing(path: Path) -> Finding:
-        plan = PlannedTier("disk", "disk", "disk_", 100.0, directory=str(path), bytes=1 << 20)
-        return findings_of(directories.check, {"tier": asdict(plan), "seconds": 0.0})["directory.missing"]
-
-    assert missing(tmp_path / "kv").level is Level.NOTE
-    found = missing(tmp_path / "nvme" / "kv")
+    assert look_at(tmp_path / "kv")["directory.missing"].level is Level.NOTE
+    found = look_at(tmp_path / "nvme" / "kv")["directory.missing"]
     assert found.level is Level.WARNING
-    assert "a disk may not be mounted" in found.text
-    assert found.fix.startswith("mount the disk")
+    assert "another file system may not be mounted" in found.text
+    assert found.fix.startswith("mount it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,8 +15,8 @@ from kvoffload.abc import ConfigError
 from kvoffload.abc.shown import shown
 from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.doctor import configuration
-from kvoffload.doctor.process import Report
-from kvoffload.doctor.source import read_source
+from kvoffload.doctor.findings import Report
+from kvoffload.doctor.source import ConfigSource, read_source
 from tests.doctor.rig import diagnose
 
 SECRET = "hunter2SECRET"
@@ -89,10 +88,7 @@ def test_a_secret_in_an_unknown_place_is_shown_nowhere(options: Mapping[str, Any
         except ConfigError as error:
             texts.append(str(error))
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
-    with tempfile.TemporaryFile() as file:
-        configuration.check({"options": options, "transfer": transfer, "several": None}, Report(file.fileno()))
-        file.seek(0)
-        texts.append(file.read().decode())
+    configuration.check(ConfigSource(options, transfer), Report(lambda message: texts.append(str(message))))
     assert texts
     assert SECRET not in "".join(texts)
 

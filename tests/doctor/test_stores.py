@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.doctor import configuration, stores
-from kvoffload.doctor.configuration import PlannedTier, Store
+from kvoffload.doctor import stores
+from kvoffload.doctor.configuration import PlannedTier
 from kvoffload.doctor.findings import Level
-from kvoffload.doctor.process import Report
-from kvoffload.tiers.config import TierEntry
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.tiers.remote.growth import GrowthWatch
-from tests.doctor.rig import LLAMA, QUICK, Diagnosis, diagnose, findings_of, model_file, private, silent_server
+from tests.doctor.rig import QUICK, Diagnosis, diagnose, findings_of, private, silent_server
 from tests.tiers.mooncake.rig import needs_mooncake
 from tests.tiers.object_store.rig import needs_obstore
 from tests.tiers.redis.rig import RedisServer, free_port, needs_redis
@@ -40,7 +40,7 @@ DEADLINE_S = 60.0
 def test_a_store_that_never_answers() -> None:
     with silent_server() as silent:
         options = {"host_bytes": "64MiB", "tiers": [{"kind": "mooncake", "master": silent}]}
-        found = diagnose(options, effort=replace(QUICK, medium_deadline_s=4.0))
+        found = diagnose(options, effort=replace(QUICK, deadline_s=4.0))
     assert found.exit_status == 1
     hung = found.one("doctor.hung", "mooncake")
     assert hung["level"] == "problem"
@@ -65,7 +65,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
             {"kind": "redis", "url": full.url},
             {"kind": "redis", "url": f"redis://127.0.0.1:{free_port()}"},
         ]
-        found = diagnose({"host_bytes": "64MiB", "tiers": tiers}, "--model", model_file(folder, LLAMA))
+        found = diagnose({"host_bytes": "64MiB", "tiers": tiers})
         keys = subprocess.run(
             ["redis-cli", "-s", plain.socket, "keys", "*"], capture_output=True, text=True, check=True
         )
@@ -109,16 +109,13 @@ def test_a_store_is_measured(redis: Diagnosis) -> None:
     assert redis.one("store.connects", "redis")["level"] == "ok"
     assert redis.one("store.round_trip", "redis")["figures"]["round_trip_p50_ms"] > 0
     assert redis.one("store.speed", "redis")["figures"]["get_bytes_per_s"] > 0
-    assert redis.one("worth.break_even", "redis")["figures"]["break_even_tokens_per_s"] > 0
     assert not {PASSWORD, WRONG_PASSWORD} & set(re.findall(r"\w+", redis.output))
 
 
 @needs_obstore
 def test_a_bucket(tmp_path: Path) -> None:
     config = ObjectStoreConfig(url=f"file://{private(tmp_path / 'bucket')}")
-    store = Store(config.connect, config.settings(), config.prefix, config.address)
-    tier = PlannedTier("object_store", "object_store", "tiers[0].", 100.0, store=store)
-    found = findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0})
+    found = findings_of(partial(stores.check, PlannedTier("object_store", "tiers[0].", config, 100.0)))
     assert set(found) == {"store.connects", "store.round_trip", "store.speed"}
     assert {each.level for each in found.values()} == {Level.OK}
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
@@ -138,28 +135,34 @@ def test_a_client_may_take_what_its_configuration_says(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(stores, "GrowthWatch", Watch)
     config = LargeClient(url="redis://127.0.0.1:1")
-    plan = configuration._planned(TierEntry("tiers[0].", config), 100.0, Report(-1))
-    assert plan.store is not None
-    tier = replace(plan, store=replace(plan.store, client=f"{HERE}:connect", settings={"swaps": False}))
-    findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0})
+    findings_of(partial(stores.check, PlannedTier("large", "tiers[0].", config, 100.0)))
     assert watched == [stores.OWN_BYTES + config.client_bytes]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ValuesConfig(RemoteTierConfig):
+    """A store in this process. With ``swaps`` it gives back other bytes than were put."""
+
+    kind = "values"
+    connect = f"{HERE}:connect"
+    address = "far:1"
+    swaps: bool
+
+
 def test_a_store_that_is_far_away_and_one_that_mixes_values_up() -> None:
-    far = PlannedTier("far", "far", "tiers[0].", 0.0, store=Store(f"{HERE}:connect", {"swaps": False}, "kv", "far:1"))
-    found = findings_of(stores.check, {"tier": asdict(far), "seconds": 0.0})
+    far = PlannedTier("far", "tiers[0].", ValuesConfig(swaps=False), 0.0)
+    found = findings_of(partial(stores.check, far))
     assert found["store.round_trip"].level is Level.WARNING
     assert "set tiers[0].lookup_deadline_ms to" in found["store.round_trip"].fix
     assert found["store.speed"].level is Level.OK
-    mixed = replace(far, store=Store(f"{HERE}:connect", {"swaps": True}, "kv", "far:1"), lookup_deadline_ms=1e6)
-    found = findings_of(stores.check, {"tier": asdict(mixed), "seconds": 0.0})
+    found = findings_of(partial(stores.check, replace(far, config=ValuesConfig(swaps=True), lookup_deadline_ms=1e6)))
     assert found["store.round_trip"].level is Level.OK
     assert found["store.other_bytes"].level is Level.PROBLEM
     assert found["store.other_bytes"].fix
 
 
 class Values(StoreClient):
-    """A store in this process. With ``swaps`` it gives back other bytes than were put."""
+    """Its client."""
 
     def __init__(self, swaps: bool) -> None:
         self._swaps = swaps

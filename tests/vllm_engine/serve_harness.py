@@ -23,7 +23,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually
 
-from demo.process import HOST, free_ports, kill_session, session_pids
+from demo.process import HOST, free_ports, kill_session, session_pids, start_program
 from kvoffload.observe.metrics import METRICS
 
 README = Path(__file__).parents[2] / "README.md"
@@ -76,15 +76,7 @@ class Server:
         if run is not None:
             self.process: Child | subprocess.Popen[bytes] = run.parent(environment).start(command, environment, log)
         else:
-            with log.open("wb") as output:
-                self.process = subprocess.Popen(
-                    [sys.executable, *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
+            self.process = start_program([sys.executable, *command], log, environment)
         self.access: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
         """Arguments for clients of this server."""
         self.client = OpenAI(timeout=DEADLINE_S, **self.access)

@@ -21,7 +21,7 @@ from typing import IO, Any
 import pytest
 
 from demo import model
-from demo.process import kill_session
+from demo.process import kill_session, start_program
 
 DRIVER = Path(__file__).with_name("driver.py")
 WARM = Path(__file__).with_name("warm.py")
@@ -249,15 +249,7 @@ class Runner:
         if not HAS_CUDA:
             return self.parent(environment).start(argv, environment, log)
         # CUDA does not survive a fork.
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                [sys.executable, *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        return start_program([sys.executable, *argv], log, environment)
 
     def __call__(self, scenario: str, **config: Any) -> Run:
         child, result = self.start(scenario, **config)

@@ -15,7 +15,7 @@ EXAMPLES = {
     "disk inspect": ("disk inspect /var/cache/kvoffload", "disk inspect /var/cache/kvoffload --json"),
     "disk verify": ("disk verify /var/cache/kvoffload", "disk verify /var/cache/kvoffload --json"),
     "disk clear": ("disk clear /var/cache/kvoffload", "disk clear /var/cache/kvoffload --yes"),
-    "doctor": ("doctor --config kv.json", 'doctor --config \'{"host_bytes": "64GiB"}\' --model Qwen/Qwen3-8B'),
+    "doctor": ("doctor --config kv.json", 'doctor --config \'{"host_bytes": "64GiB"}\' --model config.json'),
     "explain": ("explain --last 15m", "explain server.log"),
     "replay": ("replay trace.jsonl --capacity 16GiB,64GiB", "replay trace.jsonl --policy lru,arc --html page.html"),
     "size": ("size trace.jsonl --ram 16GiB,64GiB", "size trace.jsonl --ram 64GiB --disk 500GiB --html page.html"),

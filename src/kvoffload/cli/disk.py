@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvoffload.cli.folder import Cleared, Folder, Verification
-from kvoffload.cli.inspect import InspectError, Owned, findings
-from kvoffload.cli.inspect import clear as clear_directory
-from kvoffload.cli.inspect import inspect as inspect_directory
-from kvoffload.cli.inspect import verify as verify_directory
 from kvoffload.cli.terminal import console_of, json_option, print_json, progress_bar, say, table_of
 from kvoffload.printable import printable
+from kvoffload.tiers.disk import offline
+from kvoffload.tiers.disk.offline import Cleared, FolderReport, InspectError, PartReport, Verification
 from kvoffload.tiers.identity import MAX_DESCRIPTION, describe, describe_difference, is_same_model
 from kvoffload.tiers.shared_dir.seats import SeatState
 from kvoffload.units import age, counted, format_bytes
@@ -28,9 +25,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_DIGITS = 12
+"""Digits of a fingerprint in the table."""
 PROGRESS_S = 10.0
 """Time between two lines about the progress of a long command whose errors go to no terminal."""
-"""Digits of a fingerprint in the table."""
 MAX_BAD_SHOWN = 20
 
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
@@ -51,7 +48,7 @@ def inspect(directory: Path, as_json: bool) -> None:
     Works beside running servers, and changes nothing. Exit status 2: DIR is not the directory of a tier.
     """
     with _errors("inspect"):
-        parts = inspect_directory(directory)
+        parts = offline.inspect(directory)
     if as_json:
         print_json({"directory": str(directory), "parts": list(map(dataclasses.asdict, parts))})
     else:
@@ -89,7 +86,7 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
     in use.
     """
     with _errors("clear"):
-        parts = inspect_directory(directory)
+        parts = offline.inspect(directory)
         for part in parts:
             if part.in_use:
                 raise InspectError(f"{directory / part.path} is in use by {_user(part)}; stop that server first")
@@ -101,7 +98,7 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
             size = format_bytes(sum(folder.allocated_bytes for folder in chosen))
             blocks = counted(sum(folder.num_blocks for folder in chosen), "block")
             click.confirm(f"Remove {blocks} ({size}) from {directory}?", abort=True, err=True)
-        result = clear_directory(directory, fingerprint)
+        result = offline.clear(directory, fingerprint)
     if as_json:
         print_json({"directory": str(directory), **dataclasses.asdict(result)})
     else:
@@ -140,10 +137,10 @@ def _verify(directory: Path) -> Verification:
                     "",
                 )
 
-        return verify_directory(directory, lambda nbytes: bar.update(task, total=nbytes), advance)
+        return offline.verify(directory, lambda nbytes: bar.update(task, total=nbytes), advance)
 
 
-def _complete_fingerprint(digits: str, folders: Sequence[Folder]) -> str:
+def _complete_fingerprint(digits: str, folders: Sequence[FolderReport]) -> str:
     matches = sorted({folder.fingerprint for folder in folders if folder.fingerprint.startswith(digits.lower())})
     if len(matches) != 1:
         present = ", ".join(sorted({folder.fingerprint for folder in folders})) or "none"
@@ -157,7 +154,7 @@ def _complete_fingerprint(digits: str, folders: Sequence[Folder]) -> str:
 # Output.
 
 
-def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
+def _show(console: Console, directory: Path, parts: Sequence[PartReport]) -> None:
     folders = [folder for part in parts for folder in part.folders]
     size = format_bytes(sum(folder.allocated_bytes for folder in folders))
     blocks = counted(sum(folder.num_blocks for folder in folders), "block")
@@ -174,7 +171,7 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
     if any(folder.transient for folder in folders):
         note = "transient: stored after a reset or a change of weights; the next server removes these blocks."
         console.print(f"\n{note}", style="dim")
-    problems = findings(parts)
+    problems = offline.findings(parts)
     console.print()
     if not problems:
         console.print("Nothing is wrong.", style="green4")
@@ -182,18 +179,18 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
         console.print(printable(f"! {problem}"), style="yellow")
 
 
-def _use(parts: Sequence[Owned]) -> str:
+def _use(parts: Sequence[PartReport]) -> str:
     users = [_user(part) + (f" ({part.path})" if part.path else "") for part in parts if part.in_use]
     return f"In use by {', '.join(users)}." if users else "No server uses it."
 
 
-def _user(part: Owned) -> str:
+def _user(part: PartReport) -> str:
     if part.pid is None:
         return "a server"
     return f"process {part.pid}" + (f" on {part.writer.host}" if part.writer else "")
 
 
-def _writer_table(parts: Sequence[Owned]) -> Table:
+def _writer_table(parts: Sequence[PartReport]) -> Table:
     table = table_of("writer")
     table.add_column("server")
     table.add_column("state")
@@ -215,7 +212,7 @@ def _writer_table(parts: Sequence[Owned]) -> Table:
     return table
 
 
-def _folder_table(parts: Sequence[Owned]) -> Table:
+def _folder_table(parts: Sequence[PartReport]) -> Table:
     table = table_of("fingerprint", "blocks", "slots", "on disk", "oldest", "newest", wrap=True)
     table.add_column("")
     now = time.time()
@@ -234,13 +231,13 @@ def _folder_table(parts: Sequence[Owned]) -> Table:
     return table
 
 
-def _identities(folders: Sequence[Folder]) -> list[str]:
+def _identities(folders: Sequence[FolderReport]) -> list[str]:
     """Returns a line per fingerprint with a known identity. For further fingerprints of a model, the line has the
     difference from the fingerprint that was written to last."""
     known = sorted(
         (folder for folder in folders if folder.identity), key=lambda folder: folder.newest or 0, reverse=True
     )
-    shown: dict[str, Folder] = {}
+    shown: dict[str, FolderReport] = {}
     lines = []
     for folder in known:
         if folder.fingerprint in shown:

@@ -4,59 +4,39 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from kvoffload.abc import ConfigError, Tier
-from kvoffload.abc.shown import HIDDEN, shown
-from kvoffload.cache.tenants import load_tenants
+from kvoffload.abc import ConfigError
+from kvoffload.abc.shown import shown
+from kvoffload.cache.tenants import TenantConfig
 from kvoffload.config import DoorConfig, OffloadConfig
-from kvoffload.doctor.doors import Door, Given, Part, Say, door_of, read_sglang, read_vllm
-from kvoffload.doctor.findings import Level, strings_in
-from kvoffload.doctor.process import Report
+from kvoffload.doctor.doors import Door, Given, Say, TierOptions, door_of, read_sglang, read_vllm
+from kvoffload.doctor.findings import Level, Report
+from kvoffload.doctor.source import OPTIONS_KEY, ConfigSource
 from kvoffload.supported import CONNECTOR, refuse_companions
 from kvoffload.tiering.bridge import STAGING_BYTES
-from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, check_distinct, distinct_names
+from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
 from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes
 
 ROLE = "kv_both"
-OPTIONS_KEY = "kv_connector_extra_config"
 PLUGIN = "kvoffload"
-MAX_ERRORS = 16
-"""Errors that are shown; each costs one more attempt to read the configuration."""
-MAX_SEGMENT_BYTES = 64 << 20
-"""Memory that the doctor contributes to a store to which a server would contribute."""
+DEVICE_BLOCK_TOKENS = 16
+"""vLLM's usual block size."""
+LOOKUP_DEADLINE_MS = 100.0
+"""For the tiers of a configuration that cannot be read otherwise."""
 _SECRET_FILES = {
     "hmac_key_file": "could forge blocks",
     "password_file": "could read and forge what is in the store",
     "key_file": "could take this server's part",
 }
 """Settings of tiers that name a file with a secret, and the harm that its readers could do."""
-_TOGETHER = ("disk_dir", "disk_bytes")
-_OF_BUDGET = re.compile("host_bytes|disk_|tiers")
-_ENTRY = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
 _OPTIONS = frozenset(each.name for each in fields(OffloadConfig))
-_STAND_IN_BYTES = 1 << 20
-"""In place of a wrong ``host_bytes``, so that the other settings can be checked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """How to reach a remote store: ``client`` is the import path of the function that connects, with ``settings``.
-    ``client_bytes``: see ``RemoteTierConfig``."""
-
-    client: str
-    settings: Mapping[str, Any]
-    prefix: str
-    address: str
-    client_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +44,28 @@ class PlannedTier:
     """A tier of the configuration. ``prefix`` stands before its keys in errors, such as "tiers[1]."."""
 
     name: str
-    kind: str
     prefix: str
+    config: TierConfig
     lookup_deadline_ms: float
-    directory: str | None = None
-    bytes: int | None = None
-    store: Store | None = None
-    memory_bytes: int = 0
-    """Memory of this node that the tier takes beside the host pools."""
-    pins_memory: bool = False
-    """Whether the tier's client pins its memory, for RDMA."""
+
+    @property
+    def store(self) -> RemoteTierConfig | None:
+        """The settings of a remote store, None for other tiers."""
+        return self.config if isinstance(self.config, RemoteTierConfig) else None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of this node that the tier takes beside the host pools."""
+        return self.store.memory_bytes if self.store is not None else 0
+
+    @property
+    def place(self) -> str:
+        """The directory or the address of the tier, empty if it has neither."""
+        return self.config.directory or (self.store.address if self.store is not None else "")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedServer:
     """A server's view of the configuration: the readable settings. None: not set, or wrong."""
 
     door: Door = Door.CONNECTOR
@@ -90,15 +78,11 @@ class Plan:
     is_for_cpus: bool | None = None
     """Whether copies are made for an engine on CPUs. None: kvoffload finds out."""
     policy: str = "auto"
-    block_size: int | None = None
-    block_size_factor: int = 1
-    has_fingerprint: bool = False
-    tiers: list[PlannedTier] = field(default_factory=list)
+    block_tokens: int = DEVICE_BLOCK_TOKENS
+    tiers: Sequence[PlannedTier] = ()
     is_beside_others: bool = False
     """Whether vLLM has other connectors too."""
-    tenants: list[str] = field(default_factory=list)
-    shares: dict[str, int] = field(default_factory=dict)
-    """Bytes of each share of a tenant by its setting, such as "tenants.search.quota.host"."""
+    tenants: Sequence[TenantConfig] = ()
 
     @property
     def host_setting(self) -> str:
@@ -119,31 +103,9 @@ class Plan:
     def engine(self) -> str:
         return "SGLang" if self.door is Door.SGLANG else "vLLM"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Plan:
-        """Returns the plan of a ``to_dict``."""
-        tiers = [tier_from_dict(each) for each in found["tiers"]]
-        return cls(**{**found, "door": Door(found["door"]), "tiers": tiers})
-
-
-def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
-    """Returns the tier of a ``dataclasses.asdict``."""
-    return PlannedTier(**{**found, "store": Store(**found["store"]) if found["store"] else None})
-
-
-def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports faults of the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
-    door = door_of(arguments["options"], arguments["transfer"])
-    for name, path in strings_in(arguments["options"]):
-        if not path.startswith(("/", "~")) or shown(name, path) == HIDDEN:
-            continue
-        # Reading the configuration touches them. If one hangs, this stage names it.
-        report.stage(f"looks at {path}")
-        with suppress(OSError, ValueError):
-            os.lstat(os.path.expanduser(path))
+def check(source: ConfigSource, report: Report) -> PlannedServer:
+    """Reports faults of the configuration. Returns the plan."""
     report.stage("reads the configuration")
     is_valid = True
 
@@ -152,203 +114,119 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         is_valid &= level is not Level.PROBLEM
         report.found(f"config.{name}", level, text, fix)
 
-    options, transfer = arguments["options"], arguments["transfer"] or {}
-    if arguments["transfer"] is not None:
-        _check_transfer(transfer, arguments.get("several"), door, say)
+    options, transfer = source.options, source.transfer or {}
+    door = door_of(options, source.transfer)
+    if source.transfer is not None:
+        _check_transfer(transfer, source.several, door, say)
     misplaced = {name: transfer[name] for name in transfer if name in _OPTIONS}
     if misplaced and door is Door.CONNECTOR:
         # They are checked there: what else is wrong is said too.
         options = {**misplaced, **options}
         text = f"{', '.join(misplaced)}: vLLM knows no such {'keys' if len(misplaced) > 1 else 'key'} there"
         say("misplaced", text, f'write kvoffload\'s options one level below, into "{OPTIONS_KEY}": {{...}}')
-    given = Given([Part(options)])
+    given = Given([TierOptions(options)])
     if door is not Door.CONNECTOR:
-        given = (read_vllm if door is Door.VLLM else read_sglang)(arguments["options"], say)
-    plan, errors = _plan(door, given, arguments["options"], report)
-    plan = replace(plan, is_beside_others=arguments.get("several") is not None)
+        given = (read_vllm if door is Door.VLLM else read_sglang)(options, say)
+    plan, errors = _plan(door, given, options)
+    plan = replace(plan, is_beside_others=source.several is not None)
     for error in errors:
         say("refused", error.wrong, re.sub("^or ", "correct it, or ", error.fix) or "correct the setting")
+    for tier in plan.tiers:
+        for key, harm in _SECRET_FILES.items():
+            _check_secret_file(f"{tier.prefix}{key}", getattr(tier.config, key, None), harm, report)
     if is_valid:
         text = f"every setting is valid: tiers: {', '.join(tier.name for tier in plan.tiers) or 'none'}"
         if plan.host_bytes is not None:
             host = f"{plan.host_setting} {format_bytes(plan.host_bytes)}"
             text = text.replace("valid:", f"valid: {host}, policy {plan.policy},")
         if plan.tenants:
-            text += f", tenants: {', '.join(plan.tenants)}"
+            text += f", tenants: {', '.join(tenant.name for tenant in plan.tenants)}"
         figures = {"host_bytes": plan.host_bytes, "num_tiers": len(plan.tiers)}
         report.found("config.valid", Level.OK, text, figures=figures)
-    report.fact("plan", plan.to_dict())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WrongTier(TierConfig):
-    """Takes the place of a wrong entry, so that the others keep theirs."""
-
-    kind = "wrong"
-    index: int
-
-    def open(self, context: TierContext) -> Tier:
-        raise NotImplementedError
-
-
-Config = TypeVar("Config", OffloadConfig, DoorConfig)
+    return plan
 
 
 def read_config(
-    kind: type[Config], options: Mapping[str, Any], prefix: str = ""
-) -> tuple[Config | None, list[ConfigError]]:
-    """Returns the configuration that a server would read from ``options``, without its wrong settings, and every error
-    for which the server would refuse them. ``prefix``: the words before the settings of a DoorConfig in errors.
+    door: Door, options: Mapping[str, Any], prefix: str = ""
+) -> tuple[OffloadConfig | DoorConfig | None, list[TierEntry], list[ConfigError]]:
+    """Returns the configuration that a server would read from ``options``, its tiers, and the errors for which the
+    server would refuse it: that of each entry of ``tiers``, and the first one of everything else. ``prefix``: the words
+    before the settings of a DoorConfig in errors.
 
-    The configuration is None if there are more than MAX_ERRORS, or if a DoorConfig has no tier.
+    With a wrong entry, everything that depends on tiers is left out. The configuration is None if the rest is wrong.
     """
-    read: Any = partial(DoorConfig.from_mapping, prefix=prefix) if kind is DoorConfig else kind.from_mapping
-    left, errors = dict(options), list[ConfigError]()
-    while len(errors) < MAX_ERRORS:
+    entries, errors = list[TierEntry](), list[ConfigError]()
+    tiers = options.get("tiers")
+    for i, entry in enumerate(tiers if isinstance(tiers, list) else []):
+        name = f"{prefix}tiers[{i}]"
         try:
-            return read(left), errors
+            (config,) = load_tiers([entry], [name])
+            entries.append(TierEntry(f"{name}.", config))
         except ConfigError as error:
             errors.append(error)
-        setting = errors[-1].setting.removeprefix(prefix)
-        name, entry = re.split(r"\W", setting, maxsplit=1)[0], _ENTRY.match(setting)
-        if setting in left and name not in left:
-            del left[setting]
-        elif entry is not None:
-            left["tiers"] = [
-                _WrongTier(index=i) if i == int(entry[1]) else each for i, each in enumerate(left["tiers"])
-            ]
-        elif name == "tier" and kind is DoorConfig and "tier" in left and "tiers" not in left:
-            left["tier"] = _WrongTier(index=0)
-        elif name == "tenants":
-            if _are_tenants_right(left["tenants"]) and any(_OF_BUDGET.match(each.setting) for each in errors):
-                # The error follows from the settings that were left out.
-                errors.pop()
-            left["tenants"] = (
-                _without(left["tenants"], _path_in(left["tenants"], setting.removeprefix("tenants"))) or {}
-            )
-        elif name == "host_bytes":
-            left["host_bytes"] = _STAND_IN_BYTES
-        elif name in left:
-            # Without the one the other would be an error too, which the user has not made.
-            for each in _TOGETHER if name in _TOGETHER else (name,):
-                left.pop(each, None)
+    if errors:
+        options = {name: value for name, value in options.items() if name not in ("tiers", "tenants")}
+    try:
+        if door is Door.CONNECTOR:
+            found: OffloadConfig | DoorConfig = OffloadConfig.from_mapping(options)
+        elif errors:
+            return None, entries, errors
         else:
-            break
-    return None, errors
+            found = DoorConfig.from_mapping(options, prefix)
+    except ConfigError as error:
+        return None, entries, [*errors, error]
+    return found, [*found.tier_entries, *(entries if errors else [])], errors
 
 
-def _are_tenants_right(tenants: object) -> bool:
-    with suppress(ConfigError):
-        return bool(load_tenants(tenants)) or not tenants
-    return False
-
-
-def _path_in(value: object, rest: str) -> tuple[str, ...]:
-    """Returns the keys in nested mappings that ``rest`` begins with. A key may contain dots itself."""
-    rest = rest.removeprefix(".")
-    names = value if isinstance(value, Mapping) else {}
-    keys = [str(key) for key in names if rest == str(key) or rest.startswith(f"{key}.")]
-    if not keys:
-        return ()
-    key = max(keys, key=len)
-    return key, *_path_in(names.get(key), rest[len(key) :])
-
-
-def _without(value: Any, path: tuple[str, ...]) -> Any:
-    """Returns nested mappings without the value at ``path``; None without a path."""
-    if not path or not isinstance(value, Mapping) or path[0] not in value:
-        return value if path else None
-    inner = _without(value[path[0]], path[1:])
-    others = {key: each for key, each in value.items() if key != path[0]}
-    return others if inner is None else {**value, path[0]: inner}
-
-
-def _plan(door: Door, given: Given, options: Mapping[str, Any], report: Report) -> tuple[Plan, list[ConfigError]]:
-    """Returns the plan, and every error that a server would give."""
-    is_connector = door is Door.CONNECTOR
-    planned, tiers, errors = list[TierEntry](), list[PlannedTier](), list[ConfigError]()
+def _plan(door: Door, given: Given, options: Mapping[str, Any]) -> tuple[PlannedServer, list[ConfigError]]:
+    """Returns the plan, and the errors that a server would give."""
+    planned, deadlines, errors = list[TierEntry](), list[float](), list[ConfigError]()
     config: OffloadConfig | DoorConfig | None = None
     for part in given.parts:
-        kind: Any = OffloadConfig if is_connector else DoorConfig
-        config, found = read_config(kind, part.options, part.prefix)
+        config, entries, found = read_config(door, part.options, part.prefix)
         errors += found
-        if config is None:
-            continue
-        for entry in config.tier_entries:
-            if isinstance(entry.config, _WrongTier):
-                continue
+        usual = LOOKUP_DEADLINE_MS if config is None else config.lookup_deadline_ms
+        for entry in entries:
             try:
+                # Of other parts, too.
                 check_distinct([*planned, entry])
-                tier = _planned(entry, config.lookup_deadline_ms, report)
             except ConfigError as error:
-                errors.append(error if error.setting.startswith(entry.prefix) else entry.name_error(error))
-            else:
-                planned.append(entry)
-                tiers.append(tier)
-    names = distinct_names(tier.name for tier in tiers)
-    tiers = [replace(tier, name=name) for tier, name in zip(tiers, names, strict=True)]
-    if not is_connector:
-        return Plan(
+                errors.append(error)
+                continue
+            planned.append(entry)
+            deadlines.append(entry.config.lookup_deadline_ms or usual)
+    names = distinct_names(entry.config.kind for entry in planned)
+    tiers = [
+        PlannedTier(name, entry.prefix, entry.config, deadline)
+        for name, entry, deadline in zip(names, planned, deadlines, strict=True)
+    ]
+    if door is not Door.CONNECTOR:
+        block_size, factor = options.get("block_size"), options.get("blocks_per_chunk")
+        return PlannedServer(
             door,
             given.host_bytes,
             staging_bytes=STAGING_BYTES * len(given.parts),
             shared_memory_bytes=(given.host_bytes or 0) if given.in_shared_memory else 0,
             is_for_cpus=given.is_for_cpus,
             policy=str(options.get("eviction_policy", "lru")),
-            block_size=_whole(options.get("block_size")),
-            block_size_factor=_whole(options.get("blocks_per_chunk")) or 1,
-            has_fingerprint=any("model_fingerprint" in part.options for part in given.parts),
+            block_tokens=_block_tokens(block_size, factor),
             tiers=tiers,
         ), errors
     if not isinstance(config, OffloadConfig):
-        return Plan(), errors
-    is_host_wrong = any(error.setting == "host_bytes" for error in errors)
-    plan = Plan(
-        host_bytes=None if is_host_wrong else config.host_bytes,
+        return PlannedServer(tiers=tiers), errors
+    return PlannedServer(
+        host_bytes=config.host_bytes,
         policy=config.policy,
-        block_size=config.block_size,
-        block_size_factor=config.block_size_factor or 1,
-        has_fingerprint=config.model_fingerprint is not None,
+        block_tokens=_block_tokens(config.block_size, config.block_size_factor),
         tiers=tiers,
-        tenants=[tenant.name for tenant in config.tenants],
-        shares={
-            f"tenants.{tenant.name}.{kind}.{tier}": amount
-            for tenant in config.tenants
-            for kind, amounts in (("guaranteed", tenant.guaranteed), ("quota", tenant.quota))
-            for tier, amount in amounts.items()
-        },
-    )
-    return plan, errors
+        tenants=config.tenants,
+    ), errors
 
 
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _planned(entry: TierEntry, lookup_deadline_ms: float, report: Report) -> PlannedTier:
-    """Returns the doctor's view of a tier. Raises ConfigError."""
-    prefix, config = entry.prefix, entry.config
-    store, memory_bytes, pins_memory = None, 0, False
-    if isinstance(config, RemoteTierConfig):
-        memory_bytes, pins_memory = config.memory_bytes, config.pins_memory
-        for key, harm in _SECRET_FILES.items():
-            _check_secret_file(f"{prefix}{key}", getattr(config, key, None), harm, report)
-        settings = dict(config.settings())
-        if settings.get("segment_bytes"):
-            # Little, because values of others there are lost when the doctor leaves.
-            settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
-        store = Store(config.connect, settings, config.prefix, config.address, config.client_bytes)
-    return PlannedTier(
-        config.kind,
-        config.kind,
-        prefix,
-        lookup_deadline_ms if config.lookup_deadline_ms is None else config.lookup_deadline_ms,
-        directory=config.directory,
-        bytes=config.capacity_bytes,
-        store=store,
-        memory_bytes=memory_bytes,
-        pins_memory=pins_memory,
-    )
+def _block_tokens(block_size: object, factor: object) -> int:
+    if isinstance(block_size, int) and block_size > 0:
+        return block_size
+    return DEVICE_BLOCK_TOKENS * (factor if isinstance(factor, int) and factor > 0 else 1)
 
 
 def _check_secret_file(setting: str, name: str | None, harm: str, report: Report) -> None:

@@ -7,24 +7,22 @@ import mmap
 import os
 import re
 import shutil
-import stat
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
-from kvoffload.doctor.configuration import PlannedTier, tier_from_dict
-from kvoffload.doctor.findings import Figure, Finding, Level
-from kvoffload.doctor.process import Report
+from kvoffload.doctor.configuration import PlannedTier
+from kvoffload.doctor.findings import Figure, Level, Report
 from kvoffload.tiers.disk.directory import LOCK_NAME, NO_INODES, DirectoryStorage, has_no_inodes
 from kvoffload.tiers.disk.layout import check_capacity
+from kvoffload.tiers.disk.start import allow_descriptors
 from kvoffload.tiers.disk.storage import Storage, StoredFile, aligned_buffer, is_full
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, seat_names
 from kvoffload.tiers.threads import NUM_THREADS
@@ -57,32 +55,6 @@ class Mount:
     options: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """The budget of a tier, the free bytes of its file system, and the bytes that the tier holds."""
-
-    device: int
-    wanted: int
-    free: int
-    held: int
-
-
-def space_findings(spaces: Sequence[tuple[PlannedTier, Space]]) -> Iterator[Finding]:
-    """Yields a warning per file system with room for each of its tiers, but not for all of them together."""
-    for device in dict.fromkeys(space.device for _, space in spaces):
-        here = [(tier, space) for tier, space in spaces if space.device == device]
-        wanted, held = sum(space.wanted for _, space in here), sum(space.held for _, space in here)
-        possible = min(space.free for _, space in here) + held
-        if len(here) > 1 and wanted > possible and all(space.wanted <= space.free + space.held for _, space in here):
-            names = ", ".join(tier.name for tier, _ in here)
-            text = f"{names} are on one file system: it can give them {format_bytes(possible)}, and they want "
-            text += f"{format_bytes(wanted)} together"
-            fix = f"set the bytes of all to {format_bytes(possible * 9 // 10)} or less together"
-            figures: dict[str, Figure] = {"wanted_bytes": wanted, "possible_bytes": possible}
-            last = here[-1][0].name
-            yield Finding("directory.space_together", Level.WARNING, text, fix, last, figures)
-
-
 def mount_of(path: str) -> Mount:
     """Returns the mount that has ``path``, an absolute path without symbolic links."""
     best = Mount("/", "unknown", {})
@@ -98,24 +70,22 @@ def mount_of(path: str) -> Mount:
     return best
 
 
-def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports findings, and as far as they could be found the facts "read_bytes_per_s", "write_bytes_per_s" and
-    "clock_offset_s". ``arguments``: "tier", and "seconds" per measurement."""
-    tier = tier_from_dict(arguments["tier"])
-    report.tier = tier.name
-    _DirectoryCheck(tier, report, arguments["seconds"]).run()
+def check(tier: PlannedTier, seconds: float, report: Report) -> None:
+    """Reports findings about the directory of ``tier``. ``seconds``: per measurement, about."""
+    _DirectoryCheck(tier, report, seconds).run()
 
 
 class _DirectoryCheck:
     """The checks of one directory."""
 
     def __init__(self, tier: PlannedTier, report: Report, seconds: float) -> None:
-        assert tier.directory is not None
         self._tier = tier
         self._report = report
         self._found = report.found
         self._seconds = seconds
-        self._path = Path(tier.directory)
+        self._path = Path(tier.place)
+        self._is_shared = tier.config.kind == SHARED
+        self._wanted = tier.config.capacity_bytes
 
     def run(self) -> None:
         self._report.stage(f"looks at {self._path}")
@@ -150,23 +120,16 @@ class _DirectoryCheck:
         if not os.path.lexists(path):
             parent = next(each for each in path.parents if os.path.exists(each))
             if not parent.is_dir():
-                self._found(
-                    "directory.refused", Level.PROBLEM, f"{parent} is not a directory", "name another directory"
-                )
+                text = f"{parent} is not a directory"
+                self._found("directory.refused", Level.PROBLEM, text, "name another directory")
                 return None
-            fix = f"install -d -m 700 -o {os.geteuid()} {path}"
-            if self._tier.kind == SHARED:
-                text = f"{path} does not exist: the shared file system may not be mounted. A server would make it, on "
-                text += f"the file system of {mount_of(os.path.realpath(parent)).point}"
-                self._found("directory.missing", Level.WARNING, text, f"mount it, then {fix}")
-            elif parent != path.parent:
-                text = (
-                    f"neither {path} nor {path.parent} exists: a disk may not be mounted. A server would make both, on "
-                )
-                text += f"the file system of {mount_of(os.path.realpath(parent)).point}"
-                self._found("directory.missing", Level.WARNING, text, f"mount the disk, then {fix}")
-            else:
-                self._found("directory.missing", Level.NOTE, f"{path} does not exist; a server makes it", fix)
+            text, fix = f"{path} does not exist; a server makes it", f"install -d -m 700 -o {os.geteuid()} {path}"
+            level = Level.NOTE
+            if self._is_shared or parent != path.parent:
+                level, fix = Level.WARNING, f"mount it, then {fix}"
+                point = mount_of(os.path.realpath(parent)).point
+                text += f", on the file system of {point}: another file system may not be mounted"
+            self._found("directory.missing", level, text, fix)
             self._check_space(parent, 0)
             return parent
         try:
@@ -188,14 +151,11 @@ class _DirectoryCheck:
             owner = os.stat(self._path).st_uid
         if owner not in (os.geteuid(), 0, -1):
             fix += f". If the server runs as user {owner}, run the doctor so too: sudo -u '#{owner}' kvoffload doctor"
-        mode = 0
-        with suppress(OSError):
-            mode = stat.S_IMODE(os.lstat(self._path).st_mode)
-        self._found("directory.refused", Level.PROBLEM, text, fix, {"owner_uid": owner, "mode": f"{mode:o}"})
+        self._found("directory.refused", Level.PROBLEM, text, fix, {"owner_uid": owner})
 
     def _check_use(self, storage: DirectoryStorage) -> None:
         path, user = self._path, os.geteuid()
-        if self._tier.kind == SHARED:
+        if self._is_shared:
             seats = len(seat_names(storage))
             if seats >= MAX_SEATS:
                 text = f"{MAX_SEATS} servers have a seat in {path}, the most that there can be"
@@ -214,9 +174,14 @@ class _DirectoryCheck:
             self._found("directory.private", Level.OK, f"{path} is private to user {user}, and not in use")
 
     def _check_space(self, where: Path, held: int) -> None:
-        wanted = self._tier.bytes
+        wanted = self._wanted
         if wanted is None:
             return
+        try:
+            allow_descriptors(wanted, engines=1)
+        except ConfigError as error:
+            wrong = error.within(self._tier.prefix).wrong
+            self._found("directory.descriptors", Level.PROBLEM, wrong, error.fix)
         usage = os.statvfs(where)
         free = usage.f_bavail * usage.f_frsize
         if has_no_inodes(usage):
@@ -224,14 +189,13 @@ class _DirectoryCheck:
             self._found("directory.inodes", Level.PROBLEM, text, f"{fix}: df -i {where} shows how many there are")
             return
         figures: dict[str, Figure] = {"bytes": wanted, "free_bytes": free, "held_bytes": held}
-        self._report.fact("space", asdict(Space(os.stat(where).st_dev, wanted, free, held)))
         try:
             check_capacity(wanted, free + held)
         except ConfigError as error:
             text, fix = error.within(self._tier.prefix).wrong, error.fix
             if held:
                 text += ": it evicts before it has what was set"
-            is_refused = not held and self._tier.kind != SHARED
+            is_refused = not held and not self._is_shared
             self._found("directory.space", Level.PROBLEM if is_refused else Level.WARNING, text, fix, figures=figures)
             return
         if held > wanted:
@@ -244,12 +208,12 @@ class _DirectoryCheck:
             return
         beside = f", of which {format_bytes(held)} are used already" if held else ""
         text = f"{format_bytes(wanted)}{beside} fit: {format_bytes(free)} are free"
-        if self._tier.kind == SHARED:
+        if self._is_shared:
             text += "; every server that shares it needs as much"
         self._found("directory.space", Level.OK, text, figures=figures)
 
     def _check_kind(self, mount: Mount) -> None:
-        kind, options, is_shared = mount.kind, mount.options, self._tier.kind == SHARED
+        kind, options, is_shared = mount.kind, mount.options, self._is_shared
         about = f"{mount.point} is {kind}"
         found = Level.WARNING, "directory.kind"
         if kind in MEMORY_KINDS:
@@ -286,12 +250,11 @@ class _DirectoryCheck:
     def _measure(self, scratch: str, where: Path) -> None:
         storage = DirectoryStorage(scratch)
         try:
-            if self._tier.kind == SHARED:
+            if self._is_shared:
                 self._report.stage(f"locks a file in {where}")
                 self._check_lock(storage)
             self._report.stage(f"writes to {where}")
-            self._check_direct(storage)
-            self._check_speed(storage, where)
+            self._check_medium(storage, where)
         finally:
             storage.close()
 
@@ -307,114 +270,67 @@ class _DirectoryCheck:
         else:
             self._found("directory.locks", Level.OK, "a file lock works")
 
-    def _check_direct(self, storage: Storage) -> None:
-        file = storage.open("", "direct", create=True, direct=True)
-        try:
-            storage.remove("", "direct")
+    def _check_medium(self, storage: Storage, where: Path) -> None:
+        with closing(storage.open("", "speed", create=True, direct=True)) as file:
+            # From here on nothing is left behind, even if this process is killed.
+            storage.remove("", "speed")
             # Some file systems accept the flag when a file is opened, and refuse it later.
             with suppress(OSError):
                 file.write([aligned_buffer(mmap.PAGESIZE)], 0)
-            is_direct = not file.is_cached
-        finally:
-            file.close()
-        if is_direct:
-            self._found("directory.direct_io", Level.OK, "O_DIRECT works: blocks bypass the page cache")
-        else:
-            text = "its file system has no O_DIRECT: blocks go through the page cache, with one more copy"
-            fix = "use ext4 or xfs on a local disk if speed matters"
-            self._found("directory.direct_io", Level.WARNING, text, fix)
+            if file.is_cached:
+                text = "its file system has no O_DIRECT: blocks go through the page cache, with one more copy"
+                fix = "use ext4 or xfs on a local disk if speed matters"
+                self._found("directory.direct_io", Level.WARNING, text, fix)
+            else:
+                self._found("directory.direct_io", Level.OK, "O_DIRECT works: blocks bypass the page cache")
+            self._check_speed(file, storage.free_bytes(), where)
 
-    def _check_speed(self, storage: Storage, where: Path) -> None:
-        free = storage.free_bytes()
-        blocks = int(min(MAX_BLOCKS, free // FILE_SHARE // BLOCK_BYTES, (self._tier.bytes or free) // BLOCK_BYTES))
-        if blocks < 1:
-            text = f"{format_bytes(free)} are free: too little to measure"
-            self._found("directory.speed", Level.NOTE, text)
+    def _check_speed(self, file: StoredFile, free: int, where: Path) -> None:
+        most = min(MAX_BLOCKS, free // FILE_SHARE // BLOCK_BYTES, (self._wanted or free) // BLOCK_BYTES)
+        if most < 1:
+            self._found("directory.speed", Level.NOTE, f"{format_bytes(free)} are free: too little to measure")
             return
-        written = storage.open("", "speed", create=True, direct=True)
-        read = None
         try:
-            read = storage.open("", "speed", fresh=True)
-            # From here on nothing is left behind, even if this process is killed.
-            storage.remove("", "speed")
-            try:
-                written.resize(BLOCK_BYTES)
-                one_rate, _ = _move(written, 1, self._seconds, is_read=False)
-                # So that a slow medium, which may have to write zeros first, is done in time.
-                blocks = min(blocks, max(NUM_THREADS, int(one_rate * NUM_THREADS * self._seconds) // BLOCK_BYTES))
-                written.resize(blocks * BLOCK_BYTES)
-                write_rate, blocks = _move(written, blocks, self._seconds, is_read=False)
-                written.sync()
-                self._report.fact("write_bytes_per_s", write_rate)
-                self._report.fact("clock_offset_s", written.modified() - time.time())
-                self._report.stage(f"reads from {where}")
-                read_rate, _ = _move(read, blocks, self._seconds, is_read=True)
-            except OSError as error:
-                problem = "is full" if is_full(error) else f"fails ({error.strerror})"
-                text = f"{where}: its medium {problem}, after {format_bytes(blocks * BLOCK_BYTES)} or less"
-                fix = "free space, or look at quotas" if is_full(error) else "dmesg | tail shows what the disk reports"
-                self._found(
-                    "directory.fails", Level.PROBLEM, text, fix, {"error": errno.errorcode.get(error.errno or 0)}
-                )
-                return
-            self._report.fact("read_bytes_per_s", read_rate)
-            self._rate(write_rate, read_rate)
-        finally:
-            written.close()
-            if read is not None:
-                read.close()
-
-    def _rate(self, write_rate: float, read_rate: float) -> None:
+            # So that a slow medium is done in time.
+            file.resize(BLOCK_BYTES)
+            one_s = BLOCK_BYTES / _rate(file.write, 1, file.sync)
+            blocks = min(most, max(1, int(NUM_THREADS * self._seconds / one_s)))
+            file.resize(blocks * BLOCK_BYTES)
+            write_rate = _rate(file.write, blocks, file.sync)
+            self._report.stage(f"reads from {where}")
+            read_rate = _rate(file.read, blocks)
+        except OSError as error:
+            problem = "is full" if is_full(error) else f"fails ({error.strerror})"
+            text = f"{where}: its medium {problem} within {format_bytes(most * BLOCK_BYTES)}"
+            fix = "free space, or look at quotas" if is_full(error) else "dmesg | tail shows what the disk reports"
+            self._found("directory.fails", Level.PROBLEM, text, fix, {"error": errno.errorcode.get(error.errno or 0)})
+            return
         text = f"writes {write_rate / 1e9:.2f} GB/s, reads {read_rate / 1e9:.2f} GB/s in blocks of 2 MiB"
-        figures: dict[str, Figure] = {
-            "write_bytes_per_s": round(write_rate),
-            "read_bytes_per_s": round(read_rate),
-            "block_bytes": BLOCK_BYTES,
-            "threads": NUM_THREADS,
-        }
+        if file.is_cached:
+            text += ", perhaps from the page cache"
+        figures: dict[str, Figure] = {"write_bytes_per_s": round(write_rate), "read_bytes_per_s": round(read_rate)}
         if read_rate < SLOW_BYTES_PER_S:
             text += ": computing is nearly always faster than reading that slowly"
             fix = "name a directory on a faster disk, or remove the tier"
-            self._found("directory.speed", Level.WARNING, text, fix, figures=figures)
+            self._found("directory.speed", Level.WARNING, text, fix, figures)
         else:
             self._found("directory.speed", Level.OK, text, figures=figures)
 
 
-def _move(file: StoredFile, blocks: int, seconds: float, *, is_read: bool) -> tuple[float, int]:
-    """Moves up to ``blocks`` blocks with the threads that a tier has, each at least once, for ``seconds``. Returns the
-    bytes per second, and the blocks from the first on that were moved. Raises OSError."""
-    lock, deadline = threading.Lock(), time.perf_counter() + seconds
-    state = {"next": 0}
-    errors: list[OSError] = []
-    random = np.random.default_rng()
+def _rate(move: Callable[[list[ByteArray], int], int], blocks: int, end: Callable[[], None] = lambda: None) -> float:
+    """Moves so many blocks with the threads that a tier has, then calls ``end``. Returns the bytes per second. Raises
+    OSError."""
+    buffer = aligned_buffer(BLOCK_BYTES)
+    # Not zeros, which some disks and file systems do not store.
+    buffer[:] = np.random.default_rng().integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
 
-    def work(buffer: ByteArray) -> None:
-        while not errors:
-            with lock:
-                number = state["next"]
-                if number >= blocks or (number and time.perf_counter() >= deadline):
-                    return
-                state["next"] = number + 1
-            try:
-                move = file.read if is_read else file.write
-                if move([buffer], number * BLOCK_BYTES) != BLOCK_BYTES:
-                    raise OSError(errno.EIO, "a part of a block was not moved")
-                if not is_read and file.is_cached:
-                    file.sync()
-            except OSError as error:
-                errors.append(error)
+    def work(number: int) -> None:
+        if move([buffer], number * BLOCK_BYTES) != BLOCK_BYTES:
+            raise OSError(errno.EIO, "a part of a block was not moved")
 
-    buffers = [aligned_buffer(BLOCK_BYTES) for _ in range(min(NUM_THREADS, blocks))]
-    for buffer in buffers:
-        # Not zeros, which some disks and file systems do not store.
-        buffer[:] = random.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
-    threads = [threading.Thread(target=work, args=(buffer,), daemon=True) for buffer in buffers]
     begun = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    passed = max(time.perf_counter() - begun, 1e-9)
-    if errors:
-        raise errors[0]
-    return state["next"] * BLOCK_BYTES / passed, state["next"]
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        for done in [threads.submit(work, number) for number in range(blocks)]:
+            done.result()
+    end()
+    return blocks * BLOCK_BYTES / max(time.perf_counter() - begun, 1e-9)

@@ -12,7 +12,6 @@ from typing import Any
 from kvoffload.abc.shown import shown
 from kvoffload.doctor.findings import Level
 from kvoffload.host.limits import total_memory
-from kvoffload.units import format_bytes, parse_bytes
 
 CONNECTOR = "OffloadingConnector"
 TIERING_SPEC = "TieringOffloadingSpec"
@@ -57,7 +56,7 @@ class Door(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TierOptions:
     """kvoffload's settings of one set of tiers. ``prefix``: the words before their names in the configuration."""
 
     options: Mapping[str, Any]
@@ -67,16 +66,17 @@ class Part:
 @dataclass(slots=True)
 class Given:
     """The contents of a configuration of an engine's own offloading. ``host_bytes``: memory that the engine itself
-    allocates, None if unknown. ``in_shared_memory``: whether it does so in /dev/shm. ``is_for_cpus``: see ``Plan``."""
+    allocates, None if unknown. ``in_shared_memory``: whether it does so in /dev/shm. ``is_for_cpus``: see
+    ``PlannedServer``."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TierOptions] = field(default_factory=list)
     host_bytes: int | None = None
     in_shared_memory: bool = False
     is_for_cpus: bool | None = None
 
 
 def door_of(options: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> Door:
-    """Returns whose configuration this is. ``transfer``: see ``Source``."""
+    """Returns whose configuration this is. ``transfer``: see ``ConfigSource``."""
     if transfer is not None:
         return Door.VLLM if transfer.get("kv_connector") == CONNECTOR else Door.CONNECTOR
     if any(name in options for name in _OF_VLLM):
@@ -115,7 +115,7 @@ def read_vllm(extra: Mapping[str, Any], say: Say) -> Given:
     return Given(parts, _cpu_bytes(extra, say), in_shared_memory, SPECS.get(spec))
 
 
-def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
+def _entry(setting: str, entry: object, say: Say) -> Iterator[TierOptions]:
     """Yields the settings of a tier of kvoffload in an entry of ``secondary_tiers``."""
     if not isinstance(entry, Mapping):
         say("refused", f"{setting}={shown(setting, entry)}: not a JSON object", f"write {_ENTRY_EXAMPLE}")
@@ -135,9 +135,9 @@ def _entry(setting: str, entry: object, say: Say) -> Iterator[Part]:
     yield _part(entry, f"{setting}.", _ENTRY_KEYS)
 
 
-def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> Part:
+def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> TierOptions:
     """Returns kvoffload's settings in ``entry``, without the settings of the engine."""
-    return Part({name: value for name, value in entry.items() if name not in engines}, prefix)
+    return TierOptions({name: value for name, value in entry.items() if name not in engines}, prefix)
 
 
 def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:
@@ -170,10 +170,6 @@ def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:
             f"spec_name={shown('spec_name', name)}: vLLM knows no such spec",
             f'write "spec_name": "{TIERING_SPEC}"',
         )
-    threshold = extra.get("store_threshold", 0)
-    if name in (TIERING_SPEC, TIERING_SPEC_ON_CPUS) and str(threshold).isdecimal() and int(threshold) >= 2:
-        text = f"store_threshold={shown('store_threshold', threshold)}: vLLM refuses it together with {name}"
-        say("refused", text, "remove it; a tier of kvoffload has a store_threshold of its own")
     return str(name)
 
 
@@ -210,24 +206,11 @@ def _cpu_bytes(extra: Mapping[str, Any], say: Say) -> int | None:
         say("refused", text, f'add "cpu_bytes_to_use": {total_memory() // 2 >> 30 << 30}, a number of bytes')
         return None
     try:
-        number = int(value)
+        return int(value)
     except (TypeError, ValueError):
-        try:
-            fix = f'write "cpu_bytes_to_use": {parse_bytes("cpu_bytes_to_use", value)}'
-        except ValueError:
-            fix = 'write a number such as "cpu_bytes_to_use": 68719476736'
-        say(
-            "refused",
-            f"cpu_bytes_to_use={shown('cpu_bytes_to_use', value)}: vLLM reads a number of bytes, without a unit",
-            fix,
-        )
+        text = f"cpu_bytes_to_use={shown('cpu_bytes_to_use', value)}: vLLM reads a number of bytes, without a unit"
+        say("refused", text, 'write a number such as "cpu_bytes_to_use": 68719476736')
         return None
-    total = total_memory()
-    if number > total:
-        text = f"cpu_bytes_to_use={number} ({format_bytes(number)}): this machine has {format_bytes(total)} in all"
-        say("refused", text, f"write what it can spare, such as {total // 2}")
-        return None
-    return number
 
 
 # SGLang.

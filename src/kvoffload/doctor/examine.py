@@ -1,45 +1,53 @@
-"""Runs all checks, one after the other, each with a deadline."""
+"""Runs all checks in another process, which is ended if one of them hangs."""
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from kvoffload.abc import NOT_SET, ConfigError
-from kvoffload.doctor.configuration import Plan, PlannedTier
-from kvoffload.doctor.directories import Space, space_findings
-from kvoffload.doctor.doors import Door
-from kvoffload.doctor.findings import Area, Finding, Hidden, Level
-from kvoffload.doctor.process import CheckProcess, Ending, Outcome
-from kvoffload.doctor.source import Source
-from kvoffload.doctor.worth import HOST, Medium, worth_findings
+from kvoffload.abc import ConfigError
+from kvoffload.doctor.findings import Area, Finding, Level, Secrets
+from kvoffload.printable import printable
 
 PROBLEM_STATUS = 1
-FIX_FOR_STARVING = "run it again while other processes use less of this machine, or raise the container's CPU limit"
+START_DEADLINE_S = 30.0
+"""For the start of the process, and for the files of the options."""
+FIX_FOR_FILES = "copy the configuration to a local disk"
+MAX_STRETCH = 4
+"""A check takes at most this many times its deadline. The time for which it waits for a processor does not count."""
+CLEAN_UP_S = 3.0
+"""Time for a check that is ended to remove its files and values."""
+KILL_WAIT_S = 1.0
+"""A process that the kernel cannot end, because it waits for a dead medium, is left behind after this."""
+POLL_S = 0.1
+MAX_TAIL_BYTES = 600
+READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long the doctor may take."""
+    """How long the doctor may take: ``seconds`` per measurement, ``deadline_s`` per check."""
 
-    measure_s: float = 1.0
-    """Per measurement."""
-    pool_bytes: int = 256 << 20
-    """Of the host pool that is allocated to measure copies."""
-    check_deadline_s: float = 10.0
-    medium_deadline_s: float = 15.0
-    """For a directory or a store, which may hang."""
-    total_deadline_s: float = 180.0
+    seconds: float = 1.0
+    deadline_s: float = 15.0
 
 
 @dataclass(slots=True)
 class Examination:
-    """All findings, in the order of the checks, the tiers by name, and the name of the engine."""
+    """All findings, in the order of the checks; the place of each tier by its name; the name of the engine."""
 
     findings: list[Finding] = field(default_factory=list)
-    tiers: list[PlannedTier] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
     engine: str = "vLLM"
 
     def count(self, level: Level) -> int:
@@ -59,140 +67,146 @@ Progress = Callable[[str, int, int], None]
 def examine(
     config: str,
     model: str | None = None,
-    prefill_tokens_per_s: float | None = None,
     effort: Effort = Effort(),
     on_progress: Progress = lambda stage, done, total: None,
 ) -> Examination:
-    """Runs all checks of the configuration in ``config``, JSON or the path of a file, and of ``model``, as
-    ``find_config`` takes it.
+    """Runs all checks of the configuration in ``config``, JSON or the path of a file, and of ``model``, a config.json
+    or its directory.
 
-    Does not hang: a check that does is ended at its deadline, and is a finding itself. Raises ConfigError if the
-    configuration cannot be read, or the model cannot be found.
+    Does not hang: a check that does is ended at its deadline, and is the last finding. Raises ConfigError if the
+    configuration or the model cannot be read.
     """
-    process = CheckProcess()
-    try:
-        inputs = _read_inputs(process, {"config": config, "model": model}, effort.check_deadline_s)
-        return _Examiner(process, Source(**inputs["source"]), effort, on_progress).run(
-            inputs.get("model"), prefill_tokens_per_s
-        )
-    finally:
-        process.close()
-
-
-def _read_inputs(process: CheckProcess, arguments: Mapping[str, Any], deadline_s: float) -> Mapping[str, Any]:
-    """Returns the facts "source" and "model". Raises ConfigError."""
-    outcome = process.run("kvoffload.doctor.source:read", arguments, deadline_s)
-    stage = outcome.stage or "reads the options"
-    if outcome.ending is Ending.HUNG:
-        raise ConfigError(stage, NOT_SET, f"no answer within {deadline_s:.0f} s", "copy it to a local disk")
-    if outcome.ending is Ending.STARVED:
-        raise ConfigError(stage, NOT_SET, f"{_starved(outcome)}", FIX_FOR_STARVING)
-    if "error" in outcome.facts or outcome.failure:
-        raise ConfigError(outcome.facts.get("error", outcome.failure))
-    return outcome.facts
+    examiner = _Examiner(effort.deadline_s, on_progress)
+    reading, writing = os.pipe()
+    # Not a temporary file: containers often have no directory that can be written to.
+    with os.fdopen(reading, "rb", 0) as answers, os.fdopen(os.memfd_create("output"), "w+b") as output:
+        try:
+            process = _start(
+                {"config": config, "model_config": model, "seconds": effort.seconds}, writing, output.fileno()
+            )
+        except OSError as error:
+            raise ConfigError(f"the process of the checks cannot be started ({error})") from error
+        finally:
+            os.close(writing)
+        try:
+            examiner.follow(answers.fileno(), process, output.fileno())
+        finally:
+            _end(process)
+    return examiner.examination
 
 
 class _Examiner:
-    """Runs the checks and collects their findings."""
+    """Collects the findings of the process that runs the checks, and notices when one of them takes too long."""
 
-    def __init__(self, process: CheckProcess, source: Source, effort: Effort, on_progress: Progress) -> None:
-        self._source = source
-        self._effort = effort
+    def __init__(self, deadline_s: float, on_progress: Progress) -> None:
+        self.examination = Examination()
+        self._deadline_s = deadline_s
         self._on_progress = on_progress
-        self._hidden = Hidden(source.transfer or source.options)
-        self._examination = Examination()
-        self._deadline = time.monotonic() + effort.total_deadline_s
-        self._process = process
-        process.on_progress = self._show
-        self._done, self._total = 0, 4
+        self._hidden = Secrets()
+        self._done, self._total = -1, 4
+        self._check: Mapping[str, Any] = {"begin": Area.CONFIGURATION, "tier": "", "fix": FIX_FOR_FILES}
+        """The check that has begun last."""
+        self._stage = ""
+        self._allowed_s, self._began = START_DEADLINE_S, time.monotonic()
+        """How long the check may take, and when it has begun."""
 
-    def run(self, model: str | None, prefill_tokens_per_s: float | None) -> Examination:
-        """Returns all findings. ``model``: the path of a config.json."""
-        self._total += model is not None
-        effort = self._effort
-        found = self._check("configuration", Area.CONFIGURATION, asdict(self._source)).facts.get("plan")
-        plan = Plan.from_dict(found) if found is not None else Plan()
-        self._examination.tiers, self._examination.engine = plan.tiers, plan.engine
-        self._total += len(plan.tiers)
-        machine = self._check(
-            "machine",
-            Area.MACHINE,
-            {"plan": plan.to_dict(), "seconds": effort.measure_s / 4, "pool_bytes": effort.pool_bytes},
-        ).facts
-        media = [Medium(HOST, machine["copy_bytes_per_s"])] if "copy_bytes_per_s" in machine else []
-        offsets: dict[str, float] = {}
-        spaces: list[tuple[PlannedTier, Space]] = []
-        for tier in plan.tiers:
-            facts = self._check_tier(tier)
-            if "read_bytes_per_s" in facts:
-                media.append(Medium(tier.name, facts["read_bytes_per_s"], tier.name))
-            if "clock_offset_s" in facts:
-                offsets[tier.name] = facts["clock_offset_s"]
-            if "space" in facts:
-                spaces.append((tier, Space(**facts["space"])))
-        self._add(*space_findings(spaces))
-        self._check("engine", Area.ENGINE, {"plan": plan.to_dict()})
-        shape: Mapping[str, Any] = {}
-        if model is not None:
-            shape = self._check("model", Area.MODEL, {"path": model, "plan": plan.to_dict()}).facts
-        self._check("clock", Area.CLOCK, {"plan": plan.to_dict(), "offsets": offsets})
-        per_token, is_gated = shape.get("bytes_per_token"), plan.door is Door.CONNECTOR
-        self._add(*worth_findings(media, per_token, prefill_tokens_per_s, model is not None, is_gated))
-        return self._examination
+    def follow(self, answers: int, process: subprocess.Popen[bytes], output: int) -> None:
+        """Takes the messages of ``process`` until it has done everything, has ended, or hangs."""
+        unread, is_done = b"", False
+        while not is_done:
+            if select.select([answers], [], [], POLL_S)[0]:
+                data = os.read(answers, READ_BYTES)
+                if not data:
+                    return self._fail(f"its process has ended ({_why_ended(process, output)})")
+                *lines, unread = (unread + data).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    is_done = "done" in message
+                    self._take(message)
+            self._on_progress(self._hidden.hide(self._stage) or "starts", max(0, self._done), self._total)
+            late_s = time.monotonic() - self._began - self._allowed_s
+            if late_s > 0 and late_s > min(_waited_s(process.pid), (MAX_STRETCH - 1) * self._allowed_s):
+                text = f"no answer within {self._allowed_s:.0f} s{self._doing}; nothing else was checked"
+                return self._add(Finding("doctor.hung", Level.PROBLEM, text, self._check["fix"]))
 
-    def _check_tier(self, tier: PlannedTier) -> Mapping[str, Any]:
-        """Returns the facts about a tier."""
-        arguments = {"tier": asdict(tier), "seconds": self._effort.measure_s}
-        if tier.directory is not None:
-            return self._check("directories", Area.TIER, arguments, tier).facts
-        if tier.store is not None:
-            return self._check("stores", Area.TIER, arguments, tier).facts
-        text = "a tier of your own, which the doctor does not know: nothing was measured"
-        self._add(Finding("tier.unknown", Level.NOTE, text, tier=tier.name))
-        self._done += 1
-        return {}
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if "error" in message:
+            raise ConfigError(message["error"])
+        if "begin" in message:
+            self._check, self._stage = message, ""
+            self._done += 1
+            self._allowed_s, self._began = self._deadline_s, time.monotonic()
+        elif "hidden" in message:
+            self._hidden = Secrets(message["hidden"])
+        elif "total" in message:
+            self._total = message["total"]
+            self.examination.places, self.examination.engine = message["places"], message["engine"]
+        elif "stage" in message:
+            self._stage = message["stage"]
+        elif "failed" in message:
+            self._fail(message["failed"])
+        elif "finding" in message:
+            self.examination.findings.append(self._hidden.hide_in(Finding.from_dict(message["finding"])))
 
-    def _check(self, module: str, area: Area, arguments: Mapping[str, Any], tier: PlannedTier | None = None) -> Outcome:
-        """Runs the function ``check`` of a module of the doctor, and adds its findings."""
-        usual = self._effort.check_deadline_s if tier is None else self._effort.medium_deadline_s
-        deadline_s = min(usual, self._deadline - time.monotonic())
-        name = tier.name if tier is not None else ""
-        if deadline_s <= 0:
-            outcome = Outcome()
-            text = f"not checked: the doctor has taken {self._effort.total_deadline_s:.0f} s already"
-            fix = "fix what hangs, or wait until the machine is less busy, then run it again"
-            self._add(Finding("doctor.skipped", Level.WARNING, text, fix, name, check=area))
-        else:
-            outcome = self._process.run(f"kvoffload.doctor.{module}:check", arguments, deadline_s)
-        self._add(*outcome.findings)
-        doing = f" while the doctor {outcome.stage}" if outcome.stage else ""
-        if outcome.ending is Ending.HUNG:
-            text = f"no answer within {deadline_s:.0f} s{doing}"
-            self._add(Finding("doctor.hung", Level.PROBLEM, text, _fix_for_hanging(tier), name, check=area))
-        elif outcome.ending is Ending.STARVED:
-            text = f"not checked{doing}: {_starved(outcome)}"
-            self._add(Finding("doctor.starved", Level.WARNING, text, FIX_FOR_STARVING, name, check=area))
-        elif outcome.ending is Ending.FAILED:
-            text = f"the check failed{doing}: {outcome.failure}"
-            fix = "look at the medium's own log" if tier is not None else "report this as a bug of kvoffload"
-            self._add(Finding("doctor.failed", Level.PROBLEM, text, fix, name, check=area))
-        self._done += 1
-        return outcome
+    @property
+    def _doing(self) -> str:
+        return f" while the doctor {self._stage}" if self._stage else ""
 
-    def _add(self, *findings: Finding) -> None:
-        self._examination.findings += map(self._hidden.hide_in, findings)
+    def _fail(self, failure: str) -> None:
+        fix = "look at the medium's own log" if self._check["tier"] else "report this as a bug of kvoffload"
+        self._add(Finding("doctor.failed", Level.PROBLEM, f"the check failed{self._doing}: {failure}", fix))
 
-    def _show(self, stage: str) -> None:
-        self._on_progress(self._hidden.hide(stage) or "starts", self._done, self._total)
+    def _add(self, finding: Finding) -> None:
+        """Adds a finding about the current check."""
+        found = replace(finding, tier=self._check["tier"], check=Area(self._check["begin"]))
+        self.examination.findings.append(self._hidden.hide_in(found))
 
 
-def _starved(outcome: Outcome) -> str:
-    return f"this machine is busy: the check waited {outcome.waited_s:.0f} s for a processor, and was ended"
+def _start(arguments: Mapping[str, Any], answers: int, output: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvoffload.doctor.checks", str(answers)],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        pass_fds=[answers],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(json.dumps(arguments).encode() + b"\n")
+    return process
 
 
-def _fix_for_hanging(tier: PlannedTier | None) -> str:
-    if tier is not None and tier.store is not None:
-        return f"see that {tier.store.address} is the store, and that no firewall drops packets to it"
-    if tier is not None:
-        return f"see that the file system of {tier.directory} answers: ls it; mount it again if that hangs too"
-    return "look for a mount that does not answer: df; mount it again or take it out of the configuration"
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Lets the process clean up, and ends it with all that it has started."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        process.terminate()
+        process.wait(CLEAN_UP_S)
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_WAIT_S)
+
+
+def _waited_s(pid: int) -> float:
+    """Returns for how long a thread of the process has waited for a processor: that of the thread for which it was
+    longest."""
+    waits = [0.0]
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        # Threads may end meanwhile, and some sandboxes have no such file.
+        with suppress(OSError, ValueError, IndexError):
+            waits.append(int(path.read_text().split()[1]) / 1e9)
+    return max(waits)
+
+
+def _why_ended(process: subprocess.Popen[bytes], output: int) -> str:
+    """Returns how the process ended, and its last line of output."""
+    status = None
+    with suppress(subprocess.TimeoutExpired):
+        status = process.wait(KILL_WAIT_S)
+    size = os.fstat(output).st_size
+    lines = os.pread(output, MAX_TAIL_BYTES, max(0, size - MAX_TAIL_BYTES)).decode(errors="replace").split("\n")
+    last = next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")
+    how = f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+    return f"{how}{': ' + last if last else ''}"

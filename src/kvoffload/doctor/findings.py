@@ -1,15 +1,81 @@
-"""Findings of the doctor: one per fact that an operator can act on or rely on."""
+"""Findings of the doctor, one per fact that an operator can act on or rely on, and how a check reports them."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvoffload.abc.shown import HIDDEN, shown
 
 Figure = int | float | str | bool | None
+CHECKS = {
+    "config.valid": "every setting is accepted",
+    "config.refused": "an error for which a server would refuse the configuration",
+    "config.connector": "--kv-transfer-config names another connector, or nothing of kvoffload",
+    "config.role": "kv_role is missing or unknown, or excludes stores or loads",
+    "config.plugin": "VLLM_PLUGINS leaves the plugin out",
+    "config.several": "the connectors of a MultiConnector do not work together",
+    "config.misplaced": "options of kvoffload are one level too high",
+    "config.spec": "vLLM's own connector would ignore secondary_tiers",
+    "config.class": "a class of kvoffload, or its module, is misspelled or missing",
+    "config.policy": "the cache policy is not read",
+    "config.ignored": "settings of kvoffload are where vLLM does not read them",
+    "config.interface": "keys of SGLang are missing without which nothing is stored",
+    "config.refusals": "what kvoffload refuses behind vLLM's own connector",
+    "config.other_tier": "a secondary tier of others, which is not checked",
+    "config.key_file_open": "other users can read an HMAC key, a password or a private key",
+    "memory.available": "memory that can be allocated, where the configuration does not say how much it takes",
+    "memory.fits": "the memory of the configuration fits within the machine and every cgroup",
+    "memory.tight": "it takes more than nine tenths of what is available",
+    "memory.too_little": "it does not fit, and a server would not start",
+    "memory.overcommit": "vm.overcommit_memory is 2, and the kernel would refuse the pool",
+    "memory.shm_fits": "vLLM's host memory fits in /dev/shm",
+    "memory.shm_small": "vLLM's host memory does not fit in /dev/shm",
+    "memory.locked": "ulimit -l forbids a store's client to pin its memory for RDMA",
+    "memory.not_shared": "a sandbox keeps another process of this user from opening a pool",
+    "directory.private": "it belongs to this user or root, others cannot write to it, and no server uses it",
+    "directory.refused": "another owner, open to others, a symbolic link, or not a directory",
+    "directory.missing": "it does not exist; perhaps a file system is not mounted",
+    "directory.not_writable": "no file can be made in it",
+    "directory.read_only": "its file system is mounted read-only",
+    "directory.in_use": "another server has it now",
+    "directory.seats": "the shared directory has no seat left",
+    "directory.inodes": "the file system has no inode left",
+    "directory.descriptors": "ulimit -n forbids one open file per GiB",
+    "directory.space": "the budget against free space and the files of the tier",
+    "directory.kind": "memory, a container's layer, a network under disk, or a local disk under shared_dir",
+    "directory.locks": "a file lock was taken, and the mount shows it to other machines",
+    "directory.direct_io": "a write with O_DIRECT was tried",
+    "directory.speed": "GB/s of writes and reads in blocks of 2 MiB",
+    "directory.fails": "the medium failed or became full while it was measured",
+    "store.connects": "the client of the server reached the store",
+    "store.connect_fails": "it did not: refused, wrong password, no certificate",
+    "store.ask_fails": "a lookup failed",
+    "store.put_fails": "a value could not be stored",
+    "store.get_fails": "a value that was just stored could not be loaded",
+    "store.advice": "settings of the store that do not suit a cache",
+    "store.round_trip": "p50 of lookups, against lookup_deadline_ms",
+    "store.speed": "GB/s of puts and gets of values of 2 MiB",
+    "store.full": "the store has no room",
+    "store.other_bytes": "the store gave back other bytes than were put",
+    "store.not_removed": "values of the doctor could not be removed",
+    "tier.unknown": "a tier of your own, in which nothing was measured",
+    "engine.tested": "the installed version of the engine is tested",
+    "engine.missing": "the engine is not installed here",
+    "engine.untested": "the installed version of the engine is not tested",
+    "engine.too_old": "kvoffload needs a later version of the engine",
+    "engine.cpus": "vLLM's own offloading does not start on CPUs without a spec of kvoffload",
+    "engine.port_variable": "a variable such as VLLM_PORT is not a number",
+    "engine.plugin": "this vLLM does not know the plugin",
+    "model.room": "tokens that fit in host memory and in each tier",
+    "model.shares": "a share of a tenant has no room for one block",
+    "doctor.hung": "a check did not end in time; the text names the step",
+    "doctor.failed": "a check raised an error, or its process ended",
+}
+"""What each finding is about, by its id."""
 
 
 class Level(enum.StrEnum):
@@ -32,15 +98,13 @@ class Area(enum.StrEnum):
     TIER = "tier"
     ENGINE = "engine"
     MODEL = "model"
-    CLOCK = "clock"
-    WORTH = "worth"
 
 
 AREAS = {
     "config": Area.CONFIGURATION,
-    **dict.fromkeys(("memory", "huge_pages", "numa", "processors", "descriptors", "copies"), Area.MACHINE),
+    "memory": Area.MACHINE,
     **dict.fromkeys(("directory", "store", "tier"), Area.TIER),
-    **{str(area): area for area in (Area.ENGINE, Area.MODEL, Area.CLOCK, Area.WORTH)},
+    **{str(area): area for area in (Area.ENGINE, Area.MODEL)},
 }
 """The area of a finding by the first word of its id."""
 
@@ -49,9 +113,9 @@ AREAS = {
 class Finding:
     """One result of a check.
 
-    ``id`` is stable across releases. ``tier``: the name of the tier that it is about, if any. ``fix`` is one line to
-    run or the setting to change; empty if there is nothing to do. ``figures``: numbers by name, with the unit at the
-    end of the name. ``check``: the area of the check for ids that begin with "doctor".
+    ``id`` is one of CHECKS. ``tier``: the name of the tier that it is about, if any. ``fix`` is one line to run or the
+    setting to change; empty if there is nothing to do. ``figures``: numbers by name, with the unit at the end of the
+    name. ``check``: the area of the check for ids that begin with "doctor".
     """
 
     id: str
@@ -80,23 +144,53 @@ class Finding:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Finding:
-        """Returns the finding of a ``to_dict``."""
+        """Returns the finding of a ``to_dict`` of a check."""
         fields = {name: value for name, value in found.items() if name != "area"}
-        is_of_doctor = found["id"].partition(".")[0] not in AREAS
-        return cls(**{**fields, "level": Level(found["level"]), "check": Area(found["area"]) if is_of_doctor else None})
+        return cls(**{**fields, "level": Level(found["level"])})
 
 
-class Hidden:
+class Report:
+    """Reports of a check. ``send`` takes each message, plain JSON."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self.tier = ""
+        """The tier that the check is about, if any."""
+        self.is_ended = False
+        """Whether the check is to end, and clean up, at its next report."""
+        self._send = send
+
+    def send(self, **message: Any) -> None:
+        if self.is_ended:
+            # Not again: what could not be cleaned up is reported too.
+            self.is_ended = False
+            sys.exit(1)
+        self._send(message)
+
+    def stage(self, text: str) -> None:
+        """Names the next step of the check, such as "connects", for the report of a check that hangs."""
+        self.send(stage=text)
+
+    def clean_up(self, text: str) -> None:
+        """Names the next step like ``stage``, but never ends the check: it cleans up."""
+        self._send({"stage": text})
+
+    def found(
+        self, id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None
+    ) -> None:
+        """Reports a finding: see Finding."""
+        self.finding(Finding(id, level, text, fix, self.tier, figures or {}))
+
+    def finding(self, *findings: Finding) -> None:
+        for finding in findings:
+            self.send(finding=finding.to_dict())
+
+
+class Secrets:
     """Removes from texts the values of a configuration that may not be shown. Errors do not have them; a library, a
     store or a file system may repeat them."""
 
-    _MIN_CHARACTERS = 6
-    """A shorter value is more probably part of ordinary text than secret."""
-
-    def __init__(self, options: object = None) -> None:
-        """``options``: the configuration, as parsed JSON."""
-        values = {value for name, value in strings_in(options) if shown(name, value) == HIDDEN}
-        self._values = sorted((each for each in values if len(each) >= self._MIN_CHARACTERS), key=len, reverse=True)
+    def __init__(self, values: Iterable[str] = ()) -> None:
+        self._values = sorted(values, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
         for value in self._values:
@@ -110,13 +204,23 @@ class Hidden:
         return replace(finding, text=self.hide(finding.text), fix=self.hide(finding.fix), figures=figures)
 
 
-def strings_in(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+MIN_SECRET = 6
+"""Characters; a shorter value is more probably part of ordinary text than secret."""
+
+
+def secrets_in(options: object) -> list[str]:
+    """Returns the values in parsed JSON that may not be shown."""
+    found = {value for name, value in _strings_in(options) if shown(name, value) == HIDDEN}
+    return [value for value in found if len(value) >= MIN_SECRET]
+
+
+def _strings_in(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Yields every string in parsed JSON with the setting that it belongs to."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from strings_in(inner, f"{name}.{key}" if name else str(key))
+            yield from _strings_in(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, Sequence):
         for inner in value:
-            yield from strings_in(inner, name)
+            yield from _strings_in(inner, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.doctor.examine import Examination
@@ -26,8 +26,6 @@ TITLES = {
     Area.CONFIGURATION: "Configuration",
     Area.MACHINE: "This machine",
     Area.MODEL: "Model",
-    Area.CLOCK: "Clock",
-    Area.WORTH: "What a hit is worth",
 }
 
 
@@ -93,10 +91,6 @@ def _wrapped(text: str, width: int, mark: str, indent: int) -> list[str]:
 
 def _groups(examination: Examination) -> Iterator[tuple[str, list[Finding]]]:
     """Yields the title and the findings of each group that has any: areas in their order, one group per tier."""
-    places: Mapping[str, str] = {
-        tier.name: tier.directory or (tier.store.address if tier.store is not None else "")
-        for tier in examination.tiers
-    }
     titles = {**TITLES, Area.ENGINE: examination.engine}
     for area in Area:
         mine = [finding for finding in examination.findings if finding.area is area]
@@ -105,5 +99,5 @@ def _groups(examination: Examination) -> Iterator[tuple[str, list[Finding]]]:
                 yield titles[area], mine
             continue
         for name in dict.fromkeys(finding.tier for finding in mine):
-            place = places.get(name)
+            place = examination.places.get(name)
             yield f"Tier {name}{f': {place}' if place else ''}", [each for each in mine if each.tier == name]

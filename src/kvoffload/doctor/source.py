@@ -1,27 +1,25 @@
-"""Reads the options ``--config`` and ``--model``."""
+"""Reads the option ``--config``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import NOT_SET, ConfigError
-from kvoffload.doctor.configuration import OPTIONS_KEY
-from kvoffload.doctor.model import find_config
-from kvoffload.doctor.process import Report
 from kvoffload.supported import CONNECTOR
 
 MAX_CONFIG_BYTES = 1 << 20
+OPTIONS_KEY = "kv_connector_extra_config"
 SEVERAL = "MultiConnector"
 """vLLM's connector that has others, listed under "connectors"."""
 _EXAMPLE = """--config '{"host_bytes": "64GiB"}' or --config FILE"""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigSource:
     """A configuration as it was given. ``options``: kvoffload's own. ``transfer``: the whole of vLLM's
     ``--kv-transfer-config`` if that was given, or kvoffload's entry in that of several connectors; otherwise None.
     ``several``: the configuration of these."""
@@ -31,20 +29,7 @@ class Source:
     several: Mapping[str, Any] | None = None
 
 
-def read(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports the fact "source", the fields of a Source, and if a model was named, "model", the path of its
-    config.json; or the fact "error". ``arguments``: "config" and "model", as typed."""
-    try:
-        report.stage("reads --config")
-        report.fact("source", asdict(read_source(arguments["config"])))
-        if arguments["model"] is not None:
-            report.stage(f"looks for --model={arguments['model']!r}")
-            report.fact("model", str(find_config(arguments["model"])))
-    except ConfigError as error:
-        report.fact("error", str(error))
-
-
-def read_source(text: str) -> Source:
+def read_source(text: str) -> ConfigSource:
     """Returns the configuration in ``text``: JSON, or the path of a file with JSON. The JSON is the value of vLLM's
     ``--kv-transfer-config``, or only the ``kv_connector_extra_config`` in it.
 
@@ -71,7 +56,7 @@ def read_source(text: str) -> Source:
         if name.lstrip("-").replace("-", "_") == "kv_transfer_config":
             raise ConfigError(said, NOT_SET, f'has the key "{name}" around it', "give only the value of that key")
     if "kv_connector" not in content and OPTIONS_KEY not in content:
-        return Source(content)
+        return ConfigSource(content)
     options = content.get(OPTIONS_KEY)
     if options is None:
         options = {}
@@ -87,7 +72,7 @@ def read_source(text: str) -> Source:
             if isinstance(entry, Mapping) and entry.get("kv_connector") == CONNECTOR:
                 return replace(read_source(json.dumps(entry)), several=content)
         raise ConfigError(said, NOT_SET, f'none of the "connectors" of {SEVERAL} is {CONNECTOR}', "add it there")
-    return Source(options, content)
+    return ConfigSource(options, content)
 
 
 def _read_file(name: str) -> str:

@@ -77,8 +77,6 @@ class ModelShape:
     """FLOPs per pair of query and key, in all layers whose tokens attend to the whole prompt."""
     notes: tuple[str, ...] = ()
     """The assumptions that were made, one sentence each."""
-    layers: tuple[LayerKind, ...] = ()
-    """The kind of each layer, if it is known."""
 
     def prefill_flops(self, start: Amount, end: Amount) -> Amount:
         """Returns the FLOPs to compute tokens [start, end) of a prompt whose first ``start`` tokens have their KV.
@@ -103,7 +101,7 @@ class ModelShape:
         return _shape(_read(path), str(path), name, dtype_bytes)
 
 
-DEFAULT_MODEL = ModelShape("Llama-3.1-8B", 131_072.0, 13_958_643_712.0, 524_288.0, layers=(LayerKind.FULL,) * 32)
+DEFAULT_MODEL = ModelShape("Llama-3.1-8B", 131_072.0, 13_958_643_712.0, 524_288.0)
 """bfloat16: 32 layers, 32 query and 8 KV heads of 128, hidden size 4,096, MLP of 14,336."""
 
 
@@ -215,7 +213,6 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
         2.0 * parameters + windows,
         float(pairs),
         tuple(notes),
-        tuple(kinds),
     )
 
 

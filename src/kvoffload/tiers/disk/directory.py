@@ -65,17 +65,13 @@ class LockOwner(NamedTuple):
     """Who has the lock of a directory."""
 
     name: str
+    pid: int | None
+    """As it has written into the lock file; None if there is none to read."""
     remedy: str | None
     """What ``end_it`` returns."""
 
 
 _OWNER = re.compile(rb"process ([0-9]{1,10}) since (?:[^,]*, started by process ([0-9]{1,10}))?")
-
-
-def owner_of(lock_fd: int) -> int | None:
-    """Returns the process id that the owner of a lock file has written into it, None if there is none to read."""
-    match = _OWNER.match(os.pread(lock_fd, 100, 0))
-    return int(match[1]) if match else None
 
 
 def end_it(lock_fd: int) -> str | None:
@@ -106,16 +102,20 @@ class DirectoryStorage(Storage):
     Other users may be able to list the directory, but not to open what is below: files and folders of this user or root
     that are open to others are closed to them, with one warning, and those of another user are refused with
     PermissionError. Raises ConfigError unless ``path`` is a directory that belongs to this user or root, and that no
-    other user can write to.
+    other user can write to. With ``as_is`` the directory may be anybody's: it is not made, no permission is looked at
+    or changed, and files can be read and removed; raises OSError.
     """
 
-    def __init__(self, path: str | os.PathLike[str], parent: DirectoryStorage | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], parent: DirectoryStorage | None = None, *, as_is: bool = False
+    ) -> None:
         """``parent`` is closed together with this storage."""
         self.path = Path(path)
-        self._fd = _open_root(self.path)
+        self._as_is = as_is
+        self._fd = os.open(self.path, _FOLDER_FLAGS) if as_is else _open_root(self.path)
         self._lock_fd = self._start_lock_fd = -1
-        self._read_only = bool(os.fstatvfs(self._fd).f_flag & os.ST_RDONLY)
-        self._knows_direct = self._knows_repair = False
+        self._read_only = as_is or bool(os.fstatvfs(self._fd).f_flag & os.ST_RDONLY)
+        self._knows_direct, self._knows_repair = as_is, False
         self._parent = parent
         _inherited.add(self)
 
@@ -124,10 +124,10 @@ class DirectoryStorage(Storage):
         return self._read_only
 
     def child(self, name: str) -> DirectoryStorage:
-        return DirectoryStorage(self.path / name)
+        return DirectoryStorage(self.path / name, as_is=self._as_is)
 
     def reopened(self) -> DirectoryStorage:
-        return type(self)(self.path)
+        return type(self)(self.path, as_is=self._as_is)
 
     def lock(self, shared: bool = False, deadline_s: float | None = None) -> None:
         """Locks the directory, see Storage. With ``shared``, other processes that lock it as shared may own it at the
@@ -149,8 +149,10 @@ class DirectoryStorage(Storage):
             return None
         try:
             if not try_to_lock(fd, deadline_s, shared):
-                name = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
-                owner = LockOwner(name, end_it(fd))
+                text = os.pread(fd, 200, 0)
+                name = printable(text.decode("ascii", "replace").strip()) or "another process"
+                match = _OWNER.match(text)
+                owner = LockOwner(name, int(match[1]) if match else None, end_it(fd))
                 os.close(fd)
                 return owner
             if not self._read_only:
@@ -201,6 +203,8 @@ class DirectoryStorage(Storage):
     def close_to_others(self, fd: int, name: str, mode: int) -> None:
         """Sets the permissions of an open file or folder to ``mode`` if other users have any. Raises PermissionError if
         it belongs to another user, or if others can write to it and that cannot be changed."""
+        if self._as_is:
+            return
         status = os.fstat(fd)
         if status.st_uid not in (os.geteuid(), 0):
             raise PermissionError(errno.EPERM, f"{name} belongs to user {status.st_uid}; chown or remove it")
@@ -235,6 +239,15 @@ class DirectoryStorage(Storage):
     def files(self, folder: str) -> list[str]:
         with self._folder(folder) as fd, os.scandir(fd) as entries:
             return sorted(entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
+
+    def entries(self, folder: str) -> dict[str, os.stat_result]:
+        """Returns the status of everything in a folder, by name. Links are not followed."""
+        found = {}
+        with self._folder(folder) as fd:
+            for name in sorted(os.listdir(fd)):
+                with suppress(FileNotFoundError):
+                    found[name] = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return found
 
     def make_folder(self, folder: str) -> None:
         try:

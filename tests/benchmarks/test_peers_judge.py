@@ -1,0 +1,76 @@
+"""The table of faults tells right, computed, wrong, hanging and crashed apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.judge import TOLERANCE, Answer, Asked, Outcome, is_right, judge
+
+PROMPT_TOKENS = 100
+REFERENCE = [
+    Answer(tokens=[i, i + 1, i + 2], logprobs=[-0.5, -1.0, -1.5], prompt_tokens=PROMPT_TOKENS, cached_tokens=0)
+    for i in range(4)
+]
+CACHED = [replace(answer, cached_tokens=96) for answer in REFERENCE]
+
+
+def counts(asked: Asked) -> tuple[Outcome, int, int, int, int, int]:
+    cell = judge(asked, REFERENCE)
+    return cell.outcome, cell.from_cache, cell.computed, cell.wrong, cell.failed, cell.unanswered
+
+
+def test_right_answers_from_the_cache_and_computed_ones() -> None:
+    assert counts(Asked(CACHED)) == (Outcome.RIGHT, 4, 0, 0, 0, 0)
+    assert counts(Asked(REFERENCE)) == (Outcome.MISS, 0, 4, 0, 0, 0)
+    assert counts(Asked([*CACHED[:1], *REFERENCE[1:]])) == (Outcome.MISS, 1, 3, 0, 0, 0)
+
+
+def test_a_few_cached_tokens_are_not_an_answer_from_the_cache() -> None:
+    assert not replace(REFERENCE[0], cached_tokens=PROMPT_TOKENS // 2 - 1).from_cache
+    assert replace(REFERENCE[0], cached_tokens=PROMPT_TOKENS // 2).from_cache
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": [9, 9, 9]},
+        {"tokens": [2, 3, 99]},
+        {"tokens": [2, 3]},
+        {"logprobs": [-0.5, -1.0, -1.5 - 3 * TOLERANCE]},
+        {"logprobs": [float("nan"), -1.0, -1.5]},
+        {"logprobs": [-0.5, -1.0, float("-inf")]},
+    ],
+)
+def test_one_wrong_answer_makes_the_cell_wrong(change: dict[str, Any]) -> None:
+    # Another token with another logprob is no tie.
+    if change.get("tokens") == [2, 3, 99]:
+        change = {**change, "logprobs": [-0.5, -1.0, -1.2]}
+    if change.get("tokens") == [9, 9, 9]:
+        change = {**change, "logprobs": [-3.0, -1.0, -1.5]}
+    wrong = replace(CACHED[2], **change)
+    answers = [*CACHED[:2], wrong, CACHED[3]]
+    assert counts(Asked(answers)) == (Outcome.WRONG, 3, 0, 1, 0, 0)
+
+
+def test_a_tie_is_not_wrong_and_ends_the_comparison() -> None:
+    tied = replace(CACHED[0], tokens=[0, 77, 78], logprobs=[-0.5, -1.0 + TOLERANCE / 2, -9.0])
+    assert is_right(tied, REFERENCE[0])
+    assert not is_right(replace(tied, logprobs=[-0.5, -1.1, -9.0]), REFERENCE[0])
+
+
+def test_hangs_and_crashes_keep_the_counts_of_what_was_answered() -> None:
+    assert counts(Asked(CACHED[:3], Outcome.HANG, "no answer in 40 s")) == (Outcome.HANG, 3, 0, 0, 0, 1)
+    assert counts(Asked([], Outcome.CRASH, "AssertionError")) == (Outcome.CRASH, 0, 0, 0, 0, 4)
+
+
+def test_a_wrong_answer_before_a_hang_is_still_a_wrong_answer() -> None:
+    wrong = replace(CACHED[0], logprobs=[-5.0, -1.0, -1.5])
+    assert counts(Asked([wrong], Outcome.HANG)) == (Outcome.WRONG, 0, 0, 1, 0, 3)
+
+
+def test_requests_that_fail_are_counted_apart() -> None:
+    failed = replace(CACHED[0], tokens=[], logprobs=[], error="error")
+    assert counts(Asked([failed, *CACHED[1:]])) == (Outcome.FAILED, 3, 0, 0, 1, 0)
