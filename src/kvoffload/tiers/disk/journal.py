@@ -1,15 +1,14 @@
 """The journal of an index: which slots have changed, so that other processes need not read the whole index again.
 
-The file ``journal`` beside the index is a header of 4096 bytes, then a ring of ``num_entries`` entries of 64 bytes.
-Entry number ``n`` is at place ``n % num_entries``; the header says how many were written, its *head*. Numbers are
-little-endian. An entry says which block a slot has now, or that it has none. It names the block by the digest of its
-key, since a follower needs no more: a block that was read is verified with its key.
+The file ``journal`` is a header and a ring of entries: docs/formats.md has every byte. An entry says which block a slot
+has now, or that it has none. It names the block by the digest of its key, since a follower needs no more: a block that
+was read is verified with its key.
 
 Entries of one *epoch*, a random number in the header, make a complete history. A process that opens the index begins an
 epoch, and so does one that could not write all changes down. A follower of another epoch, or one that has fallen behind
 by more entries than the ring has, reads the index instead. So does one that finds another generation in the header.
 
-The header's checksum is XXH3-64. An entry is checked by a mix of its numbers and the epoch, which numpy can compute.
+An entry is checked by a mix of its numbers and the epoch, which numpy can compute.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class DiskTier(RenewableTier):
                 key for key, state in zip(keys, self.catalog.contains(keys), strict=True) if key in retained and state
             ]
             now = self._wall_clock()
-            self.catalog.restore_retained(kept, [retained[key] - now for key in kept])
+            self.catalog.retention.restore(kept, [retained[key] - now for key in kept])
         # What is restored gets its marks again. The others would retain blocks once there is more room.
         marked = np.flatnonzero(marks[: self.files.num_slots])
         if len(marked):
@@ -199,12 +199,7 @@ class DiskTier(RenewableTier):
 
     def stats(self) -> TierStats:
         catalog, files = self.catalog, self.files
-        return TierStats(
-            files.capacity_bytes,
-            catalog.num_blocks,
-            files.used_bytes,
-            catalog.num_evicted,
-        )
+        return TierStats(files.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         return self.catalog.tenant_uses()
@@ -359,7 +354,7 @@ class DiskTier(RenewableTier):
         return refusal
 
     def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        self.catalog.give_up_retained(keys)
+        self.catalog.retention.give_up(keys)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._maintenance.empty_records(self.catalog.drop(keys))
