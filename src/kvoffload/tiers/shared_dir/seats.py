@@ -209,7 +209,6 @@ class Claimant:
     random: Callable[[int], bytes]
     wall_clock: Callable[[], float]
     capacity_bytes: int = 0
-    max_seats: int = MAX_SEATS
 
     def take(self, unusable: Collection[str] = ()) -> Seat:
         """Returns a seat, locked: one that can be adopted, preferably one with blocks of ``fingerprint``, else a new
@@ -227,7 +226,7 @@ class Claimant:
             ) from error
         if seat is None:
             raise ConfigError(
-                fault=f"{self.max_seats} servers use it already, the most that there can be",
+                fault=f"{MAX_SEATS} servers use it already, the most that there can be",
                 fix="name another directory",
             )
         return seat
@@ -255,7 +254,7 @@ class Claimant:
 
     def _new_seat(self) -> Seat | None:
         folders, files = seat_names(self.root), self.root.files("")
-        for name in map(seat_name, range(self.max_seats)):
+        for name in map(seat_name, range(MAX_SEATS)):
             if name in files:
                 logger.warning(
                     "kvoffload: shared directory: %s is not a folder, so no server can write there; remove it", name
