@@ -15,8 +15,6 @@ VENV_LMCACHE ?= .venv-peers-lmcache
 LMCACHE   ?= lmcache==0.5.6
 # What LMCache imports only on a GPU.
 LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
-# Connectors and tiers of others, each in a folder of its own, without what they require.
-ADDED_PEERS ?= lifeboatcache==0.1.11 openlake-vllm==0.8.1
 # The server whose storage backend is tested, without what it requires.
 SGLANG    ?= sglang==0.5.23
 # A connector beside which kvoffload is tested, on CPUs too, without what it requires: vLLM has numpy and torch.
@@ -52,37 +50,36 @@ endif
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
-	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native
+	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native \
+	tests/transfer/cuda/test_emulator.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 HANDOVERS      := 2000
-STREAM_SCHEDULES := 2000
 # What the simulated servers of make soak share.
 MEDIA          := store object_store shared_dir
 SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: added-peers dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
+.PHONY: dist docs packages nixl sglang smollm2 nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same chats through vLLM with and without kvoffload: demo-report/report.html (minutes);"
 	@echo "                another model: ARGS=\"--model random\", or a directory"
 	@echo "make demo-shared  run two vLLM servers on each kind of shared store: demo-report/shared.html"
-	@echo "                what happens when these fail, too: ARGS=--faults"
 	@echo "make test       run the tests, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make docs       build the documentation site, without warnings: site/"
 	@echo "make dist       build a wheel and a source distribution, and install each in an empty environment: dist/"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\"; what each measures: ARGS=--help"
-	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
-	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\"; what each"
-	@echo "                answers when its cache breaks (up to an hour): ARGS=--board;"
-	@echo "                requests per second by the number of conversations, by vLLM's client: ARGS=--multi-turn"
+	@echo "make peers      run kvoffload and other systems in vLLM, with the same prompts: what each answers when its cache"
+	@echo "                breaks, and requests per second by the number of conversations: peers-report/ (an hour);"
+	@echo "                a part, or some of the systems: ARGS=\"faults --only kvoffload --only mooncake\"; to check that"
+	@echo "                everything starts: ARGS=--quick"
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
-	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
+	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium and $(SOAK_SCALE) times as many random tests,"
 	@echo "                and those that make test skips (hours)"
 	@echo "make interface  check from source whether a version of vLLM, and one of SGLang, has every name that kvoffload"
 	@echo "                uses: VLLM=0.33.0 SGLANG=sglang==0.5.23"
@@ -135,8 +132,7 @@ soak: $(VENV)/.tests install
 	$(DEV) tests.sim simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --handovers --seeds $(HANDOVERS) || exit 1; done
-	$(DEV) tests.sim streams --seeds $(STREAM_SCHEDULES)
-	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_heads.py tests/sim/test_stream_schedules.py -k planted -q -s
+	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_heads.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest -m "vllm or soak" --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
@@ -148,27 +144,19 @@ demo-shared: $(VENV_VLLM)/.stores $(NATIVE) mooncake-libraries servers
 	@$(WITH) demo --shared $(ARGS)
 
 # What prints its help needs no package, and so no environment.
-HELP := $(if $(findstring --board,$(ARGS)),,$(filter -h --help,$(ARGS)))
+HELP := $(filter -h --help,$(ARGS))
 
 bench: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE))
 	$(if $(HELP),@$(PYTHON) -m,$(WITH)) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
-peers: SERVERS := redis-server
-peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries nixl servers added-peers $(if $(findstring multi-turn,$(ARGS)),$(VENV_VLLM)/multi-turn))
+peers: $(if $(HELP),,$(VENV_VLLM)/.tests $(NATIVE) mooncake-libraries $(if $(filter faults,$(ARGS)),,$(VENV_VLLM)/multi-turn))
 ifneq ($(HELP),)
 	@$(PYTHON) -m benchmarks.peers $(ARGS)
 else
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
 endif
-
-added-peers: $(VENV_VLLM)/.tests
-	@for package in $(ADDED_PEERS); do folder=$(VENV_VLLM)/peers/$${package%%==*}; \
-		test -e "$$folder/.$$package" || { echo "Installing $$package."; rm -rf $$folder; \
-			$(WITH) pip install --quiet --no-compile --no-deps --target $$folder $$package && \
-			touch "$$folder/.$$package"; } || echo "make: without $$package"; \
-	done
 
 # vLLM's own benchmark client, of the same version.
 $(VENV_VLLM)/multi-turn: | $(VENV_VLLM)/.stamp

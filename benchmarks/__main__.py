@@ -19,13 +19,10 @@ BENCHMARKS = (
         "disk",
         "doors",
         "engine",
-        "fingerprint",
-        "convoys",
         "handover",
-        "hicache",
     ),
-    *("hints", "object_store", "node", "policies", "prefetch", "replay", "shared_dir", "states", "steps", "stores"),
-    *("submit", "tenants", "ttft", "waiting", "writes"),
+    *("hints", "object_store", "policies", "prefetch", "shared_dir", "steps", "stores"),
+    *("tenants", "ttft", "waiting"),
 )
 
 

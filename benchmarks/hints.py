@@ -2,12 +2,11 @@
 is wrong, at each capacity, beside ``auto`` without hints and the bound.
 
 The traces are those of ``benchmarks.policies``. A session is what the trace says, else requests whose prompts continue
-each other. Hints are those of a client that knows when its session returns, and which request is its last. "half
-absent": half of the requests have no hint. "a tenth wrong": a tenth of the requests have the hint of a random other
-request. "rough": the time to the return is wrong by a factor, log-normal with sigma 1.
+each other. The hint is ``drop``, from a client that knows which request is the last of its session. "half absent": half
+of the requests have no hint. "a tenth wrong": a tenth of the requests have the hint of a random other request.
 
-The adversary: a tenth of the sessions lie. They always say that they return at once, or that each of their requests was
-the last one. The figure is what the other sessions find, compared with no hints at all.
+The adversary: a tenth of the sessions lie. They say that each of their requests was the last one. The figure is what
+the other sessions find, compared with no hints at all.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, replay
 from kvoffload.lab.trace import UNKNOWN, Floats, Ints, Trace
 
 CAPACITIES = ("1%", "5%", "10%")
-KINDS = ("drop", "expect_return_s", "both")
-QUALITIES = ("right", "half absent", "a tenth wrong", "rough")
-LIARS = ("returns at once", "drops always")
+QUALITIES = ("right", "half absent", "a tenth wrong")
 LIAR_SHARE = 0.1
 FIRST_SESSION = 2
 SEED = 0
@@ -88,12 +85,9 @@ def measure(trace: Trace) -> Iterator[Cell]:
 
         yield Cell(trace.name, capacity, "none", "", *found("auto"))
         yield Cell(trace.name, capacity, "bound", "", found(CLAIRVOYANT)[0])
-        for kind in KINDS:
-            for quality in QUALITIES:
-                if kind != "drop" or quality != "rough":
-                    yield Cell(trace.name, capacity, kind, quality, found("auto", hints_of(future, kind, quality))[0])
-        for lie in LIARS:
-            yield Cell(trace.name, capacity, "adversary", lie, *found("auto", lies_of(future, lies, lie)))
+        for quality in QUALITIES:
+            yield Cell(trace.name, capacity, "drop", quality, found("auto", drops_of(future, quality))[0])
+        yield Cell(trace.name, capacity, "adversary", "drops always", *found("auto", hints_of(future, lies)))
 
 
 def future_of(trace: Trace) -> Future:
@@ -132,28 +126,21 @@ def continued_sessions(trace: Trace) -> Ints:
     return sessions
 
 
-def hints_of(future: Future, kind: str, quality: str) -> list[Hints]:
+def drops_of(future: Future, quality: str) -> list[Hints]:
     rng = np.random.default_rng(SEED)
     n = len(future.gaps)
-    gaps = future.gaps.copy()
+    drops = future.gaps == np.inf
     if quality == "a tenth wrong":
-        gaps = np.where(rng.random(n) < 0.1, gaps[rng.permutation(n)], gaps)
-    elif quality == "rough":
-        gaps *= np.exp(rng.standard_normal(n))
-    is_silent: npt.NDArray[np.bool_] = rng.random(n) < (0.5 if quality == "half absent" else 0)
-    hints = []
-    for session, gap, silent in zip(future.sessions.tolist(), gaps.tolist(), is_silent.tolist(), strict=True):
-        drop = gap == np.inf and kind != "expect_return_s" and not silent
-        expected = gap if gap < np.inf and kind != "drop" and not silent else None
-        hints.append(Hints(FIRST_SESSION + session, drop, expected))
-    return hints
+        drops = np.where(rng.random(n) < 0.1, drops[rng.permutation(n)], drops)
+    elif quality == "half absent":
+        drops &= rng.random(n) >= 0.5
+    return hints_of(future, drops)
 
 
-def lies_of(future: Future, lies: npt.NDArray[np.bool_], lie: str) -> list[Hints]:
-    """Returns the hints of liars; the others name only their sessions."""
-    sessions = zip(future.sessions.tolist(), lies.tolist(), strict=True)
-    lying = {"drop": True} if lie == "drops always" else {"expect_return_s": 0.0}
-    return [Hints(FIRST_SESSION + session, **(lying if is_lying else {})) for session, is_lying in sessions]
+def hints_of(future: Future, drops: npt.NDArray[np.bool_]) -> list[Hints]:
+    """Returns hints that name the session of each request, and say of those in ``drops`` that they are its last."""
+    sessions = zip(future.sessions.tolist(), drops.tolist(), strict=True)
+    return [Hints(FIRST_SESSION + session, drop) for session, drop in sessions]
 
 
 def show(cells: Sequence[Cell]) -> None:
@@ -173,15 +160,12 @@ def show(cells: Sequence[Cell]) -> None:
 def summary(cells: Sequence[Cell]) -> Iterator[Row]:
     """Yields what hints bring over all traces and capacities, and what others lose by liars."""
     none = {(cell.trace, cell.capacity): cell for cell in cells if cell.hint == "none"}
-    for kind in KINDS:
-        for quality in QUALITIES:
-            chosen = [cell for cell in cells if (cell.hint, cell.quality) == (kind, quality)]
-            gains = [cell.found - none[cell.trace, cell.capacity].found for cell in chosen]
-            if gains:
-                yield Row(f"{kind}, {quality}: mean", float(np.mean(gains)), "points")
-                yield Row("the worst", min(gains), "points")
-    for lie in LIARS:
-        chosen = [cell for cell in cells if (cell.hint, cell.quality) == ("adversary", lie)]
-        losses = [(cell.others or 0) - (none[cell.trace, cell.capacity].others or 0) for cell in chosen]
-        yield Row(f"a tenth of the sessions {lie}: others, mean", float(np.mean(losses)), "points")
-        yield Row("the worst", min(losses), "points")
+    for quality in QUALITIES:
+        chosen = [cell for cell in cells if (cell.hint, cell.quality) == ("drop", quality)]
+        gains = [cell.found - none[cell.trace, cell.capacity].found for cell in chosen]
+        yield Row(f"drop, {quality}: mean", float(np.mean(gains)), "points")
+        yield Row("the worst", min(gains), "points")
+    liars = [cell for cell in cells if cell.hint == "adversary"]
+    losses = [(cell.others or 0) - (none[cell.trace, cell.capacity].others or 0) for cell in liars]
+    yield Row("a tenth of the sessions drops always: others, mean", float(np.mean(losses)), "points")
+    yield Row("the worst", min(losses), "points")

@@ -29,8 +29,8 @@ from kvoffload.abc import Hints, LoadStoreSpec, OffloadingManager, ReqContext
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies.engine_arc import ARCOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.lab.policies.engine_arc import ARCOffloadingManager
 from kvoffload.native import ENVIRONMENT_VARIABLE, describe
 
 REQUEST_BLOCKS = 8192

@@ -1,12 +1,18 @@
-"""Prefix-hit tokens of each policy on real traces, at each capacity, compared with vLLM's policies and the bound.
+"""Prefix-hit tokens of each policy on real traces, at each capacity, compared with textbook policies as libcachesim
+has them, with vLLM's policies and with the bound.
 
 The traces are the ``*.jsonl.gz`` in the folder that KVOFFLOAD_TRACES names; without one, synthetic workloads. The
 requests of the first half of a trace's time were used to tune the constants of ``auto``. The figures are those of the
 second half, which begins with the cache that the first half has left.
+
+libcachesim gets one block at a time, those of a request from the last to the first, so that a chain loses its tail
+before its head. A request finds its leading blocks that are all there.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -19,11 +25,13 @@ from benchmarks.report import Row, publish
 from benchmarks.traces import traces
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, replay
-from kvoffload.lab.trace import Trace
+from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay
+from kvoffload.lab.trace import Ints, Trace
 
-SINGLE = ("fifo", "lru", "arc", "s3fifo", "sieve", "lirs", "2q")
-PEERS = ("vllm:lru", "vllm:arc")
+TEXTBOOK = {"fifo": "FIFO", "s3fifo": "S3FIFO", "sieve": "Sieve", "lirs": "LIRS", "2q": "TwoQ"}
+"""Classes of libcachesim."""
+SINGLE = ("lru", "arc", *(TEXTBOOK if importlib.util.find_spec("libcachesim") else ()))
+PEERS = ("vllm:lru", "vllm:arc") if importlib.util.find_spec("vllm") else ()
 """Policies of vLLM, in its own manager."""
 POLICIES = (*SINGLE, "auto", *PEERS, CLAIRVOYANT)
 CAPACITIES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "5859")
@@ -71,12 +79,41 @@ def _start(trace: Trace) -> None:
 def _cell(job: tuple[str, str]) -> Cell:
     capacity, policy = job
     blocks = parse_capacity(capacity, _trace, DEFAULT_MODEL)
-    result = replay(_trace, ReplayConfig(policy, blocks))
-    hits, writes = result.host_tokens, result.writes_per_access
+    if policy in TEXTBOOK:
+        hits, writes = _simulated(_trace, TEXTBOOK[policy], blocks)
+    else:
+        result = _replayed(_trace, policy, blocks)
+        hits, writes = result.host_tokens, result.writes_per_access
     asked, times = _trace.input_tokens, _trace.times
     late = times >= (times[0] + times[-1]) / 2
     whole, second = (100 * float(hits[chosen].sum() / asked[chosen].sum()) for chosen in (asked > 0, late))
     return Cell(_trace.name, capacity, blocks, policy, whole, second, writes)
+
+
+def _replayed(trace: Trace, policy: str, blocks: int) -> ReplayResult:
+    if policy not in PEERS:
+        return replay(trace, ReplayConfig(policy, blocks))
+    from benchmarks.vllm_replay import replay_in_vllm
+
+    return replay_in_vllm(trace, policy.removeprefix("vllm:"), blocks)
+
+
+def _simulated(trace: Trace, policy: str, blocks: int) -> tuple[Ints, float]:
+    """Returns the tokens that each request finds with a policy of libcachesim, and the blocks written per access."""
+    libcachesim = importlib.import_module("libcachesim")
+    cache, access = getattr(libcachesim, policy)(blocks), libcachesim.Request(obj_size=1)
+    found, writes = np.zeros(trace.num_requests, dtype=np.int64), 0
+    for request in range(trace.num_requests):
+        chain = trace.chain(request).tolist()
+        for block in chain[: trace.prompt_blocks[request]]:
+            access.obj_id = block + 1
+            if cache.find(access, False) is None:
+                break
+            found[request] += 1
+        for block in reversed(chain):
+            access.obj_id = block + 1
+            writes += not cache.get(access)
+    return np.minimum(found * trace.block_tokens, trace.input_tokens), writes / max(1, trace.num_accesses)
 
 
 def show(cells: list[Cell]) -> None:
@@ -115,6 +152,6 @@ def summary(cells: list[Cell]) -> Iterator[Row]:
         here = {(cell.policy, cell.capacity): cell for cell in cells if cell.trace == trace}
         share = float(np.nanmean([gap_share(here, capacity, "whole") for capacity in SMALL]))
         yield Row(f"gap between lru and the bound closed by auto, up to 10%: {trace}", 100 * share, "%")
-    for other in ("lru", "vllm:arc"):
+    for other in ("lru", *PEERS[1:]):
         ratios = [by_place[*at, "auto"].writes / by_place[*at, other].writes for at in places]
         yield Row(f"blocks written by auto, in % of {other}", 100 * float(np.mean(ratios)), "%")

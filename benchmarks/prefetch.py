@@ -1,9 +1,10 @@
 """What prefetching brings: hits on disk that become hits in host memory, where clients say when their sessions return,
 and the share of its reads that was wasted.
 
-The traces, sessions and qualities of hints are those of ``benchmarks.hints``; ``expect_return_s`` alone is given. A
-*hinted* hit on disk is one of a request whose session had a request before. "without": nothing is prefetched, although
-the hints are the same. The disk is as fast as in all replays; requests come at their times.
+The traces and sessions are those of ``benchmarks.hints``; the hint is ``expect_return_s``, from a client that knows
+when its session returns. "rough": the time is wrong by a factor, log-normal with sigma 1. A *hinted* hit on disk is one
+of a request whose session had a request before. "without": nothing is prefetched, although the hints are the same. The
+disk is as fast as in all replays; requests come at their times.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.hints import future_of, hints_of
+from benchmarks.hints import FIRST_SESSION, SEED, Future, future_of
 from benchmarks.policies import SYNTHETIC
 from benchmarks.report import Row, publish
 from benchmarks.traces import traces
@@ -69,11 +70,21 @@ def measure(trace: Trace) -> Iterator[Cell]:
     returned[first] = False
     for host, disk in SIZES:
         for quality in QUALITIES:
-            hints = hints_of(future, "expect_return_s", quality)
+            hints = returns_of(future, quality)
             with mock.patch.object(prefetch, "HELD_SHARE", 0.0):
                 without = serve(trace, host, disk, hints, returned)
             yield cell_of(trace, host, disk, quality, False, without, without)
             yield cell_of(trace, host, disk, quality, True, serve(trace, host, disk, hints, returned), without)
+
+
+def returns_of(future: Future, quality: str) -> list[Hints]:
+    gaps = future.gaps.copy()
+    if quality == "rough":
+        gaps *= np.exp(np.random.default_rng(SEED).standard_normal(len(gaps)))
+    return [
+        Hints(FIRST_SESSION + session, expect_return_s=gap if gap < np.inf else None)
+        for session, gap in zip(future.sessions.tolist(), gaps.tolist(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

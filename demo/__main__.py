@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 
 from demo import forks, pages, smollm2
-from demo.pages import NAMES, SHARED_NAMES
 from demo.process import DemoError
 from demo.report import Report
 from demo.run import check_vllm, run_demo
@@ -38,7 +37,6 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 )
 @click.option("--shared", is_flag=True, help="Run two servers on each kind of shared store.")
 @click.option("--store", "stores", multiple=True, metavar="KIND", help="Only this store; may be given several times.")
-@click.option("--faults", is_flag=True, help="Also kill, stall, fill and corrupt each store while a server uses it.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the report's JSON to stdout.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed for weights, texts and lengths.")
 def main(
@@ -47,19 +45,17 @@ def main(
     model: str | None,
     shared: bool,
     stores: tuple[str, ...],
-    faults: bool,
     as_json: bool,
     seed: int,
 ) -> None:
     """Show what kvoffload saves and that outputs do not change.
 
     Runs the same conversations on real vLLM without kvoffload and with it, then their last questions in a restarted
-    server that reads from disk, and, as a control, once more with bytes corrupted on purpose. Then runs vLLM's own
-    offloading on two tiers, its fs tier and kvoffload's, before and after bytes on disk change.
+    server that reads from disk, and, as a control, once more with bytes corrupted on purpose.
 
     With --shared: for each kind of store, runs two vLLM servers in two processes: the second serves prompts that the
     first has seen. As a control, loads and then the stored values are corrupted on purpose. A store that cannot run
-    here is skipped, with the line to run. --store and --faults belong to it, --text and --model do not.
+    here is skipped, with the line to run. --store belongs to it, --text and --model do not.
 
     Exit status 0: outputs are identical with kvoffload, what was stored was found, and the corruption was detected; 1:
     one of these checks failed; 2: the demo could not run.
@@ -68,7 +64,6 @@ def main(
         ("--text", text is not None, not shared),
         ("--model", model is not None, not shared),
         ("--store", bool(stores), shared),
-        ("--faults", faults, shared),
     ):
         if given and not belongs:
             raise click.UsageError(f"{option} goes only {'with' if not shared else 'without'} --shared")
@@ -83,9 +78,9 @@ def main(
             out.mkdir(parents=True, exist_ok=True)
             forks.prepare(out / "vllm.log")
             chosen = choose_model(model, errors)
-        with TerminalProgress(errors, SHARED_NAMES if shared else NAMES) as progress:
+        with TerminalProgress(errors) as progress:
             if shared:
-                report = run_shared_demo(out, seed, progress, faults, stores)
+                report = run_shared_demo(out, seed, progress, stores)
             else:
                 report = run_demo(out, text, chosen, seed, progress)
     except KeyboardInterrupt:
@@ -96,9 +91,9 @@ def main(
     finally:
         signal.signal(signal.SIGTERM, before)
     if isinstance(report, SharedReport):
-        name, page, tables, warnings = "shared", pages.shared_page(report), pages.shared_tables(report), []
+        name, page = "shared", pages.shared_page(report)
     else:
-        name, page, tables, warnings = "report", pages.page(report), pages.tables(report), report.warnings
+        name, page = "report", pages.page(report)
     content = json.dumps(report.to_dict(), indent=2) + "\n"
     (out / f"{name}.json").write_text(content, encoding="utf-8")
     (out / f"{name}.html").write_text(render(page), encoding="utf-8")
@@ -106,12 +101,12 @@ def main(
         click.echo(content, nl=False)
     else:
         console = Console(highlight=False)
-        for table in tables:
+        for table in page.tables:
             console.print()
             console.print(terminal_table(table))
         console.print(f"  {out / f'{name}.html'}", style="dim", soft_wrap=True)
     if not as_json or page.failures:
-        (errors if as_json else Console()).print(verdict(page, warnings), soft_wrap=True)
+        (errors if as_json else Console()).print(verdict(page), soft_wrap=True)
     sys.exit(1 if page.failures else 0)
 
 

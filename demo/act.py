@@ -31,7 +31,6 @@ class Progress:
     """Is told how a run goes on. Shows nothing."""
 
     def begin(self, title: str, requests: int) -> None: ...
-    def ready(self, info: EngineInfo) -> None: ...
     def request(self, result: RequestResult) -> None: ...
     def skip(self, store: str, reason: str) -> None: ...
 
@@ -78,12 +77,11 @@ class EngineProcess(CommandedProcess):
 def run_act(
     config: ActConfig,
     log: Path,
-    on_ready: Callable[[EngineInfo], None],
     on_request: Callable[[RequestResult], None],
     program: Sequence[str] = ENGINE,
     with_control: bool = False,
 ) -> ActResult:
-    """Runs all visits of ``config`` in an engine of their own, and calls back as it progresses.
+    """Runs all visits of ``config`` in an engine of their own, and calls back after each.
 
     ``with_control`` then repeats the requests with corrupted loads. They must be the last ones about their documents.
     Raises EngineError, with the end of ``log``, if the engine fails or is silent past a deadline. In any case no
@@ -91,7 +89,6 @@ def run_act(
     """
     with EngineProcess(config, log, program) as engine:
         result = ActResult(engine.wait_ready())
-        on_ready(result.info)
         for index in range(len(config.visits)):
             request = engine.visit(index)
             if request is not None:

@@ -8,13 +8,11 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 from demo.engine import Engine
-from demo.files import BrokenFiles, FileMode
 from demo.process import serve
 from demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult, classify
 from demo.talks import ByteTalk, ChatTalk, Talk, load_tokenizer
@@ -24,34 +22,15 @@ RECORDS_SEARCHED = 16
 
 
 class Probe:
-    """Reads records and counters of kvoffload. Returns empty results if the engine runs without it.
-
-    ``waited_s``: how long the latest request has waited for the answer to what can be loaded for it.
-    """
+    """Reads records and counters of kvoffload. Returns empty results if the engine runs without it."""
 
     def __init__(self, scheduler: Any) -> None:
         from kvoffload.vllm.connector import KVOffloadConnector
 
         self._scheduler: Any = None
-        self._asked: tuple[str, float] | None = None
-        self.waited_s = 0.0
         connector = getattr(scheduler, "connector", None)
         if isinstance(connector, KVOffloadConnector):
             self._scheduler = connector.connector_scheduler
-            ask = connector.get_num_new_matched_tokens
-            connector.get_num_new_matched_tokens = self._timed(ask)  # type: ignore[method-assign]
-
-    def _timed(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``get_num_new_matched_tokens`` with a clock. vLLM asks again in each step until it has an answer."""
-
-        def timed(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._asked is None or self._asked[0] != request.request_id:
-                self._asked = request.request_id, time.monotonic()
-            answer = ask(request, *args, **kwargs)
-            self.waited_s = time.monotonic() - self._asked[1]
-            return answer
-
-        return timed
 
     def record(self, request_id: str) -> Any:
         """Returns the RequestRecord of a request. vLLM appends a suffix to the id that it is given."""
@@ -59,13 +38,6 @@ class Probe:
             return None
         recent = islice(reversed(self._scheduler.records), RECORDS_SEARCHED)
         return next((r for r in recent if r.req_id.split("-")[0] == request_id), None)
-
-    def pool(self) -> tuple[int, int]:
-        """Returns the number of used blocks and of all blocks of the host pool."""
-        if self._scheduler is None:
-            return 0, 0
-        manager = self._scheduler.manager
-        return manager.num_used_blocks, manager.num_blocks
 
     def counters(self) -> dict[str, float]:
         """Returns the values of kvoffload's counters by name."""
@@ -83,7 +55,7 @@ class ActEngine(Engine):
         self.config = config
         super().__init__(
             config.model,
-            _on_this_device(config.connector) if config.connector else None,
+            config.connector,
             {
                 "seed": config.seed,
                 "enable_prefix_caching": True,
@@ -101,7 +73,6 @@ class ActEngine(Engine):
         self._sampling: dict[str, Any] = {}
         if self._tokenizer is not None:
             self._sampling = {"ignore_eos": False, "stop_token_ids": [self._tokenizer.eos_token_id]}
-        self._files: BrokenFiles | None = None
         self._warm_up()
         self._before = self.probe.counters()
         self._started = time.perf_counter()
@@ -172,7 +143,6 @@ class ActEngine(Engine):
         device, host, disk = (
             (cached, 0, 0) if record is None else (record.device_tokens, record.host_tokens, record.disk_tokens)
         )
-        used, blocks = self.probe.pool()
         result = RequestResult(
             index=index,
             document=document,
@@ -187,9 +157,6 @@ class ActEngine(Engine):
             total_ms=1e3 * answer["total_s"],
             output_tokens=answer["tokens"],
             logprobs=[logprob if math.isfinite(logprob) else None for logprob in answer["logprobs"]],
-            pool_used=used,
-            pool_blocks=blocks,
-            waited_s=self.probe.waited_s,
             question=question,
             answer=self.talks[document].text(answer["tokens"]),
         )
@@ -202,13 +169,6 @@ class ActEngine(Engine):
         from demo.corrupted import corrupt_loads
 
         corrupt_loads(get_kv_transfer_group())
-
-    def break_files(self, directory: str, mode: str) -> int:
-        """Sets how files in ``directory`` behave. Returns the number of calls on them that have met a fault so far."""
-        if self._files is None:
-            self._files = BrokenFiles(directory)
-        self._files.set_mode(FileMode(mode))
-        return self._files.num_calls
 
     def metrics(self) -> dict[str, float]:
         """Returns kvoffload's counters since the warm-up, by name."""
@@ -235,17 +195,6 @@ class ActEngine(Engine):
                 if inside and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                     return True
         return False
-
-
-def _on_this_device(connector: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of KVTransferConfig. On a CPU vLLM's own offloading needs a worker that copies there."""
-    from vllm.platforms import current_platform
-
-    options = connector["kv_connector_extra_config"]
-    if options.get("spec_name") != "TieringOffloadingSpec" or not current_platform.is_cpu():
-        return connector
-    on_cpu = {"spec_name": "HostTieringSpec", "spec_module_path": "kvoffload.vllm.host_spec"}
-    return connector | {"kv_connector_extra_config": options | on_cpu}
 
 
 if __name__ == "__main__":

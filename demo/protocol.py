@@ -80,13 +80,6 @@ class RequestResult:
     total_ms: float
     output_tokens: list[int]
     logprobs: list[float | None]
-    pool_used: int
-    """Blocks of the host pool in use."""
-    pool_blocks: int
-    """Blocks of the host pool; 0 without kvoffload."""
-    waited_s: float = 0.0
-    """Time between vLLM's first question about the request and kvoffload's last answer: how long the request has waited
-    for blocks of tiers."""
     question: str = ""
     answer: str = ""
     """The output as text, if the model has a tokenizer."""

@@ -16,7 +16,6 @@ from typing import Any
 from demo import smollm2
 from demo.act import ActResult, Progress, run_act
 from demo.engine import connector
-from demo.inside import DISK_BYTES, Trial, is_possible, run_trials
 from demo.model import CONFIG as MODEL
 from demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
 from demo.process import DemoError
@@ -66,8 +65,6 @@ class Sizes:
     question_tokens: int = QUESTION_TOKENS
     """In a chat, the most that a question and its place in the template have."""
     answer_tokens: int = ANSWER_TOKENS
-    trial_documents: int = 3
-    """Documents that each tier inside vLLM's own offloading is asked about before bytes change, and others after."""
     device_blocks: int = 64
     """8,192 tokens: room for four of the sixteen documents."""
     max_model_len: int = 3072
@@ -86,7 +83,6 @@ CHATS = Sizes(
     users=2,
     document_blocks=(18, 22),
     turns=2,
-    trial_documents=2,
     device_blocks=50,
     max_model_len=1024,
     block_size=32,
@@ -138,15 +134,10 @@ def run_demo(
                 run_act(
                     replace(config, connector=plan.connector, answers=answers),
                     out / f"act-{plan.number}.log",
-                    progress.ready,
                     progress.request,
                     with_control=plan.is_restart,
                 )
             )
-        trials: list[Trial] = []
-        if model in (None, smollm2.DIRECTORY) and is_possible(acts[0].info):
-            with disk_directory(out, 2 * DISK_BYTES) as disk:
-                trials += run_trials(config, out, disk, len(acts) + 1, progress, sizes.trial_documents)
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
     name = smollm2.NAME if model == smollm2.DIRECTORY else name
     agreement = replay_act(trace, acts[1].requests)
@@ -156,7 +147,6 @@ def run_demo(
         seed=seed,
         load_average=load_average,
         replay=agreement,
-        trials=trials,
         documents=[document.name for document in documents],
     )
 

@@ -13,12 +13,6 @@ from demo.report import Comparison, compare, finite
 
 LOAD_DEADLINE_S = 1.0
 """How long a request waits for blocks: ``load_deadline_ms`` of the servers."""
-STEP_S = 1.0
-"""A deadline is noticed in the next step of the engine, which takes this long at most, also on a busy machine."""
-WAIT_LIMIT_S = LOAD_DEADLINE_S + STEP_S
-COMPUTING_FACTOR = 10.0
-"""A request that takes this many times as long as the slowest one without kvoffload, beside waiting, was stuck. The
-factor is large because other programs use the machine too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +45,6 @@ class SkippedStore:
 
 
 @dataclass(frozen=True, slots=True)
-class FaultResult:
-    """The requests before, during and after a fault. ``recovered_s``: how long after its end the store gave hits
-    again, None if it did not."""
-
-    store: str
-    fault: str
-    how: str
-    before: list[RequestResult]
-    during: list[RequestResult]
-    after: list[RequestResult]
-    """The requests of the last round."""
-    recovered_s: float | None
-    bad_blocks: int
-
-    @property
-    def requests(self) -> list[RequestResult]:
-        return [*self.before, *self.during, *self.after]
-
-
-@dataclass(frozen=True, slots=True)
 class SharedReport:
     """The result of the demo. ``baseline`` has the answer to each document without kvoffload."""
 
@@ -81,7 +55,6 @@ class SharedReport:
     info: EngineInfo
     baseline: Mapping[int, RequestResult]
     stores: list[StoreResult | SkippedStore]
-    faults: list[FaultResult] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """Why the run of a store has ended early."""
 
@@ -115,34 +88,6 @@ class SharedReport:
         }
 
     @property
-    def stuck_s(self) -> float:
-        """A request that takes longer than this was stuck."""
-        slowest = max(request.total_ms for request in self.baseline.values()) / 1000
-        return WAIT_LIMIT_S + COMPUTING_FACTOR * slowest
-
-    def fault_row(self, result: FaultResult) -> dict[str, Any]:
-        """Returns one row of the table of faults."""
-        slowest_s = max(request.total_ms for request in result.requests) / 1000
-        waited_s = max(request.waited_s for request in result.requests)
-        return {
-            "store": result.store,
-            "fault": result.fault,
-            "how": result.how,
-            "requests": len(result.requests),
-            "slowest_request_s": slowest_s,
-            "longest_wait_s": waited_s,
-            "within_deadline": waited_s <= WAIT_LIMIT_S and slowest_s <= self.stuck_s,
-            "identical": not self.compare(result.requests).different,
-            "hit_tokens": {
-                "before": hit_tokens(result.before),
-                "during": hit_tokens(result.during),
-                "after": hit_tokens(result.after),
-            },
-            "recovered_s": result.recovered_s,
-            "bad_blocks": result.bad_blocks,
-        }
-
-    @property
     def failures(self) -> list[str]:
         """One sentence per failed check; empty if all passed."""
         sentences = list(self.errors)
@@ -170,23 +115,6 @@ class SharedReport:
                 )
             if not store.bad_blocks:
                 sentences.append(f"{store.name}: no checksum has found the changed values.")
-        for row in map(self.fault_row, self.faults):
-            where = f"{row['store']}, {row['fault']}"
-            if not row["identical"]:
-                sentences.append(f"{where}: outputs differ from those without kvoffload.")
-            if row["longest_wait_s"] > WAIT_LIMIT_S:
-                sentences.append(
-                    f"{where}: a request waited {row['longest_wait_s']:.1f} s for blocks, "
-                    f"more than {WAIT_LIMIT_S:.1f} s."
-                )
-            if row["slowest_request_s"] > self.stuck_s:
-                sentences.append(
-                    f"{where}: a request took {row['slowest_request_s']:.1f} s, more than {self.stuck_s:.1f} s."
-                )
-            if not row["hit_tokens"]["before"]:
-                sentences.append(f"{where}: the store gave no hits before, so the fault shows nothing.")
-            if row["recovered_s"] is None:
-                sentences.append(f"{where}: the store gave no hits again.")
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,9 +140,6 @@ class SharedReport:
             "ok": not self.failures,
             "failures": self.failures,
             "stores": {store.name: stores[store.name] for store in self.stores},
-            "faults": [self.fault_row(result) for result in self.faults],
-            "wait_limit_s": WAIT_LIMIT_S,
-            "request_limit_s": self.stuck_s,
             "model": self.model,
             "seed": self.seed,
             "vllm_version": self.info.vllm_version,

@@ -1,11 +1,11 @@
-"""Runs two servers on each store, and requests while the store fails."""
+"""Runs two servers on each store."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,25 +19,14 @@ from demo.protocol import ActConfig, EngineInfo, RequestResult
 from demo.run import BLOCK_SIZE, Sizes, check_vllm, disk_directory, load, make_config, model_directory
 from demo.shared_report import (
     LOAD_DEADLINE_S,
-    FaultResult,
     SharedReport,
     SkippedStore,
     StoreResult,
-    hit_tokens,
 )
-from demo.stores import STORE_BYTES, STORES, Fault, Servers, Store, StoreMissingError
+from demo.stores import STORE_BYTES, STORES, Store, StoreMissingError
 
-NEW_DOCUMENTS = 1
-"""Documents per fault that are seen for the first time during it, so that something is to be written."""
 HOST_BLOCKS = 48
 """Blocks in host memory: few, so that prompts come from the store when they are asked again."""
-NUM_FAULTS = 7
-"""Of each store."""
-RECOVERY_DEADLINE_S = 240.0
-"""A breaker's pauses grow to 60 s: together they take two minutes."""
-RECOVERED_SHARE = 0.5
-"""The store gives hits again when a round has this share of those of the second server's first round."""
-ROUND_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +37,14 @@ class Plan:
     """These the first server sees first."""
     back: range
     """These the second server sees first."""
-    faults: range
-    """Before, during and after each fault: more than device and host memory hold together, so that they come from the
-    store."""
-    new: range
-    """NEW_DOCUMENTS per fault."""
 
     @property
     def documents(self) -> int:
-        return self.new.stop
+        return self.back.stop
 
 
-def make_plan(num_faults: int, shared: int = 12, back: int = 4, faults: int = 6) -> Plan:
-    """Returns the plan for this many faults per store, with so many documents."""
-    second = range(shared, shared + back)
-    new = range(second.stop, second.stop + NEW_DOCUMENTS * num_faults)
-    return Plan(range(shared), second, range(faults), new)
+def make_plan(shared: int = 12, back: int = 4) -> Plan:
+    return Plan(range(shared), range(shared, shared + back))
 
 
 class SharedDemo:
@@ -139,63 +120,8 @@ class SharedDemo:
             first.shut_down()
         return StoreResult(name, store.title, asked, shared, computed, back, control, corrupted, found)
 
-    def fail(self, store: Store) -> Iterator[FaultResult]:
-        """Runs two servers on ``store`` and yields what each fault has done."""
-        plan, name = self.plan, store.name
-        with ExitStack() as opened:
-            first = opened.enter_context(self.start(f"{name}-faults-first", store))
-            self.ask(first, plan.faults, f"{name}, to fail: first server")
-            second = opened.enter_context(self.start(f"{name}-faults-second", store))
-            wanted = RECOVERED_SHARE * hit_tokens(self.ask(second, plan.faults, f"{name}, to fail: second server"))
-            for i, fault in enumerate(store.faults()):
-                new = plan.new[i * NEW_DOCUMENTS : (i + 1) * NEW_DOCUMENTS]
-                yield self._fail(store, Servers(first, second), fault, new, max(1.0, wanted))
 
-    def _fail(self, store: Store, servers: Servers, fault: Fault, new: Sequence[int], wanted: float) -> FaultResult:
-        """Asks before, during and after a fault. The store works if a round finds ``wanted`` tokens there."""
-        engine, documents = servers.second, list(self.plan.faults)
-        self._progress.begin(f"{store.name}: {fault.name}", 3 * len(documents) + len(new))
-        before, _ = self._ask_until_found(engine, documents, wanted)
-        bad = bad_blocks(engine)
-        fault.begin(servers)
-        begun = time.monotonic()
-        try:
-            during = self.ask(engine, [*documents, *new])
-            while time.monotonic() - begun < fault.lasts_s:
-                during += self.ask(engine, documents)
-        finally:
-            fault.end(servers)
-        after, recovered_s = self._ask_until_found(engine, documents, wanted)
-        return FaultResult(
-            store.name,
-            fault.name,
-            fault.how,
-            before,
-            during,
-            after,
-            recovered_s,
-            bad_blocks(engine) - bad,
-        )
-
-    def _ask_until_found(
-        self, engine: EngineProcess, documents: Sequence[int], wanted: float
-    ) -> tuple[list[RequestResult], float | None]:
-        """Asks in rounds until one finds ``wanted`` tokens in the store. Returns the last round, and how many seconds
-        that took, or None if no round has."""
-        begun = time.monotonic()
-        while True:
-            results = self.ask(engine, documents)
-            elapsed = time.monotonic() - begun
-            if hit_tokens(results) >= wanted:
-                return results, elapsed
-            if elapsed > RECOVERY_DEADLINE_S:
-                return results, None
-            time.sleep(ROUND_PAUSE_S)
-
-
-def run_shared_demo(
-    out: Path, seed: int, progress: Progress, faults: bool = False, stores: Sequence[str] = ()
-) -> SharedReport:
+def run_shared_demo(out: Path, seed: int, progress: Progress, stores: Sequence[str] = ()) -> SharedReport:
     """Runs the demo on ``stores``, by default all, and returns the report. Leaves the logs of servers and stores in
     ``out``.
 
@@ -209,7 +135,7 @@ def run_shared_demo(
     load_average = os.getloadavg()[0]
     out.mkdir(parents=True, exist_ok=True)
     with model_directory(None, seed) as model, disk_directory(out, 4 * STORE_BYTES) as work:
-        plan = make_plan(NUM_FAULTS if faults else 0)
+        plan = make_plan()
         sizes = Sizes(documents=plan.documents)
         config = make_config(model, True, load(model, True, None, seed, sizes), seed, sizes)
         demo = SharedDemo(out, config, options(model), plan, progress)
@@ -229,9 +155,6 @@ def run_shared_demo(
             try:
                 with make(work / name, out) as store:
                     report.stores.append(demo.share(store))
-                if faults:
-                    with make(work / f"{name}-faults", out) as store:
-                        report.faults.extend(demo.fail(store))
             except StoreMissingError as error:
                 report.stores.append(SkippedStore(name, str(error)))
                 progress.skip(name, str(error))

@@ -8,22 +8,18 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from demo.act import EngineProcess
 from demo.process import HOST, CommandedProcess, DemoError, free_ports, kill_session, start_program
 from kvoffload.abc import ConfigError
-from kvoffload.tiers.disk.format import HEADER_BYTES, Header
 from kvoffload.tiers.mooncake import config as mooncake_config
 from kvoffload.tiers.object_store import config as object_store_config
 from kvoffload.tiers.redis.location import Address
@@ -31,10 +27,6 @@ from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.stream import MAX_VALUE_BYTES, ErrorReply, Reply, command
 from kvoffload.tiers.remote.client import StoreError
 
-STALL_S = 30.0
-SLOWDOWN = 10
-DUTY_S = 0.05
-"""A slowed process runs for the first tenth of each period of this length."""
 STORE_BYTES = 1 << 30
 """Budget of a server in a directory, and of each other store."""
 START_DEADLINE_S = 60.0
@@ -71,25 +63,6 @@ def flip(paths: Iterable[Path]) -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class Servers:
-    """Two servers that use one store. ``second`` serves the requests during a fault."""
-
-    first: EngineProcess
-    second: EngineProcess
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A way in which a store fails. ``how`` says what is really done. Requests go on for ``lasts_s`` at least."""
-
-    name: str
-    how: str
-    begin: Callable[[Servers], object]
-    end: Callable[[Servers], object] = lambda servers: None
-    lasts_s: float = 0.0
-
-
 class Store(ABC):
     """A store that runs while this is used as a context manager."""
 
@@ -106,10 +79,6 @@ class Store(ABC):
     @abstractmethod
     def corrupt(self) -> int:
         """Changes bytes of every stored value, under its right key. Returns how many values or files were changed."""
-
-    @abstractmethod
-    def faults(self) -> Sequence[Fault]:
-        """Returns the faults, in an order in which each finds what the one before has left."""
 
     @abstractmethod
     def close(self) -> None:
@@ -143,44 +112,6 @@ class DirectoryStore(Store):
     def corrupt(self) -> int:
         return flip(self.slabs())
 
-    def exchange(self) -> None:
-        """Gives every slot of the slabs the bytes of the next slot: the values of other keys."""
-        for slab in self.slabs():
-            slot_bytes = Header.unpack(np.fromfile(slab.with_name("index"), np.uint8, HEADER_BYTES)).block_bytes
-            raw = np.memmap(slab, np.uint8, "r+")
-            raw[:] = np.roll(raw, -slot_bytes)
-            raw.flush()
-
-    def faults(self) -> Sequence[Fault]:
-        def calls(mode: str) -> Callable[[Servers], object]:
-            return lambda servers: servers.second.call("break_files", directory=str(self.path), mode=mode)
-
-        normal = calls("normal")
-        wrapped = "system calls of the second server on files of the directory"
-        # Until its folder is deleted, the blocks are those of the first server.
-        return (
-            Fault("killed", "the first server was killed (SIGKILL)", lambda servers: servers.first.kill()),
-            Fault(
-                f"stalled {STALL_S:.0f} s",
-                f"{wrapped} do not return (wrapped in its process)",
-                calls("stalled"),
-                normal,
-                STALL_S,
-            ),
-            Fault("ten times slower", f"{wrapped} take ten times as long (wrapped)", calls("slow"), normal),
-            Fault("full", f"{wrapped} that write or allocate fail with ENOSPC (wrapped)", calls("full"), normal),
-            Fault("restarted empty", "the first server's folder was deleted", lambda servers: self.delete_first()),
-            Fault("answering garbage", "bytes of all slab files were changed", lambda servers: self.corrupt()),
-            Fault("other keys' values", "every slot got the bytes of the next", lambda servers: self.exchange()),
-        )
-
-    def delete_first(self) -> None:
-        """Deletes the files of the server that came first."""
-        folders = sorted({slab.relative_to(self.path).parts[0] for slab in self.slabs()})
-        for path in (self.path / folders[0]).rglob("*"):
-            if path.is_file():
-                path.unlink()
-
     def close(self) -> None:
         pass
 
@@ -189,13 +120,6 @@ class ServerStore(Store):
     """A store of one or several processes of its own, on free ports. Their logs go to ``logs``. Raises
     StoreMissingError if it cannot run here."""
 
-    processes: ClassVar[str]
-    """What these are, with a verb: "redis-server was"."""
-    how_full: ClassVar[str]
-    how_empty: ClassVar[str]
-    how_killed: ClassVar[str] = ""
-    """What is really done so that the store is full, restarted empty, or killed."""
-
     def __init__(self, logs: Path) -> None:
         if (reason := self.missing()) is not None:
             raise StoreMissingError(reason)
@@ -203,7 +127,6 @@ class ServerStore(Store):
         self._port, self._admin_port = free_ports(2)
         self._running: list[subprocess.Popen[bytes] | CommandedProcess] = []
         """In the order of their start."""
-        self._throttle: Throttle | None = None
         try:
             self.start()
         except BaseException:
@@ -218,18 +141,6 @@ class ServerStore(Store):
     @abstractmethod
     def _start(self) -> None:
         """Starts all processes, and adds them to ``_running``."""
-
-    @abstractmethod
-    def fill(self) -> object:
-        """The store has no room from now on."""
-
-    @abstractmethod
-    def drain(self) -> object:
-        """Ends what ``fill`` has begun."""
-
-    @abstractmethod
-    def exchange(self) -> int:
-        """Gives each key the value of the next, and the last that of the first. Returns how many."""
 
     def start(self) -> None:
         """Starts the store if it does not run."""
@@ -249,50 +160,7 @@ class ServerStore(Store):
             else:
                 kill_session(each)
 
-    def clear(self) -> None:
-        """Restarts the store, empty."""
-        self.kill()
-        self.start()
-
-    def faults(self) -> Sequence[Fault]:
-        processes = self.processes
-        return (
-            Fault(
-                f"stalled {STALL_S:.0f} s",
-                f"{processes} stopped (SIGSTOP)",
-                lambda servers: send(self.pids(), signal.SIGSTOP),
-                lambda servers: send(self.pids(), signal.SIGCONT),
-                STALL_S,
-            ),
-            Fault(
-                "ten times slower",
-                f"{processes} allowed to run for a tenth of the time (SIGSTOP and SIGCONT every 50 ms)",
-                lambda servers: self._slow_down(),
-                lambda servers: self._speed_up(),
-            ),
-            Fault("full", self.how_full, lambda servers: self.fill(), lambda servers: self.drain()),
-            Fault("restarted empty", self.how_empty, lambda servers: self.clear()),
-            Fault(
-                "killed",
-                f"{processes} killed (SIGKILL), and started again{self.how_killed} after the requests",
-                lambda servers: self.kill(),
-                lambda servers: self.start(),
-            ),
-            # These come last, because corrupt blocks that are found pause the tier again and again, longer each time.
-            Fault("answering garbage", "bytes of all values were changed", lambda servers: self.corrupt()),
-            Fault("other keys' values", "each key got the value of the next", lambda servers: self.exchange()),
-        )
-
-    def _slow_down(self) -> None:
-        self._throttle = Throttle(self.pids())
-
-    def _speed_up(self) -> None:
-        if self._throttle is not None:
-            self._throttle.close()
-            self._throttle = None
-
     def close(self) -> None:
-        self._speed_up()
         self.kill()
 
     def _wait_until(self, is_up: Callable[[], object], what: str, log: Path) -> None:
@@ -316,9 +184,6 @@ class RedisStore(ServerStore):
 
     name = "redis"
     title = "Redis"
-    processes = "redis-server was"
-    how_full = "the server got maxmemory 1mb and maxmemory-policy noeviction"
-    how_empty = "redis-server was killed and started again"
 
     @staticmethod
     def program() -> str | None:
@@ -366,28 +231,8 @@ class RedisStore(ServerStore):
         replies = self._ask(*[(b"GET", name) for name in blocks])
         return {name: raw for name, raw in zip(blocks, replies, strict=True) if isinstance(raw, bytes)}
 
-    def _replace(self, values: dict[bytes, bytes]) -> int:
-        """Puts other values under their names. Returns how many."""
-        return len(self._ask(*[(b"SET", name, raw) for name, raw in values.items()]))
-
     def corrupt(self) -> int:
-        return self._replace({name: changed(raw) for name, raw in self.values().items()})
-
-    def exchange(self) -> int:
-        values = self.values()
-        names = list(values)
-        return self._replace({name: values[after] for name, after in zip(names, names[1:] + names[:1], strict=True)})
-
-    def fill(self) -> object:
-        return self._ask(
-            [b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction"], [b"CONFIG", b"SET", b"maxmemory", b"1mb"]
-        )
-
-    def drain(self) -> object:
-        memory = b"%d" % STORE_BYTES
-        return self._ask(
-            [b"CONFIG", b"SET", b"maxmemory", memory], [b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lru"]
-        )
+        return len(self._ask(*[(b"SET", name, changed(raw)) for name, raw in self.values().items()]))
 
 
 class MooncakeStore(ServerStore):
@@ -395,16 +240,6 @@ class MooncakeStore(ServerStore):
 
     name = "mooncake"
     title = "Mooncake Store"
-    processes = "mooncake_master and the process with the memory were"
-    how_full = "a third client put values until the store was full"
-    how_empty = "both processes were killed and started again"
-
-    def __init__(self, logs: Path, prefix: str = "kvoffload/") -> None:
-        self.segment_bytes = STORE_BYTES
-        """The memory that the store has from its next start on."""
-        self._prefix = prefix
-        """Of the keys of all values that ``corrupt`` and ``exchange`` change."""
-        super().__init__(logs)
 
     @staticmethod
     def missing() -> str | None:
@@ -427,7 +262,7 @@ class MooncakeStore(ServerStore):
         master = [str(_mooncake_master()), *ports, f"-client_ttl={MOONCAKE_CLIENT_TTL_S}"]
         self._running.append(start_program(master, log))
         self._wait_until(lambda: self._admin("/health"), "mooncake_master", log)
-        config = {"master": self.address, "segment_bytes": self.segment_bytes}
+        config = {"master": self.address, "segment_bytes": STORE_BYTES}
         memory = CommandedProcess(["-m", PROGRAMS, "mooncake"], self._logs / "mooncake-memory.log", config)
         self._running.append(memory)
         memory.receive(START_DEADLINE_S)
@@ -436,23 +271,11 @@ class MooncakeStore(ServerStore):
         with urllib.request.urlopen(f"http://{HOST}:{self._admin_port}{path}", timeout=5) as answer:
             return str(answer.read().decode())
 
-    def _do(self, what: str) -> int:
-        keys = sorted(key for key in self._admin("/get_all_keys").split() if key.startswith(self._prefix))
+    def corrupt(self) -> int:
+        keys = sorted(key for key in self._admin("/get_all_keys").split() if key.startswith("kvoffload/"))
         memory = self._running[-1]
         assert isinstance(memory, CommandedProcess)
-        return int(memory.call(what, keys=keys))
-
-    def corrupt(self) -> int:
-        return self._do("corrupt")
-
-    def exchange(self) -> int:
-        return self._do("exchange")
-
-    def fill(self) -> object:
-        return self._do("fill")
-
-    def drain(self) -> object:
-        return self._do("drain")
+        return int(memory.call("corrupt", keys=keys))
 
 
 def _mooncake_master() -> Path:
@@ -468,10 +291,6 @@ class ObjectStore(ServerStore):
 
     name = "object_store"
     title = "an object store (moto)"
-    processes = "moto was"
-    how_full = "every PUT was answered with 507 QuotaExceeded, in front of moto"
-    how_empty = "every object was deleted"
-    how_killed = ", empty,"
 
     def __init__(self, logs: Path) -> None:
         self._environment = {name: os.environ.get(name) for name in CREDENTIALS}
@@ -497,26 +316,10 @@ class ObjectStore(ServerStore):
         self._running.append(moto)
         moto.receive(START_DEADLINE_S)
 
-    def do(self, what: str) -> int:
-        """Runs a command of ``store_programs.S3``."""
+    def corrupt(self) -> int:
         (moto,) = self._running
         assert isinstance(moto, CommandedProcess)
-        return int(moto.call(what))
-
-    def corrupt(self) -> int:
-        return self.do("corrupt")
-
-    def exchange(self) -> int:
-        return self.do("exchange")
-
-    def fill(self) -> object:
-        return self.do("fill")
-
-    def drain(self) -> object:
-        return self.do("drain")
-
-    def clear(self) -> None:
-        self.do("clear")
+        return int(moto.call("corrupt"))
 
     def close(self) -> None:
         super().close()
@@ -534,29 +337,6 @@ STORES: dict[str, Callable[[Path, Path], Store]] = {
     "object_store": lambda directory, logs: ObjectStore(logs),
 }
 """How each store is made, from a directory for its values and one for its logs."""
-
-
-class Throttle:
-    """Lets processes run for one part in SLOWDOWN of the time, by signals, until it is closed."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        running = DUTY_S / SLOWDOWN
-        while not self._ended.is_set():
-            send(self._pids, signal.SIGSTOP)
-            self._ended.wait(DUTY_S - running)
-            send(self._pids, signal.SIGCONT)
-            self._ended.wait(running)
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
-        send(self._pids, signal.SIGCONT)
 
 
 def send(pids: Sequence[int], number: signal.Signals) -> None:

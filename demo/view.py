@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from demo.act import Progress
-from demo.protocol import EngineInfo, RequestResult, Source
+from demo.protocol import RequestResult, Source
 from kvoffload.lab.figures import BLUE, GREEN, ORANGE, PURPLE
 from kvoffload.lab.page import environment
-from kvoffload.units import milliseconds
 
 COLOURS = {Source.RECOMPUTE: ORANGE, Source.DEVICE: BLUE, Source.HOST: GREEN, Source.DISK: PURPLE}
-GOOD, BAD, BEST = "good", "bad", "best"
+GOOD, BAD = "good", "bad"
 STYLES = {
     "": "",
     GOOD: "green",
     BAD: "bold red",
-    BEST: "bold",
     Source.RECOMPUTE: "dark_orange3",
     Source.DEVICE: "dodger_blue2",
     Source.HOST: "green4",
@@ -37,11 +35,10 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """``tone``: GOOD, BAD, BEST, or a Source, whose colour is shown. ``title`` explains it where there is no room."""
+    """``tone``: GOOD, BAD, or a Source, whose colour is shown."""
 
     text: str
     tone: str = ""
-    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +80,19 @@ class Page:
     remarks: Sequence[str] = ()
     cards: Sequence[tuple[str, str]] = ()
     """Amounts, and what they are."""
-    details: Table | None = None
-    style: str = ""
+
+    @property
+    def tables(self) -> list[Table]:
+        return [table for section in self.sections for table in section.tables]
 
 
 def yes_no(value: bool, detail: str = "") -> Cell:
     return Cell(("yes" if value else "NO") + (detail and f", {detail}"), GOOD if value else BAD)
 
 
-def limited(text: str, is_within: bool) -> Cell:
-    """Returns an amount that is bad if it is not within its limit."""
-    return Cell(text, "" if is_within else BAD)
-
-
 def render(page: Page) -> str:
     """Returns the HTML."""
-    return environment("demo").get_template("report.html.j2").render(page=page, colours=COLOURS, bad=BAD, best=BEST)
+    return environment("demo").get_template("report.html.j2").render(page=page, colours=COLOURS, bad=BAD)
 
 
 def terminal_table(table: Table) -> TerminalTable:
@@ -121,30 +115,25 @@ def terminal_table(table: Table) -> TerminalTable:
     return made
 
 
-def verdict(page: Page, warnings: Sequence[str]) -> Text:
-    """Returns ``warnings``, then one sentence per failure, or the headline."""
-    text = Text("".join(f"{sentence}\n" for sentence in [*warnings, *page.remarks]), style="yellow")
+def verdict(page: Page) -> Text:
+    """Returns remarks, then one sentence per failure, or the headline."""
+    text = Text("".join(f"{sentence}\n" for sentence in page.remarks), style="yellow")
     if page.failures:
         return text.append("\n".join(page.failures), style="bold red")
     return text.append(page.headline, style="bold green")
 
 
-@dataclass
 class TerminalProgress(Progress):
-    """A context manager that shows one progress bar per part of the run. ``names`` are those of the sources."""
+    """A context manager that shows one progress bar per part of the run."""
 
-    console: Console
-    names: Mapping[Source, str]
-    _task: TaskID | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._bars = Bars(
             TextColumn("{task.description:<32}"),
-            BarColumn(bar_width=20),
+            BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-            console=self.console,
+            console=console,
         )
 
     def __enter__(self) -> Self:
@@ -155,31 +144,17 @@ class TerminalProgress(Progress):
         self._bars.stop()
 
     def begin(self, title: str, requests: int) -> None:
-        if self._task is not None:
-            self._bars.stop_task(self._task)
-        self._task = self._bars.add_task(title, total=requests, now="[dim]starting vLLM[/]")
-        if not self.console.is_terminal:
+        for task in self._bars.tasks:
+            self._bars.stop_task(task.id)
+        self._bars.add_task(title, total=requests)
+        if not self._console.is_terminal:
             # The bars appear at the end only.
-            self.console.print(title.strip(), markup=False, highlight=False)
-
-    def ready(self, info: EngineInfo) -> None:
-        if self._task is not None:
-            self._bars.update(self._task, now=f"[dim]vLLM {info.vllm_version}, {info.device}[/]")
+            self._console.print(title.strip(), markup=False, highlight=False)
 
     def request(self, result: RequestResult) -> None:
-        if self._task is None:
-            return
-        (task,) = (task for task in self._bars.tasks if task.id == self._task)
-        style, name = STYLES[result.source], self.names[result.source]
-        self._bars.update(
-            self._task,
-            advance=1,
-            # How long a fault lasts says how many requests there are.
-            total=max(task.total or 0, task.completed + 1),
-            now=f"[{style}]{name:<14}[/] {milliseconds(result.ttft_ms):>8}",
-        )
+        self._bars.advance(self._bars.tasks[-1].id)
 
     def skip(self, store: str, reason: str) -> None:
-        self.console.print(
+        self._console.print(
             f"{store} is skipped: {reason}", style="yellow", markup=False, highlight=False, soft_wrap=True
         )

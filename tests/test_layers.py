@@ -51,7 +51,7 @@ def modules() -> dict[str, str]:
 
 
 def imported_modules(name: str, source: str) -> Iterator[str]:
-    """Yields the absolute dotted names that ``source`` imports anywhere, also inside functions."""
+    """Yields the absolute dotted names that ``source`` imports anywhere: inside functions, and by a string, too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,6 +62,8 @@ def imported_modules(name: str, source: str) -> Iterator[str]:
                 yield from (f"kvoffload.{alias.name}" for alias in node.names)
             else:
                 yield node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
 def room(name: str) -> str:
@@ -139,6 +141,8 @@ def test_rooms_do_not_import_each_other_in_a_cycle() -> None:
         ("tests.sim.engine", "import torch"),
         ("kvoffload.connector.observer", "from opentelemetry import trace"),
         ("kvoffload.cache.manager", "from kvoffload.testing.conformance import keys"),
+        ("kvoffload.lab.replay", 'def f():\n    run = importlib.import_module("kvoffload.vllm.replay").VLLMRun'),
+        ("kvoffload.lab.replay", 'from importlib import import_module\nimport_module("vllm")'),
     ],
 )
 def test_a_wrong_import_is_found(name: str, source: str) -> None:
@@ -153,6 +157,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("kvoffload.cache.policies", "from kvoffload.cache.policies.arc import ARCPolicy"),
         ("kvoffload.cache.manager", "from kvoffload.cache.table import BlockTable\nimport numpy"),
         ("kvoffload.vllm.connector", "import torch\nfrom vllm.config import VllmConfig"),
+        ("kvoffload.lab.replay", 'import_module("numpy")\nimport_module(name)'),
         ("kvoffload.sglang.storage", "import torch\nfrom sglang.srt.mem_cache.hicache_storage import HiCacheStorage"),
         ("kvoffload.testing.conformance", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
     ],

@@ -5,7 +5,7 @@ Python's lock is held by the engine's thread for a share of each step of 5 ms; c
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import time
 
 import numpy as np
@@ -16,9 +16,9 @@ from benchmarks.gpu.parts import Options
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.rig import Blocks, Layout, Rig, make_views, registered_pool, slot_bytes
 from kvoffload.abc import PageGroup
+from kvoffload.transfer.cuda import driver
 from kvoffload.transfer.cuda.calls import MAX_BLOCKS, Kernel
-from kvoffload.transfer.cuda.device import Stream
-from kvoffload.transfer.cuda.driver import Driver
+from kvoffload.transfer.cuda.kernels import launch
 
 KIB, MIB = 1 << 10, 1 << 20
 POOL_BYTES = 2 << 30
@@ -96,8 +96,7 @@ def _programs(report: Report, options: Options) -> None:
         blocks = np.random.default_rng(0).permutation(MAX_BLOCKS if not options.dry_run else 16)
         group = PageGroup(make_views(Layout.MERGED, 32, len(blocks), options.size(page) or 64))
         device = cuda.make_device([group])
-        calls = device.native_calls()
-        kernel = calls.kernels[0] if calls is not None else None
+        kernel = device.native_calls().kernels[0]
         if kernel is None:
             report.add(f"gather of pages of {page // KIB} KiB", "no kernel")
         else:
@@ -108,18 +107,12 @@ def _programs(report: Report, options: Options) -> None:
         device.close()
 
 
-def _gather_rate(
-    kernel: Kernel, programs: int, blocks: Blocks, staging: int, stream: Stream, options: Options
-) -> float:
-    driver = Driver(0)
-    arguments = (
-        *(ctypes.c_uint64(each) for each in (kernel.pieces, staging, kernel.row_bytes)),
-        *(ctypes.c_uint32(each) for each in (kernel.num_pieces, len(blocks))),
-        (ctypes.c_int32 * MAX_BLOCKS)(*blocks.tolist()),
-    )
+def _gather_rate(kernel: Kernel, programs: int, blocks: Blocks, staging: int, stream: int, options: Options) -> float:
+    calls, exact = driver.Driver(0), dataclasses.replace(kernel, max_programs=programs, rows_per_program=1e-3)
+    calls.use_context()
 
     def once() -> int:
-        driver.launch(kernel.gather, programs, kernel.threads, stream, arguments)
+        launch(calls, exact, exact.gather, stream, blocks, staging)
         return len(blocks) * kernel.row_bytes
 
     return cuda.bandwidth(once, options.rounds(5))

@@ -15,6 +15,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.rig import Blocks, Layout, Reshaped, Rig, make_views, registered_pool
 from kvoffload.abc import PageGroup
 from kvoffload.host.registration import Registration
+from kvoffload.transfer.cuda import driver
 
 KIB, MIB = 1 << 10, 1 << 20
 GATES = {64 * KIB: 0.0, 2 * MIB: 0.945, 256 * KIB: 0.89, MIB: 0.9}
@@ -129,7 +130,8 @@ def _speed(rig: Rig, direction: str, places: Blocks, blocks: Blocks, options: Op
 
 def _copy_per_page(rig: Rig, direction: str, places: Blocks, options: Options) -> float:
     """Copies each page by itself in batches of the driver, or a call each if it has none."""
-    device = rig.device
+    calls = driver.Driver(0)
+    calls.use_context()
     run = rig.tables[0].runs
     number = max(1, min(len(places), MAX_PAGE_COPIES // len(run)))
     blocks = np.random.default_rng(1).permutation(len(places))[:number]
@@ -137,11 +139,11 @@ def _copy_per_page(rig: Rig, direction: str, places: Blocks, options: Options) -
     slot = int(rig.slots.ctypes.data) + rig.slots.shape[1] * places[:number]
     on_host = np.concatenate([slot + each.offset for each in run])
     sizes = np.repeat([each.nbytes for each in run], number)
-    stream = device.new_stream()
+    stream = rig.device.new_stream()
     sides = (on_host, on_device) if direction == "store" else (on_device, on_host)
 
     def once() -> int:
-        device.copy(stream, sides[0], sides[1], sizes)
+        calls.copy(stream, sides[0], sides[1], sizes)
         cuda.synchronize()
         return int(sizes.sum())
 

@@ -40,13 +40,12 @@ def properties() -> Any:
     return torch.cuda.get_device_properties(0)
 
 
-def make_device(groups: Sequence[PageGroup], batched_copies: bool = True) -> CudaDevice:
+def make_device(groups: Sequence[PageGroup]) -> CudaDevice:
     """Returns the device for ``groups`` as the vLLM adapter makes it."""
     return CudaDevice(
         [page_table(group) for group in groups],
         0,
         lambda: int(torch.cuda.current_stream().cuda_stream),
-        batched_copies=batched_copies,
     )
 
 

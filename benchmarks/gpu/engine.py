@@ -6,6 +6,8 @@ stream, which nothing waits for; streams are delayed at random. Planted faults m
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
@@ -21,16 +23,15 @@ from benchmarks.gpu.rig import DelayedDevice, Ready
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
-from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.sim.content import Access, Batch, EngineRequest, to_words
 from tests.sim.engine import ModelEngine, Scenario
-from tests.sim.faults import FailingTransfer, WrappedDevice, WrappedTransfer
+from tests.sim.faults import FailingTransfer, WrappedTransfer
 from tests.sim.ranks import Rank, WrongBytes, layers_of, salt
-from tests.sim.stream_ranks import Layout, StreamPlan
-from tests.sim.stream_schedules import plan
+from tests.transfer.cuda.calls import SUCCESS, WrappedDevice
 
 SLOT_ALIGNMENT = 64
 DELAYS_S = (0.0, 0.0, 0.3e-3, 3e-3)
@@ -41,6 +42,80 @@ SHARE_OF_RIGHT_RUNS = 0.5
 """How much of the time is for runs without a planted fault."""
 MAX_SEEDS = 400
 MAX_SEEDS_PER_FAULT = 60
+MAX_REQUESTS = 8
+
+
+class Layout(enum.Enum):
+    """How the device blocks of all layers lie in memory."""
+
+    MERGED = enum.auto()
+    """One array of shape (layers, blocks, page)."""
+    SEPARATE = enum.auto()
+    """One array per layer."""
+    PACKED = enum.auto()
+    """One array of shape (blocks, layers, page): a device block is one run of bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """How the ranks of an engine lay out their KV and use their devices, with small chunks and buffers."""
+
+    layout: Layout
+    registered_chance: float
+    """The chance that one more slot of the pool is registered at a step."""
+    num_registered_first: float
+    """The share of the slots that is registered at the start."""
+    boundary_slots: int
+    """How many slots are registered by one call."""
+    syncs_chance: float
+    """The chance that the engine waits for the results of a step before the next one begins."""
+    limits: Limits
+
+    @classmethod
+    def random(cls, rng: Random) -> DevicePlan:
+        return cls(
+            layout=rng.choice(list(Layout)),
+            registered_chance=rng.choice((0.0, 0.02, 0.3)),
+            num_registered_first=rng.choice((0.0, 0.5, 1.0, 1.0)),
+            boundary_slots=rng.choice((1, 2, 5, 1000)),
+            syncs_chance=rng.choice((0.0, 0.5, 1.0)),
+            limits=Limits(
+                chunk_bytes=rng.choice((256, 1024, 4096)),
+                chunk_rows=rng.choice((2, 5, 64)),
+                bounce_bytes=rng.choice((64, 512)),
+                num_bounce_buffers=DEFAULT_LIMITS.in_flight + rng.choice((0, 1, 4)),
+                stage_bytes=rng.choice((256, 1024)),
+                fence_bytes=rng.choice((64, 256, 1024)),
+            ),
+        )
+
+
+def plan(seed: int) -> tuple[Scenario, DevicePlan]:
+    """Returns the engine, its workload and its devices."""
+    rng = Random(seed)
+    devices = DevicePlan.random(rng)
+    scenario, is_replicated = Scenario.random_without_heads(seed), rng.random() < 0.15
+    return (
+        dataclasses.replace(
+            scenario,
+            num_requests=min(scenario.num_requests, MAX_REQUESTS),
+            # Requests repeat prompts that the device does not keep, so that many load.
+            num_documents=1,
+            document_tokens=min(scenario.document_tokens, 10 * scenario.block_size + rng.randint(0, 7)),
+            max_new_tokens=min(scenario.max_new_tokens, 4),
+            max_tokens_per_step=max(scenario.max_tokens_per_step, 12),
+            prefix_caching=rng.random() < 0.3,
+            num_host_blocks=max(scenario.num_host_blocks, rng.choice((8, 32))),
+            store_threshold=None,
+            tensor_parallel=scenario.tensor_parallel or is_replicated,
+            num_ranks=2 if is_replicated else scenario.num_ranks,
+            # As with MLA: all ranks hold the same KV.
+            replicas=2 if is_replicated else scenario.replicas,
+            async_scheduling=rng.random() < 0.6,
+            sleep_chance=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        ),
+        devices,
+    )
 
 
 class RandomlyDelayed(DelayedDevice):
@@ -50,19 +125,8 @@ class RandomlyDelayed(DelayedDevice):
         super().__init__(inner, 0.0, DELAYED)
         self._rng = rng
 
-    def copy(self, stream: Any, targets: Any, sources: Any, sizes: Any) -> None:
-        self.seconds = self._rng.choice(DELAYS_S)
-        if self.seconds:
-            cuda.sleep(self.seconds, stream)
-        self.inner.copy(stream, targets, sources, sizes)
-
-    def gather(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
-        self.seconds = self._rng.choice(DELAYS_S)
-        super().gather(stream, group, blocks, staging)
-
-    def scatter(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
-        self.seconds = self._rng.choice(DELAYS_S)
-        super().scatter(stream, group, blocks, staging)
+    def delay(self) -> float:
+        return self._rng.choice(DELAYS_S)
 
 
 # Planted faults.
@@ -80,14 +144,14 @@ class StalePoints(WrappedDevice):
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
-        self._recorded: list[Any] = []
+        self._recorded: list[int] = []
 
-    def record(self, event: Any, stream: Any) -> None:
+    def record(self, event: int, stream: int) -> int:
         if stream == self.engine_stream():
             if event in self._recorded:
-                return
+                return SUCCESS
             self._recorded.append(event)
-        super().record(event, stream)
+        return super().record(event, stream)
 
 
 class NoOrder(WrappedDevice):
@@ -95,49 +159,39 @@ class NoOrder(WrappedDevice):
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
-        self._recorded_on: dict[Any, Any] = {}
+        self._recorded_on: dict[int, int] = {}
+        self._engine = inner.engine_stream()
 
-    def ignores(self, stream: Any) -> bool:
-        return bool(stream == self.engine_stream())
+    def ignores(self, stream: int) -> bool:
+        return stream == self._engine
 
-    def record(self, event: Any, stream: Any) -> None:
+    def record(self, event: int, stream: int) -> int:
         self._recorded_on[event] = stream
-        super().record(event, stream)
+        return super().record(event, stream)
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: int, event: int, flags: int = 0) -> int:
         recorded_on = self._recorded_on.get(event)
-        if recorded_on is None or stream == self.engine_stream() or not self.ignores(recorded_on):
-            super().wait(stream, event)
+        if recorded_on is None or stream == self._engine or not self.ignores(recorded_on):
+            return super().wait(stream, event)
+        return SUCCESS
 
 
 class NoOrderOfCopies(NoOrder):
     """Gathers, scatters and copies do not wait for one another."""
 
-    def ignores(self, stream: Any) -> bool:
+    def ignores(self, stream: int) -> bool:
         return not super().ignores(stream)
-
-
-class SharedStaging(WrappedDevice):
-    """All chunks are gathered in, and scattered from, the same memory."""
-
-    def __init__(self, inner: Device) -> None:
-        super().__init__(inner)
-        self._addresses: dict[int, int] = {}
-
-    def allocate(self, nbytes: int) -> int:
-        if nbytes not in self._addresses:
-            self._addresses[nbytes] = super().allocate(nbytes)
-        return self._addresses[nbytes]
 
 
 class EndsTooEarly(WrappedDevice):
     """Copies count as done when they are issued."""
 
-    def is_done(self, event: Any) -> bool:
-        return True
+    def query(self, event: int) -> int:
+        return SUCCESS
 
-    def seconds_between(self, start: Any, end: Any) -> float:
-        return 1e-3
+    def elapsed(self, milliseconds: Any, start: int, end: int) -> int:
+        milliseconds[0] = 1.0
+        return SUCCESS
 
 
 TRANSFER_FAULTS: dict[str, Callable[[Transfer], Transfer]] = {
@@ -147,7 +201,6 @@ DEVICE_FAULTS: dict[str, Callable[[Device], Device]] = {
     "a stale point of the forward pass": StalePoints,
     "copies do not wait for the engine": NoOrder,
     "copies do not wait for kernels": NoOrderOfCopies,
-    "staging is shared": SharedStaging,
     "copies are reported too early": EndsTooEarly,
 }
 
@@ -160,7 +213,7 @@ class DeviceRank(Rank):
         s: Scenario,
         groups: Sequence[KVGroup],
         number: int,
-        devices: StreamPlan,
+        devices: DevicePlan,
         wrap_device: Callable[[Device], Device] | None,
         wrap_transfer: Callable[[Transfer], Transfer],
         leader: Rank | None,
@@ -256,8 +309,7 @@ def run_schedule(
     wrap_transfer: Callable[[Transfer], Transfer] = lambda transfer: transfer,
 ) -> int:
     """Runs an engine and its workload, and returns the tokens that it has loaded. Raises an error if bytes are wrong,
-    or something is held at the end. A wrapped device has random delays and is driven by the plain loop of copies; with
-    None it is as the product makes it, for the native loop."""
+    or something is held at the end. A wrapped device has random delays; with None it is as the product makes it."""
     scenario, devices = plan(seed)
     ranks: list[DeviceRank] = []
 

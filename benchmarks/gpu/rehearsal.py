@@ -23,14 +23,17 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.gpu import cuda
+from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import cuda_device, driver
-from kvoffload.transfer.cuda.device import Addresses
+from tests.transfer.cuda.calls import NOT_READY, SUCCESS, LaunchArguments, addresses, as_c, numbers
 
 NUM_STREAMS = 32
 CYCLES_PER_SECOND = 1e9
 MEMORY = 64 << 20
 ALIGNMENT, POISON = 256, 0xEE
 ALREADY_REGISTERED = 712
+GATHER, SCATTER = 1, 2
+"""Handles of the kernels."""
 
 
 class Stream:
@@ -180,6 +183,19 @@ class Driver:
         self._registered: set[int] = set()
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
         self._events: dict[int, Event] = {}
+        self._functions = as_c(
+            {
+                "copy_batch": self._copy_batch,
+                "copy": lambda target, source, nbytes, stream: self._copy([(target, source, nbytes)], stream),
+                "launch": self._launch,
+                "record": self.record,
+                "wait": self._wait,
+                "query": lambda event: SUCCESS if self.is_done(event) else NOT_READY,
+                "elapsed": self._elapsed,
+            }
+        )
+        names = cuda_device.CALLS | {"copy_batch": "cuMemcpyBatchAsync"}
+        self._addresses = {names[field]: address for field, address in addresses(self._functions).items()}
 
     def enter_thread(self) -> None:
         """Does nothing."""
@@ -194,8 +210,11 @@ class Driver:
         synchronize()
 
     def address_of(self, name: str) -> int:
-        """Returns no address, so that copies are issued by Python."""
-        return 0
+        return self._addresses[name]
+
+    @property
+    def batch_address(self) -> int:
+        return self._addresses["cuMemcpyBatchAsync"] if self.copies_in_batches else 0
 
     def attribute(self, which: driver.Attribute) -> int:
         return 1
@@ -217,21 +236,15 @@ class Driver:
     def destroy_event(self, event: int) -> None:
         del self._events[event]
 
-    def record(self, event: int, stream: int) -> None:
+    def record(self, event: int, stream: int) -> int:
         self._events[event].record(stream_of(stream))
-
-    def wait(self, stream: int, event: int) -> None:
-        stream_of(stream).wait_event(self._events[event])
+        return SUCCESS
 
     def is_done(self, event: int) -> bool:
         return self._events[event].query()
 
-    def seconds_between(self, start: int, end: int) -> float:
-        return self._events[start].elapsed_time(self._events[end]) / 1e3
-
-    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
-        stream_of(stream).enqueue(lambda: [ctypes.memmove(*piece) for piece in pieces])
+    def copy(self, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        self._copy(list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)), stream)
 
     def read(self, address: int, into: int, nbytes: int) -> None:
         ctypes.memmove(into, address, nbytes)
@@ -246,22 +259,47 @@ class Driver:
         """Does nothing."""
 
     def function(self, module: int, name: str) -> int:
-        return int(name.startswith("scatter"))
+        return SCATTER if name.startswith("scatter") else GATHER
 
     def launch(self, function: int, programs: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
         pieces, staging, row_bytes, num_pieces, num_rows = (each.value for each in arguments[:5])
-        numbers = list(arguments[5])[:num_rows]
-        entries = (
-            np.ctypeslib.as_array((ctypes.c_int64 * (4 * num_pieces)).from_address(pieces)).reshape(-1, 4).tolist()
-        )
+        given = LaunchArguments(pieces, staging, row_bytes, num_pieces, list(arguments[5])[:num_rows])
+        self._move_rows(function == SCATTER, given, stream)
+
+    # What the native loop calls.
+
+    def _copy_batch(self, *arguments: Any) -> int:
+        lists = (numbers(each, arguments[3]).tolist() for each in arguments[:3])
+        return self._copy(list(zip(*lists, strict=True)), arguments[-1])
+
+    def _copy(self, pieces: list[tuple[int, int, int]], stream: int) -> int:
+        stream_of(stream).enqueue(lambda: [ctypes.memmove(*piece) for piece in pieces])
+        return SUCCESS
+
+    def _launch(self, function: int, *rest: Any) -> int:
+        *_, stream, pointers, _ = rest
+        return self._move_rows(function == SCATTER, LaunchArguments.of(pointers), stream)
+
+    def _move_rows(self, is_scatter: bool, given: LaunchArguments, stream: int) -> int:
+        pieces = (ctypes.c_int64 * (4 * given.num_pieces)).from_address(given.pieces)
+        entries = np.ctypeslib.as_array(pieces).reshape(-1, 4).tolist()
 
         def work() -> None:
-            for row, block in enumerate(numbers):
+            for row, block in enumerate(given.blocks):
                 for base, stride, nbytes, offset in entries:
-                    sides = (staging + row * row_bytes + offset, base + block * stride)
-                    ctypes.memmove(*(sides[::-1] if function else sides), nbytes)
+                    sides = (given.staging + row * given.row_bytes + offset, base + block * stride)
+                    ctypes.memmove(*(sides[::-1] if is_scatter else sides), nbytes)
 
         stream_of(stream).enqueue(work)
+        return SUCCESS
+
+    def _wait(self, stream: int, event: int, flags: int) -> int:
+        stream_of(stream).wait_event(self._events[event])
+        return SUCCESS
+
+    def _elapsed(self, milliseconds: Any, start: int, end: int) -> int:
+        milliseconds[0] = self._events[start].elapsed_time(self._events[end])
+        return SUCCESS
 
     def register(self, address: int, nbytes: int) -> None:
         if address in self._registered:

@@ -24,7 +24,7 @@ from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
-from tests.sim.faults import WrappedDevice
+from tests.transfer.cuda.calls import WrappedDevice
 
 Blocks: TypeAlias = npt.NDArray[np.int64]
 JOB_DEADLINE_S = 60.0
@@ -251,21 +251,20 @@ class DelayedDevice(WrappedDevice):
         super().__init__(inner)
         # The first call calibrates, which must not happen in the middle of a test.
         cuda.sleep(0.0)
-        self.seconds = seconds
-        self.operations = operations
+        self._seconds = seconds
+        self._operations = operations
 
-    def copy(self, stream: Any, targets: Any, sources: Any, sizes: Any) -> None:
+    def delay(self) -> float:
+        """Returns how long the stream of the next operation does nothing."""
+        return self._seconds
+
+    def before_copies(self, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
         self._delay("copy", stream)
-        super().copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
-        self._delay("gather", stream)
-        super().gather(stream, group, blocks, staging)
+    def before_launch(self, stream: int, is_scatter: bool) -> None:
+        self._delay("scatter" if is_scatter else "gather", stream)
 
-    def scatter(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
-        self._delay("scatter", stream)
-        super().scatter(stream, group, blocks, staging)
-
-    def _delay(self, operation: str, stream: Any) -> None:
-        if operation in self.operations:
-            cuda.sleep(self.seconds, stream)
+    def _delay(self, operation: str, stream: int) -> None:
+        seconds = self.delay() if operation in self._operations else 0.0
+        if seconds:
+            cuda.sleep(seconds, stream)

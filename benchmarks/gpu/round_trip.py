@@ -12,6 +12,8 @@ import numpy as np
 from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import Layout, make_views, rig
 from kvoffload.abc import PageGroup
+from kvoffload.transfer.cuda import driver
+from kvoffload.transfer.cuda.kernels import launch
 
 NUM_BLOCKS, LAYERS, PAGE = 32, 4, 2048
 
@@ -25,7 +27,11 @@ def main(arguments: list[str]) -> None:
         if "--planted" in arguments:
             staging = cuda.empty(group.device_block_bytes + 256)
             aligned = -(-int(staging.data_ptr()) // 256) * 256
-            r.device.gather(r.device.new_stream(), 0, np.array([1 << 30]), aligned)
+            kernel = r.device.native_calls().kernels[0]
+            assert kernel is not None
+            calls = driver.Driver(0)
+            calls.use_context()
+            launch(calls, kernel, kernel.gather, r.device.new_stream(), np.array([1 << 30]), aligned)
             cuda.synchronize()
         assert r.result(r.store(slots, blocks)).ok
         r.fill(0, blocks, 0xEE)

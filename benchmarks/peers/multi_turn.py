@@ -3,15 +3,18 @@
 Each system's server gets the same conversations. A client asks for the next turn of one conversation after the other,
 so that the more of them are active, the more other conversations come between two turns of one. The device cache has
 room for about four. All servers run, and one at a time is asked: the machine's speed changes within minutes, so the
-systems are compared at one number of conversations before the next. ``make peers ARGS=--multi-turn``.
+systems are compared at one number of conversations before the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,19 +26,9 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.peers.systems import (
-    BLOCK_SIZE,
-    DEVICE_BLOCKS,
-    MAX_TOKENS,
-    SYSTEMS,
-    StartError,
-    System,
-    VLLMWithTier,
-    environment,
-)
+from benchmarks.peers.place import Place
+from benchmarks.peers.systems import StartError, System, environment
 from demo.model import write_model, write_tokenizer
 from demo.process import DemoError, start_program
 from demo.servers import ServerProcess, VllmServer
@@ -44,6 +37,9 @@ from kvoffload.lab.figures import BLUE, DARK, GREEN, INK, LIGHT, MUTED, PLOTTED,
 
 CLIENT = Path(sys.executable).parents[1] / "multi-turn"
 """Where ``tools/vllm_client.py`` has put the client."""
+BLOCK_SIZE = 128
+DEVICE_BLOCKS = 64
+MAX_TOKENS = 4096
 NUM_CLIENTS = 2
 CONVERSATIONS = (2, 8, 24)
 """Numbers of active conversations."""
@@ -53,8 +49,12 @@ HOST_BYTES = 512 << 20
 DISK_BYTES = 4 << 30
 TEXT_CHARS = 400_000
 POINT_DEADLINE_S = 600.0
+STYLES = ((MUTED, ":"), (SOFT, "-"), (SOFT, "--"), (BLUE, "--"), (BLUE, "-"), (GREEN, "--"), (GREEN, "-"))
+"""Colours and lines of the plot, in the order of the systems."""
 MODEL_NAME = "small-random-llama"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
+CORES = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
+"""By itself vLLM leaves a connector's core free, and on two cores then uses fewer without a connector than with one."""
 RATE = re.compile(r"requests_per_sec = ([\d.]+)")
 ARGUMENTS = (
     *("--no-skip-tokenizer-init", "--served-model-name", MODEL_NAME, "--enable-prefix-caching"),
@@ -117,35 +117,20 @@ class Point:
     """The median."""
 
 
-def systems(folder: Path) -> list[System]:
-    """Returns the systems to compare; what kvoffload's tier keeps lies in ``folder``."""
-    disk = {"kind": "disk", "dir": str(folder / "tier"), "bytes": DISK_BYTES}
-    tier = {"type": "KVOffloadTier", "module_path": "kvoffload.vllm.secondary_tier", "tier": disk}
-    return [SYSTEMS["recompute"], SYSTEMS["vllm"], SYSTEMS["lmcache"], VLLMWithTier(tier), SYSTEMS["kvoffload"]]
-
-
 @contextlib.contextmanager
 def served(system: System, work: Path, model: Path) -> Iterator[VllmServer]:
     """A server with ``system``, and the services that it needs. Raises StartError or DemoError."""
-    work.mkdir(parents=True)
-    disk_bytes = DISK_BYTES if system.has_disk else None
-    system.disk_dir(work).mkdir(exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        for service in system.services(work, HOST_BYTES, disk_bytes):
-            stack.callback(service.kill)
-            service.start()
-        settings = system.settings(work, HOST_BYTES, disk_bytes)
+    if (reason := system.missing()) is not None:
+        raise StartError(reason)
 
-        def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> ServerProcess:
-            return start_program([system.python(), *command[1:]], log, variables)
+    def start(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> ServerProcess:
+        return start_program([system.python(), *command[1:]], log, variables)
 
-        variables = {**environment(), **settings.environment}
-        server = VllmServer(model, work / "server.log", settings.connector, ARGUMENTS, variables, start)
-        with server:
+    with contextlib.closing(Place(system, work, HOST_BYTES, DISK_BYTES)) as place:
+        settings = place.begin()
+        variables = {**environment(), **CORES, **settings.environment}
+        with VllmServer(model, work / "server.log", settings.connector, ARGUMENTS, variables, start) as server:
             yield server
-        for folder, pattern in system.leftovers(settings):
-            for path in folder.glob(pattern):
-                path.unlink(missing_ok=True)
 
 
 def measure(server: VllmServer, model: Path, workload: Workload, active: int, text: Path, work: Path) -> Point:
@@ -157,7 +142,7 @@ def measure(server: VllmServer, model: Path, workload: Workload, active: int, te
     command += ["--input-file", str(about), "--stats-json-output", str(stats), "--no-early-stop"]
     command += ["--num-clients", str(NUM_CLIENTS), "--max-active-conversations", str(active)]
     command += ["--max-num-requests", str(workload.num_requests(active))]
-    variables = {**environment(), "PYTHONPATH": str(CLIENT / "packages"), "HF_HUB_OFFLINE": "1"}
+    variables = {**environment(), "PYTHONPATH": str(CLIENT / "packages")}
     done = subprocess.run(
         command, cwd=work, env=variables, capture_output=True, text=True, timeout=POINT_DEADLINE_S, check=False
     )
@@ -169,26 +154,17 @@ def measure(server: VllmServer, model: Path, workload: Workload, active: int, te
     return Point(active, float(found[1]), statistics.median(each["ttft_ms"] for each in requests))
 
 
-def keep_logs(work: Path, logs: Path) -> None:
-    """Moves the logs of a system's processes and of the client."""
-    for log in work.glob("*.log"):
-        log.rename(logs / f"{work.name}-{log.name}")
-
-
-def main(out: Path, quick: bool) -> None:
+def main(out: Path, systems: Sequence[System], quick: bool, head: str) -> None:
     """Writes ``multi-turn.json``, ``multi-turn.md`` and ``multi-turn.svg`` into ``out``."""
     if not CLIENT.exists():
-        sys.exit(
-            f"there is no {CLIENT}: make peers installs vLLM's client, or run tools/vllm_client.py 0.32.0 {CLIENT}"
-        )
-    console = Console(stderr=True)
+        sys.exit(f"there is no {CLIENT}: make peers installs vLLM's client, or run tools/vllm_client.py")
     logs = out / "multi-turn"
-    logs.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(logs, ignore_errors=True)
     numbers = CONVERSATIONS[:2] if quick else CONVERSATIONS
     texts = load_documents(None, len(numbers) * len(WORKLOADS), TEXT_CHARS, seed=0)
     results: dict[str, dict[str, list[Point]]] = {workload.name: {} for workload in WORKLOADS}
     messages: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir=logs) as folder:
+    with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         write_model(model, seed=0)
         write_tokenizer(model, TEMPLATE)
@@ -196,10 +172,9 @@ def main(out: Path, quick: bool) -> None:
             points = results[workload.name]
             with contextlib.ExitStack() as stack:
                 servers: dict[str, tuple[VllmServer, Path]] = {}
-                for system in systems(Path(folder) / workload.name):
+                for system in systems:
                     points[system.title] = []
-                    work = Path(folder) / f"{workload.name}-{system.name}"
-                    stack.callback(keep_logs, work, logs)
+                    work = logs / f"{workload.name}-{system.name}"
                     try:
                         servers[system.title] = stack.enter_context(served(system, work, model)), work
                     except (StartError, DemoError) as error:
@@ -213,61 +188,55 @@ def main(out: Path, quick: bool) -> None:
                         except (DemoError, subprocess.TimeoutExpired) as error:
                             messages[f"{workload.name}, {title}, {active} active"] = str(error)
                         else:
-                            console.print(f"{workload.name}, {title}, {points[title][-1]}", highlight=False)
-    publish(results, messages, out)
+                            print(f"{workload.name}, {title}, {points[title][-1]}", file=sys.stderr, flush=True)
+    publish(results, messages, out, head)
 
 
-def publish(results: dict[str, dict[str, list[Point]]], messages: dict[str, str], out: Path) -> None:
+def publish(results: dict[str, dict[str, list[Point]]], messages: dict[str, str], out: Path, head: str) -> None:
+    """Writes the points of each system, by workload and title, and what could not be measured."""
     content = {
+        "head": head,
         "workloads": [asdict(workload) for workload in WORKLOADS],
         "points": {w: {s: [asdict(p) for p in points] for s, points in r.items()} for w, r in results.items()},
         "messages": messages,
     }
     (out / "multi-turn.json").write_text(json.dumps(content, indent=2) + "\n")
     (out / "multi-turn.svg").write_text(plot(results))
-    lines = []
+    lines = ["Requests per second, and the median time to the first token in ms.", f"{head}.", ""]
     for workload, by_system in results.items():
         numbers = sorted({point.active for points in by_system.values() for point in points})
         heads = [f"{workload}: active conversations", *map(str, numbers)]
-        table = Table(*heads, title="Requests per second (median time to the first token, ms)")
         lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
         for title, points in by_system.items():
             found = {point.active: f"{point.requests_per_s:.2f} ({point.ttft_ms:,.0f})" for point in points}
             cells = [title, *(found.get(number, "-") for number in numbers)]
-            table.add_row(*cells)
             lines.append("| " + " | ".join(cells) + " |")
-        Console().print(table)
         lines.append("")
     lines += [f"- {name}: {message}" for name, message in messages.items()]
-    (out / "multi-turn.md").write_text("\n".join(lines).rstrip() + "\n")
+    text = "\n".join(lines).rstrip() + "\n"
+    (out / "multi-turn.md").write_text(text)
+    print(text)
 
 
 def plot(results: dict[str, dict[str, list[Point]]]) -> str:
-    """Returns an SVG with a panel per workload: requests per second by the number of active conversations. It has the
-    colours that the reader prefers, light or dark, in a page of its own."""
-    styles = {
-        "recompute": ("no offloading", MUTED, ":"),
-        "vllm": ("vLLM's own, fs tier", SOFT, "-"),
-        "lmcache": ("LMCache", BLUE, "--"),
-        "vllm-kvoffload": ("vLLM's own with kvoffload's tier", GREEN, "--"),
-        "kvoffload": ("kvoffload", GREEN, "-"),
-    }
-    by_title = {system.title: styles[system.name] for system in systems(Path())}
+    """Returns an SVG with a panel per workload, in the colours that the reader prefers, light or dark."""
+    titles = dict.fromkeys(title for by_system in results.values() for title in by_system)
+    styles = dict(zip(titles, itertools.cycle(STYLES), strict=False))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
         panels = figure.subplots(1, len(results), squeeze=False)[0]
         for ax, (workload, by_system) in zip(panels, results.items(), strict=True):
             ax.set_title(f"{workload}: requests per second")
             for title, points in by_system.items():
-                label, colour, line = by_title[title]
+                colour, line = styles[title]
                 xs, ys = [point.active for point in points], [point.requests_per_s for point in points]
-                ax.plot(xs, ys, color=colour, linestyle=line, marker="o", markersize=4, linewidth=1.8, label=label)
+                ax.plot(xs, ys, color=colour, linestyle=line, marker="o", markersize=4, linewidth=1.8, label=title)
             ax.set_xscale("log", base=2)
             numbers = sorted({point.active for points in by_system.values() for point in points})
             ax.set_xticks(numbers, [str(number) for number in numbers])
             ax.set_xlabel("active conversations", color=INK)
             ax.set_ylim(bottom=0)
-        figure.legend(*panels[0].get_legend_handles_labels(), ncols=3, loc="outside lower center")
+        figure.legend(*panels[0].get_legend_handles_labels(), ncols=2, loc="outside lower center")
         text = svg(figure, "Requests per second of each system by the number of active conversations")
     light, dark = (";".join(f"--{name}:{colours[name]}" for name in PLOTTED) for colours in (LIGHT, DARK))
     style = f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"

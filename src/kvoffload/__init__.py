@@ -19,6 +19,7 @@ from kvoffload.abc import (
 from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.keys import hash_blocks, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.policies.engine_arc import ARCOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.build import build_scheduler
@@ -27,7 +28,6 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import HostPool
-from kvoffload.lab.policies.engine_arc import ARCOffloadingManager
 from kvoffload.tiers.config import TierConfig, TierContext
 from kvoffload.transfer.inline import InlineTransfer
 

@@ -101,9 +101,6 @@ class OffloadConfig:
     """Whether a prefix is computed if loading it from a tier below host memory would take longer."""
     engines_per_node: int | None = None
     """Number of data-parallel engines that share these budgets on this node. Needed only if vLLM does not say."""
-    batched_copies: bool = True
-    """Whether blocks are copied to and from CUDA devices in batches (CUDA 12.8). False: one by one, for drivers that
-    fail or hang in batches."""
     canonical_layout: bool = False
     """Whether a block has the same bytes whatever the parallelism, so that lower tiers give the blocks of an engine to
     engines with other numbers of ranks. Where the layout of the KV cache has no such form, this has no effect."""
@@ -170,7 +167,7 @@ class OffloadConfig:
             raise ConfigError("record_trace", self.record_trace, str(error.strerror), "look at the mount") from None
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))
-        for name in ("load_only_if_faster", "batched_copies", "canonical_layout"):
+        for name in ("load_only_if_faster", "canonical_layout"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "must be true or false, without quotes")
         _check_model_fingerprint(self.model_fingerprint)

@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from benchmarks.peers import multi_turn
-from benchmarks.peers.multi_turn import MIN_REQUESTS, NUM_CLIENTS, WORKLOADS, Point, measure, publish
-from benchmarks.peers.systems import MAX_TOKENS, SYSTEMS
+from benchmarks.peers.multi_turn import MAX_TOKENS, MIN_REQUESTS, NUM_CLIENTS, WORKLOADS, Point, measure, publish
 from demo.process import DemoError
 from demo.servers import VllmServer
 
@@ -64,14 +63,13 @@ def test_there_are_enough_conversations(tmp_path: Path, workload: multi_turn.Wor
 
 
 def test_a_system_without_points_is_named(tmp_path: Path) -> None:
-    ours, theirs = SYSTEMS["kvoffload"].title, SYSTEMS["lmcache"].title
+    ours, theirs = "kvoffload", "LMCache"
     results = {workload.name: {ours: [Point(2, 1.5, 40.0)], theirs: []} for workload in WORKLOADS}
-    publish(results, {f"chat, {theirs}": "it does not start"}, tmp_path)
+    publish(results, {f"chat, {theirs}": "it does not start"}, tmp_path, "today")
     page = (tmp_path / "multi-turn.md").read_text()
     assert f"| {ours} | 1.50 (40) |" in page
     assert f"| {theirs} | - |" in page
     assert f"- chat, {theirs}: it does not start" in page
-    assert "no offloading" not in (tmp_path / "multi-turn.svg").read_text()
     assert "active conversations" in (tmp_path / "multi-turn.svg").read_text()
 
 
@@ -79,4 +77,4 @@ def test_without_the_client_nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(multi_turn, "CLIENT", tmp_path / "nowhere")
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **named: sys.exit("started"))
     with pytest.raises(SystemExit, match="make peers installs"):
-        multi_turn.main(tmp_path, True)
+        multi_turn.main(tmp_path, [], True, "today")

@@ -19,17 +19,12 @@ from demo.process import with_demo
 FAST = (
     "calls",
     "copies",
-    "fingerprint",
     "hints",
     "prefetch",
-    "node",
     "shared_dir",
-    "states",
     "steps",
-    "submit",
     "tenants",
     "waiting",
-    "writes",
 )
 """Benchmarks that take less than two seconds if they are quick, without vLLM and without stores."""
 MODULES = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]

@@ -8,8 +8,8 @@ from kvoffload.abc import ConfigError, LookupState, MissReason, OffloadingManage
 from kvoffload.cache import admission
 from kvoffload.cache.admission import FilterReusedOffloadingManager, ReuseFilter, tracker_size
 from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.policies.engine_arc import ARCOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.lab.policies.engine_arc import ARCOffloadingManager
 from kvoffload.testing.conformance import keys, letters
 from tests.cache.reference_filter import ReferenceFilter
 from tests.cache.reference_policies import ReferenceARCManager

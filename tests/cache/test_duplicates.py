@@ -11,9 +11,9 @@ import pytest
 from kvoffload.abc import Hints, OffloadKey, ReqContext
 from kvoffload.cache.duplicates import MAX_PASSED, Duplicates
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.table import BlockTable
-from kvoffload.lab.policies import KNOWN, make_policy
 from kvoffload.testing.conformance import keys, letters
 
 
@@ -135,7 +135,7 @@ def test_a_search_passes_over_a_bounded_number_of_busy_blocks() -> None:
     assert duplicates.take(20, table.busy).tolist() == [*range(n - 1, MAX_PASSED - 1, -1), 0]
 
 
-@pytest.mark.parametrize("policy", sorted(KNOWN))
+@pytest.mark.parametrize("policy", sorted(BUILTIN))
 @pytest.mark.parametrize("seed", range(3))
 def test_random_notes_keep_every_promise(policy: str, seed: int) -> None:
     """Loads, stores, drops and notes in any order: pinned blocks stay, and slots, table and policy agree."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import OffloadingManager
+from kvoffload.cache.policies.engine_arc import ARCOffloadingManager, EngineARCPolicy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.lab.policies.engine_arc import ARCOffloadingManager, EngineARCPolicy
 from kvoffload.testing.conformance import keys, letters
 from tests.cache.reference_policies import ReferenceARCManager
 from tests.suites.conformance import ManagerConformance

@@ -17,27 +17,13 @@ from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction, IntegrityE
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.arc import ARCPolicy
+from kvoffload.cache.policies.engine_arc import EngineARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.lab.policies.engine_arc import EngineARCPolicy
-from kvoffload.lab.policies.fifo import FIFOPolicy
-from kvoffload.lab.policies.lirs import LIRSPolicy
-from kvoffload.lab.policies.s3fifo import S3FIFOPolicy
-from kvoffload.lab.policies.sieve import SIEVEPolicy
-from kvoffload.lab.policies.twoq import TwoQPolicy
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.testing.conformance import PolicyConformance
 from tests.lab.traces import make_trace
 
-POLICIES: list[Callable[[int], CachePolicy]] = [
-    LRUPolicy,
-    EngineARCPolicy,
-    ARCPolicy,
-    FIFOPolicy,
-    LIRSPolicy,
-    S3FIFOPolicy,
-    SIEVEPolicy,
-    TwoQPolicy,
-]
+POLICIES: list[Callable[[int], CachePolicy]] = [LRUPolicy, EngineARCPolicy, ARCPolicy]
 
 
 def array(slots: list[int] | range) -> np.ndarray:
@@ -114,42 +100,6 @@ class TestARC(PolicyConformance):
 class TestTextbookARC(PolicyConformance):
     def make_policy(self, capacity: int) -> CachePolicy:
         return ARCPolicy(capacity)
-
-
-class TestFIFO(PolicyConformance):
-    USES_MOVE_BLOCKS = False
-
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return FIFOPolicy(capacity)
-
-
-class TestSIEVE(PolicyConformance):
-    USES_MOVE_BLOCKS = False
-
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return SIEVEPolicy(capacity)
-
-
-class TestS3FIFO(PolicyConformance):
-    OLDEST_FIRST = False
-    USES_MOVE_BLOCKS = False
-
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return S3FIFOPolicy(capacity)
-
-
-class TestLIRS(PolicyConformance):
-    OLDEST_FIRST = False
-
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return LIRSPolicy(capacity)
-
-
-class Test2Q(PolicyConformance):
-    USES_MOVE_BLOCKS = False
-
-    def make_policy(self, capacity: int) -> CachePolicy:
-        return TwoQPolicy(capacity)
 
 
 @pytest.mark.parametrize("capacity", [40, 500, 20_000])
@@ -319,6 +269,23 @@ class TestRandom(PolicyConformance):
 
     def make_policy(self, capacity: int) -> CachePolicy:
         return RandomPolicy(capacity)
+
+
+class FIFOPolicy(LRUPolicy):
+    """Evicts the block that was stored first."""
+
+    def access(self, access: Access) -> None:
+        pass
+
+    def reorder(self, slots: Slots, new: np.ndarray) -> None:
+        super().reorder(slots[new], new[new])
+
+
+class TestFIFO(PolicyConformance):
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return FIFOPolicy(capacity)
 
 
 class TestLFU(PolicyConformance):

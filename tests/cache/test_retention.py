@@ -84,7 +84,7 @@ def test_a_retained_chain_survives_a_flood_and_leaves_after_its_time(policy: str
     assert manager.lookup(keys) == 10
     clock.now += 0.1
     flood(manager)
-    assert len(manager.retention) == 0
+    assert not manager.retention.blocks
     assert manager.table.num_evictable == manager.table.num_held
     assert manager.lookup(keys) == 0 or policy == "auto"
 
@@ -119,16 +119,30 @@ def test_what_is_beyond_the_quota_is_refused_as_a_whole() -> None:
     assert manager.retention.num_charged == [16, 0, 0]
 
 
-def test_a_session_has_one_retention_which_its_next_request_replaces() -> None:
+def test_a_block_stays_until_the_latest_time_whoever_asked_for_it() -> None:
     clock = Clock()
-    manager = make(clock=clock)
-    retain(manager, chain("a", 1, 12), 60.0, session=2)
-    # Another chain, which would not fit beside the first one.
-    retain(manager, chain("a", 2, 14), 60.0, session=2)
-    assert manager.retention.num_charged == [14, 0, 0]
-    flood(manager)
-    assert manager.lookup(chain("a", 2, 14)) == 14
-    assert manager.lookup(chain("a", 1, 12)) == 4
+    manager, keys, begun = make(clock=clock), chain("a", 1, 12), clock.now
+    retain(manager, keys, 60.0, session=2)
+    for session in (2, 3, None):
+        retain(manager, keys[:8], 10.0, session)
+    retain(manager, keys[:6], 90.0, session=2)
+    assert manager.retention.num_charged == [12, 0, 0]
+    for now, num_kept in ((59.9, 12), (60.0, 6), (90.0, 0)):
+        clock.now = begun + now
+        flood(manager)
+        assert (manager.lookup(keys) or 0) >= num_kept
+        assert manager.retention.num_charged[0] == num_kept
+        manager.check_integrity()
+
+
+def test_what_several_had_retained_nobody_can_end() -> None:
+    manager, keys = make(), chain("a", 1, 10)
+    retain(manager, keys, 60.0, session=2)
+    retain(manager, keys[:6], 1.0, session=3)
+    manager.retain(keys, context(0.0, session=3))
+    assert manager.retention.num_charged[0] == 10
+    manager.retain(keys, context(0.0, session=2))
+    assert manager.retention.num_charged[0] == 6
 
 
 @pytest.mark.parametrize("ending", [context(0.0, session=2), context(session=2, drop=True)])
@@ -140,27 +154,6 @@ def test_a_session_can_end_its_retention_but_no_other(ending: ReqContext) -> Non
     manager.retain(chain("a", 1, 6), ending)
     flood(manager)
     assert [manager.lookup(chain("a", i, 6)) for i in (1, 2, 3)] == [4, 6, 6]
-
-
-def test_without_a_session_a_longer_chain_replaces_those_that_end_no_later() -> None:
-    manager = make()
-    for length in range(5, 14):
-        retain(manager, chain("a", 1, length), 60.0)
-    assert len(manager.retention) == 1
-    retain(manager, chain("a", 1, 14), 10.0)
-    assert len(manager.retention) == 2
-
-
-def test_no_tenant_can_have_so_many_that_others_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "MAX_RETENTIONS", 12)
-    manager = make()
-    answers = [manager.retain(chain("a", 1, 4), context(60.0, 10 + i)).refusal for i in range(6)]
-    assert answers == [None] * 4 + [RetainRefusal.TOO_MANY] * 2
-    assert manager.retain(chain("b", 1, 4), context(60.0, 100)).refusal is None
-    assert manager.retain(chain("a", 1, 4), context(60.0, 10)).refusal is None, "a renewal"
-    manager.retain((), context(0.0, 10))
-    assert manager.retain(chain("a", 1, 4), context(60.0, 20)).refusal is None
-    manager.check_integrity()
 
 
 def test_drops_and_resets_end_it_and_are_counted_and_a_block_that_returns_is_retained_again() -> None:
@@ -192,7 +185,8 @@ def test_what_had_not_come_when_all_is_dropped_is_lost_and_each_block_once() -> 
 
 
 def test_chains_of_several_groups_and_states_are_released_whole() -> None:
-    manager, keys = make(), chain("a", 1, 7, groups=2)
+    clock = Clock()
+    manager, keys = make(clock=clock), chain("a", 1, 7, groups=2)
     # Of the second group, which may be one of states, requests keep different blocks.
     retain(manager, [*keys[::2], keys[5]], 60.0, session=2)
     retain(manager, [*keys[::2], keys[9]], 60.0, session=3)
@@ -201,30 +195,10 @@ def test_chains_of_several_groups_and_states_are_released_whole() -> None:
     manager.retain(keys, context(0.0, session=2))
     assert manager.retention.num_charged[0] == 8
     manager.retain(keys, context(0.0, session=3))
-    assert manager.retention.num_charged[0] == 0
+    assert manager.retention.num_charged[0] == 7
+    clock.now += 60.0
+    flood(manager)
     assert manager.table.num_evictable == manager.table.num_held
-
-
-def test_states_of_a_session_do_not_pile_up() -> None:
-    """Each request names the last state of the one before, and its own."""
-    manager = make()
-    for turn in range(1, 9):
-        states = [make_offload_key(namespace("a") + f"{i:012}".encode(), 1) for i in (turn - 1, turn)]
-        retain(manager, [*chain("a", 1, turn), *states], 60.0, session=5)
-        manager.check_integrity()
-    assert manager.retention.num_charged[0] <= 8 + 3
-    manager.retain([], context(0.0, session=5))
-    assert manager.retention.num_charged[0] == 0
-
-
-def test_a_shorter_retention_of_the_same_session_shortens_its_blocks() -> None:
-    manager, keys = make(), chain("a", 1, 6)
-    manager.retention.take_changes()
-    retain(manager, keys, 3600.0, session=5)
-    retain(manager, keys[:5], 60.0, session=5)
-    changes = manager.retention.take_changes()
-    now = manager.retention._clock()
-    assert sorted(changes.values()) == [0.0] + [now + 60.0] * 5
 
 
 def test_many_retentions_that_end_together_take_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,20 +209,20 @@ def test_many_retentions_that_end_together_take_several_calls(monkeypatch: pytes
         retain(manager, chain("a", 100 + session, 5)[4:], 60.0, session=2 + session)
     clock.now += 61
     manager.retention.expire()
-    assert len(manager.retention) == 6
+    assert manager.retention.num_charged[0] == 6
     # Who needs the room gets it.
     retain(manager, chain("a", 1, 16), 60.0, session=50)
-    assert len(manager.retention) == 1
+    assert manager.retention.num_charged[0] == 16
     manager.check_integrity()
 
 
 def test_ended_sessions_leave_the_queue() -> None:
     manager = make()
-    for session in range(3 * retention.QUEUE_SLACK):
+    for session in range(retention.QUEUE_SLACK):
         retain(manager, chain("a", 1, 5), 60.0, session=2 + session)
         manager.retain([], context(0.0, session=2 + session))
     manager.check_integrity()
-    assert not manager.retention.by_name
+    assert not manager.retention.blocks
 
 
 def test_what_was_charged_is_counted_to_its_end() -> None:
@@ -294,7 +268,8 @@ class Adversary:
         self.rng = random.Random(seed)
         self.clock = Clock()
         self.manager = make(policy=policy, clock=self.clock)
-        self.promised: dict[object, tuple[float, list[OffloadKey]]] = {}
+        self.promised: dict[OffloadKey, tuple[float, int | None]] = {}
+        """Until when each block must stay, and which session can end that."""
         self.gone: set[OffloadKey] = set()
         """Blocks that were dropped, or never stored, since they were promised."""
         self.num_retained = self.num_refused = 0
@@ -321,7 +296,9 @@ class Adversary:
                     store(manager, keys, of)
                 answer = manager.retain(keys, of)
                 if of.hints.drop or not of.hints.retain_s:
-                    self.promised.pop(session, None)
+                    ended = {key for key, (_, own) in self.promised.items() if own == session}
+                    for key in ended if session is not None else ():
+                        del self.promised[key]
                 elif answer.refusal is None:
                     self.num_retained += 1
                     self.promise(session, keys, of.hints.retain_s)
@@ -332,24 +309,26 @@ class Adversary:
         self.check()
 
     def promise(self, session: int | None, keys: list[OffloadKey], seconds: float) -> None:
-        name = keys[-1] if session is None else session
-        until = self.clock() + seconds
-        if session is None and name in self.promised:
-            until = max(until, self.promised[name][0])
-        self.promised[name] = until, keys
+        new = self.clock() + seconds
+        for key in keys:
+            until, own = self.promised.get(key, (new, session))
+            self.promised[key] = max(until, new), own if own == session else None
         self.gone |= {key for key in keys if self.manager.lookup([key]) == 0}
 
     def check(self) -> None:
         now, manager = self.clock(), self.manager
-        self.promised = {name: entry for name, entry in self.promised.items() if entry[0] > now}
+        self.promised = {key: entry for key, entry in self.promised.items() if entry[0] > now}
         manager.retention.expire()
-        kept = {key for _, keys in self.promised.values() for key in keys}
+        kept, retained = set(self.promised), manager.retention.blocks
         present = {key for key in kept if manager.lookup([key]) == 1}
-        charged = manager.retention.num_charged
         # What has left, and was not stored again at the end of a request that asked for it, is not charged any more.
-        for name, n in zip(NAMES, charged, strict=True):
-            least, most = (sum(key.startswith(namespace(name)) for key in keys) for keys in (present, kept))
-            assert least <= n <= most
+        assert present <= retained.keys() <= kept
+        assert {key: (block.until, block.session) for key, block in retained.items()} == {
+            key: self.promised[key] for key in retained
+        }
+        self.promised = {key: self.promised[key] for key in retained}
+        charged = manager.retention.num_charged
+        assert charged == [sum(key.startswith(namespace(name)) for key in retained) for name in NAMES]
         assert all(n <= most for n, most in zip(charged, (16, 8, 0), strict=True))
         assert kept - present <= self.gone
         self.gone = kept - present

@@ -34,9 +34,9 @@ COMMAND = [sys.executable, "-c", "from kvoffload.cli import main; main()", "expl
 SERVER = """
 import json, sys
 from kvoffload.observe.records import RequestRecord
-from kvoffload.observe.server import RecordServer, paused_in
+from kvoffload.observe.server import RecordServer
 records = [RequestRecord.from_dict(data) for data in json.load(open(sys.argv[2]))]
-server = RecordServer(lambda: records, sys.argv[1], paused=lambda: paused_in([(each, 1.0) for each in sys.argv[3:]]))
+server = RecordServer(lambda: records, sys.argv[1], lambda: [(each, 1.0) for each in sys.argv[3:]])
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -440,7 +440,7 @@ def test_without_a_server_the_error_says_what_to_do() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "no server with kvoffload was found" in done.stderr
     assert "docker exec" in done.stderr
-    assert "For a log, name its file" in done.stderr
+    assert "`kvoffload explain LOG` reads a log" in done.stderr
 
 
 def test_every_reason_has_advice() -> None:

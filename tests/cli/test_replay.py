@@ -97,11 +97,11 @@ def test_speeds_and_model_change_what_a_hit_saves(trace: Path, tmp_path: Path) -
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
     capacities = ",".join(map(str, range(1, 12)))
-    done = run(trace, "--policy", "lru,arc,sieve", "--capacity", capacities, "--bound", width=width)
+    done = run(trace, "--policy", "lru,arc,auto", "--capacity", capacities, "--bound", width=width)
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= width
     assert "24 requests" in done.stdout
-    rows = [text for text in done.stdout.splitlines() if text.startswith(("lru", "arc", "sieve", "bound"))]
+    rows = [text for text in done.stdout.splitlines() if text.startswith(("lru", "arc", "auto", "bound"))]
     numbers = [number for row in rows for number in re.findall(r"\d+\.\d+", row)]
     assert len(numbers) == 3 * 4 * 11
     assert all("*" not in row for row in rows if row.startswith("bound"))
@@ -191,7 +191,8 @@ def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "lri"], "--policy='lri': no policy has this name"),
+        (["--policy", "lri"], "--policy='lri': no policy has this name; write one of arc, auto, lru, or a class"),
+        (["--policy", "lru,sieve"], "--policy='sieve': no policy has this name; write one of arc, auto, lru, or"),
         (["--policy", "lru,"], "--policy='lru,': an entry is empty"),
         (["--capacity", "much"], "--capacity='much': not a capacity; write"),
         (["--capacity", "1kB"], "--capacity='1kB': too small for one block"),
@@ -221,14 +222,6 @@ def test_an_invalid_option_is_named_as_typed_in_one_line(trace: Path, arguments:
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kvoffload replay: {words}")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_policy_in_vllm_needs_vllm(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvoffload.vllm.replay", None)
-    done = run(trace, "--policy", "lru,vllm:arc")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvoffload replay: --policy='vllm:arc': vLLM's manager of host memory cannot be")
-    assert "install vLLM 0.31 or later" in done.stderr
 
 
 class APolicyWithANameThatIsSoMuchLongerThanMostThatNoTerminalHasRoomForAllOfItInOneLine(LRUPolicy):

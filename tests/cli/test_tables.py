@@ -20,7 +20,7 @@ from kvoffload import cli
 from kvoffload.abc import MissReason
 from kvoffload.cli import disk, replay, size
 from kvoffload.lab.replay import TierUse
-from kvoffload.lab.sizing import Setting
+from kvoffload.lab.sizing import Setting, Sizing
 from kvoffload.observe.records import RequestRecord
 from kvoffload.tiers.disk.offline import FolderReport, PartReport
 
@@ -108,8 +108,9 @@ def tables() -> dict[str, Table]:
     """Returns tables with large numbers."""
     blocks, most = 1 << 24, (1 << 50) - (1 << 40)
     host = TierUse("device", blocks, 1, 100.0, 100.0, most, most, 12.34, blocks)
-    setting = Setting(most, most, 100.0, 22.2, 55.5, 12.3, 1.0, 9.999, 99.999, 99_999.0)
+    setting = Setting(most, most, 100.0, 22.2, 55.5, 1.0, 9.999, 99.999, 99_999.0)
     sizing: Any = SimpleNamespace(settings=[setting], chosen=setting, places=["device", "RAM", "disk"])
+    sizing.table = lambda: Sizing.table(sizing)
     then = int(time.time()) - 86_400 * 99
     folder = FolderReport("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then)
     return {

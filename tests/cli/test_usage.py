@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
+import os
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from click.testing import CliRunner
 
 from kvoffload.abc import RetainRefusal
 from kvoffload.cache.tenants import TenantConfig, Tenants
-from kvoffload.cli.usage import MAX_ROWS, MAX_TIER_COLUMNS, usage
+from kvoffload.cli.usage import usage
 from kvoffload.connector import observer
 from kvoffload.observe.records import RequestRecord
-from kvoffload.observe.usage import Bill, TierUsage, Usage, by_tenant, to_json
+from kvoffload.observe.server import RecordServer
+from kvoffload.observe.usage import Bill, TierUsage, Usage, bill_of, by_tenant
 from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
 from tests.connector.test_tiered_scheduler import TieredRig
 
@@ -54,22 +57,40 @@ def play(used: Rig, num_requests: int, settle: Any = None) -> None:
             settle()
 
 
-def usage_of(
-    records: list[RequestRecord], tmp_path: Path, *options: str, bills: Sequence[tuple[str, Bill]] = ()
-) -> Any:
-    """``bills``: each with the server that logs it."""
-    log = tmp_path / "log"
-    lines = [f"kvoffload: record {json.dumps(record.to_dict())}\n" for record in records]
-    lines += [f"kvoffload: usage {json.dumps({'server': of, 'usage': to_json(bill)})}\n" for of, bill in bills]
-    log.write_text("".join(lines))
-    result = CliRunner().invoke(usage, [str(log), *options])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.output) if "--json" in options else result.output
+Show = Callable[..., Any]
+
+
+def totals_of(bill: Bill) -> list[tuple[str, float]]:
+    return [
+        (f"tenant_{name}:{tenant},{tier}", total)
+        for tenant, tiers in bill.items()
+        for tier, used in tiers.items()
+        for name, total in asdict(used).items()
+    ]
+
+
+@pytest.fixture
+def usage_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
+    """Runs the command beside a server in this process that has the given records and bill, or one per bill."""
+    with contextlib.ExitStack() as servers:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+        def run(records: Sequence[RequestRecord], *options: str, bills: Sequence[Bill] = ({},)) -> Any:
+            for i, bill in enumerate(bills):
+                served = records if i == 0 else []
+                server = RecordServer(partial(list, served), f"s{i}", partial(totals_of, bill))
+                servers.callback(server.close)
+            result = CliRunner().invoke(usage, ["--pid", str(os.getpid()), *options])
+            servers.close()
+            assert result.exit_code == 0, result.output
+            return json.loads(result.output) if "--json" in options else result.output
+
+        yield run
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])
 def test_sums_agree_with_the_metrics_to_the_token(
-    is_tiered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_tiered: bool, usage_of: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer, "MIN_PREFILL_SAMPLE", 1)
     options: dict[str, Any] = {"tenants": TENANTS, "block_bytes": BLOCK_BYTES}
@@ -82,8 +103,7 @@ def test_sums_agree_with_the_metrics_to_the_token(
 
     play(used, 200, settle)
     metrics = used.half.metrics.snapshot()
-    bills = [("s", used.half.observer.bill())]
-    report = usage_of(list(used.half.records), tmp_path, "--json", bills=bills)
+    report = usage_of(list(used.half.records), "--json", bills=[bill_of(metrics)])
     total = report["total"]
     assert total["requests"] == 200
     assert total["tokens_asked"] == metrics["asked_tokens"]
@@ -119,8 +139,8 @@ RECORDS = [
 ]
 
 
-def test_the_table_has_a_row_per_tenant_and_a_total(tmp_path: Path) -> None:
-    shown = usage_of(RECORDS, tmp_path)
+def test_the_table_has_a_row_per_tenant_and_a_total(usage_of: Show) -> None:
+    shown = usage_of(RECORDS)
     rows = [line.split() for line in shown.splitlines()]
     assert ["a", "1", "100", "16", "64", "20", "1.5", "s"] in rows
     assert ["b", "1", "50", "0", "0", "50", "0.0", "s"] in rows
@@ -128,94 +148,37 @@ def test_the_table_has_a_row_per_tenant_and_a_total(tmp_path: Path) -> None:
     assert ["a", "32", "96", "1", "0"] in rows
     assert ["b", "0", "0", "0", "1"] in rows
     assert ["total", "32", "96", "1", "1"] in rows
-    assert "total" not in usage_of(RECORDS, tmp_path, "--tenant", "a")
+    assert "total" not in usage_of(RECORDS, "--tenant", "a")
 
 
 def test_records_keep_what_was_stored_and_retained() -> None:
     read = [RequestRecord.from_dict(json.loads(json.dumps(record.to_dict()))) for record in RECORDS]
     assert [record.to_dict() for record in read] == [record.to_dict() for record in RECORDS]
     assert by_tenant(read, {})[0] == Usage.of("a", RECORDS[:1], {})
-    assert "saved about 1.5 s" in str(RECORDS[0])
-    assert "96 retained in host" in str(RECORDS[0])
-    assert "not retained: over_quota" in str(RECORDS[1])
     with pytest.raises(ValueError, match="retain_refused"):
         RequestRecord.from_dict({**RECORDS[0].to_dict(), "retain_refused": "nonsense"})
 
 
-def test_a_log_line_at_the_end_of_a_request_replaces_the_first_one(tmp_path: Path) -> None:
-    first = RequestRecord(1.0, "r1", 100, 16, 64, tenant="a")
-    total = usage_of([first, RECORDS[0]], tmp_path, "--json")["total"]
-    assert (total["requests"], total["stored_tokens"]) == (1, 32)
-
-
-def test_a_log_without_records_ends_with_2(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("nothing\n")
-    assert CliRunner().invoke(usage, [str(tmp_path / "log")]).exit_code == 2
+def test_without_a_server_it_ends_with_2() -> None:
+    assert CliRunner().invoke(usage, ["--pid", "1"]).exit_code == 2
 
 
 GIB_HOURS = 3600.0 * (1 << 30)
 
 
-def test_the_latest_bill_of_each_server_counts(tmp_path: Path) -> None:
+def test_bills_of_several_servers_are_added_up(usage_of: Show) -> None:
     bills = [
-        ("one", {"a": {"host": TierUsage(1 * GIB_HOURS, 0, 1 << 30)}}),
-        ("one", {"a": {"host": TierUsage(2 * GIB_HOURS, 1 * GIB_HOURS, 3 << 30)}, "b": {"disk": TierUsage(GIB_HOURS)}}),
-        ("two", {"a": {"host": TierUsage(4 * GIB_HOURS, 0, 1 << 30)}}),
+        {"a": {"host": TierUsage(2 * GIB_HOURS, 1 * GIB_HOURS, 3 << 30)}, "b": {"disk": TierUsage(GIB_HOURS)}},
+        {"a": {"host": TierUsage(4 * GIB_HOURS, 0, 1 << 30)}},
     ]
-    rows = [line.split() for line in usage_of(RECORDS, tmp_path, bills=bills).splitlines()]
+    rows = [line.split() for line in usage_of(RECORDS, bills=bills).splitlines()]
     assert ["a", "host", "6.00", "1.00", "4", "GiB"] in rows
     assert ["b", "disk", "1.00", "0.00", "0", "bytes"] in rows
     assert ["total", "host", "6.00", "1.00", "4", "GiB"] in rows
     assert ["total", "disk", "1.00", "0.00", "0", "bytes"] in rows
-    only_b = usage_of(RECORDS, tmp_path, "--tenant", "b", "--json", bills=bills)
+    only_b = usage_of(RECORDS, "--tenant", "b", "--json", bills=bills)
     assert set(only_b["total"]["tiers"]) == {"disk"}
 
 
-def test_engines_of_one_process_have_a_bill_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "kvoffload")
-    moved = 0.0
-    for _ in range(2):
-        used = Rig(options={"tenants": TENANTS, "block_bytes": BLOCK_BYTES})
-        play(used, 10)
-        used.half.metrics.snapshot()
-        used.half.observer.close()
-        moved += sum(tiers["host"].moved_bytes for tiers in used.half.observer.bill().values())
-    (tmp_path / "log").write_text("\n".join(map(logging.Formatter().format, caplog.records)))
-    report = json.loads(CliRunner().invoke(usage, [str(tmp_path / "log"), "--json"]).output)
-    assert report["total"]["tiers"]["host"]["moved_bytes"] == moved > 0
-
-
-def test_a_log_of_many_tenants_and_tiers_is_shown_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    found = [
-        RequestRecord(1.0, f"r{i}", 1 + 16 * i, 0, 0, disk_tokens=1, tier_tokens={f"tier-{i}": 1}, tenant=f"t{i}")
-        for i in range(3000)
-    ]
-    bills: list[tuple[str, Bill]] = [
-        (f"s{i}", {f"t{i}-{j}": {f"tier-{i}-{j}": TierUsage(GIB_HOURS)} for j in range(10)}) for i in range(300)
-    ]
-    shown = usage_of(found, tmp_path, bills=bills)
-    assert len(shown.splitlines()) < 6 * MAX_ROWS
-    assert "The total includes 5,744 tenants with fewer tokens" in shown
-    assert f"Only {MAX_ROWS} rows of tenants and of the total" in shown
-    rows = [line.split() for line in shown.splitlines()]
-    assert max(map(len, rows)) < 2 * MAX_TIER_COLUMNS
-    assert len([row for row in rows if row[:1] == ["total"]]) == 2 + MAX_ROWS
-    assert len(usage_of(found, tmp_path, "--json", bills=bills)["tenants"]) == 6000
-
-
-def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(json.dumps(replace(RECORDS[0], tenant="k\xfcche").to_dict()) + "\n")
-    result = CliRunner(charset="ascii").invoke(usage, [str(tmp_path / "log")])
-    assert result.exit_code == 0
-    assert "k\\xfcche" in result.output
-
-
-@pytest.mark.parametrize("wrong", ["[]", '{"a": 1}', '{"a": {"host": {"byte_seconds": -1}}}', '{"a": {"host": []}}'])
-def test_a_malformed_bill_is_skipped_and_named(wrong: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    record = json.dumps(RECORDS[0].to_dict())
-    log.write_text(f'kvoffload: record {record}\nkvoffload: usage {{"server": "s", "usage": {wrong}}}\n')
-    result = CliRunner().invoke(usage, [str(log)])
-    assert result.exit_code == 0
-    assert "skipped 1 malformed record" in result.output
+def test_names_that_the_terminal_cannot_show_are_escaped(usage_of: Show) -> None:
+    assert "k\\x1bche" in usage_of([replace(RECORDS[0], tenant="k\x1bche")])

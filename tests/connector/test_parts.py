@@ -26,6 +26,7 @@ from kvoffload.connector import parts
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.parts import MAX_PARTS, MAX_WASTE, PAGE_ALIGNMENT, PartPlan, Parts, plan_parts
 from kvoffload.host.pool import SLOT_ALIGNMENT
+from kvoffload.native import load
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -253,6 +254,9 @@ def cuda(groups: Sequence[PageGroup], pool: ByteArray) -> Transfer:
     return CudaTransfer(tables, pool, PlainDevice(tables), Unregistered(), with_threads=False)
 
 
+needs_native_code = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
+
+
 def run(transfer: Transfer, spec: TransferSpec, is_store: bool) -> None:
     transfer.submit(1, spec, is_store)
     results = transfer.poll(busy=False)
@@ -266,7 +270,7 @@ COUNTS = (3, 1, 2)
 FACTOR = 2
 
 
-@pytest.mark.parametrize("make_transfer", [inline, cuda])
+@pytest.mark.parametrize("make_transfer", [inline, pytest.param(cuda, marks=needs_native_code)])
 @pytest.mark.parametrize("make", [merged, apart, packed])
 @pytest.mark.parametrize("fault", [None, "two parts exchanged"])
 def test_bytes_come_back(

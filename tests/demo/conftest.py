@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from demo.act import ActResult
-from demo.inside import Trial
 from demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
 from demo.report import Report, make_report
 from demo.run import USUAL, known_answers, plan_visits
@@ -17,7 +15,6 @@ from demo.run import USUAL, known_answers, plan_visits
 INFO = EngineInfo("0.0.0", "CPU, 2 cores", 20.0)
 TTFT = {Source.RECOMPUTE: 700.0, Source.DEVICE: 40.0, Source.HOST: 60.0, Source.DISK: 90.0}
 PROMPT_TOKENS = 2000
-POOL_BLOCKS = 512
 
 
 def _request(index: int, document: int, question: int, offload: bool) -> RequestResult:
@@ -39,8 +36,6 @@ def _request(index: int, document: int, question: int, offload: bool) -> Request
         total_ms=TTFT[source] + 80.0 + index,
         output_tokens=[index, document, 7],
         logprobs=[-1.0, -2.0, -1.5],
-        pool_used=min(POOL_BLOCKS, 6 * index) if offload else 0,
-        pool_blocks=POOL_BLOCKS if offload else 0,
     )
 
 
@@ -61,12 +56,9 @@ def make_restart(baseline: ActResult, disk: int = 1920) -> ActResult:
             disk_tokens=disk,
             source=classify(PROMPT_TOKENS, 0, 0, disk),
             ttft_ms=TTFT[Source.DISK if disk else Source.RECOMPUTE],
-            pool_used=15 * (number + 1),
-            pool_blocks=POOL_BLOCKS,
         )
-        for number, index in enumerate(
-            index for index, answer in enumerate(known_answers(baseline.requests)) if answer is None
-        )
+        for index, answer in enumerate(known_answers(baseline.requests))
+        if answer is None
     ]
     control = [replace(requests[0], output_tokens=[1, 2, 3]), *requests[1:]]
     return ActResult(INFO, requests, ActSummary(3.0, {}, direct_io=True), control)
@@ -77,21 +69,6 @@ def changed(act: ActResult, index: int, **fields: Any) -> ActResult:
     requests = list(act.requests)
     requests[index] = replace(requests[index], **fields)
     return ActResult(act.info, requests, act.summary, act.control)
-
-
-def make_trials(baseline: ActResult) -> list[Trial]:
-    """Returns what vLLM answers with a tier that does not verify, and with one that does."""
-    first = {request.document: request for request in reversed(baseline.requests)}
-
-    def asked(documents: Iterable[int], **changes: Any) -> list[RequestResult]:
-        return [replace(first[document], index=document, **changes) for document in documents]
-
-    found = {"disk_tokens": 1920, "source": Source.DISK}
-    before = asked(range(3), **found)
-    return [
-        Trial("theirs", False, before, asked(range(3, 6), **found, output_tokens=[0, 0, 0])),
-        Trial("ours", True, before, asked(range(3, 6))),
-    ]
 
 
 @pytest.fixture
@@ -111,4 +88,4 @@ def restart(baseline: ActResult) -> ActResult:
 
 @pytest.fixture
 def report(baseline: ActResult, offload: ActResult, restart: ActResult) -> Report:
-    return make_report([baseline, offload, restart], model="made up", seed=0, trials=make_trials(baseline))
+    return make_report([baseline, offload, restart], model="made up", seed=0)

@@ -11,7 +11,7 @@ import pytest
 from demo import act, process
 from demo.act import run_act
 from demo.process import DemoError
-from demo.protocol import ActConfig, EngineInfo, RequestResult
+from demo.protocol import ActConfig, RequestResult
 
 VISITS = [(0, 0), (0, 0)]
 CONFIG = ActConfig(
@@ -28,23 +28,22 @@ def info(): send(dict(vllm_version="0", device="none", start_s=0.0))
 def request(i, do="visit"):
     command(do)
     send(dict(index=i, document=0, follow_up=False, prompt_tokens=9, device_tokens=0, host_tokens=0, disk_tokens=0,
-        source="recompute", reason=None, ttft_ms=1.0, total_ms=2.0, output_tokens=[1], logprobs=[-1.0], pool_used=0,
-        pool_blocks=0))
+        source="recompute", reason=None, ttft_ms=1.0, total_ms=2.0, output_tokens=[1], logprobs=[-1.0]))
 def summary():
     command("end")
     send(dict(wall_s=1.0, metrics={}))
 """
 
 
-def run(tmp_path: Path, program: str, seen: list[EngineInfo | RequestResult] | None = None) -> act.ActResult:
+def run(tmp_path: Path, program: str, seen: list[RequestResult] | None = None) -> act.ActResult:
     note = (seen if seen is not None else []).append
-    return run_act(CONFIG, tmp_path / "act.log", note, note, ("-c", PRELUDE + program))
+    return run_act(CONFIG, tmp_path / "act.log", note, ("-c", PRELUDE + program))
 
 
 def test_a_whole_act(tmp_path: Path) -> None:
-    seen: list[EngineInfo | RequestResult] = []
+    seen: list[RequestResult] = []
     result = run(tmp_path, "info(); request(0); request(1); print(len(config['documents'][0][0])); summary()", seen)
-    assert seen == [result.info, *result.requests]
+    assert seen == result.requests
     assert [r.index for r in result.requests] == [0, 1]
     assert result.summary.wall_s == 1.0
     assert (tmp_path / "act.log").read_text() == "100000\n"
@@ -57,7 +56,7 @@ command("summary"); send(dict(wall_s=3.0, metrics={}))
 command("corrupt_loads"); send(None)
 request(0, "repeat"); request(1, "repeat"); summary()
 """
-    result = run_act(CONFIG, tmp_path / "act.log", print, print, ("-c", PRELUDE + program), with_control=True)
+    result = run_act(CONFIG, tmp_path / "act.log", print, ("-c", PRELUDE + program), with_control=True)
     assert result.control == result.requests
     assert len(result.control) == 2
     assert result.summary.wall_s == 3.0
@@ -75,7 +74,7 @@ def test_a_crash_shows_the_log(tmp_path: Path) -> None:
 
 def test_an_engine_that_never_reads_its_configuration(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="ended too early"):
-        run_act(CONFIG, tmp_path / "act.log", print, print, ("-c", "pass"))
+        run_act(CONFIG, tmp_path / "act.log", print, ("-c", "pass"))
 
 
 def test_a_silent_engine_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +92,9 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
-    program = PRELUDE + "print(os.getpid(), flush=True); info(); time.sleep(60)"
+    program = PRELUDE + "print(os.getpid(), flush=True); info(); request(0); time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
-        run_act(CONFIG, tmp_path / "act.log", interrupt, interrupt, ("-c", program))
+        run_act(CONFIG, tmp_path / "act.log", interrupt, ("-c", program))
     pid = int((tmp_path / "act.log").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -20,7 +20,7 @@ from demo.process import DemoError
 def test_help_names_every_option() -> None:
     result = CliRunner().invoke(main, ["-h"])
     assert result.exit_code == 0
-    for option in ("--out", "--text", "--model", "--shared", "--store", "--faults", "--json", "--seed"):
+    for option in ("--out", "--text", "--model", "--shared", "--store", "--json", "--seed"):
         assert option in result.output
 
 
@@ -38,7 +38,6 @@ def test_the_demo_without_vllm_says_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--faults"], "--faults goes only with --shared"),
         (["--store", "redis"], "--store goes only with --shared"),
         (["--shared", "--text", "."], "--text goes only without --shared"),
         (["--shared", "--model", "."], "--model goes only without --shared"),

@@ -29,16 +29,14 @@ def render_page(report: Report) -> str:
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of words: plots take seconds."""
-    for name in ("ttft_plot", "hits_plot", "pool_plot"):
-        monkeypatch.setattr(pages, name, lambda *args: "")
+    monkeypatch.setattr(pages, "ttft_plot", lambda *args: "")
 
 
 def test_page_is_self_contained(report: Report) -> None:
     page = render_page(report)
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 1
     assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
     assert "Outputs are identical with kvoffload and after a restart, and the corruption was detected." in page
-    assert "the first missing block" not in page or "never stored (16)" in page
 
 
 def test_a_page_is_readable_when_light_and_dark_and_narrow(report: Report) -> None:
@@ -83,30 +81,14 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_tiers_in_vllm_are_shown(report: Report) -> None:
-    page = render_page(report)
-    assert '<td>theirs</td><td>3 of 3</td><td class="changed">3 of 3</td><td>0</td>' in page
-    assert "<td>ours</td><td>3 of 3</td><td>0 of 3</td><td>3</td>" in page
-    assert "theirs 3 of 3 3 of 3 0 ours 3 of 3 0 of 3 3" in terminal_text(report)
-    assert "Inside vLLM" not in render_page(replace(report, trials=()))
-
-
-@pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize("replayed", [20_000, 10_000])
 def test_the_replay_is_shown(report: Report, replayed: int) -> None:
     agreement = Agreement(64, {"device": 30_000, "host": 20_000}, {"device": 30_000, "host": replayed}, 7)
     compared = replace(report, replay=agreement)
-    assert f"{replayed:,} in host memory; no request differs by more than" in " ".join(render_page(compared).split())
+    assert f"{replayed:,} hit tokens (measured 20,000)" in render_page(compared)
     text = terminal_text(compared)
     assert f"replay of the trace agrees {'yes' if replayed == 20_000 else 'NO'}, device 30,000 hit tokens" in text
     assert ("has other hits" in text) is (replayed != 20_000)
-
-
-@pytest.mark.usefixtures("without_plots")
-def test_a_replay_without_a_difference_says_so(report: Report) -> None:
-    hits = {"device": 30_000, "host": 20_000}
-    page = " ".join(render_page(replace(report, replay=Agreement(64, hits, hits, 0))).split())
-    assert "20,000 in host memory; every request agrees." in page
 
 
 @pytest.mark.usefixtures("without_plots")
@@ -122,8 +104,7 @@ def test_answers_are_side_by_side_and_the_wrong_ones_marked(report: Report) -> N
     first, second = (next(r.index for r in asked if r.document % 2 == document) for document in (0, 1))
     assert f"<h3>tale: Q{first}?</h3>" in page
     assert f"<h3>song: Q{second}?</h3>" in page
-    # Three acts each, and what was answered without offloading, beside the tiers' answers after bytes had changed.
-    assert page.count("<dd>right &lt;b&gt;...</dd>") == 3 + 3 + 1
+    assert page.count("<dd>right &lt;b&gt;...</dd>") == 3 + 3, "three acts each"
     assert '<dt>with corrupted bytes</dt><dd class="changed">wrong \\x1b[31m...</dd>' in page
     text = terminal_text(replace(report, documents=["tale", "song"]))
     assert f"tale: Q{first}? without kvoffload right <b>... with kvoffload right <b>..." in text
@@ -134,7 +115,7 @@ def test_what_one_user_has_loaded_after_the_restart_another_finds_in_host_memory
     first, *rest = report.restart.requests
     report.restart.requests = [replace(first, host_tokens=900, disk_tokens=1020), *rest]
     for text in (" ".join(render_page(report).split()), terminal_text(report)):
-        assert "; 3% were in host memory by then, read for another user" in text
+        assert re.search("read for another user.{0,9}3%", text)
 
 
 def test_page_escapes_its_input(baseline: ActResult, offload: ActResult, restart: ActResult) -> None:
@@ -160,14 +141,14 @@ def test_bypassing_the_page_cache_is_claimed_only_if_it_happened(
     page = render_page(report)
     for text in (page, terminal_text(report)):
         assert ("may be those of memory" in text) is not direct_io
-    assert ("O_DIRECT" in page) is direct_io
 
 
 def terminal_text(report: Report) -> str:
     console = rich_console.Console(width=100, record=True, file=io.StringIO())
-    for table in pages.tables(report):
+    page = pages.page(report)
+    for table in page.tables:
         console.print(terminal_table(table))
-    console.print(verdict(pages.page(report), report.warnings))
+    console.print(verdict(page))
     return " ".join(console.export_text().split())
 
 
@@ -175,8 +156,6 @@ def test_terminal(report: Report) -> None:
     text = terminal_text(report)
     assert "61,440 (48%)" in text
     assert "disk hit 16 90 ms 90 ms 8" in text
-    assert "requests per act 64" in text
-    assert "30,720 (96% of the prompts after the restart)" in text
+    assert "hit tokens, disk 30,720 (96%)" in text
     assert "identical after the restart yes, 16 of 16" in text
-    assert "9.0 GB/s" in text
     assert "Outputs are identical" in text

@@ -26,7 +26,7 @@ def record(path: Path, documents: list[int], groups: int = 1) -> None:
     recorder = TraceRecorder(str(path), BLOCK, header)
     for document in documents:
         keys = hash_blocks([document] * 100, BLOCK)
-        recorder.add(time.time(), RequestRecord(time.time(), "r", 100, 0, 0), keys, 101, 100)
+        recorder.add(time.time(), RequestRecord(time.time(), "r", 100, 0, 0), keys, 101, 100, {})
     recorder.close()
 
 

@@ -12,21 +12,18 @@ from demo.protocol import Source, classify
 from demo.replay import Agreement
 from demo.report import Report, compare, make_report
 
-from .conftest import changed, make_act, make_restart, make_trials
+from .conftest import changed, make_act, make_restart
 
 
 def test_a_good_run_has_no_failures(report: Report) -> None:
-    assert report.identical
-    assert report.corruption_detected
     assert report.failures == report.warnings == []
 
 
-def test_stable_keys_and_values(report: Report) -> None:
+def test_the_file_has_the_numbers(report: Report) -> None:
     data = json.loads(json.dumps(report.to_dict()))
-    assert data["requests"] == 64
-    assert data["identical"] is True
+    assert data["ok"] is True
     assert data["max_logprob_diff"] == 0.0
-    assert data["corruption_detected"] is True
+    assert data["corrupted_outputs"] == 1
     assert data["hit_tokens"] == {"device": 16 * 1920, "host": 32 * 1920, "disk": 16 * 1920}
     assert {source: q["count"] for source, q in data["ttft_ms"].items()} == {
         "recompute": 48,
@@ -35,19 +32,19 @@ def test_stable_keys_and_values(report: Report) -> None:
         "disk": 16,
     }
     assert all(q["p50"] <= q["p95"] for q in data["ttft_ms"].values())
-    assert data["store_gbps"] == pytest.approx(6.0)
-    assert data["load_gbps"] == pytest.approx(9.0)
-    assert [act["name"] for act in data["acts"]] == ["baseline", "offload", "restart"]
-    assert data["acts"][1]["miss_reasons"] == {"never_stored": 16}
+    assert {name: len(act["requests"]) for name, act in data["acts"].items()} == {
+        "baseline": 64,
+        "offload": 64,
+        "restart": 16,
+    }
 
 
 def test_a_different_token_fails(baseline: ActResult, restart: ActResult, offload: ActResult) -> None:
     broken = changed(offload, 30, output_tokens=[30, 99, 7])
     report = make_report([baseline, broken, restart], "made up", 0)
-    assert not report.identical
+    assert report.versus_offload.different == [30]
     (sentence,) = report.failures
-    assert "the tokens of request 30 differ" in sentence
-    assert "1 of 64 requests" in sentence
+    assert "1 of 64 requests, the first of which is 30" in sentence
 
 
 @pytest.mark.parametrize(("logprob", "same"), [(-1.99995, True), (-1.9998, False), (None, False)])
@@ -57,7 +54,7 @@ def test_logprob_tolerance(
     other = changed(offload, 5, logprobs=[-1.0, logprob, -1.5])
     assert (compare(baseline.requests, other.requests).different == []) is same
     content = json.dumps(make_report([baseline, other, restart], "made up", 0).to_dict(), allow_nan=False)
-    assert json.loads(content)["identical"] is same
+    assert json.loads(content)["ok"] is same
 
 
 def test_logprobs_after_the_first_different_token_do_not_count(baseline: ActResult, offload: ActResult) -> None:
@@ -93,16 +90,8 @@ def test_undetected_corruption_fails(baseline: ActResult, restart: ActResult, of
 
 def test_the_restart_is_in_the_numbers(report: Report) -> None:
     data = json.loads(json.dumps(report.to_dict()))
-    assert data["restart"] == {
-        "requests": 16,
-        "identical_outputs": 16,
-        "max_logprob_diff": 0.0,
-        "tokens_asked": 16 * 2000,
-        "direct_io": True,
-    }
     assert data["ttft_ms"]["disk"]["p50"] == 90.0
-    assert data["ttft_ratios"]["recompute_to_disk"] == data["ttft_ms"]["recompute"]["p50"] / 90.0
-    assert len(data["acts"][2]["requests"]) == 16
+    assert data["speedups"]["disk"] == data["ttft_ms"]["recompute"]["p50"] / 90.0
 
 
 def test_a_different_output_after_the_restart_fails(
@@ -112,9 +101,8 @@ def test_a_different_output_after_the_restart_fails(
     (sentence,) = report.failures
     assert "after the restart" in sentence
     assert "1 of 16 requests" in sentence
-    assert f"the tokens of request {restart.requests[3].index} differ" in sentence
-    assert report.identical
-    assert report.to_dict()["restart"]["identical_outputs"] == 15
+    assert f"the first of which is {restart.requests[3].index}" in sentence
+    assert report.versus_offload.different == []
 
 
 def test_a_restart_that_reads_nothing_from_disk_fails(baseline: ActResult, offload: ActResult) -> None:
@@ -136,27 +124,6 @@ def test_a_run_without_host_hits_fails(baseline: ActResult, restart: ActResult) 
     (sentence,) = report.failures
     assert "Nothing was loaded from host memory" in sentence
     assert report.to_dict()["ttft_ms"]["host"] == {"p50": None, "p95": None, "count": 0}
-    assert report.to_dict()["load_gbps"] is None
-
-
-def test_what_tiers_in_vllm_answer_is_counted(report: Report) -> None:
-    theirs, ours = json.loads(json.dumps(report.to_dict()))["inside_vllm"]
-    assert [theirs[name] for name in ("found", "wrong", "computed")] == [3, 3, 0]
-    assert [ours[name] for name in ("found", "wrong", "computed")] == [3, 0, 3]
-
-
-def test_tiers_in_vllm_can_fail(baseline: ActResult, offload: ActResult, restart: ActResult) -> None:
-    theirs, ours = make_trials(baseline)
-    wrong = [replace(request, output_tokens=[0, 0, 0]) for request in ours.before]
-    computed = [replace(request, source=Source.RECOMPUTE) for request in ours.before]
-    for trials, words in (
-        ([theirs, replace(ours, after=theirs.after)], "ours: 3 of 3 answers are wrong after bytes"),
-        ([theirs, replace(ours, before=wrong)], "ours: 3 of 3 answers differ from those without offloading"),
-        ([theirs, replace(ours, before=computed)], "ours: no prompt was loaded"),
-        ([replace(theirs, after=ours.after), ours], "theirs: changed bytes changed no answer"),
-    ):
-        (sentence,) = make_report([baseline, offload, restart], "made up", 0, trials=trials).failures
-        assert words in sentence
 
 
 @pytest.mark.parametrize(

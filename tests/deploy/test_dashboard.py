@@ -6,12 +6,10 @@ That a server's metrics page has exactly the names and kinds of METRICS is teste
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,17 +25,12 @@ from demo.process import free_ports
 from kvoffload.abc import Ability, MissReason
 from kvoffload.observe.metrics import METRICS
 
+from . import queries as dashboard
+
 ROOT = Path(__file__).resolve().parents[2]
 GRAFANA = ROOT / "deploy" / "grafana"
 ALERTS = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
 DEADLINE_S = 60
-
-spec = importlib.util.spec_from_file_location("dashboard", ROOT / "tools" / "dashboard.py")
-assert spec is not None
-assert spec.loader is not None
-dashboard = importlib.util.module_from_spec(spec)
-sys.modules["dashboard"] = dashboard
-spec.loader.exec_module(dashboard)
 
 DASHBOARD: dict[str, Any] = json.loads(dashboard.DASHBOARD.read_text())
 PANELS = [panel for panel in dashboard.load() if panel.kind != "row"]
@@ -291,17 +284,6 @@ def test_variables_have_values(prometheus: Any) -> None:
         assert {labels[name] for labels, _ in prometheus.instant(expr, time.time())} == values
 
 
-@needs_prometheus
-def test_the_panels_can_be_drawn(prometheus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="needs the package matplotlib")
-    pytest.importorskip("yaml", reason="needs the package pyyaml")
-    picture = tmp_path / "dashboard.png"
-    arguments = [prometheus.url, "--out", str(picture), "--last", "1m", "--alerts"]
-    assert dashboard.main(arguments) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "REFUSED" not in capsys.readouterr().out
-
-
-def test_a_server_that_is_not_there_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dashboard.main([f"http://127.0.0.1:{free_ports(1)[0]}"]) == 1
-    assert "cannot be reached" in capsys.readouterr().out
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(dashboard.QueryError, match="cannot be reached"):
+        dashboard.Prometheus(f"http://127.0.0.1:{free_ports(1)[0]}").instant("up", time.time())

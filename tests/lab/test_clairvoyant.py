@@ -10,9 +10,9 @@ import pytest
 
 from kvoffload.abc import IntegrityError
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import BUILTIN
 from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.policies import KNOWN
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay
 from kvoffload.lab.trace import Trace
@@ -71,7 +71,7 @@ def test_no_choice_has_more_hits_of_blocks_in_chains(seed: int) -> None:
 def test_no_policy_finds_more_and_the_clairvoyant_one_writes_less(seed: int) -> None:
     trace = trace_of(random_chains(random.Random(seed), 200, 30, 12))
     bound = clairvoyant(trace, 60)
-    for policy in KNOWN:
+    for policy in BUILTIN:
         found = replay(trace, ReplayConfig(policy, 60))
         assert found.prefix_hit_tokens <= bound.prefix_hit_tokens
         assert found.block_hits <= bound.block_hits

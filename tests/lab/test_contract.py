@@ -15,7 +15,7 @@ from kvoffload.cache.tenants import TenantConfig
 from kvoffload.cli.replay import replay as replay_command
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import Contract, ReplayConfig, replay
-from kvoffload.lab.trace import Trace, TraceError, load_trace
+from kvoffload.lab.trace import Trace, TraceError
 from kvoffload.observe.trace import name_hash
 
 HEADER: dict[str, object] = {"kvoffload_trace": 1, "block_tokens": 16, "started": 0}
@@ -84,7 +84,7 @@ def test_hints_survive_files_and_parts(tmp_path: Path) -> None:
     request = int(trace.tenants.tolist().index(trace.tenant_names.index("search")))
     hints = trace.hints(request)
     assert hints is not None
-    assert (hints.expect_return_s, hints.retain_s, hints.drop) == (60.0, 300.0, False)
+    assert (hints.expect_return_s, hints.retain_s, hints.drop) == (30.0, 300.0, False)
     part = trace.between(0.5, 1.0)
     at = trace.num_requests - part.num_requests
     assert [part.hints(i) for i in range(20)] == [trace.hints(at + i) for i in range(20)]
@@ -152,11 +152,3 @@ def test_the_least_room_for_shares_is_enough() -> None:
 def without_empty(tenant: TenantConfig) -> TenantConfig:
     guaranteed, quota, retain = ({tier: n for tier, n in of.items() if n} for of in tenant.shares.values())
     return TenantConfig(tenant.name, guaranteed, quota, retain)
-
-
-def test_load_trace_has_hints(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "t.jsonl"))
-    folder = trace.save()
-    loaded = load_trace(folder.path, trace.name, trace.block_tokens, trace.tenant_names)
-    assert loaded.hints(5) == trace.hints(5)
-    assert loaded.has_hints

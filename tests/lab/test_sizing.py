@@ -41,7 +41,7 @@ def test_parts_are_rounded_so_that_they_add_up() -> None:
     for _ in range(500):
         device, ram, disk = rng.uniform(0, 40), rng.choice((0.0, 0.05, rng.uniform(0, 30))), rng.choice((0.0, 12.345))
         served = device + ram + disk + rng.uniform(-1e-12, 1e-12)
-        setting = Setting(1, 1, served, device, ram, 0.0, 0.0, 0.0, 0.0, 0.0)
+        setting = Setting(1, 1, served, device, ram, 0.0, 0.0, 0.0, 0.0)
         parts = {name: Decimal(f"{share:.1f}") for name, share in setting.parts.items()}
         assert sum(parts.values()) == Decimal(f"{served:.1f}")
         for found, exact in zip(parts.values(), (device, ram, disk), strict=True):
@@ -56,7 +56,6 @@ def test_without_a_disk_the_result_equals_a_replay(chat: Trace) -> None:
     result = replay(chat, ReplayConfig("lru", 200), model=MODEL, speeds=SPEEDS)
     assert setting.served_pct == setting.ram_pct == pytest.approx(result.prefix_hit_tokens_pct)
     assert setting.disk_pct == 0.0
-    assert setting.bound_pct == 0.0
     nothing = np.zeros_like(result.host_tokens)
     seconds = ttft_seconds(MODEL, SPEEDS, chat.input_tokens, nothing, result.host_tokens, nothing)
     assert setting.ttft_p95_s == pytest.approx(float(np.percentile(seconds, 95)))

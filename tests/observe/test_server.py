@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import select
@@ -33,12 +34,10 @@ from kvoffload.observe.server import (
     RecordsError,
     RecordServer,
     RunningServer,
-    log_bill,
     read_log,
     read_records,
     running_servers,
 )
-from kvoffload.observe.usage import MAX_ENTRIES, Bill, TierUsage, add_bills
 
 TIMEOUT_S = 60.0
 
@@ -117,9 +116,9 @@ def serve() -> Iterator[Callable[..., RecordServer]]:
     with contextlib.ExitStack() as stack:
 
         def run(
-            source: Callable[[], Sequence[RequestRecord]], name: str = "here", bill: Callable[[], Bill] = dict
+            source: Callable[[], Sequence[RequestRecord]], name: str = "here", totals: Callable[[], Any] = tuple
         ) -> RecordServer:
-            server = RecordServer(source, name, bill)
+            server = RecordServer(source, name, totals)
             stack.callback(server.close)
             return server
 
@@ -172,18 +171,13 @@ def test_records_of_a_child_process_are_read(start: Start) -> None:
         assert (reading.malformed, reading.faults) == (0, [])
 
 
-def largest_bill() -> Bill:
-    usage = TierUsage(1.2345678901234567e15, 1.2345678901234567e14, 123456789012345.6)
-    tiers = [f"tier-{i}".ljust(63, "x") for i in range(MAX_ENTRIES // 32)]
-    return {f"tenant-{i}".ljust(63, "x"): dict.fromkeys(tiers, usage) for i in range(32)}
-
-
-def test_the_largest_bill_arrives(serve: Callable[..., RecordServer]) -> None:
-    bill = largest_bill()
-    serve(lambda: [record(1)], bill=lambda: bill)
+def test_the_metrics_of_all_tenants_and_tiers_arrive(serve: Callable[..., RecordServer]) -> None:
+    labels = [f"{f'tenant-{i}'.ljust(63, 'x')},{f'tier-{j}'.ljust(63, 'x')}" for i in range(33) for j in range(32)]
+    totals = {f"tenant_{name}:{label}": 1.2345678901234567e15 for name in ("blocks", "moved_bytes") for label in labels}
+    serve(lambda: [record(1)], totals=lambda: [*totals.items(), ("asked_tokens", 7.0), ("tier_paused:read,x", 1.0)])
     reading = read_records(here(), TIMEOUT_S)
     assert (reading.records, reading.malformed) == ([record(1)], 0)
-    assert add_bills({tenant: {tier: used}} for (_, tenant, tier), used in reading.usage.items()) == bill
+    assert reading.totals == totals | {"tier_paused:read,x": 1.0}
 
 
 def test_a_server_may_have_no_records(start: Start) -> None:
@@ -508,7 +502,7 @@ def lines(*values: Any) -> bytes:
 
 
 def header(count: Any) -> dict[str, Any]:
-    return {"kvoffload_records": 1, "count": count}
+    return {"kvoffload_records": 2, "count": count, "totals_count": 0}
 
 
 Answer = Callable[[bytes], RunningServer]
@@ -516,7 +510,7 @@ Answer = Callable[[bytes], RunningServer]
 
 @pytest.mark.parametrize(
     "content",
-    [b"\n", b"hello\n", b"[1]\n", b"\x80\x04K\x01.\n", b"[" * 100_000, lines({"kvoffload_records": 2, "count": 0})],
+    [b"\n", b"hello\n", b"[1]\n", b"\x80\x04K\x01.\n", b"[" * 100_000, lines({"kvoffload_records": 1, "count": 0})],
 )
 def test_another_format_is_named(answer: Answer, content: bytes) -> None:
     with pytest.raises(RecordsError, match="another format"):
@@ -539,9 +533,17 @@ def test_an_incomplete_answer_is_an_error(answer: Answer) -> None:
         read_records(answer(lines(header(3), record(1).to_dict(), record(2).to_dict())), TIMEOUT_S)
 
 
-def test_an_incomplete_bill_is_an_error(answer: Answer) -> None:
-    with pytest.raises(RecordsError, match="stopped before the end of its usage"):
-        read_records(answer(lines({**header(1), "usage_count": 2}, record(1).to_dict(), {"usage": {}})), TIMEOUT_S)
+def test_incomplete_metrics_are_an_error(answer: Answer) -> None:
+    with pytest.raises(RecordsError, match="stopped before the end of its metrics"):
+        read_records(answer(lines({**header(1), "totals_count": 2}, record(1).to_dict(), {})), TIMEOUT_S)
+
+
+@pytest.mark.parametrize("wrong", [[], {"a": "1"}, {"a": -1}, {"a": math.nan}, {"a": {}}, {"a": None}])
+def test_malformed_metrics_are_counted(answer: Answer, wrong: object) -> None:
+    sent = lines({**header(1), "totals_count": 2}, record(1).to_dict(), wrong, {"b": 1.5})
+    reading = read_records(answer(sent), TIMEOUT_S)
+    assert (reading.records, reading.malformed) == ([record(1)], 1)
+    assert reading.totals == {"b": 1.5}
 
 
 def test_an_endless_answer_is_cut_off(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,33 +652,6 @@ def test_a_malformed_record_is_counted_and_its_line_named(line: str, fault: str)
     (described,) = reading.faults
     assert described.startswith("server.log:2: ")
     assert re.search(fault, described)
-
-
-@pytest.fixture
-def logged_bills(caplog: pytest.LogCaptureFixture) -> Callable[[], records.Reading]:
-    caplog.set_level(logging.DEBUG, "kvoffload")
-    return lambda: read_text("\n".join(map(logging.Formatter().format, caplog.records)))
-
-
-def test_the_largest_bill_is_found_in_a_log(logged_bills: Callable[[], records.Reading]) -> None:
-    bill = largest_bill()
-    log_bill(bill, "s")
-    reading = logged_bills()
-    assert reading.malformed == 0
-    assert reading.usage == {("s", tenant, tier): bill[tenant][tier] for tenant in bill for tier in bill[tenant]}
-
-
-def test_the_usage_that_is_kept_of_a_log_is_bounded(
-    logged_bills: Callable[[], records.Reading], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "MAX_USAGE_KEPT", 3)
-    for server in "abcde":
-        for seconds in (1.0, 2.0):
-            log_bill({"t": {"host": TierUsage(seconds)}}, server)
-    reading = logged_bills()
-    assert reading.usage == {(server, "t", "host"): TierUsage(2.0) for server in "abc"}
-    assert reading.malformed == 4
-    assert "more than 3 entries" in reading.faults[0]
 
 
 def test_descriptions_of_malformed_records_are_bounded() -> None:

@@ -73,7 +73,14 @@ def add(recorder: TraceRecorder, blocks: int = 4, session: str | None = None, te
     """Records a request that found nothing."""
     tokens = prompt(blocks * TOKENS)
     record = RequestRecord(time.time(), "r", len(tokens), 0, 0)
-    recorder.add(time.time(), record, hash_blocks(tokens, TOKENS), len(tokens), len(tokens), session, tenant)
+    recorder.add(
+        time.time(),
+        record,
+        hash_blocks(tokens, TOKENS),
+        len(tokens),
+        len(tokens),
+        {"session": session, "tenant": tenant},
+    )
 
 
 def test_the_speed_of_long_prompts_is_recorded(path: Path) -> None:
@@ -354,7 +361,9 @@ def test_what_clients_know_is_recorded(path: Path) -> None:
     recorder = TraceRecorder(str(path), TOKENS, {})
     record = RequestRecord(time.time(), "r", TOKENS, 0, 0)
     for hints in (Hints(7, True), Hints(7, False, 30.0, 0.5, 60.0), Hints(7, retain_s=0.0), None):
-        recorder.add(time.time(), record, hash_blocks(prompt(TOKENS), TOKENS), TOKENS, TOKENS, "s", hints=hints)
+        recorder.add(
+            time.time(), record, hash_blocks(prompt(TOKENS), TOKENS), TOKENS, TOKENS, {"session": "s"}, hints=hints
+        )
     recorder.close()
     found = [{name: line[name] for name in recorder_module.HINTS if name in line} for line in lines(path)[1:]]
     assert found == [
@@ -364,5 +373,5 @@ def test_what_clients_know_is_recorded(path: Path) -> None:
         {},
     ]
     trace = read_trace(path)
-    assert trace.returns_in.tolist()[:2] == [math.inf, 60.0]
+    assert trace.returns_in.tolist()[:2] == [math.inf, 30.0]
     assert [hints and hints.retain_s for hints in map(trace.hints, range(3))] == [None, 60.0, 0.0]

@@ -1,8 +1,7 @@
 """``python -m tests.sim simulate --seeds N``: runs simulations and shows a progress bar.
 
 By default these are servers that start one after the other on a failing disk; with ``--servers KIND`` two to four
-servers that share a medium of that kind, and with ``--handovers`` also hand requests over to each other. ``python -m
-tests.sim streams --seeds N`` runs the CUDA transfer on simulated streams.
+servers that share a medium of that kind, and with ``--handovers`` also hand requests over to each other.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tests.sim import simulation, stream_schedules
+from tests.sim import simulation
 from tests.sim.handovers import simulate_handovers
 from tests.sim.media import MEDIA
 from tests.sim.servers import simulate_servers
@@ -33,47 +32,31 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"two to four servers on one medium: {', '.join(sorted(MEDIA))}",
     )
     command.add_argument("--handovers", action="store_true", help="with --servers: some compute prompts, others go on")
-    command.set_defaults(run=_simulate)
-    _add_options(command)
-    command = commands.add_parser("streams", help="run the CUDA transfer on simulated streams, without a GPU")
-    command.set_defaults(run=_run_streams)
-    _add_options(command)
-    options = parser.parse_args(arguments)
-    code: int = options.run(options)
-    return code
-
-
-def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--seeds", type=int, default=1000, help="number of seeds (default 1000)")
     command.add_argument("--first", type=int, default=0, help="first seed (default 0)")
-
-
-def _simulate(options: argparse.Namespace) -> int:
+    options = parser.parse_args(arguments)
     if not options.servers:
-        return _run(options, simulation.simulate, "simulations", "simulate")
+        return _run(options, simulation.simulate, "simulate")
     medium = MEDIA[options.servers]
 
     def run_one(seed: int) -> Counter[str]:
         return simulate_handovers(medium, seed) if options.handovers else simulate_servers(medium, seed)
 
-    command = f"simulate --servers {options.servers}" + (" --handovers" if options.handovers else "")
-    return _run(options, run_one, "simulations", command)
+    return _run(
+        options, run_one, f"simulate --servers {options.servers}" + (" --handovers" if options.handovers else "")
+    )
 
 
-def _run_streams(options: argparse.Namespace) -> int:
-    return _run(options, stream_schedules.run_loops, "schedules", "streams")
-
-
-def _run(options: argparse.Namespace, run_one: Callable[[int], Counter[str]], what: str, command: str) -> int:
+def _run(options: argparse.Namespace, run_one: Callable[[int], Counter[str]], command: str) -> int:
     if options.seeds == 1:
         # A single seed is replayed for debugging: let its exception through.
-        _print(Report(run_one(options.first)), what, 0.0, options.json)
+        _print(Report(run_one(options.first)), 0.0, options.json)
         return 0
     begin = time.monotonic()
-    with _progress(options.seeds, what) as progress:
+    with _progress(options.seeds) as progress:
         report = run_each(range(options.first, options.first + options.seeds), run_one, progress)
-    _print(report, what, time.monotonic() - begin, options.json)
+    _print(report, time.monotonic() - begin, options.json)
     if not options.json:
         for seed, law in report.failures.items():
             print(f"FAILED: seed {seed}: {law}")
@@ -81,14 +64,14 @@ def _run(options: argparse.Namespace, run_one: Callable[[int], Counter[str]], wh
     return bool(report.failures)
 
 
-def _print(report: Report, what: str, seconds: float, as_json: bool) -> None:
-    done = report.counts[what] + len(report.failures)
+def _print(report: Report, seconds: float, as_json: bool) -> None:
+    done = report.counts["simulations"] + len(report.failures)
     if as_json:
         counts = dict(sorted(report.counts.items()))
-        print(json.dumps({what: done, "seconds": seconds, "failures": report.failures, "counts": counts}))
+        print(json.dumps({"simulations": done, "seconds": seconds, "failures": report.failures, "counts": counts}))
         return
     print(_counts(report))
-    print(f"{done} {what} in {seconds:.0f} s, {len(report.failures)} with a broken law")
+    print(f"{done} simulations in {seconds:.0f} s, {len(report.failures)} with a broken law")
 
 
 def _counts(report: Report) -> str:
@@ -96,7 +79,7 @@ def _counts(report: Report) -> str:
 
 
 @contextmanager
-def _progress(total: int, what: str) -> Iterator[Callable[[Report], None]]:
+def _progress(total: int) -> Iterator[Callable[[Report], None]]:
     """Yields a callback that shows progress on a terminal: a bar if rich is installed, otherwise a line."""
     if not sys.stderr.isatty():
         yield lambda report: None
@@ -105,25 +88,26 @@ def _progress(total: int, what: str) -> Iterator[Callable[[Report], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
-        yield _print_line(total, what)
+        yield _print_line(total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task("simulations", total=total)
 
         def advance(report: Report) -> None:
             failed = f", [red]{len(report.failures)} failed" if report.failures else ""
-            bar.update(task, advance=1, description=f"{what}{failed}")
+            bar.update(task, advance=1, description=f"simulations{failed}")
 
         yield advance
 
 
-def _print_line(total: int, what: str) -> Callable[[Report], None]:
+def _print_line(total: int) -> Callable[[Report], None]:
     def print_line(report: Report) -> None:
-        done = report.counts[what] + len(report.failures)
+        done = report.counts["simulations"] + len(report.failures)
         if done % 10 == 0 or done == total:
             end = "\n" if done == total else ""
-            print(f"\r{done} of {total} {what}, {len(report.failures)} failed", end=end, file=sys.stderr, flush=True)
+            text = f"\r{done} of {total} simulations, {len(report.failures)} failed"
+            print(text, end=end, file=sys.stderr, flush=True)
 
     return print_line
 

@@ -1,4 +1,4 @@
-"""Transfers that misbehave on purpose, and the base class of devices that do."""
+"""Transfers that misbehave on purpose."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import threading
 from collections.abc import Collection, Iterable
 
 from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
-from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 
 
 class WrappedTransfer(Transfer):
@@ -173,55 +171,3 @@ class ThreadedTransfer(WrappedTransfer):
                 self._ended += results
                 self._open.discard(job[0])
                 self._changed.notify_all()
-
-
-class WrappedDevice(Device):
-    """Passes every call on to ``inner``: the base class of devices with a fault or a delay."""
-
-    def __init__(self, inner: Device) -> None:
-        self.inner = inner
-
-    def enter_thread(self) -> None:
-        self.inner.enter_thread()
-
-    def new_stream(self) -> Stream:
-        return self.inner.new_stream()
-
-    def engine_stream(self) -> Stream:
-        return self.inner.engine_stream()
-
-    def new_event(self) -> Event:
-        return self.inner.new_event()
-
-    def record(self, event: Event, stream: Stream) -> None:
-        self.inner.record(event, stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self.inner.wait(stream, event)
-
-    def is_done(self, event: Event) -> bool:
-        return self.inner.is_done(event)
-
-    def seconds_between(self, start: Event, end: Event) -> float:
-        return self.inner.seconds_between(start, end)
-
-    def allocate(self, nbytes: int) -> int:
-        return self.inner.allocate(nbytes)
-
-    def allocate_host(self, nbytes: int) -> ByteArray:
-        return self.inner.allocate_host(nbytes)
-
-    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        self.inner.copy(stream, targets, sources, sizes)
-
-    def can_gather(self, group: int) -> bool:
-        return self.inner.can_gather(group)
-
-    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        self.inner.gather(stream, group, blocks, staging)
-
-    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        self.inner.scatter(stream, group, blocks, staging)
-
-    def close(self) -> None:
-        self.inner.close()

@@ -1,4 +1,4 @@
-"""Rows of many jobs at once: the same as those of each job alone."""
+"""The copies of a job: those of a count one by one, or an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
-from kvoffload.transfer.copies import Rows, copy_lists, copy_rows
+from kvoffload.transfer.copies import copy_lists
 
 FACTORS = (1, 3, 2)
 NUM_BLOCKS = (20, 0, 9)
@@ -72,18 +72,6 @@ def lists_of(spec: TransferSpec) -> list[tuple[int, int, int, int]] | None:
     ]
 
 
-def as_tuples(rows: Rows, job: int) -> list[tuple[int, ...]]:
-    here = rows.jobs == job
-    columns = (rows.groups, rows.device_blocks, rows.slots, rows.parts)
-    return list(zip(*(column[here].tolist() for column in columns), strict=True))
-
-
-@given(st.lists(specs(), max_size=8))
-def test_each_job_has_the_rows_that_it_has_alone_or_an_error(jobs: list[TransferSpec]) -> None:
-    rows, errors = copy_rows(jobs, FACTORS, NUM_BLOCKS, NUM_SLOTS)
-    for j, spec in enumerate(jobs):
-        wanted = rows_of(spec)
-        assert lists_of(spec) == wanted
-        assert (j in errors) == (wanted is None), errors.get(j)
-        assert as_tuples(rows, j) == (wanted or [])
-    assert rows.jobs.tolist() == sorted(rows.jobs.tolist()), "job by job"
+@given(specs())
+def test_a_job_has_the_copies_of_a_count_one_by_one_or_an_error(spec: TransferSpec) -> None:
+    assert lists_of(spec) == rows_of(spec)

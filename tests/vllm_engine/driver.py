@@ -559,6 +559,7 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         import policy_schedules
     except ConfigError as error:
         return {"refused": str(error)}
+    from benchmarks.vllm_replay import replay_in_vllm
     from kvoffload.lab.readers import read_trace
     from kvoffload.lab.replay import ReplayConfig, replay
 
@@ -569,16 +570,14 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         pairs += [(published, "auto", "AutoCachePolicy", blocks) for blocks in (1827, 9139)]
     found = [
         [
-            replay(of, ReplayConfig(name, blocks)).prefix_hit_tokens_pct
-            for name in (ours, f"vllm:{policy_schedules.MODULE}:{theirs}")
+            found.prefix_hit_tokens_pct
+            for found in (
+                replay(of, ReplayConfig(ours, blocks)),
+                replay_in_vllm(of, f"{policy_schedules.MODULE}:{theirs}", blocks),
+            )
         ]
         for of, ours, theirs, blocks in pairs
     ]
-    unknown = ""
-    try:
-        replay(trace, ReplayConfig("vllm:no_such", 8))
-    except ConfigError as error:
-        unknown = str(error)
     return {
         "schedules": policy_schedules.random_schedules(config["seeds"], config["steps"]),
         "control": policy_schedules.is_careless_seen(config["seeds"], config["steps"]),
@@ -588,7 +587,6 @@ def cache_policies(config: dict[str, Any]) -> dict[str, Any]:
         "starts_over": policy_schedules.starts_over(),
         "keeps_failing": policy_schedules.keeps_failing(),
         "replays": found,
-        "unknown": unknown,
     }
 
 

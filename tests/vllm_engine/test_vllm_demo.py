@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm_harness import DEMO_MODEL, Runner, set_up_demo
 
-from demo import forks, inside, process, smollm2
+from demo import forks, process, smollm2
 from demo import run as demo_run
 from demo.act import EngineProcess, Progress
 from demo.engine import connector
@@ -27,7 +27,6 @@ SMALL = demo_run.Sizes(
     documents=4,
     document_blocks=(4, 5),
     turns=2,
-    trial_documents=2,
     device_blocks=14,
     max_model_len=1280,
     model=DEMO_MODEL,
@@ -64,10 +63,9 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen, sizes=SMALL)
     assert report.failures == []
-    assert seen.acts == [f"act {number}" for number in (1, 2, 3, 4, 5, 6, 5, 6)]
+    assert seen.acts == ["act 1", "act 2", "act 3"]
     assert len(report.offload.requests) == len(demo_run.plan_visits(SMALL))
-    tried = 4 * (1 + len(inside.TIERS))
-    assert seen.requests == 2 * len(demo_run.plan_visits(SMALL)) + 2 * len(report.restart.requests) + tried
+    assert seen.requests == 2 * len(demo_run.plan_visits(SMALL)) + 2 * len(report.restart.requests)
     assert len(report.restart.control) == 4
     assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
     assert report.ttft_ms[Source.HOST].count == 4
@@ -78,13 +76,6 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert report.replay.largest_difference <= 1
     assert min(report.replay.replayed.values()) > 1000
     assert list(tmp_path.glob("disk-*")) == []
-    theirs, ours = report.trials
-    assert (theirs.found, theirs.wrong, theirs.computed) == (2, 2, 0)
-    assert (ours.found, ours.wrong, ours.computed) == (2, 0, 2)
-    data = report.to_dict()
-    assert data["store_gbps"] > 0
-    assert data["load_gbps"] > 0
-    assert 0 < report.offload.requests[-1].pool_used <= report.offload.requests[-1].pool_blocks
 
 
 @pytest.mark.soak

@@ -34,8 +34,10 @@ from vllm_harness import POOL, Runner, assert_at_rest, differences, with_gemma3
 
 from kvoffload.abc import ConfigError, PageGroup
 from kvoffload.host.pool import HostPool
+from kvoffload.transfer.cuda import native_loop
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.failed import FailedTransfer
+from kvoffload.vllm import pages as vllm_pages
 from kvoffload.vllm.fingerprint import fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout
 from kvoffload.vllm.nesting import BLOCKS_FIRST, LAYERS_FIRST, READ_BY_STRIDE, required_layout
@@ -393,6 +395,15 @@ class DeviceView:
 
     def __len__(self) -> int:
         return 4
+
+
+def test_a_cuda_device_without_native_code_is_refused(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = Caches(vllm_config, MODELS["full attention"], "BLHNC")
+    monkeypatch.setattr(vllm_pages, "page_view", lambda *arguments: DeviceView())
+    page_groups(caches.layout, caches.tensors)
+    monkeypatch.setattr(native_loop, "load", lambda name: None)
+    with pytest.raises(ConfigError, match=r"native code only.*reinstall kvoffload.*KVOFFLOAD_NATIVE"):
+        page_groups(caches.layout, caches.tensors)
 
 
 def test_a_device_without_a_usable_driver_does_not_keep_the_engine_from_starting(

@@ -75,7 +75,7 @@ def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         set_up_demo(patch)
         model = stack.enter_context(model_directory(None, 7, DEMO_MODEL))
         patch.setattr(forks, "start_engine", run.parent(os.environ).start_process)
-        plan = make_plan(0, shared=5, back=1)
+        plan = make_plan(shared=5, back=1)
         # More blocks than device and host memory hold together.
         sizes = Sizes(documents=plan.documents, document_blocks=(8, 9), device_blocks=26)
         config = make_config(model, True, load(model, True, None, 7, sizes), 7, sizes)

@@ -10,7 +10,7 @@ HIDDEN = "***"
 _NAMES = (
     # Of kvoffload, in any configuration.
     "host_bytes policy host_contents block_size_factor block_size store_threshold disk_dir disk_bytes load_deadline_ms "
-    "lookup_deadline_ms load_only_if_faster engines_per_node batched_copies canonical_layout record_trace "
+    "lookup_deadline_ms load_only_if_faster engines_per_node canonical_layout record_trace "
     "model_fingerprint kind dir bytes gone_after_s prefix ttl_s region protocol devices segment_bytes "
     # Of engines.
     "kv_connector kv_role connectors spec_name spec_module_path module_path class_name type eviction_policy "
@@ -18,7 +18,7 @@ _NAMES = (
     "model speculative_method VLLM_PLUGINS "
     # Of the library's calls.
     "fingerprint lookahead engine identity groups parts num_workers hash_block_size jobs ram disk device device_blocks "
-    "slot_bytes sample_bits capacity dtype format trace"
+    "slot_bytes capacity dtype format trace"
 )
 _HARMLESS = frozenset(_NAMES.split())
 """Settings whose values are no secrets, whatever they are."""

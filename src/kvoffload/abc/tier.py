@@ -167,10 +167,10 @@ class Tier(ABC):
         into the order of one touch. That is not another use."""
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
-        """Keeps ``keys``, the chain of a request, head first, for ``seconds`` from now on, also over restarts, in place
-        of what it keeps for the same session. They are charged to their tenant. Blocks that are written later are kept
-        from then on. 0 seconds: ends what it keeps for the session. Returns why not, and changes nothing then. By
-        default a tier retains nothing."""
+        """Keeps ``keys``, the chain of a request, head first, for ``seconds`` from now on, also over restarts; each
+        block until the latest time for which that was asked. They are charged to their tenant. Blocks that are written
+        later are kept from then on. 0 seconds: ends what it keeps for the session and nobody else. Returns why not, and
+        changes nothing then. By default a tier retains nothing."""
         return RetainRefusal.NO_QUOTA
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:

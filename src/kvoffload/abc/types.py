@@ -8,7 +8,6 @@ medium. A *store* copies from device to host, a *load* from host to device.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -100,6 +99,10 @@ class KVGroup:
         return 0
 
 
+LEAST_LIKELY = 0.5
+"""A return that is less likely than this is as good as unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hints:
     """What a client knows about the next use of the blocks of its request, see ``kvoffload.cache.hints``."""
@@ -117,14 +120,9 @@ class Hints:
     0 ends what was retained for the session. None: nothing was asked for."""
 
     @property
-    def returns_in_s(self) -> float | None:
-        """The time to the next use of the blocks, in seconds; infinite if there will be none, None if unknown. A use
-        that is less likely counts as further away."""
-        if self.drop or self.p_return == 0.0:
-            return math.inf
-        if self.expect_return_s is None or self.p_return is None:
-            return self.expect_return_s
-        return self.expect_return_s / self.p_return
+    def likely_return_s(self) -> float | None:
+        """``expect_return_s``, unless the return is less likely than LEAST_LIKELY."""
+        return None if self.p_return is not None and self.p_return < LEAST_LIKELY else self.expect_return_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +234,6 @@ class RetainRefusal(enum.StrEnum):
     """Its tenant may not have blocks retained in any tier."""
     OVER_QUOTA = "over_quota"
     """They are more than is left of its tenant's quota in every tier."""
-    TOO_MANY = "too_many"
-    """Its tenant has too many retentions."""
     NOT_WRITTEN = "not_written"
     """A lower tier has room for them, but too many are still to be written there."""
     NOTHING = "nothing"

@@ -143,32 +143,23 @@ class TenantAdmission(Admission):
         self._shares = shares
         self._admissions = [make() for _ in shares.names]
 
-    def _split(self, keys: Sequence[OffloadKey]) -> list[tuple[Admission, list[int]]]:
-        """Returns which of ``keys`` each tenant's admission decides about."""
-        tenants = self._shares.tenants_of(keys)
-        if isinstance(tenants, int):
-            return [(self._admissions[tenants], list(range(len(keys))))]
-        return [(each, [i for i, of in enumerate(tenants) if of == t]) for t, each in enumerate(self._admissions)]
-
     def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        for admission, chosen in self._split(keys):
-            admission.count([keys[i] for i in chosen], req_context)
+        for t, own, _ in self._shares.split(keys):
+            self._admissions[t].count(own, req_context)
 
     def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        accepted = [False] * len(keys)
-        for admission, chosen in self._split(keys):
-            for i, answer in zip(chosen, admission.accepts([keys[i] for i in chosen]), strict=True):
-                accepted[i] = answer
-        return accepted
+        accepted = np.zeros(len(keys), dtype=np.bool_)
+        for t, own, chosen in self._shares.split(keys):
+            accepted[slice(None) if chosen is None else chosen] = self._admissions[t].accepts(own)
+        answers: list[bool] = accepted.tolist()
+        return answers
 
     def refuse(self, keys: Collection[OffloadKey]) -> None:
-        refused = list(keys)
-        for admission, chosen in self._split(refused):
-            admission.refuse([refused[i] for i in chosen])
+        for t, own, _ in self._shares.split(list(keys)):
+            self._admissions[t].refuse(own)
 
     def explain(self, key: OffloadKey) -> Miss:
-        ((admission, _),) = self._split([key])
-        return admission.explain(key)
+        return self._admissions[self._shares.tenant(key)].explain(key)
 
     def check_integrity(self) -> None:
         for admission in self._admissions:

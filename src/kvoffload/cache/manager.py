@@ -106,7 +106,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """Decides which new blocks are stored. May be set."""
         self.table = BlockTable(backend.num_blocks)
         """Which block is in which slot. Others only read it."""
-        self.room, self._hints = room_of(backend, policy, self.table, clock)
+        self.room, self._hints = room_of(backend, policy, self.table)
         """How blocks leave for others, and what each tenant may have."""
         self.retention = self.room.retention(self._pin, self._unpin, clock)
         """Which blocks stay for a promised time."""
@@ -222,7 +222,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         does not admit."""
         if worthless:
             self.history.misses.record(worthless, MissReason.NOT_ADMITTED)
-        if self.retention.by_name:
+        if self.retention.blocks:
             self.retention.expire()
         plan = self.room.plan(tail_first, present)
         if isinstance(plan, MissReason):
@@ -356,7 +356,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
     # Removal.
 
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
-        if self.retention.by_name:
+        if self.retention.blocks:
             self.retention.lose(keys)
         slots = self.table.find(keys)
         slots = self.table.distinct(slots[slots >= 0])

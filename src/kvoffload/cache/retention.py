@@ -3,70 +3,46 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvoffload.abc import IntegrityError, OffloadKey, RetainRefusal, Slots
-from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.table import BlockTable
 
 MAX_RETAIN_S = 30 * 86_400.0
 """The longest time for which a request can have its blocks retained, in seconds."""
-MAX_RETENTIONS = 1 << 17
-"""Retentions of all tenants together. Each may have an equal part of them; beyond that new ones are refused."""
-QUEUE_SLACK = 256
-"""The queue is rebuilt when it has this many entries more than twice the number of retentions."""
-MAX_ENDED_AT_ONCE = 1024
-"""Retentions that one call ends at most, so that no step takes long if many end together."""
-_NOBODY = -1
-_UNKNOWN = OffloadKey(b"")
-"""The parent of a block that was restored."""
+QUEUE_SLACK = 1024
+"""The queue is rebuilt when it has this many blocks more than twice the number of retained ones."""
+MAX_ENDED_AT_ONCE = 4096
+"""``expire`` releases about this many blocks at most, so that no step takes long if many end together."""
 ABSENT = -1
 """The slot of a block that is to be retained and is not ready, or was lost."""
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
-    """One retained block."""
+class RetainedBlock:
+    """A block that is charged to ``tenant`` until the latest time for which a request had it retained."""
 
-    parent: OffloadKey | None
-    """The block before it in its chain, which stays at least as long; _UNKNOWN if nobody has said it."""
     tenant: int
-    is_charged: bool = True
-    """Whether it is still promised."""
+    session: int | None
+    """The only session that has had it retained, which can end that; None: nobody can."""
+    until: float
+    slot: int = ABSENT
     is_lost: bool = False
     """Whether it was counted as lost since it was promised, or was last there."""
-    num_uses: int = 0
-    """Blocks behind it, and retentions that end with it."""
-    slot: int = ABSENT
-    until: float = 0.0
-    """The latest time for which it was promised."""
-
-
-@dataclass(slots=True, eq=False)
-class _Retention:
-    """What was retained at the end of one request."""
-
-    name: int | OffloadKey
-    tenant: int
-    """Whose it is; of what was restored, _NOBODY."""
-    until: float
-    ends: list[OffloadKey] = field(default_factory=list)
-    """The last blocks of its chains, one chain per KV cache group."""
 
 
 class Retention:
     """Keeps blocks of ``table`` pinned until the times that requests have asked for.
 
-    A retention belongs to a session, or to the last block of its chain if the request names no session. A later one of
-    the same name takes its place. Blocks are charged to their tenant once, however many retentions name them:
-    ``quotas[t]`` blocks at most for tenant ``t`` of ``tenant_of``. A retention for which the quota has no room is
-    refused as a whole. Blocks that are being written are pinned when they become ready. A block that is lost is charged
-    until the retention ends, and is pinned again when it is stored again.
+    A block stays until the latest of these times. Its session can end that before, unless another request had the
+    block retained too. Blocks are charged to their tenant once, however many requests name them: ``quotas[t]`` blocks
+    at most for tenant ``t`` of ``tenant_of``. A request for which the quota has no room is refused as a whole. Blocks
+    that are being written are pinned when they become ready. A block that is lost is charged until its time, and is
+    pinned again when it is stored again.
 
     ``pin`` and ``unpin`` change the pins of ready blocks in distinct slots. ``restore`` may exceed quotas that have
     become smaller, by ``spare`` blocks in all: up to ``most[t]`` blocks for tenant ``t``.
@@ -93,16 +69,15 @@ class Retention:
         self._pin = pin
         self._unpin = unpin
         self._clock = clock
-        self._nodes: dict[OffloadKey, _Node] = {}
-        self.by_name: dict[int | OffloadKey, _Retention] = {}
+        self.blocks: dict[OffloadKey, RetainedBlock] = {}
         """Read only for others."""
-        self._num_of: Counter[int] = Counter()
-        """Retentions by tenant."""
-        self._queue: list[tuple[float, int, _Retention]] = []
-        """A heap, the first to end first. Retentions that have ended before their time may still be in it."""
-        self._order = count()
-        self._lone_groups: set[int] = set()
-        """KV cache groups of which requests keep different blocks, so that these are no chains: states."""
+        self._of_session: dict[int, set[OffloadKey]] = {}
+        """The blocks that a session can end."""
+        self._queue: list[tuple[float, list[OffloadKey]]] = []
+        """A heap of times and of the blocks that may end then. A block may end later, or may not be retained any
+        more."""
+        self._num_queued = 0
+        """Blocks in the queue."""
         self._block_seconds = [0.0] * len(quotas)
         """Charged blocks per tenant, times seconds."""
         self._counted_at = clock()
@@ -114,12 +89,7 @@ class Retention:
         self.num_lost = [0] * len(quotas)
         """Retained blocks per tenant that were lost, or did not come, since the start."""
         self.changes: dict[int, float] | None = None
-        """Until when the blocks in those slots are retained for which that has changed; None: nobody wants to know."""
-        self._restored = count(-1, -1)
-        """Names of retentions that were restored."""
-
-    def __len__(self) -> int:
-        return len(self.by_name)
+        """New times of the retained blocks in those slots, 0 if they are not retained any more; None: not noted."""
 
     @property
     def next_end(self) -> float:
@@ -131,110 +101,65 @@ class Retention:
         return any(self._quotas) and self._quotas[self._tenant_of(key)] > 0
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
-        """Retains ``keys``, the whole chain of a request, head first, for ``seconds`` from now on. Returns why not, and
-        changes nothing then. Blocks that are not in the table yet are retained when they come."""
-        self.expire()
+        """Retains ``keys``, the whole chain of a request, for ``seconds`` from now on. Returns why not, and changes
+        nothing then. Blocks that are not in the table yet are retained when they come."""
         if not keys:
             return RetainRefusal.NOTHING
         tenant = self._tenant_of(keys[0])
-        refusal = self._refusal(keys, session, tenant)
-        while refusal is not None and self.next_end <= self._clock():
-            self.expire()
-            refusal = self._refusal(keys, session, tenant)
-        if refusal is not None:
-            return refusal
-        until = self._clock() + seconds
-        retention = _Retention(keys[-1] if session is None else session, tenant, until)
-        before = self._pop(retention.name)
-        if before is not None and session is None:
-            retention.until = until = max(until, before.until)
-        self._count(self._clock())
-        for group, chain in _by_group(keys):
-            if group in self._lone_groups:
-                for key in chain:
-                    self._add_chain(retention, [key], tenant, group)
-            else:
-                self._add_chain(retention, chain, tenant, group)
-        self._enqueue(retention)
-        covered = [before]
-        if session is None:
-            # Those of shorter chains that end no later: the new one keeps all of theirs.
-            of_chain = set(keys)
-            for key in keys[:-1]:
-                shorter = self.by_name.get(key)
-                if shorter is not None and shorter.until <= until and of_chain.issuperset(shorter.ends):
-                    covered.append(self._pop(key))
-        self._release([each for each in covered if each is not None])
-        if before is not None and before.until > until:
-            self._shorten(retention)
-        self._pin_ready(keys)
-        return None
-
-    def _refusal(self, keys: Sequence[OffloadKey], session: int | None, tenant: int) -> RetainRefusal | None:
         quota = self._quotas[tenant]
         if not quota:
             return RetainRefusal.NO_QUOTA
-        before = self.by_name.get(keys[-1] if session is None else session)
-        if before is None and self._num_of[tenant] >= MAX_RETENTIONS // len(self._quotas):
-            return RetainRefusal.TOO_MANY
-        num_new = sum((node := self._nodes.get(key)) is None or not node.is_charged for key in set(keys))
-        if self.num_charged[tenant] + num_new <= quota:
-            return None
-        num_freed = 0 if before is None else self._num_freed(before, set(keys), tenant)
-        return RetainRefusal.OVER_QUOTA if self.num_charged[tenant] + num_new - num_freed > quota else None
+        now = self._clock()
+        self.expire()
+        while self.num_charged[tenant] + len(new := self._not_retained(keys)) > quota:
+            if self.next_end > now:
+                return RetainRefusal.OVER_QUOTA
+            self.expire()
+        until = now + seconds
+        self._count(now)
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is not None and block.session not in (session, None):
+                self._disown((key,), block.session)
+                block.session = None
+            if block is not None and until > block.until:
+                block.until = until
+                self._note(block.slot, until)
+        self._add(new, tenant, session, until)
+        self._enqueue(until, new)
+        self._pin_ready(keys)
+        return None
 
-    def _num_freed(self, retention: _Retention, kept: set[OffloadKey], tenant: int) -> int:
-        """Returns how many blocks of ``tenant``, beside those in ``kept``, only ``retention`` retains."""
-        fewer: dict[OffloadKey, int] = {}
-        num_freed = 0
-        for end in retention.ends:
-            key: OffloadKey | None = end
-            while key and key not in kept:
-                fewer[key] = fewer.get(key, 0) + 1
-                node = self._nodes[key]
-                if fewer[key] < node.num_uses:
-                    break
-                num_freed += node.is_charged and node.tenant == tenant
-                key = node.parent
-        return num_freed
+    def _not_retained(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        return [key for key in dict.fromkeys(keys) if key not in self.blocks]
 
-    def _add_chain(self, retention: _Retention, chain: Sequence[OffloadKey], tenant: int, group: int) -> None:
-        parent: OffloadKey | None = None
-        for key in chain:
-            node = self._nodes.get(key)
-            if node is None:
-                node = self._nodes[key] = _Node(parent, tenant, is_charged=False)
-                if parent is not None:
-                    self._nodes[parent].num_uses += 1
-            elif node.parent == _UNKNOWN and parent is not None:
-                node.parent = parent
-                self._nodes[parent].num_uses += 1
-            elif node.parent not in (parent, _UNKNOWN):
-                self._lone_groups.add(group)
-                if parent is not None:
-                    self._end_with(retention, parent)
-            if not node.is_charged:
-                node.is_charged, node.is_lost = True, False
-                self.num_charged[node.tenant] += 1
-                self.num_absent += 1
-            self._prolong(node, retention.until)
-            parent = key
-        if parent is not None:
-            self._end_with(retention, parent)
+    def _add(self, new: list[OffloadKey], tenant: int, session: int | None, until: float) -> None:
+        self.blocks.update((key, RetainedBlock(tenant, session, until)) for key in new)
+        self.num_charged[tenant] += len(new)
+        self.num_absent += len(new)
+        if new and session is not None:
+            self._of_session.setdefault(session, set()).update(new)
 
-    def _shorten(self, retention: _Retention) -> None:
-        """Takes the time of a retention that has taken the place of a longer one over for blocks that no other has."""
-        for end in retention.ends:
-            key: OffloadKey | None = end
-            while key and (node := self._nodes[key]).num_uses == 1:
-                node.until = retention.until
-                self._note(node.slot, node.until)
-                key = node.parent
+    def _enqueue(self, until: float, keys: list[OffloadKey]) -> None:
+        if keys:
+            heapq.heappush(self._queue, (until, keys))
+            self._num_queued += len(keys)
 
-    def _prolong(self, node: _Node, until: float) -> None:
-        if until > node.until:
-            node.until = until
-            self._note(node.slot, until)
+    def _compact(self) -> None:
+        if self._num_queued > 2 * len(self.blocks) + QUEUE_SLACK:
+            self._queue, self._num_queued = [], 0
+            by_end: dict[float, list[OffloadKey]] = {}
+            for key, block in self.blocks.items():
+                by_end.setdefault(block.until, []).append(key)
+            for until, keys in by_end.items():
+                self._enqueue(until, keys)
+
+    def _disown(self, keys: Iterable[OffloadKey], session: int) -> None:
+        """From now on the session cannot end the retention of ``keys``."""
+        own = self._of_session[session]
+        own.difference_update(keys)
+        if not own:
+            del self._of_session[session]
 
     def _note(self, slot: int, until: float) -> None:
         if self.changes is not None and slot != ABSENT:
@@ -246,37 +171,18 @@ class Retention:
         changes, self.changes = self.changes or {}, {}
         return changes
 
-    def _end_with(self, retention: _Retention, key: OffloadKey) -> None:
-        retention.ends.append(key)
-        self._nodes[key].num_uses += 1
-
-    def _enqueue(self, retention: _Retention) -> None:
-        self.by_name[retention.name] = retention
-        self._num_of[retention.tenant] += 1
-        heapq.heappush(self._queue, (retention.until, next(self._order), retention))
-        self._compact()
-
-    def _compact(self) -> None:
-        if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
-            self._queue = [entry for entry in self._queue if self.by_name.get(entry[2].name) is entry[2]]
-            heapq.heapify(self._queue)
-
     def _pin_ready(self, keys: Iterable[OffloadKey]) -> None:
         """Pins those of ``keys`` that are retained, ready, and not pinned yet."""
-        nodes = {
-            key: node
-            for key in keys
-            if (node := self._nodes.get(key)) is not None and node.slot == ABSENT and node.is_charged
-        }
-        slots = self._table.find(list(nodes))
+        waiting = {key: block for key in keys if (block := self.blocks.get(key)) is not None and block.slot == ABSENT}
+        slots = self._table.find(list(waiting))
         found = np.flatnonzero(slots >= 0)
         found = found[self._table.is_loadable(slots[found])]
         if not len(found):
             return
-        waiting = list(nodes.values())
+        blocks = list(waiting.values())
         for i in found.tolist():
-            waiting[i].slot, waiting[i].is_lost = int(slots[i]), False
-            self._note(waiting[i].slot, waiting[i].until)
+            blocks[i].slot, blocks[i].is_lost = int(slots[i]), False
+            self._note(blocks[i].slot, blocks[i].until)
         self.num_absent -= len(found)
         self._pin(slots[found])
 
@@ -285,60 +191,40 @@ class Retention:
         self._pin_ready(self._table.key_of[slots].tolist())
 
     def end(self, session: int) -> None:
-        """Ends the retention of a session, if there is one."""
-        retention = self._pop(session)
-        if retention is not None:
-            self._count(self._clock())
-            self._release([retention])
-            self._compact()
-
-    def _pop(self, name: int | OffloadKey) -> _Retention | None:
-        retention = self.by_name.pop(name, None)
-        if retention is not None:
-            self._num_of[retention.tenant] -= 1
-        return retention
+        """Ends what only that session had retained."""
+        self._release(list(self._of_session.get(session, ())))
 
     def expire(self) -> None:
-        """Ends retentions whose time is over, at most MAX_ENDED_AT_ONCE."""
-        now = self._clock()
-        if self.next_end > now:
-            return
-        ended: list[_Retention] = []
-        freed: list[int] = []
-        while self._queue and self._queue[0][0] <= now and len(ended) < MAX_ENDED_AT_ONCE:
-            retention = heapq.heappop(self._queue)[2]
-            if self.by_name.get(retention.name) is retention:
-                self._pop(retention.name)
-                ended.append(retention)
-                self._count(retention.until)
-                freed += self._freed(retention)
-        self._let_go(freed)
+        """Releases blocks whose time is over, about MAX_ENDED_AT_ONCE at most."""
+        now, num_ended = self._clock(), 0
+        while self._queue and self._queue[0][0] <= now and num_ended < MAX_ENDED_AT_ONCE:
+            end, keys = heapq.heappop(self._queue)
+            self._num_queued -= len(keys)
+            num_ended += len(keys)
+            later: dict[float, list[OffloadKey]] = {}
+            for key in keys:
+                if (block := self.blocks.get(key)) is not None:
+                    later.setdefault(block.until, []).append(key)
+            ended = later.pop(end, [])
+            for until, of_end in later.items():
+                self._enqueue(until, of_end)
+            self._release(ended, end)
 
-    def _release(self, retentions: Iterable[_Retention]) -> None:
-        self._let_go([slot for retention in retentions for slot in self._freed(retention)])
-
-    def _freed(self, retention: _Retention) -> list[int]:
-        """Forgets what only ``retention`` retains. Returns the slots of those of these blocks that are pinned."""
-        freed: list[int] = []
-        for end in retention.ends:
-            key: OffloadKey | None = end
-            while key:
-                node = self._nodes[key]
-                node.num_uses -= 1
-                if node.num_uses:
-                    break
-                del self._nodes[key]
-                if node.slot != ABSENT:
-                    freed.append(node.slot)
-                self._discharge(node)
-                key = node.parent
-        return freed
-
-    def _discharge(self, node: _Node) -> None:
-        if node.is_charged:
-            self.num_charged[node.tenant] -= 1
-            self.num_absent -= node.slot == ABSENT
-            node.is_charged = False
+    def _release(self, keys: Sequence[OffloadKey], now: float | None = None) -> None:
+        """The blocks ``keys`` are not retained any more, from ``now`` on."""
+        self._count(self._clock() if now is None else now)
+        blocks = list(map(self.blocks.pop, keys))
+        of_session: dict[int, list[OffloadKey]] = {}
+        for key, block in zip(keys, blocks, strict=True):
+            self.num_charged[block.tenant] -= 1
+            if block.session is not None:
+                of_session.setdefault(block.session, []).append(key)
+        for session, own in of_session.items():
+            self._disown(own, session)
+        pinned = [block.slot for block in blocks if block.slot != ABSENT]
+        self.num_absent -= len(blocks) - len(pinned)
+        self._let_go(pinned)
+        self._compact()
 
     def _count(self, now: float) -> None:
         """Counts what was charged until ``now``."""
@@ -354,8 +240,8 @@ class Retention:
         return int(self._block_seconds[tenant])
 
     def _let_go(self, slots: list[int]) -> None:
-        for slot in slots:
-            self._note(slot, 0.0)
+        if self.changes is not None:
+            self.changes.update(dict.fromkeys(slots, 0.0))
         if slots:
             self._unpin(np.array(slots, dtype=np.int64))
 
@@ -363,44 +249,41 @@ class Retention:
         """Unpins those of ``keys`` that are retained: they are about to be dropped."""
         lost: list[int] = []
         for key in keys:
-            node = self._nodes.get(key)
-            if node is not None and node.slot != ABSENT:
-                lost.append(node.slot)
-                node.slot = ABSENT
-                self._count_lost(node)
+            block = self.blocks.get(key)
+            if block is not None and block.slot != ABSENT:
+                lost.append(block.slot)
+                block.slot = ABSENT
+                self._count_lost(block)
         self.num_absent += len(lost)
         self._let_go(lost)
 
     def give_up(self, keys: Iterable[OffloadKey]) -> None:
         """Those of ``keys`` that are retained and not there will not come: they are not charged any more, and are
         counted as lost."""
-        self._count(self._clock())
-        for key in keys:
-            node = self._nodes.get(key)
-            if node is not None and node.slot == ABSENT and node.is_charged:
-                self._discharge(node)
-                self._count_lost(node)
+        given_up = []
+        for key in dict.fromkeys(keys):
+            block = self.blocks.get(key)
+            if block is not None and block.slot == ABSENT:
+                given_up.append(key)
+                self._count_lost(block)
+        self._release(given_up)
 
-    def _count_lost(self, node: _Node) -> None:
-        self.num_lost[node.tenant] += not node.is_lost
-        node.is_lost = True
+    def _count_lost(self, block: RetainedBlock) -> None:
+        self.num_lost[block.tenant] += not block.is_lost
+        block.is_lost = True
 
     def clear(self) -> None:
-        """Ends all retentions: every block is about to be dropped."""
+        """Ends everything: every block is about to be dropped."""
         self._count(self._clock())
-        pinned = []
-        for node in self._nodes.values():
-            if node.slot != ABSENT:
-                pinned.append(node.slot)
-            if node.is_charged:
-                self._count_lost(node)
-        self._nodes.clear()
-        self.by_name.clear()
-        self._num_of.clear()
+        blocks = list(self.blocks.values())
+        for block in blocks:
+            self._count_lost(block)
+        self.blocks.clear()
+        self._of_session.clear()
         self._queue.clear()
+        self._num_queued = self.num_absent = 0
         self.num_charged = [0] * len(self._quotas)
-        self.num_absent = 0
-        self._let_go(pinned)
+        self._let_go([block.slot for block in blocks if block.slot != ABSENT])
 
     def restore(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
         """Retains ready blocks that a former process has retained, each for so many ``seconds`` from now on. Beyond the
@@ -408,55 +291,39 @@ class Retention:
         now, by_end = self._clock(), dict[float, list[OffloadKey]]()
         self._count(now)
         for i in np.argsort(seconds, kind="stable")[::-1].tolist():
-            by_end.setdefault(seconds[i], []).append(keys[i])
-        for left, of_end in by_end.items():
-            retention = _Retention(next(self._restored), _NOBODY, now + left)
-            for key in of_end:
-                tenant = self._tenant_of(key)
-                if self.num_charged[tenant] >= self._most[tenant]:
-                    if not self._spare or self._most[tenant] >= self._most_restored[tenant]:
-                        self.num_lost[tenant] += 1
-                        continue
-                    self._spare -= 1
-                    self._most[tenant] += 1
-                self._nodes[key] = _Node(_UNKNOWN, tenant, until=retention.until)
-                self.num_charged[tenant] += 1
-                self.num_absent += 1
-                self._end_with(retention, key)
-            if retention.ends:
-                self._enqueue(retention)
+            tenant = self._tenant_of(keys[i])
+            if self.num_charged[tenant] >= self._most[tenant]:
+                if not self._spare or self._most[tenant] >= self._most_restored[tenant]:
+                    self.num_lost[tenant] += 1
+                    continue
+                self._spare -= 1
+                self._most[tenant] += 1
+            self._add([keys[i]], tenant, None, now + seconds[i])
+            by_end.setdefault(now + seconds[i], []).append(keys[i])
+        for until, of_end in by_end.items():
+            self._enqueue(until, of_end)
         self._pin_ready(keys)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a quota is exceeded, or pins and counts do not match. O(retained blocks)."""
-        charged, uses = [0] * len(self._quotas), dict.fromkeys(self._nodes, 0)
-        for key, node in self._nodes.items():
-            charged[node.tenant] += node.is_charged
-            if node.parent:
-                uses[node.parent] += 1
-            if node.slot != ABSENT and (self._table.get(key) != node.slot or self._table.ref_cnt[node.slot] < 1):
+        charged, of_session = [0] * len(self._quotas), dict[int, set[OffloadKey]]()
+        for key, block in self.blocks.items():
+            charged[block.tenant] += 1
+            if block.session is not None:
+                of_session.setdefault(block.session, set()).add(key)
+            if block.slot != ABSENT and (self._table.get(key) != block.slot or self._table.ref_cnt[block.slot] < 1):
                 raise IntegrityError("a retained block has left before its time")
-        for retention in self.by_name.values():
-            for end in retention.ends:
-                uses[end] += 1
-        if any(node.num_uses != uses[key] or not uses[key] for key, node in self._nodes.items()):
-            raise IntegrityError("blocks are retained for nobody, or not as long as promised")
+        if of_session != self._of_session:
+            raise IntegrityError("the blocks that a session can end are miscounted")
         if charged != self.num_charged or any(n > most for n, most in zip(charged, self._most, strict=True)):
             raise IntegrityError("a tenant has more blocks retained than it may")
-        if self.num_absent != sum(node.is_charged and node.slot == ABSENT for node in self._nodes.values()):
+        if self.num_absent != sum(block.slot == ABSENT for block in self.blocks.values()):
             raise IntegrityError("the number of retained blocks that are absent is wrong")
-        most = MAX_RETENTIONS // len(self._quotas)
-        if +self._num_of != Counter(each.tenant for each in self.by_name.values()) or any(
-            n > most for tenant, n in self._num_of.items() if tenant != _NOBODY
-        ):
-            raise IntegrityError("a tenant has more retentions than it may, or they are miscounted")
-        if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK + 1:
-            raise IntegrityError("the queue of retentions is too long")
-
-
-def _by_group(keys: Sequence[OffloadKey]) -> Iterable[tuple[int, list[OffloadKey]]]:
-    """Returns each KV cache group with its keys, in order."""
-    groups: dict[int, list[OffloadKey]] = {}
-    for key in dict.fromkeys(keys):
-        groups.setdefault(key_group_idx(key), []).append(key)
-    return groups.items()
+        first_end: dict[OffloadKey, float] = {}
+        for end, keys in sorted(self._queue, reverse=True):
+            first_end.update(dict.fromkeys(keys, end))
+        if any(first_end.get(key, math.inf) > block.until for key, block in self.blocks.items()):
+            raise IntegrityError("a block would be retained beyond its time")
+        num_queued = sum(len(keys) for _, keys in self._queue)
+        if num_queued != self._num_queued or num_queued > 2 * len(self.blocks) + QUEUE_SLACK:
+            raise IntegrityError("the queue of retained blocks is too long, or miscounted")

@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 
 
 class Room:
-    """Room in slots that all blocks share. Hinted blocks and duplicates leave before the policy is asked."""
+    """Room in slots that all blocks share. Dropped blocks and duplicates leave before the policy is asked."""
 
     def __init__(
         self, backend: Backend, policy: CachePolicy, table: BlockTable, hints: HintedBlocks, duplicates: Duplicates
@@ -48,7 +48,7 @@ class Room:
 
     def admitted(self, keys: Sequence[OffloadKey]) -> Flags | None:
         """Returns which of ``keys``, absent and tail first, the policy admits; None for all."""
-        shortage = len(keys) - self.backend.get_num_free_blocks() - self._hints.num_unexpected
+        shortage = len(keys) - self.backend.get_num_free_blocks() - self._hints.num_dropped
         return self._policy.admit(keys, shortage) if shortage > 0 else None
 
     def plan(self, entering: Sequence[OffloadKey], present: Slots) -> Plan | MissReason:
@@ -183,18 +183,16 @@ class SharedRoom(Room):
         shares = self._tenants.shares
         most = [int(RETAIN_SHARE * quota) for quota in shares.quota]
         spare = min(shares.num_unclaimed, int(RETAIN_SHARE * shares.num_blocks) - sum(shares.retain))
-        return Retention(self._table, shares.retain, self._tenants.tenant, pin, unpin, clock, spare, most)
+        return Retention(self._table, shares.retain, shares.tenant, pin, unpin, clock, spare, most)
 
 
-def room_of(
-    backend: Backend, policy: CachePolicy, table: BlockTable, clock: Callable[[], float]
-) -> tuple[Room, HintedBlocks]:
+def room_of(backend: Backend, policy: CachePolicy, table: BlockTable) -> tuple[Room, HintedBlocks]:
     """Returns the room of a policy's blocks, and which of them leave early."""
     if isinstance(policy, TenantPolicy):
-        hints = HintedBlocks(table, clock, policy.tenant_of)
+        hints = HintedBlocks(table, policy.tenant_of)
         return SharedRoom(backend, policy, table, hints, Duplicates(table, policy.tenant_of)), hints
     nobody = np.broadcast_to(np.int8(0), table.num_blocks)
-    hints = HintedBlocks(table, clock, nobody)
+    hints = HintedBlocks(table, nobody)
     return Room(backend, policy, table, hints, Duplicates(table, nobody)), hints
 
 

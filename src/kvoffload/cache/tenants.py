@@ -8,8 +8,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffload.abc import NOT_SET, ConfigError, OffloadKey
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
@@ -188,6 +192,9 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
             )
 
 
+KeysOfTenant: TypeAlias = tuple[int, Sequence[OffloadKey], npt.NDArray[np.bool_] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Shares:
     """What each tenant may take of one tier, in blocks; the last tenant is OTHER.
@@ -243,6 +250,21 @@ class Shares:
         if same_starts(keys, NAMESPACE_BYTES):
             return self.index_of.get(keys[0][:NAMESPACE_BYTES], other)
         return [self.index_of.get(key[:NAMESPACE_BYTES], other) for key in keys]
+
+    def tenant(self, key: OffloadKey) -> int:
+        """Returns the tenant of ``key``."""
+        tenant = self.tenants_of((key,))
+        assert isinstance(tenant, int)
+        return tenant
+
+    def split(self, keys: Sequence[OffloadKey]) -> Sequence[KeysOfTenant]:
+        """Returns each tenant that has some of ``keys``, these keys, and which they are, None for all."""
+        tenants = self.tenants_of(keys)
+        if isinstance(tenants, int):
+            return [(tenants, keys, None)] if keys else []
+        of_key = np.array(tenants)
+        parts = [(t, of_key == t) for t in np.unique(of_key).tolist()]
+        return [(t, list(compress(keys, chosen.tolist())), chosen) for t, chosen in parts]
 
     @property
     def num_unclaimed(self) -> int:

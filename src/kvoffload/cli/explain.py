@@ -30,11 +30,11 @@ from kvoffload.observe.server import (
     RecordsError,
     RunningServer,
     ancestors,
+    paused_in,
     read_log,
     read_records,
     running_servers,
 )
-from kvoffload.observe.usage import Bill, add_bills
 from kvoffload.printable import printable
 from kvoffload.units import age, counted
 
@@ -186,8 +186,8 @@ class Findings:
     servers: list[RunningServer]
     malformed: int
     warnings: list[str]
-    bill: Bill
-    """The bills of all servers together."""
+    totals: dict[str, float]
+    """The metrics of all servers together that are about tenants."""
     now: float
     """The time from which ``--last`` counts back: for a log, that of its last record."""
     by_server: list[tuple[RunningServer, set[RequestRecord]]] = field(default_factory=list)
@@ -233,7 +233,7 @@ def explain(
     if logs and pid is not None:
         raise click.UsageError("--pid is for running servers: leave out --pid or the logs.")
     try:
-        found = find_records(logs, pid)
+        found = _from_logs(logs) if logs else find_on_servers(pid)
         chosen = [
             record
             for record in found.records
@@ -259,18 +259,14 @@ def explain(
 # Reading.
 
 
-def find_records(logs: Sequence[BinaryIO], pid: int | None) -> Findings:
-    """Returns the records in ``logs``, or, if there are none, those of the servers on this machine, or of one of them.
-    Raises RecordsError if there are none."""
-    return _from_logs(logs) if logs else _from_servers(pid)
-
-
-def _from_servers(pid: int | None) -> Findings:
+def find_on_servers(pid: int | None) -> Findings:
+    """Returns the records of the servers on this machine, or of one of them. Raises RecordsError if there is none."""
     servers = running_servers()
     if not servers:
         raise RecordsError(
             "no server with kvoffload was found on this machine, in this network namespace. For a server in a "
-            "container, run the same command there: `docker exec CONTAINER kvoffload ...`. For a log, name its file."
+            "container, run the same command there: `docker exec CONTAINER kvoffload ...`. `kvoffload explain LOG` "
+            "reads a log."
         )
     chosen = [server for server in servers if pid in (None, server.pid, *ancestors(server.pid))]
     if not chosen:
@@ -281,7 +277,7 @@ def _from_servers(pid: int | None) -> Findings:
             reading = read_records(server, TIMEOUT_S, of_any_user=pid is not None)
             readings.append(reading)
             answered.append(server)
-            warnings += [f"{server}: {each} are paused; its log says why" for each in reading.paused]
+            warnings += [f"{server}: {each} are paused; its log says why" for each in paused_in(reading.totals.items())]
         except RecordsError as error:
             warnings.append(str(error))
     if not answered:
@@ -317,10 +313,10 @@ def _findings(
     records.sort(key=lambda record: record.time)
     if now is None:
         now = records[-1].time if records else 0.0
-    # Of a server that is in several logs, the last one is the latest.
-    latest = {entry: used for reading in readings for entry, used in reading.usage.items()}
-    bill = add_bills({tenant: {tier: used}} for (_, tenant, tier), used in latest.items())
-    return Findings(records, servers, malformed, warnings, bill, now)
+    totals: dict[str, float] = {}
+    for name, total in (each for reading in readings for each in reading.totals.items()):
+        totals[name] = totals.get(name, 0.0) + total
+    return Findings(records, servers, malformed, warnings, totals, now)
 
 
 # As JSON.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvoffload.abc import ConfigError
+from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
     GivenContract,
@@ -34,10 +35,8 @@ from kvoffload.cli.terminal import console_of, print_json, table_of
 from kvoffload.config import HostContents
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.policies import policy_class
 from kvoffload.lab.replay import (
     CLAIRVOYANT,
-    ENGINE_POLICY,
     NO_CONTRACT,
     Contract,
     ReplayConfig,
@@ -45,7 +44,6 @@ from kvoffload.lab.replay import (
     TierUse,
     least_device_blocks,
     replay_many,
-    run_class,
 )
 from kvoffload.lab.trace import Trace
 from kvoffload.units import counted, format_bytes
@@ -78,7 +76,7 @@ class Grid:
         "policies",
         default=DEFAULT_POLICY,
         show_default=True,
-        help="Comma-separated policies. vllm:POLICY replays one in vLLM's manager.",
+        help="Comma-separated policies.",
     ),
     click.option(
         "--capacity",
@@ -154,14 +152,14 @@ def replay(
                 about |= {"without_contract": without[0].to_dict()}
             print_json([result.to_dict() | about for result in results])
         else:
-            _show(requests, shape, results, sizes)
+            _show(results, sizes)
             if without:
                 show_contract(results[0], without[0])
 
         def page() -> str:
-            from kvoffload.lab.page import render_page
+            from kvoffload.lab.page import replay_page
 
-            return render_page(requests, shape, measured_speeds, results)
+            return replay_page(requests, sizes.about, shape, measured_speeds, results)
 
         output.write(page)
 
@@ -172,9 +170,7 @@ def replay(
 def _policies(text: str, bound: bool) -> list[str]:
     names = listed("--policy", text)
     for name in names:
-        if name.startswith(ENGINE_POLICY):
-            run_class(name)
-        elif name != CLAIRVOYANT:
+        if name != CLAIRVOYANT:
             policy_class(name)
     return [*names, *([CLAIRVOYANT] if bound and CLAIRVOYANT not in names else [])]
 
@@ -185,6 +181,8 @@ class _Sizes:
     def __init__(self, trace: Trace, model: ModelShape, grid: Grid) -> None:
         self._num_distinct = trace.num_distinct
         self._block_bytes = trace.block_tokens * model.bytes_per_token
+        self.about = described(trace, model, int(trace.num_distinct * self._block_bytes))
+        """The size of the trace, in words."""
         self._percentages: dict[int, str] = {}
         """The percentage that the user typed, by blocks, which are rounded down."""
 
@@ -231,11 +229,9 @@ class _Sizes:
 # Output.
 
 
-def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], sizes: _Sizes) -> None:
-
+def _show(results: Sequence[ReplayResult], sizes: _Sizes) -> None:
     console = console_of()
-    footprint = int(trace.num_distinct * trace.block_tokens * model.bytes_per_token)
-    console.print(described(trace, model, footprint), style="dim")
+    console.print(sizes.about, style="dim")
     for name, blocks in (("Device cache", sizes.device), ("Disk", sizes.disk)):
         if blocks:
             share = sizes.percentage(blocks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvoffload.abc import ConfigError
+from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     DEFAULT_POLICY,
     GivenContract,
@@ -36,11 +37,9 @@ from kvoffload.config import HostContents
 from kvoffload.lab.capacity import parse_size
 from kvoffload.lab.latency import Origin, Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
-from kvoffload.lab.policies import policy_class
-from kvoffload.lab.sizing import DEFAULT_PRICES, Choices, Prices, Sizing, footnote, milliseconds
+from kvoffload.lab.sizing import DEFAULT_PRICES, Choices, Prices, Sizing, footnote
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
-from kvoffload.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,9 +167,10 @@ def size(
             _show(requests, shape, measured_speeds, sizing)
 
         def page() -> str:
-            from kvoffload.lab.size_page import render_page
+            from kvoffload.lab.page import size_page
 
-            return render_page(requests, shape, measured_speeds, prices, sizing)
+            lead = described(requests, shape, sizing.footprint_bytes)
+            return size_page(requests, lead, shape, measured_speeds, prices, sizing)
 
         output.write(page)
 
@@ -242,22 +242,10 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
 
 
 def settings_table(sizing: Sizing) -> Table:
-    has_bound, places = any(setting.bound_pct for setting in sizing.settings), sizing.places
-    titles = ["RAM", "disk", "served", *(f"from\n{place}" for place in places), "TTFT\np50", "TTFT\np95", "price"]
-    titles += ["error\nup to"] if has_bound else []
-    table = table_of("", *titles, gap=0 if len(titles) > 9 else 1)
-    for setting in sizing.settings:
+    titles, *rows = sizing.table()
+    # The words of a title are one below the other.
+    table = table_of("", *(title.replace(" ", "\n") for title in titles))
+    for setting, row in zip(sizing.settings, rows, strict=True):
         is_chosen = setting is sizing.chosen
-        table.add_row(
-            "*" if is_chosen else "",
-            format_bytes(setting.ram_bytes),
-            format_bytes(setting.disk_bytes) if setting.disk_bytes else "-",
-            f"{setting.served_pct:.1f}%",
-            *(f"{setting.parts[each]:.1f}%" if each != "disk" or setting.disk_bytes else "-" for each in places),
-            milliseconds(setting.ttft_p50_s),
-            milliseconds(setting.ttft_p95_s),
-            f"{setting.price:,.0f}",
-            *([f"{setting.bound_pct:.1f}"] if has_bound else []),
-            style="bold green" if is_chosen else None,
-        )
+        table.add_row("*" if is_chosen else "", *row, style="bold green" if is_chosen else None)
     return table

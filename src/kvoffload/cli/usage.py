@@ -6,49 +6,44 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import click
 
-from kvoffload.cli.explain import find_records
+from kvoffload.cli.explain import find_on_servers
 from kvoffload.cli.terminal import console_of, json_option, say, table_of
+from kvoffload.observe.records import RECORD_RING_SIZE
 from kvoffload.observe.server import RecordsError
-from kvoffload.observe.usage import Usage, by_tenant, total_of
+from kvoffload.observe.usage import Usage, bill_of, by_tenant, total_of
 from kvoffload.printable import printable
-from kvoffload.units import compact, counted, format_bytes
+from kvoffload.units import compact, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GIB_HOUR = (1 << 30) * 3600
 """Byte-seconds."""
-MAX_ROWS = 256
-"""Rows of tenants that a table shows. A server has at most 33 tenants, but a log need not come from one."""
-MAX_TIER_COLUMNS = 32
 
 
 @click.command()
-@click.argument("logs", metavar="[LOG]...", nargs=-1, type=click.File("rb"))
 @click.option("--pid", type=int, help="Only the server with this process, or whose API server it is.")
 @click.option("--tenant", metavar="NAME", help='Only one configured tenant, or "other".')
 @json_option()
-def usage(logs: tuple[BinaryIO, ...], pid: int | None, tenant: str | None, as_json: bool) -> None:
+def usage(pid: int | None, tenant: str | None, as_json: bool) -> None:
     """Show the tokens that each tenant asked for, found, stored and had retained.
 
-    Reads the same records as kvoffload explain: of the servers that run on this machine, or in LOGs ("-" for stdin).
-    Exit status 2: there is no server, or no record in the logs.
+    Reads the records of the servers that run on this machine, and what the blocks of tenants took of their tiers.
+    Exit status 2: there is no server.
     """
-    if logs and pid is not None:
-        raise click.UsageError("--pid is for running servers: leave out --pid or the logs.")
     try:
-        found = find_records(logs, pid)
+        found = find_on_servers(pid)
     except RecordsError as error:
         say("usage", str(error), "bold red")
         sys.exit(2)
     for warning in found.warnings:
         say("usage", warning, "yellow")
     records = [record for record in found.records if tenant in (None, record.tenant)]
-    bill = {name: tiers for name, tiers in found.bill.items() if tenant in (None, name)}
+    bill = {name: tiers for name, tiers in bill_of(found.totals).items() if tenant in (None, name)}
     tenants, total = by_tenant(records, bill), total_of(records, bill)
     if as_json:
         report = {"tenants": list(map(dataclasses.asdict, tenants)), "total": dataclasses.asdict(total)}
@@ -59,33 +54,22 @@ def usage(logs: tuple[BinaryIO, ...], pid: int | None, tenant: str | None, as_js
 
 def _show(tenants: Sequence[Usage], total: Usage) -> None:
     console = console_of()
-    rows = list(tenants) if len(tenants) == 1 else [*tenants[:MAX_ROWS], total]
+    rows = list(tenants) if len(tenants) == 1 else [*tenants, total]
     console.print(_found_table(rows, total))
-    if len(tenants) > MAX_ROWS:
-        left = counted(len(tenants) - MAX_ROWS, "tenant")
-        console.print(f"The total includes {left} with fewer tokens, which --json lists.", style="dim")
     console.print("Prompt tokens. Saved: how long the engine would have computed what was loaded.\n", style="dim")
     console.print(_stored_table(rows, total))
-    console.print("Tokens. A server keeps its latest 4,096 requests, a log all.", style="dim")
+    console.print(f"Tokens. A server keeps its latest {RECORD_RING_SIZE:,} requests.", style="dim")
     if total.tiers:
         console.print()
-        held = [(each, tier) for each in rows if each is not total for tier in each.tiers]
-        of_total = [(each, tier) for each in rows if each is total for tier in each.tiers]
-        console.print(_tiers_table([*held[:MAX_ROWS], *of_total[:MAX_ROWS]], total))
-        if len(held) > MAX_ROWS or len(of_total) > MAX_ROWS:
-            console.print(f"Only {MAX_ROWS} rows of tenants and of the total are shown; --json lists all.", style="dim")
+        console.print(_tiers_table([(each, tier) for each in rows for tier in each.tiers], total))
         console.print("Since the server's start. Moved: from and to the device (host), or the tier.", style="dim")
 
 
 def _found_table(rows: Sequence[Usage], total: Usage) -> Table:
     tiers = list(total.tier_tokens)
-    shown, others = tiers[:MAX_TIER_COLUMNS], tiers[MAX_TIER_COLUMNS:]
-    titles = [*map(printable, shown), *(["other\ntiers"] if others else [])]
-    table = table_of("tenant", "requests", "asked", "device", "host", *titles, "computed", "saved")
+    table = table_of("tenant", "requests", "asked", "device", "host", *map(printable, tiers), "computed", "saved")
     for each in rows:
-        found = [each.device_tokens, each.host_tokens, *(each.tier_tokens.get(tier, 0) for tier in shown)]
-        if others:
-            found.append(sum(each.tier_tokens.get(tier, 0) for tier in others))
+        found = [each.device_tokens, each.host_tokens, *(each.tier_tokens.get(tier, 0) for tier in tiers)]
         numbers = each.requests, each.tokens_asked, *found, each.tokens_computed
         table.add_row(
             *_begin(each, total),

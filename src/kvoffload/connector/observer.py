@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey, Retained
@@ -21,17 +20,14 @@ from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
-from kvoffload.observe.server import log_bill, log_record, logs_bills, new_server_id
+from kvoffload.observe.server import log_record
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.observe.usage import Bill, bill_of
 from kvoffload.tiering.rates import MovingRate
 
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
-BILL_EVERY_S = 60.0
-"""How often the usage of tenants is logged, at the level DEBUG."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens. A shorter prompt says little about how fast the engine computes."""
 
@@ -45,16 +41,6 @@ class _Prefill:
     """When it was given device blocks."""
     tokens: int = 0
     """How many tokens it had when it first ran; 0 before."""
-
-
-@dataclass(slots=True, eq=False)
-class _Observed:
-    """The observations of one request that has not ended."""
-
-    arrived: float = field(default_factory=time.time)
-    """When it was first looked up, in seconds since 1970."""
-    prefill: tuple[int, float] | None = None
-    """The tokens of its prompt that were computed, and in how many seconds, if that was measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,10 +125,6 @@ class RequestObserver:
         self._block_bytes = block_bytes
         self._speed = MovingRate()
         """At which prompts are computed, in tokens per second."""
-        self._server_id = new_server_id()
-        self._bill_at = -math.inf
-        """When the bill is to be logged again."""
-        self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
         """Blocks that became loadable since events were last taken, each with a request that can describe it."""
@@ -154,11 +136,11 @@ class RequestObserver:
 
     def begin(self, state: RequestState) -> None:
         """Begins to observe a request, which is looked up for the first time."""
-        self._requests[state.context.req_id] = _Observed()
+        state.arrived = time.time()
         for option in state.options.ignored:
             self.metrics.add("ignored_options", label=option)
         if self._spans is not None:
-            self._spans.begin(state.context.req_id, state.request)
+            state.traced = self._spans.begin(state.request)
 
     def waits(self, state: RequestState) -> None:
         """Notes that a request waits, perhaps for blocks that a lower tier is asked for."""
@@ -180,8 +162,10 @@ class RequestObserver:
             self._record(state, match, num_external_tokens, promoted)
         if state.waited_s:
             self.metrics.add("wait_seconds", state.waited_s)
-        if self._spans is not None:
-            self._spans.looked_up(req_id, state.record, state.waited_s, num_external_tokens)
+        if self._spans is not None and (traced := state.traced) is not None:
+            traced.looked_up = traced.looked_up or self._spans.now()
+            traced.waited_s += state.waited_s
+            traced.loaded_tokens += num_external_tokens
         if match is not None and num_external_tokens == 0:
             self._prefills[req_id] = _Prefill(state, self._clock())
         else:
@@ -199,34 +183,38 @@ class RequestObserver:
             state.record.retain_refused, state.record.retained_in = retained.refusal, retained.tier
             state.record.retained_tokens = retained_tokens if retained.tier is not None else 0
         req_id, request = state.context.req_id, state.request
-        observed = self._requests.pop(req_id, None)
         self._coming.remove(req_id)
         self._prefills.pop(req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
-        if self._recorder is not None and observed is not None and state.record is not None:
+        if self._recorder is not None and state.record is not None:
             state.extend_keys()
             keys = state.blocks.keys[self._layout.traced]
             self._recorder.add(
-                observed.arrived,
+                state.arrived,
                 state.record,
                 keys,
                 request.num_tokens,
                 request.num_computed_tokens,
-                session=state.options.session,
-                tenant=state.options.tenant or state.tenant,
-                prefill=observed.prefill,
-                hints=state.context.hints,
+                {"session": state.options.session, "tenant": state.options.tenant or state.tenant},
+                state.prefill,
+                state.context.hints,
             )
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
         for state in states:
             self.count_stored(state)
-            if self._spans is not None:
-                self._spans.end(state.context.req_id)
-                if state.num_jobs == 0:
-                    self._spans.close(state.context.req_id)
+            if state.traced is not None:
+                state.traced.has_ended = True
+                self._make_spans(state)
+
+    def _make_spans(self, state: RequestState) -> None:
+        """Makes the spans of a request that has ended, once the last of its jobs has."""
+        traced = state.traced
+        if self._spans is not None and traced is not None and traced.has_ended and state.num_jobs == 0:
+            state.traced = None
+            self._spans.make(state.context.req_id, traced, state.record)
 
     def count_stored(self, state: RequestState) -> None:
         """Writes into its record how many tokens it has stored, and logs the record if the number or an answer is
@@ -253,8 +241,7 @@ class RequestObserver:
                     seconds = self._clock() - prefill.since
                     self._manager.observe_prefill(tokens, seconds)
                     self._speed.add(tokens, seconds)
-                    if req_id in self._requests:
-                        self._requests[req_id].prefill = tokens, seconds
+                    prefill.state.prefill = tokens, seconds
 
     def _record(
         self,
@@ -263,7 +250,7 @@ class RequestObserver:
         num_external_tokens: int,
         promoted: Mapping[str, Sequence[OffloadKey]],
     ) -> None:
-        if state.context.req_id not in self._requests or state.record is not None:
+        if state.record is not None:
             return
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())
@@ -352,13 +339,14 @@ class RequestObserver:
         if self._spans is None:
             return
         for job in jobs:
-            for state in job.states:
-                # Requests share a job only if each has one block in it.
-                blocks = len(job.lease.slots) // len(job.states)
-                self._spans.copied(state.context.req_id, job.is_store, blocks, job.failed, job.began)
+            # Requests share a job only if each has one block in it.
+            blocks = len(job.lease.slots) // max(1, len(job.states))
+            for traced in (state.traced for state in job.states):
+                if traced is not None:
+                    copies = traced.store if job.is_store else traced.load
+                    copies.add(blocks, job.failed, job.began, self._spans.now())
         for state in (state for job in jobs for state in job.states):
-            if state.num_jobs == 0:
-                self._spans.close(state.context.req_id)
+            self._make_spans(state)
 
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""
@@ -388,17 +376,8 @@ class RequestObserver:
     def read_metrics(self) -> None:
         """Sets gauges and adds the manager's counts."""
         self.metrics.take_in(self._manager.take_counts())
-        if self._moved is None:
-            return
-        self.metrics.take_in(self._moved.take())
-        if logs_bills() and self._clock() >= self._bill_at:
-            self._bill_at = self._clock() + BILL_EVERY_S
-            log_bill(self.bill(), self._server_id)
-
-    def bill(self) -> Bill:
-        """Returns what the blocks of each tenant took of each tier until metrics were last read. Any thread may call
-        it."""
-        return bill_of(self.metrics.totals())
+        if self._moved is not None:
+            self.metrics.take_in(self._moved.take())
 
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""
@@ -408,7 +387,5 @@ class RequestObserver:
             logger.warning(message)
 
     def close(self) -> None:
-        if logs_bills():
-            log_bill(self.bill(), self._server_id)
         if self._recorder is not None:
             self._recorder.close()

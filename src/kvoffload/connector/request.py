@@ -16,6 +16,7 @@ from kvoffload.connector.handover import Handover
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.options import RequestOptions
 from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.spans import TracedRequest
 
 NEVER = 1 << 62
 """More tokens than any request has."""
@@ -28,11 +29,11 @@ class Phase(Enum):
     """Which device blocks a request holds."""
 
     WAITING = auto()
-    """None."""
+    """It holds none."""
     LOADING = auto()
-    """A load is filling them."""
+    """It holds some, and a load is writing to them."""
     RUNNING = auto()
-    """It computes on them, or could."""
+    """It holds some, and may run."""
 
 
 class Storing(Enum):
@@ -120,8 +121,14 @@ class RequestState:
     """The token with which its last load ended, if that has not failed; 0 if it has loaded nothing since."""
     num_jobs: int = 0
     """Jobs in progress."""
+    arrived: float = 0.0
+    """When it was first looked up, in seconds since 1970."""
     record: RequestRecord | None = None
     """Made when it is first given device blocks."""
+    prefill: tuple[int, float] | None = None
+    """The tokens of its prompt that were computed, and in how many seconds, if that was measured."""
+    traced: TracedRequest | None = None
+    """What its spans will say, if it has a trace and they have not been made."""
     handover: Handover | None = None
     """What another server hands over to it."""
     of_others: frozenset[int] = frozenset()

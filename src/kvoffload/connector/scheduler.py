@@ -61,19 +61,19 @@ WEIGHTS_CHANGED = (
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
     "keeps the engine's own cache from answering with old KV"
 )
-
-
 OTHERS_FAILED = (
-    "kvoffload: another connector has failed to load blocks that were computed with at once: what requests in progress "
-    "have computed is not stored"
+    "kvoffload: another connector failed to load blocks, and requests have computed with them: nothing that requests "
+    "in progress have computed is stored"
 )
 OTHER_NAME = (
-    "kvoffload: a request was handed over under another name than this server gives its blocks, so it is computed: the "
-    "servers' models, versions, layouts or tenants differ; `kvoffload doctor` names the difference"
+    "kvoffload: another server handed over a request whose blocks have other keys there than here, so this server "
+    "computes the prompt: models, versions, layouts or tenants of the servers differ; `kvoffload doctor` names the "
+    "difference"
 )
 NOTHING_COMES = (
-    "kvoffload: several requests in a row have not found all that one server has handed over to them, so those of this "
-    "server wait less: check that both servers use the same store, and that the one that computes can write to it"
+    "kvoffload: several requests in a row did not find all blocks that another server had handed over to them, so "
+    "requests from that server wait less: check that both servers use the same store, and that the other one can write "
+    "to it"
 )
 
 

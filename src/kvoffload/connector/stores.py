@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import xxhash
 
 from kvoffload.abc import (
     BoundaryState,
@@ -22,13 +22,12 @@ from kvoffload.abc import (
 )
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
 from kvoffload.connector.due import DueList
-from kvoffload.connector.handover import Handover, name_of
+from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
-from kvoffload.observe.server import new_server_id
 
 MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
@@ -88,7 +87,7 @@ class StorePlanner:
         """Blocks on the device that requests need and the engine does not find there any more."""
         self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
-        self.server = xxhash.xxh3_64_hexdigest(new_server_id().encode())
+        self.server = secrets.token_hex(SERVER_CHARS // 2)
         """The name of this server in what it hands over."""
 
     def watch(self, req_id: str, has_new_table: bool) -> None:

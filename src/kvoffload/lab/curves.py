@@ -1,9 +1,7 @@
 """Prefix-hit curves: which share of a trace's prompt tokens is found in a cache, by capacity.
 
-The curve of LRU is exact and takes one pass, by stack distance (Mattson et al., "Evaluation techniques for storage
-hierarchies", IBM Systems Journal 9(2), 1970). Other policies are replayed at each capacity; long traces in miniature,
-with blocks sampled by hash (Waldspurger et al., "Cache modeling and optimization using miniature simulations", ATC
-2017).
+The curve of LRU takes one pass, by stack distance (Mattson et al., "Evaluation techniques for storage hierarchies", IBM
+Systems Journal 9(2), 1970). Other policies are replayed at each capacity.
 """
 
 from __future__ import annotations
@@ -12,32 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffload.abc import ConfigError
-from kvoffload.lab.columns import renumber
-from kvoffload.lab.replay import ReplayConfig, part, replay_many
+from kvoffload.lab.replay import ReplayConfig, replay_many
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace
-
-NUM_SAMPLES = 8
-"""The number of disjoint samples; the error is estimated from their differences."""
-
-MAX_SAMPLE_BITS = 20
-MIN_SAMPLE_BLOCKS = 512
-"""The smallest capacity of a sample's cache. Smaller caches behave unlike the large ones that they represent."""
-
-FULL_ACCESSES = 1 << 20
-"""Traces with at most this many block accesses are replayed in full."""
-
-MIN_GAIN = 2.0
-"""Sampling is used only if it cuts the work by this factor. A short request costs nearly as much as a long one, so
-sampling pays only if most requests have no block in a sample."""
-
-T_99 = 3.50
-"""Student's t for two-sided 99% and NUM_SAMPLES - 1 degrees of freedom."""
-
-GAP_BIAS = 1 / 3
-"""Small caches adapt less, so all samples may share an error: at most this share of the policy's distance from LRU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +24,8 @@ class Curve:
     """In blocks, ascending."""
     hit_pct: Floats
     """Prefix-hit tokens in percent of all prompt tokens, one number per capacity."""
-    bound_pct: Floats
-    """The error bound of ``hit_pct`` in percentage points; 0: exact."""
-    hit_tokens: tuple[Floats, ...]
-    """Prefix-hit tokens per request, one array per capacity. Sampled capacities have estimates that are only valid for
-    sums over many requests."""
+    hit_tokens: tuple[Ints, ...]
+    """Prefix-hit tokens per request, one array per capacity."""
 
 
 def hit_curve(
@@ -61,138 +33,21 @@ def hit_curve(
     policy: str,
     capacities: Sequence[int],
     *,
-    sample_bits: int | None = None,
     processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> Curve:
-    """Returns the curve of ``policy`` at ``capacities``, in blocks.
-
-    A sample has one in ``2**sample_bits`` blocks and is replayed with a cache that is smaller by the same factor. Only
-    the policy's distance from LRU is estimated from samples: a few popular blocks cause most of the error of any
-    estimate, but both policies hit or miss these alike, and LRU's hits are known exactly. The bound is a 99% interval
-    from the spread of the samples plus ``GAP_BIAS``. By default the value of ``sample_bits`` with the least work is
-    used, and short traces are not sampled; if given, 3 or more, it applies to all capacities. Raises ConfigError for
-    an unknown policy.
-    """
-    least = NUM_SAMPLES.bit_length() - 1
-    if sample_bits is not None and not least <= sample_bits <= MAX_SAMPLE_BITS:
-        raise ConfigError("sample_bits", sample_bits, f"must be {least} to {MAX_SAMPLE_BITS}", "or leave it out")
+    """Returns the curve of ``policy`` at ``capacities``, in blocks. Raises ConfigError for an unknown policy."""
     capacities = sorted(set(capacities))
-    asked = max(1, int(trace.input_tokens.sum()))
-    lru = LRUCurve(trace)
-    tokens: dict[int, Floats] = {capacity: lru.hit_tokens(capacity).astype(np.float64) for capacity in capacities}
-    bounds = dict.fromkeys(capacities, 0.0)
-    pct = {capacity: 100.0 * float(tokens[capacity].sum()) / asked for capacity in capacities}
     if policy == "lru":
-        return _curve(policy, tokens, pct, bounds)
-    bits = _best_sample_bits(trace, capacities) if sample_bits is None else sample_bits
-    sampled = [c for c in capacities if bits and (sample_bits or c >> bits >= MIN_SAMPLE_BLOCKS)]
-    full = [c for c in capacities if c not in sampled]
-    work = len(full) + NUM_SAMPLES * len(sampled) * _requests_in_sample(trace, bits)
-    share = len(full) / work if work else 0.0
-    configs = [ReplayConfig(policy, capacity) for capacity in full]
-    results = replay_many(trace, configs, processes=processes, on_progress=part(on_progress, 0.0, share))
-    for capacity, result in zip(full, results, strict=True):
-        tokens[capacity] = result.host_tokens.astype(np.float64)
-        pct[capacity] = result.prefix_hit_tokens_pct
-    if sampled:
-        gains, totals = _sampled_gains(trace, policy, sampled, bits, processes, part(on_progress, share, 1.0))
-        for i, capacity in enumerate(sampled):
-            points = 100.0 * totals[:, i] / asked
-            gap = float(points.mean())
-            error = T_99 * float(points.std(ddof=1)) / NUM_SAMPLES**0.5
-            pct[capacity] = min(max(pct[capacity] + gap, 0.0), 100.0)
-            bounds[capacity] = error + GAP_BIAS * abs(gap)
-            tokens[capacity] = np.clip(tokens[capacity] + gains[i], 0.0, trace.input_tokens)
-    return _curve(policy, tokens, pct, bounds)
-
-
-def _curve(policy: str, tokens: dict[int, Floats], pct: dict[int, float], bounds: dict[int, float]) -> Curve:
-    return Curve(
-        policy, tuple(tokens), np.array(list(pct.values())), np.array(list(bounds.values())), tuple(tokens.values())
-    )
-
-
-def _requests_in_sample(trace: Trace, bits: int) -> float:
-    """Returns the average share of requests that have a block in a sample."""
-    return float(np.mean(1.0 - (1.0 - 0.5**bits) ** np.diff(trace.offsets))) if trace.num_requests else 0.0
-
-
-def _best_sample_bits(trace: Trace, capacities: Sequence[int]) -> int:
-    """Returns the sample bits with the least work; 0: do not sample."""
-    if trace.num_accesses <= FULL_ACCESSES:
-        return 0
-    work = {0: len(capacities) / MIN_GAIN}
-    for bits in range(NUM_SAMPLES.bit_length() - 1, MAX_SAMPLE_BITS + 1):
-        small = sum(capacity >> bits < MIN_SAMPLE_BLOCKS for capacity in capacities)
-        work[bits] = small + (len(capacities) - small) * NUM_SAMPLES * _requests_in_sample(trace, bits)
-    return min(work, key=lambda bits: work[bits])
-
-
-def _sampled_gains(
-    trace: Trace,
-    policy: str,
-    capacities: Sequence[int],
-    bits: int,
-    processes: int | None,
-    on_progress: Progress | None,
-) -> tuple[Floats, Floats]:
-    """Returns the tokens that ``policy`` finds beyond LRU's: estimates by capacity and request, and totals by sample
-    and capacity."""
-    gains = np.zeros((len(capacities), trace.num_requests))
-    totals = np.zeros((NUM_SAMPLES, len(capacities)))
-    weights = _block_tokens(trace)
-    for j in range(NUM_SAMPLES):
-        sample, requests, accesses = _sample(trace, bits, j)
-        tokens_before = np.concatenate((np.zeros(1), np.cumsum(weights[accesses])))
-        lru = LRUCurve(sample)
-        configs = [ReplayConfig(policy, max(1, round(capacity * 0.5**bits))) for capacity in capacities]
-        report = part(on_progress, j / NUM_SAMPLES, (j + 1) / NUM_SAMPLES)
-        results = replay_many(sample, configs, processes=processes, on_progress=report)
-        for i, (config, result) in enumerate(zip(configs, results, strict=True)):
-            found = sample.offsets[:-1] + result.host_tokens
-            found_by_lru = sample.offsets[:-1] + lru.hit_tokens(config.capacity_blocks)
-            gain = (tokens_before[found] - tokens_before[found_by_lru]) * 2.0**bits
-            totals[j, i] = gain.sum()
-            gains[i, requests] += gain / NUM_SAMPLES
-    return gains, totals
-
-
-def _sample(trace: Trace, bits: int, j: int) -> tuple[Trace, Ints, Ints]:
-    """Returns a trace of the blocks whose hash begins with the ``bits`` bits of ``j``, of one token each and without
-    requests that have no such block; and the numbers in ``trace`` of its requests and accesses."""
-    chosen = _mixed(trace.ids) >> np.uint64(64 - bits) == np.uint64(j)
-    accesses = np.flatnonzero(chosen[trace.blocks])
-    request = _request_of(trace)[accesses]
-    in_prompt = accesses - trace.offsets[request] < trace.prompt_blocks[request]
-    lengths = np.bincount(request, minlength=trace.num_requests)
-    prompts = np.bincount(request[in_prompt], minlength=trace.num_requests)
-    requests = np.flatnonzero(lengths)
-    blocks, ids = renumber(trace.ids[trace.blocks[accesses]])
-    sample = Trace(
-        name=trace.name,
-        block_tokens=1,
-        times=trace.times[requests],
-        input_tokens=prompts[requests],
-        output_tokens=(lengths - prompts)[requests],
-        offsets=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths[requests]))),
-        blocks=blocks,
-        prompt_blocks=prompts[requests],
-        ids=ids,
-        sessions=trace.sessions[requests],
-        tenants=trace.tenants[requests],
-        returns_in=trace.returns_in[requests],
-        retains=trace.retains[requests],
-    )
-    return sample, requests, accesses
-
-
-def _mixed(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns a hash of each id: the finalizer of SplitMix64."""
-    mixed = ids + np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
+        lru = LRUCurve(trace)
+        tokens = [lru.hit_tokens(capacity) for capacity in capacities]
+    else:
+        configs = [ReplayConfig(policy, capacity) for capacity in capacities]
+        results = replay_many(trace, configs, processes=processes, on_progress=on_progress)
+        tokens = [result.host_tokens for result in results]
+    asked = max(1, int(trace.input_tokens.sum()))
+    hit_pct = np.array([100.0 * int(each.sum()) / asked for each in tokens])
+    return Curve(policy, tuple(capacities), hit_pct, tuple(tokens))
 
 
 class LRUCurve:

@@ -32,6 +32,13 @@ class Speeds:
     """From disk to host memory."""
     prefill_origin: Origin = Origin.GUESSED
 
+    def __str__(self) -> str:
+        return (
+            f"TTFT is an estimate without queueing: prefill at {self.prefill_tokens_per_s:,.0f} tokens/s "
+            f"({self.prefill_origin}), loads at {self.host_bytes_per_s / 1e9:g} GB/s from RAM and "
+            f"{self.disk_bytes_per_s / 1e9:g} GB/s from disk."
+        )
+
 
 DEFAULT_SPEEDS = Speeds()
 
@@ -40,9 +47,9 @@ def ttft_seconds(
     model: ModelShape,
     speeds: Speeds,
     prompt_tokens: Ints,
-    device_tokens: Ints | Floats,
-    host_tokens: Ints | Floats,
-    disk_tokens: Ints | Floats,
+    device_tokens: Ints,
+    host_tokens: Ints,
+    disk_tokens: Ints,
 ) -> Floats:
     """Returns the time to first token of each request alone on the machine: without queueing and batching, so shorter
     than on a busy server.
@@ -53,7 +60,7 @@ def ttft_seconds(
     in_memory = device_tokens + host_tokens
     flops_per_s = speeds.prefill_tokens_per_s * model.linear_flops_per_token
 
-    def compute(found: Ints | Floats) -> Floats:
+    def compute(found: Ints) -> Floats:
         start = np.minimum(found, np.maximum(prompt_tokens - 1, 0))
         flops: Floats = model.prefill_flops(start.astype(np.float64), prompt_tokens.astype(np.float64))
         return flops / flops_per_s

@@ -1,20 +1,37 @@
-"""Renders the report of a replay: one HTML page that needs no other file."""
+"""Renders the pages of ``kvoffload replay`` and ``kvoffload size``: HTML files that need no other file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import jinja2
 
+from kvoffload.config import HostContents
 from kvoffload.lab.figures import DARK, LIGHT
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
-from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, name_of, tiers_plot
+from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, name_of, sizing_plot, tiers_plot
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
+from kvoffload.lab.sizing import Prices, Sizing, footnote
 from kvoffload.lab.trace import Trace
-from kvoffload.units import age, counted, format_bytes
+from kvoffload.units import counted, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a page: a plot, or a table, with words about it."""
+
+    title: str
+    note: str = ""
+    svg: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    chosen: int | None = None
+    """The row to highlight."""
+    foot: str = ""
 
 
 def environment(package: str) -> jinja2.Environment:
@@ -31,55 +48,98 @@ def environment(package: str) -> jinja2.Environment:
     return made
 
 
-def render(template: str, trace: Trace, model: ModelShape, footprint_bytes: int, **more: Any) -> str:
-    """Returns the page that ``template`` makes about ``trace``, which must have requests. ``more``: other variables of
-    the template."""
-    return (
-        environment("kvoffload.lab")
-        .get_template(template)
-        .render(
-            trace=trace,
-            model=model,
-            prompt_tokens=int(trace.input_tokens.sum()),
-            span=age(float(trace.times[-1] - trace.times[0])),
-            footprint=format_bytes(footprint_bytes),
-            token_size=format_bytes(round(model.bytes_per_token)),
-            format_bytes=format_bytes,
-            counted=counted,
-            **more,
-        )
+def _render(trace: Trace, lead: str, failed: bool = False, **more: Any) -> str:
+    template = environment("kvoffload.lab").get_template("page.html.j2")
+    # The title has the name already.
+    return template.render(
+        trace=trace, failed=failed, lead=lead.removeprefix(f"{trace.name}: "), counted=counted, **more
     )
 
 
-def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequence[ReplayResult]) -> str:
-    """Returns the page about ``results``, at least one, of replays of ``trace``."""
+def replay_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, results: Sequence[ReplayResult]) -> str:
+    """Returns the page about ``results``, at least one, of replays of ``trace``, which ``lead`` describes."""
     ordered = sorted(results, key=lambda result: (result.capacity_blocks, result.policy == CLAIRVOYANT))
-    block_bytes = trace.block_tokens * model.bytes_per_token
+    real = [result for result in ordered if result.policy != CLAIRVOYANT] or ordered
+    best = max(real, key=lambda result: result.prefix_hit_tokens)
 
-    def size_of(blocks: int) -> str:
-        return format_bytes(int(blocks * block_bytes))
+    def memory(blocks: int) -> str:
+        return format_bytes(int(blocks * trace.block_tokens * model.bytes_per_token))
 
-    def plot(
-        results: Sequence[ReplayResult], value: Callable[[ReplayResult], float], unit: str, what: str
-    ) -> str | None:
-        # A curve has more than one point. The bars and the table have the figures of a single capacity.
-        is_curve = len({result.capacity_blocks for result in results}) > 1
-        return curve_plot(results, value, unit, size_of, what) if is_curve else None
+    def curve(title: str, note: str, value: Callable[[ReplayResult], float], unit: str) -> Section:
+        return Section(title, note, curve_plot(ordered, value, unit, memory, title))
 
-    real = [result for result in ordered if result.policy != CLAIRVOYANT]
-    return render(
-        "replay.html.j2",
+    sections = []
+    # A curve has more than one point. The bars and the table have the figures of a single capacity.
+    if len({result.capacity_blocks for result in results}) > 1:
+        hits = "Percent of all prompt tokens: those in the longest run of leading blocks that some tier held."
+        hits += " The bound is a policy that knows the rest of the trace." if len(real) < len(ordered) else ""
+        sections.append(curve("Prefix-hit tokens", hits, lambda each: each.prefix_hit_tokens_pct, "%"))
+        sections.append(curve("Writes", "Blocks written per block access.", lambda each: each.writes_per_access, ""))
+    if len(ordered) <= MAX_BARS:
+        reasons = "By the reason of their first missing block. No cache can find a block that was never stored."
+        sections.append(Section("Where the prompt tokens came from", "One bar per replay.", tiers_plot(ordered)))
+        sections.append(Section("Why requests missed", reasons, misses_plot(ordered)))
+    rows = [
+        (
+            name_of(each.policy),
+            f"{each.capacity_blocks:,}",
+            memory(each.capacity_blocks),
+            f"{each.prefix_hit_tokens_pct:.2f}",
+            f"{each.saved_flops_pct:.2f}",
+            f"{each.writes_per_access:.3f}",
+            format_bytes(next(tier.written_bytes for tier in each.tiers if tier.name == "host")),
+            f"{each.evicted_blocks:,}",
+            f"{each.ttft_p50_s:.2f}",
+            f"{each.ttft_p95_s:.2f}",
+        )
+        for each in ordered
+    ]
+    shares = "hit tokens, %", "saved FLOPs, %"
+    columns = (
+        "policy",
+        "blocks",
+        "memory",
+        *shares,
+        "writes per access",
+        "written",
+        "evicted",
+        "TTFT p50, s",
+        "TTFT p95, s",
+    )
+    best_size = f"{best.capacity_blocks:,} blocks ({memory(best.capacity_blocks)})"
+    is_exclusive = best.host_contents is HostContents.EXCLUSIVE
+    return _render(
         trace,
-        model,
-        int(trace.num_distinct * block_bytes),
-        speeds=speeds,
-        results=ordered,
-        best=max(real or ordered, key=lambda result: result.prefix_hit_tokens),
-        size_of=size_of,
-        name_of=name_of,
-        hits_svg=plot(ordered, lambda result: result.prefix_hit_tokens_pct, "%", "Prefix-hit tokens by capacity"),
-        writes_svg=plot(real or ordered, lambda result: result.writes_per_access, "", "Blocks written per access"),
-        tiers_svg=tiers_plot(ordered) if len(ordered) <= MAX_BARS else None,
-        misses_svg=misses_plot(ordered) if len(ordered) <= MAX_BARS else None,
-        max_bars=MAX_BARS,
+        lead,
+        title=f"Replay of {trace.name}",
+        verdict=f"Best result: {name_of(best.policy)} with {best_size} found {best.prefix_hit_tokens_pct:.1f}% of the "
+        f"prompt tokens, which saves {best.saved_flops_pct:.1f}% of the prefill FLOPs.",
+        notes=["Host memory does not repeat what the device cache holds."] if is_exclusive else [],
+        sections=[*sections, Section("All numbers", "", "", columns, rows, ordered.index(best), str(speeds))],
+    )
+
+
+def size_page(trace: Trace, lead: str, model: ModelShape, speeds: Speeds, prices: Prices, sizing: Sizing) -> str:
+    """Returns the page about ``sizing``, of ``trace``, which ``lead`` describes."""
+    alone = ", with LRU and without the tenants' shares and the hints" if sizing.comparison else ""
+    columns, *rows = sizing.table()
+    chosen = None if sizing.chosen is None else sizing.settings.index(sizing.chosen)
+    price = f"Price: {prices.ram_per_gib:g} per GiB of RAM, {prices.disk_per_gib:g} per GiB of disk."
+    foot = footnote(speeds, sizing).replace(" * marks ", " Highlighted: ")
+    return _render(
+        trace,
+        lead,
+        title=f"RAM and disk for {trace.name}",
+        failed=sizing.chosen is None,
+        verdict=sizing.answer,
+        notes=sizing.warnings,
+        sections=[
+            Section(
+                "Prompt tokens served by capacity",
+                f"The share that a single cache of this size would serve{alone}. With RAM and a disk, the larger of "
+                "the two decides how much is served, and RAM how much of it comes without a disk read.",
+                sizing_plot(sizing),
+            ),
+            Section("Settings", "", "", columns, rows, chosen, " ".join((foot, price, *model.notes))),
+        ],
     )

@@ -1,10 +1,12 @@
-"""The plots of a replay's report, as SVG text."""
+"""The plots of the pages about replays and sizing, as SVG text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvoffload.abc import MissReason
@@ -23,6 +25,8 @@ from kvoffload.lab.figures import (
     svg,
 )
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
+from kvoffload.lab.sizing import Sizing
+from kvoffload.units import format_bytes
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#b58a00", "#c2457f", GREY, "#6fb3e0", "#9a6545", "#9aa51f")
 MARKS = "osD^vPX*<>"
@@ -35,7 +39,10 @@ REASONS = {
     MissReason.NOT_IN_TIME: PURPLE,
 }
 OTHER_REASON, NO_MISS = GREY, GREEN
-MAX_TICKS = 10
+DASHED: dict[str, Any] = {"color": MUTED, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+BESIDE: dict[str, Any] = {"textcoords": "offset points"}
+MAX_TICKS = 12
+CURVE_POINTS = 400
 MAX_BARS = 48
 """Bar charts with more bars would be unreadable and are left out."""
 LEAST_LABELLED = 4.0
@@ -62,18 +69,66 @@ def curve_plot(
         figure, (ax,) = make_figure(height=3.8, rows=1)
         for policy in policies:
             points = sorted((each.capacity_blocks, value(each)) for each in results if each.policy == policy)
-            look = _look(ours.index(policy)) if policy in ours else {"color": MUTED, "linestyle": (0, (4, 3))}
+            look = _look(ours.index(policy)) if policy in ours else DASHED
             ax.plot(*zip(*points, strict=True), label=name_of(policy), markersize=5, **look)
-        ax.set_xscale("log")
-        ax.xaxis.set_major_locator(FixedLocator(_spaced(capacities)))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda blocks, _: f"{blocks:,.0f}\n{size_of(round(blocks))}"))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda amount, _: f"{amount:g}{unit}"))
+        _scale(ax, capacities, lambda blocks: f"{blocks:,}\n{size_of(blocks)}", unit)
         ax.set_ylim(0, 1.05 * max(map(value, results)) or 1.0)
         ax.margins(x=0.03)
         ax.set_xlabel("blocks of host memory")
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         return svg(figure, description)
+
+
+def sizing_plot(sizing: Sizing) -> str:
+    """Plots the served prompt tokens by capacity in bytes, and marks the sizes that were tried and the best setting."""
+    size_of = sizing.block_bytes
+    most = len(sizing.lru_pct) - 1
+    blocks = np.unique(np.geomspace(1, max(1, most), CURVE_POINTS).round().astype(np.int64)).clip(max=most)
+    tried, ceiling = _share_by_size(sizing), sizing.ceiling.served_pct
+    low, high = min(*tried, size_of * most) / 4, max(*tried, size_of * most) * 1.6
+    is_lru = sizing.curve.policy == "lru"
+    with matplotlib.rc_context(STYLE):
+        figure, (ax,) = make_figure(height=4.0, rows=1)
+        ax.plot(blocks * size_of, sizing.lru_pct[blocks], label="lru", **({"color": BLUE} if is_lru else DASHED))
+        if not is_lru:
+            sizes = np.array(sizing.curve.capacities) * size_of
+            ax.plot(sizes, sizing.curve.hit_pct, color=BLUE, marker="o", markersize=4, label=sizing.policy)
+            ax.legend(loc="lower right")
+        ax.axhline(ceiling, color=MUTED, linewidth=1.2, linestyle=(0, (1, 2)))
+        words = f"no evictions: {ceiling:.1f}%"
+        ax.annotate(words, (0.0, ceiling), (4, 4), ("axes fraction", "data"), **BESIDE, color=MUTED)
+        ax.scatter(list(tried), list(tried.values()), s=34, color=BLUE, zorder=3, linewidths=0)
+        above, below = sizing.choices.caches(sizing.best.ram_bytes, sizing.best.disk_bytes)
+        above_name = "RAM" if above == sizing.best.ram_bytes else "device and RAM"
+        for name, amount, colour, marker in ((above_name, above, GREEN, "D"), ("disk", below, PURPLE, "^")):
+            if amount:
+                ax.axvline(amount, color=colour, linewidth=1.2, alpha=0.5)
+                ax.scatter([amount], [tried[amount]], s=80, color=colour, marker=marker, zorder=4)
+                words = f"{format_bytes(amount)} {name}"
+                ax.annotate(words, (amount, tried[amount]), (8, -14), **BESIDE, color=INK, weight="bold")
+        _scale(ax, [1 << bit for bit in range(63) if low <= 1 << bit <= high], format_bytes, "%")
+        ax.set_xlim(low, high)
+        ax.set_ylim(0, max(1.15 * ceiling, 1.0))
+        ax.set_xlabel("capacity of RAM or disk")
+        ax.tick_params(axis="x", pad=8)
+        return svg(figure, "Prompt tokens served by the capacity of the cache")
+
+
+def _share_by_size(sizing: Sizing) -> dict[int, float]:
+    """Returns the percentage that each size that was tried serves alone. RAM and device count as one cache."""
+    by_blocks = dict(zip(sizing.curve.capacities, sizing.curve.hit_pct.tolist(), strict=True))
+    tried = {amount for each in sizing.settings for amount in sizing.choices.caches(each.ram_bytes, each.disk_bytes)}
+    sizes = sorted(tried - {0})
+    return {amount: by_blocks[min(amount // sizing.block_bytes, sizing.curve.capacities[-1])] for amount in sizes}
+
+
+def _scale(ax: Any, capacities: Sequence[int], label: Callable[[int], str], unit: str) -> None:
+    """Makes the scale of capacities logarithmic, with a label at those of them that do not overlap."""
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(FixedLocator(_spaced(capacities)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda capacity, _: label(round(capacity))))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda amount, _: f"{amount:g}{unit}"))
 
 
 def _spaced(capacities: Sequence[int]) -> list[int]:

@@ -10,7 +10,6 @@ The disk is always fast enough, and a request waits for all blocks that it can p
 
 from __future__ import annotations
 
-import importlib
 import math
 import multiprocessing
 import os
@@ -22,15 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
-    CachePolicy,
     ConfigError,
     Hints,
     IntegrityError,
@@ -44,29 +40,24 @@ from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.cache.policies.tenants import TenantPolicy
+from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
 from kvoffload.config import HOST_CONTENTS, HostContents
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.columns import pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.policies import KNOWN, make_policy, path_of
 from kvoffload.lab.tier import CatalogTier
-from kvoffload.lab.trace import Floats, Ints, Progress, Trace, load_trace
+from kvoffload.lab.trace import Floats, Ints, Progress, Trace
 from kvoffload.observe.trace import name_hash
-from kvoffload.supported import TESTED
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 
 CLAIRVOYANT = "clairvoyant"
 """The policy that knows the rest of the trace: an upper bound, only for replays."""
 DISK = "disk"
 """The tier below host memory, in the shares of tenants."""
-ENGINE_POLICY = "vllm:"
-"""Begins the names of policies that are replayed in the manager of vLLM, which must be installed."""
 REPORT_EVERY = 256
 """Requests between two calls of ``on_progress``."""
 PROGRESS_EVERY_S = 0.1
@@ -118,8 +109,7 @@ class ReplayConfig:
     """The settings of a replay. Raises ConfigError if one is invalid."""
 
     policy: str
-    """The policy of host and disk: a name or "package.module:Class". Or, without device and disk, "clairvoyant", or a
-    policy in vLLM's manager, such as "vllm:lru"."""
+    """The policy of host and disk: a name or "package.module:Class". Or, without device and disk, "clairvoyant"."""
     capacity_blocks: int
     """Capacity of host memory."""
     device_blocks: int = 0
@@ -138,9 +128,7 @@ class ReplayConfig:
                 raise ConfigError(name, getattr(self, name), f"must be {least} or more")
         if self.store_threshold is not None and self.store_threshold < 2:
             raise ConfigError("store_threshold", self.store_threshold, "must be 2 or more", "leave it out to store all")
-        if (self.policy == CLAIRVOYANT or self.policy.startswith(ENGINE_POLICY)) and (
-            self.disk_blocks or self.device_blocks
-        ):
+        if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
             fault = "this policy is replayed with host memory alone"
             raise ConfigError("policy", self.policy, fault, "leave device and disk out")
         check_contents(self.host_contents, self.device_blocks)
@@ -289,41 +277,19 @@ def replay(
     if the device is too small or too large.
     """
     started = time.perf_counter()
-    run = (ExclusiveRun if config.host_contents is HostContents.EXCLUSIVE else run_class(config.policy))(
-        trace, config, hints
-    )
+    run = (ExclusiveRun if config.host_contents is HostContents.EXCLUSIVE else Run)(trace, config, hints)
     done = 0
     try:
         for done in run.serve_all():
             if on_progress is not None and done % REPORT_EVERY == 0:
                 on_progress(done / trace.num_requests)
     except Exception as error:
-        if config.policy in (CLAIRVOYANT, *KNOWN):
+        if config.policy in (CLAIRVOYANT, *BUILTIN):
             raise
         raise _failed(config.policy, done, error) from error
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
-
-
-def run_class(policy: str) -> type[Run]:
-    """Returns what replays a policy. Raises ConfigError if that is in vLLM's manager, and vLLM cannot be imported."""
-    if not policy.startswith(ENGINE_POLICY):
-        return Run
-    # The output of a command is not for vLLM's log.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        # Found at run time, because this room runs without an engine.
-        found: type[Run] = importlib.import_module("kvoffload.vllm.replay").VLLMRun
-    except ImportError as error:
-        raise ConfigError(
-            "policy",
-            policy,
-            f"vLLM's manager of host memory cannot be imported ({error})",
-            f"install vLLM {TESTED[0]} or later, or name a policy of kvoffload",
-        ) from error
-    return found
 
 
 def replay_many(
@@ -356,10 +322,7 @@ def replay_many(
         ]
     context = multiprocessing.get_context("spawn")
     done = context.Array("d", len(configs), lock=False)
-    # All processes map the same files.
-    folder = trace.save()
-    shared = folder.path, trace.name, trace.block_tokens, trace.tenant_names
-    with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
+    with ProcessPoolExecutor(processes, context, _start_worker, (trace, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
         try:
             left = set(futures)
@@ -395,11 +358,9 @@ _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
 """Set in each process of ``replay_many``."""
 
 
-def _start_worker(
-    shared: tuple[Path, str, int, tuple[str, ...]], model: ModelShape, speeds: Speeds, done: MutableSequence[float]
-) -> None:
+def _start_worker(*shared: Any) -> None:
     global _worker
-    _worker = load_trace(*shared), model, speeds, done
+    _worker = shared
 
 
 def _work(index: int, config: ReplayConfig) -> ReplayResult:
@@ -473,7 +434,7 @@ class Run:
         policy = (
             clairvoyant_policy(trace)(self.capacity)
             if config.policy == CLAIRVOYANT
-            else self.make_policy(HOST, self.capacity)
+            else make_policy(config.policy, self.capacity, self.shares(HOST, self.capacity))
         )
         backend = HostBackend(trace.block_tokens, self.capacity)
         is_exclusive = config.host_contents is HostContents.EXCLUSIVE
@@ -492,7 +453,7 @@ class Run:
         if config.disk_blocks:
             disk_blocks = self.useful_blocks(DISK, config.disk_blocks)
             shares = self.shares(DISK, disk_blocks)
-            self.tier = CatalogTier(disk_blocks, 1, path_of(config.policy), self.clock, shares=shares)
+            self.tier = CatalogTier(disk_blocks, 1, config.policy, self.clock, shares=shares)
             self.manager = TieredOffloadingManager(
                 self.host, [self.tier], TieringSettings([trace.block_tokens]), clock=self.clock
             )
@@ -511,14 +472,6 @@ class Run:
         make the arrays larger."""
         return min(num_blocks, max(1, self.trace.num_distinct, self.config.contract.least_blocks(tier)))
 
-    def make_policy(self, tier: str, capacity: int) -> CachePolicy:
-        name, shares = self.config.policy, self.shares(tier, capacity)
-        return (
-            make_policy(name, capacity)
-            if shares is None
-            else TenantPolicy(capacity, shares, partial(make_policy, name))
-        )
-
     def shares(self, tier: str, num_blocks: int) -> Shares | None:
         contract = self.config.contract
         return _shares(self.trace, contract, tier, num_blocks) if contract.tenants else None
@@ -533,23 +486,13 @@ class Run:
     def serve_all(self) -> Iterator[int]:
         """Serves one request per iteration, and yields how many are done."""
         trace = self.trace
-        for first, end in pieces(trace.offsets):
-            start = int(trace.offsets[first])
-            offsets = (trace.offsets[first : end + 1] - start).tolist()
-            keys = trace.keys_of(trace.blocks[start : start + offsets[-1]])
-            rows = zip(
-                offsets,
-                offsets[1:],
-                trace.prompt_blocks[first:end].tolist(),
-                trace.times[first:end].tolist(),
-                strict=False,
-            )
-            for request, (here, after, prompt_blocks, now) in enumerate(rows, first):
-                self.prefetch_until(now)
-                self.now = now
-                chain = keys[here:after]
-                self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
-                yield request + 1
+        rows = zip(trace.prompt_blocks.tolist(), trace.times.tolist(), strict=True)
+        for request, (prompt_blocks, now) in enumerate(rows):
+            self.prefetch_until(now)
+            self.now = now
+            chain = trace.keys_of(trace.chain(request))
+            self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
+            yield request + 1
 
     def prefetch_until(self, now: float) -> None:
         """Prefetches what is due before ``now``, as an engine that makes steps all the time."""
@@ -571,21 +514,7 @@ class Run:
             use = self.device_use(request, self.device)
             on_device = use.hits
             self.device.serve(*use)
-        if self.tier is None:
-            slots = self.host.table.find(prompt)
-            self.host.touch(prompt, context, found=slots)
-            # Without a tier, all stores are complete between requests, so what is present is ready.
-            ready = slots[on_device:] >= 0
-            found, from_disk = _leading(ready), 0
-        else:
-            assert context is not None
-            manager.touch(prompt, context)
-            found, from_disk, ready = self.promote(self.tier, prompt[on_device:], context)
-        loaded_to = on_device + found
-        self.hits.extend((on_device, found - from_disk, from_disk))
-        self.block_hits += on_device + int(np.count_nonzero(ready))
-        if loaded_to < len(prompt):
-            self.misses[manager.explain_miss(prompt[loaded_to]).reason] += 1
+        loaded_to = self.find(prompt, on_device, context)
         # Loaded blocks are not stored again. Only the head of a chain that is longer than the pool is stored, because
         # its tail would evict its head.
         head = prompt if len(prompt) <= self.capacity else prompt[: self.capacity]
@@ -598,15 +527,34 @@ class Run:
             # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
         self.end(chain, stored, context)
-        if self.tier is not None:
-            # As if the engine made steps until the disk has written everything.
-            while self.tier.is_busy:
-                manager.poll()
+
+    def find(self, prompt: list[OffloadKey], on_device: int, context: ReqContext | None) -> int:
+        """Touches a prompt whose first ``on_device`` blocks are on the device, looks up the others, and counts what was
+        found. Returns up to which block the prompt can be loaded."""
+        if self.tier is None:
+            slots = self.host.table.find(prompt)
+            self.host.touch(prompt, context, found=slots)
+            # Without a tier, all stores are complete between requests, so what is present is ready.
+            ready = slots[on_device:] >= 0
+            found, from_disk = _leading(ready), 0
+        else:
+            assert context is not None
+            self.manager.touch(prompt, context)
+            found, from_disk, ready = self.promote(prompt[on_device:], context)
+        loaded_to = on_device + found
+        self.hits.extend((on_device, found - from_disk, from_disk))
+        self.block_hits += on_device + int(np.count_nonzero(ready))
+        if loaded_to < len(prompt):
+            self.misses[self.manager.explain_miss(prompt[loaded_to]).reason] += 1
+        return loaded_to
 
     def end(self, chain: list[OffloadKey], stored: Sequence[OffloadKey], context: ReqContext | None) -> None:
         if context is not None and (hints := context.hints) and (hints.drop or hints.retain_s is not None):
             self.manager.retain(chain[: self.capacity], context)
         self.manager.end_chain(chain, stored, context)
+        # As if the engine made steps until the disk has written everything.
+        while self.tier is not None and self.tier.is_busy:
+            self.manager.poll()
 
     def context(self, request: int) -> ReqContext:
         return ReqContext(str(request), hints=None if self.hints is None else self.hints(request))
@@ -643,9 +591,7 @@ class Run:
         # An engine computes at least one token.
         return DeviceUse(whole, device.lookup(whole[: max(0, asked - 1) // size]), -(-total // size))
 
-    def promote(
-        self, tier: CatalogTier, prompt: list[OffloadKey], context: ReqContext
-    ) -> tuple[int, int, npt.NDArray[np.bool_]]:
+    def promote(self, prompt: list[OffloadKey], context: ReqContext) -> tuple[int, int, npt.NDArray[np.bool_]]:
         """Returns how many leading blocks of ``prompt`` can be loaded, how many of them were promoted from disk, and
         which of all are in the host then."""
         manager = self.manager
@@ -740,18 +686,7 @@ class ExclusiveRun(Run):
         assert device is not None
         context = self.context(request) if self.has_contexts else None
         use = self.device_use(request, device)
-        manager.touch(prompt, context)
-        if self.tier is None:
-            ready = host.table.find(prompt)[use.hits :] >= 0
-            found, from_disk = _leading(ready), 0
-        else:
-            assert context is not None
-            found, from_disk, ready = self.promote(self.tier, prompt[use.hits :], context)
-        self.hits.extend((use.hits, found - from_disk, from_disk))
-        self.block_hits += use.hits + int(np.count_nonzero(ready))
-        loaded_to = use.hits + found
-        if loaded_to < len(prompt):
-            self.misses[manager.explain_miss(prompt[loaded_to]).reason] += 1
+        loaded_to = self.find(prompt, use.hits, context)
         # As in an engine: the blocks that are loaded are pinned while others leave the device for them.
         lease = host.prepare_load(prompt[use.hits : loaded_to], context)
         left = device.serve(*use)
@@ -767,8 +702,6 @@ class ExclusiveRun(Run):
         is_stored = manager.wants_every_block or has_hints
         stored = self.store(chain[: self.capacity], context)[0] if is_stored else ()
         self.end(chain, stored, context)
-        while self.tier is not None and self.tier.is_busy:
-            manager.poll()
         if not has_hints:
             self._noted.update(use.chain)
             manager.note_device(held=self._keys(use.chain))

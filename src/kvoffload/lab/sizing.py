@@ -92,8 +92,6 @@ class Setting:
     """Found on the device, in RAM or on disk, so not computed."""
     device_pct: float
     ram_pct: float
-    bound_pct: float
-    """The error bound of the percentages, in points; 0: exact."""
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
@@ -178,6 +176,28 @@ class Sizing:
         has_disk = any(setting.disk_bytes for setting in self.settings)
         return [*(["device"] if self.device_bytes else []), "RAM", *(["disk"] if has_disk else [])]
 
+    def table(self) -> list[list[str]]:
+        """Returns the titles of the columns, and a row per setting."""
+        titles = ["RAM", "disk", "served", *(f"from {place}" for place in self.places), "TTFT p50", "TTFT p95", "price"]
+        return [
+            titles,
+            *(
+                [
+                    format_bytes(each.ram_bytes),
+                    format_bytes(each.disk_bytes) if each.disk_bytes else "-",
+                    f"{each.served_pct:.1f}%",
+                    *(
+                        f"{each.parts[place]:.1f}%" if place != "disk" or each.disk_bytes else "-"
+                        for place in self.places
+                    ),
+                    milliseconds(each.ttft_p50_s),
+                    milliseconds(each.ttft_p95_s),
+                    f"{each.price:,.0f}",
+                ]
+                for each in self.settings
+            ),
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Returns all but the curve of LRU, for JSON."""
 
@@ -198,15 +218,8 @@ class Sizing:
             "more_disk": plain(self.more_disk),
             "settings": [plain(setting) for setting in self.settings],
             "curve": [
-                {
-                    "capacity_blocks": blocks,
-                    "capacity_bytes": blocks * self.block_bytes,
-                    "hit_pct": hit,
-                    "bound_pct": bound,
-                }
-                for blocks, hit, bound in zip(
-                    self.curve.capacities, self.curve.hit_pct.tolist(), self.curve.bound_pct.tolist(), strict=True
-                )
+                {"capacity_blocks": blocks, "capacity_bytes": blocks * self.block_bytes, "hit_pct": hit}
+                for blocks, hit in zip(self.curve.capacities, self.curve.hit_pct.tolist(), strict=True)
             ],
             **({} if self.comparison is None else {"curve_policy": self.curve.policy, **self.comparison.to_dict()}),
             "warnings": list(self.warnings),
@@ -376,17 +389,13 @@ def _with_room(pairs: Sequence[Pair], choices: Choices, contract: Contract) -> l
 
 
 class _Found(NamedTuple):
-    """What the requests of a trace find of one setting."""
+    """The tokens that each request finds on the device, in RAM and on disk."""
 
-    device_tokens: Floats | Ints
-    """Per request, as those in RAM and on disk."""
-    ram_tokens: Floats | Ints
-    disk_tokens: Floats | Ints
-    device_pct: float
-    """Of all prompt tokens, as the others."""
-    ram_pct: float
-    served_pct: float
-    bound_pct: float
+    device: Ints
+    ram: Ints
+    disk: Ints
+    total_on_device: int
+    """With other policies than LRU, a larger cache may find less of a request than the device alone, which counts."""
 
 
 _Find: TypeAlias = Callable[[Sequence[Pair]], Iterable[_Found]]
@@ -406,16 +415,20 @@ class _Evaluator:
         return [self._setting(*pair, found) for pair, found in zip(pairs, find(pairs), strict=True)]
 
     def _setting(self, ram_bytes: int, disk_bytes: int, found: _Found) -> Setting:
-        tokens = found.device_tokens, found.ram_tokens, found.disk_tokens
-        seconds = ttft_seconds(self.model, self.speeds, self.trace.input_tokens, *tokens)
+        asked, (device, ram, disk, on_device) = self.trace.input_tokens, found
+        in_memory = int((device + ram).sum())
+        device_pct, ram_pct, served_pct = (
+            100.0 * tokens / max(1, int(asked.sum()))
+            for tokens in (on_device, in_memory - on_device, in_memory + int(disk.sum()))
+        )
+        seconds = ttft_seconds(self.model, self.speeds, asked, device, ram, disk)
         p50, p95 = np.percentile(seconds, (50, 95))
         return Setting(
             ram_bytes=ram_bytes,
             disk_bytes=disk_bytes,
-            served_pct=found.served_pct,
-            device_pct=found.device_pct,
-            ram_pct=found.ram_pct,
-            bound_pct=found.bound_pct,
+            served_pct=served_pct,
+            device_pct=device_pct,
+            ram_pct=ram_pct,
             ttft_mean_s=float(seconds.mean()),
             ttft_p50_s=float(p50),
             ttft_p95_s=float(p95),
@@ -436,37 +449,28 @@ class _OnCurve:
         return (self._found(*pair) for pair in pairs)
 
     def _found(self, ram_bytes: int, disk_bytes: int) -> _Found:
-        on_device, device_pct, _ = self._at(self.choices.device)
-        in_ram, ram_pct, ram_bound = self._at(self.choices.caches(ram_bytes, disk_bytes)[0])
-        served, served_pct, bound = in_ram, ram_pct, ram_bound
-        if disk_bytes:
-            on_disk, disk_pct, disk_bound = self._at(disk_bytes)
-            either = np.maximum(in_ram, on_disk)
-            served = np.minimum(either, np.maximum(in_ram, self._limit(in_ram, ram_bytes)))
-            bound = max(ram_bound, disk_bound)
-            served_pct = self._percent(either) if bound == 0 else max(ram_pct, disk_pct)
-            served_pct -= self._percent(either - served)
-        on_device, device_pct = np.minimum(on_device, in_ram), min(device_pct, ram_pct)
-        tokens = on_device, in_ram - on_device, served - in_ram
-        return _Found(*tokens, device_pct, ram_pct - device_pct, served_pct, bound)
+        in_ram = self._at(self.choices.caches(ram_bytes, disk_bytes)[0])
+        alone = self._at(self.choices.device)
+        on_device = np.minimum(alone, in_ram)
+        either = np.maximum(in_ram, self._at(disk_bytes))
+        served = np.minimum(either, np.maximum(in_ram, self._limit(in_ram, ram_bytes)))
+        return _Found(on_device, in_ram - on_device, served - in_ram, min(int(alone.sum()), int(in_ram.sum())))
 
-    def _at(self, amount: int) -> tuple[Floats, float, float]:
-        """Returns, for a cache of ``amount`` bytes, the tokens found per request, the percentage of all tokens, and its
-        error bound."""
+    def _at(self, amount: int) -> Ints:
+        """Returns the tokens that each request finds in a cache of ``amount`` bytes."""
         if amount == 0:
-            return np.zeros(self.trace.num_requests), 0.0, 0.0
-        i = self.curve.capacities.index(min(amount // self.block_bytes, self.trace.num_distinct))
-        return self.curve.hit_tokens[i], float(self.curve.hit_pct[i]), float(self.curve.bound_pct[i])
+            return np.zeros(self.trace.num_requests, dtype=np.int64)
+        return self.curve.hit_tokens[
+            self.curve.capacities.index(min(amount // self.block_bytes, self.trace.num_distinct))
+        ]
 
-    def _limit(self, in_ram: Floats, ram_bytes: int) -> Floats:
+    def _limit(self, in_ram: Ints, ram_bytes: int) -> Ints:
         """Returns how many tokens each request can get if the disk holds everything: only as much of a chain as fits in
         RAM was stored, and blocks from disk may use only a share of RAM."""
         blocks = ram_bytes // self.block_bytes
         promoted = max(1, int(blocks * PROMOTION_SHARE))
-        return np.minimum(in_ram + promoted * self.trace.block_tokens, blocks * self.trace.block_tokens)
-
-    def _percent(self, tokens: Floats) -> float:
-        return 100.0 * float(tokens.sum()) / max(1, int(self.trace.input_tokens.sum()))
+        most: Ints = np.minimum(in_ram + promoted * self.trace.block_tokens, blocks * self.trace.block_tokens)
+        return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +490,10 @@ class _InReplays:
     """By setting, and whether it was replayed with the contract."""
 
     def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
-        return map(self._found, self._replayed([(pair, True) for pair in pairs]))
+        results = self._replayed([(pair, True) for pair in pairs])
+        return (
+            _Found(each.device_tokens, each.host_tokens, each.disk_tokens, each.device_hit_tokens) for each in results
+        )
 
     def compare(self, pair: Pair, beside: Sequence[Pair]) -> Comparison:
         """Returns the results with the contract and without. ``beside``: what will be asked for next; it is replayed at
@@ -521,21 +528,6 @@ class _InReplays:
             disk_bytes // block_bytes,
             host_contents=self.choices.host_contents,
             contract=self.contract if has_contract else NO_CONTRACT,
-        )
-
-    def _found(self, result: ReplayResult) -> _Found:
-        device_pct, ram_pct = (
-            100.0 * tokens / max(1, result.prompt_tokens)
-            for tokens in (result.device_hit_tokens, result.host_hit_tokens)
-        )
-        return _Found(
-            result.device_tokens,
-            result.host_tokens,
-            result.disk_tokens,
-            device_pct,
-            ram_pct,
-            result.prefix_hit_tokens_pct,
-            bound_pct=0.0,
         )
 
 
@@ -578,7 +570,7 @@ _THE = {"device": "the device", "RAM": "RAM", "disk": "disk"}
 
 def _verdict(sizing: Sizing) -> list[str]:
     best, target = sizing.best, sizing.target_p95_s
-    served = f"{_percent(best.served_pct, best.bound_pct)} of prompt tokens"
+    served = f"{best.served_pct:.1f}% of prompt tokens"
     parts = [
         f"{best.parts[each]:.1f}% from {_THE[each]}" for each in sizing.places if best.disk_bytes or each != "disk"
     ]
@@ -610,10 +602,6 @@ def _marginal(sizing: Sizing) -> list[str]:
     return [text, f"A cache that never evicts would serve {sizing.ceiling.served_pct:.1f}%."]
 
 
-def _percent(share: float, bound: float) -> str:
-    return f"{share:.1f}%{f' (±{bound:.1f} points)' if bound else ''}"
-
-
 def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms" if seconds < 10 else f"{seconds:,.1f} s"
 
@@ -635,9 +623,6 @@ def footnote(speeds: Speeds, sizing: Sizing) -> str:
     )
     return (
         f"Percentages are of prompt tokens, with the policy {sizing.policy} in RAM and on disk; the disk also has a "
-        f"copy of everything in RAM.{device}{replayed}{rule} TTFT is an estimate without queueing: prefill at "
-        f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({speeds.prefill_origin}), loads at "
-        f"{speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and "
-        f"{speeds.disk_bytes_per_s / 1e9:g} GB/s from disk. Without a cache, p50 is {milliseconds(nothing.ttft_p50_s)} "
-        f"and p95 {milliseconds(nothing.ttft_p95_s)}."
+        f"copy of everything in RAM.{device}{replayed}{rule} {speeds} Without a cache, p50 is "
+        f"{milliseconds(nothing.ttft_p50_s)} and p95 {milliseconds(nothing.ttft_p95_s)}."
     )

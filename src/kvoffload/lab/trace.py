@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,7 +15,6 @@ import xxhash
 
 from kvoffload.abc import ConfigError, Hints, OffloadKey
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.lab.columns import PIECE, Folder, renumber
 from kvoffload.native import load
 
 Ints = npt.NDArray[np.int64]
@@ -93,8 +91,6 @@ class Trace:
     """How many lines were skipped."""
     info: dict[str, object] = field(default_factory=dict)
     """Further properties from the file, such as the cache sizes of a recorded server."""
-    folder: Folder | None = None
-    """Where the arrays are, if they are in files."""
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -145,37 +141,17 @@ class Trace:
     @cached_property
     def keys(self) -> Keys:
         """One OffloadKey per distinct block, made from its id: the same in every run."""
-        if self.folder is not None:
-            return self.folder.get("keys", KEY)
-        keys, xxh = np.empty(self.num_distinct, dtype=KEY), xxhash.xxh3_128_digest
-        for start in range(0, len(keys), PIECE):
-            ids = self.ids[start : start + PIECE].tolist()
-            made = b"".join([make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in ids])
-            keys[start : start + len(ids)] = np.frombuffer(made, dtype=KEY)
-        return keys
+        digest = xxhash.xxh3_128_digest
+        made = [make_offload_key(digest(block_id.to_bytes(8, "little")), 0) for block_id in self.ids.tolist()]
+        return np.frombuffer(b"".join(made), dtype=KEY)
 
     @cached_property
     def digests(self) -> npt.NDArray[np.uint64]:
         """The first 64 bits of each key, ascending."""
-        if self.folder is not None:
-            return self.folder.get("digests", np.uint64)
         return np.sort(self.keys.view(DIGEST)["digest"])
 
-    def save(self) -> Folder:
-        """Returns a folder with the arrays, for ``load_trace``. Raises TraceError if there is no room for it."""
-        if self.folder is not None:
-            return self.folder
-        try:
-            folder = Folder()
-            for name in _ARRAYS:
-                folder.save(name, getattr(self, name))
-        except OSError as error:
-            raise _no_room(error) from error
-        return folder
-
     def keys_of(self, blocks: Ints) -> list[OffloadKey]:
-        """Returns the key of each of ``blocks``. They are made anew by each call, so no more are in memory than are in
-        use."""
+        """Returns the key of each of ``blocks``, made anew by each call."""
         keys: list[OffloadKey] = self.keys[blocks].tolist()
         return keys
 
@@ -196,7 +172,7 @@ class Trace:
         offsets = self.offsets[low : high + 1]
         blocks, ids = renumber(self.ids[self.blocks[offsets[0] : offsets[-1]]])
         parts = {name: getattr(self, name)[low:high] for name in _BY_REQUEST}
-        return replace(self, **parts, offsets=offsets - offsets[0], blocks=blocks, ids=ids, folder=None)
+        return replace(self, **parts, offsets=offsets - offsets[0], blocks=blocks, ids=ids)
 
 
 def _num_known(numbers: Ints) -> int:
@@ -212,27 +188,6 @@ def plain_ranks(digests: npt.NDArray[np.uint64], keys: Sequence[OffloadKey]) -> 
 ranks = plain_ranks
 if not TYPE_CHECKING and (native := load("_cache")) is not None:
     ranks = native.ranks
-
-
-_ARRAYS: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys(
-        ("input_tokens", "output_tokens", "offsets", "blocks", "prompt_blocks", "sessions", "tenants"),
-        np.dtype(np.int64),
-    ),
-    **dict.fromkeys(("ids", "digests"), np.dtype(np.uint64)),
-    **dict.fromkeys(("times", "returns_in", "retains"), np.dtype(np.float64)),
-    "keys": KEY,
-}
-"""What ``Trace.save`` writes."""
-
-
-def load_trace(path: Path, name: str, block_tokens: int, tenant_names: Sequence[str] = ()) -> Trace:
-    """Returns a trace whose arrays ``Trace.save`` has written to the folder ``path``. They take no memory of their own,
-    in however many processes the trace is loaded."""
-    folder = Folder(path)
-    made = ("keys", "digests")
-    arrays: dict[str, Any] = {each: folder.get(each, dtype) for each, dtype in _ARRAYS.items() if each not in made}
-    return Trace(name, block_tokens, **arrays, tenant_names=tuple(tenant_names), folder=folder)
 
 
 class _Ids(Iterable[int], Sized, Protocol):
@@ -285,9 +240,10 @@ class TraceBuilder:
         columns["prompt_blocks"].append(length if prompt_blocks is None else prompt_blocks)
         columns["sessions"].append(_number(self._sessions, session))
         columns["tenants"].append(_number(self._tenants, tenant))
-        returns_in, retain_s = (None, None) if hints is None else (hints.returns_in_s, hints.retain_s)
+        known = Hints() if hints is None else hints
+        returns_in = math.inf if known.drop else known.likely_return_s
         columns["returns_in"].append(math.nan if returns_in is None else returns_in)
-        columns["retains"].append(math.nan if retain_s is None else retain_s)
+        columns["retains"].append(math.nan if known.retain_s is None else known.retain_s)
         columns["chains"].extend(chain)
         self.num_requests += 1
 
@@ -323,9 +279,10 @@ def _number(numbers: dict[str, int], name: str | None) -> int:
     return UNKNOWN if name is None else numbers.setdefault(name, len(numbers))
 
 
-def _no_room(error: OSError) -> TraceError:
-    where = error.filename or "the temporary directory"
-    return TraceError(
-        f"{where}: {error.strerror}: the processes of a replay share the trace there, about 40 bytes per block access; "
-        "set TMPDIR to a directory with more room, or give --jobs 1 (processes=1)"
-    )
+def renumber(ids: npt.NDArray[np.uint64]) -> tuple[Ints, npt.NDArray[np.uint64]]:
+    """Returns block numbers in the order of first occurrence, and the id of each number."""
+    distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    return rank[inverse], distinct[order]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.lab.columns import pieces
 from kvoffload.lab.readers.mooncake import MILLISECOND
 from kvoffload.lab.readers.recorded import HEADER, VERSION
 from kvoffload.lab.trace import PREFILL_SPEED, UNKNOWN, Progress, Trace, TraceError
@@ -70,35 +69,24 @@ def _lines(trace: Trace, on_progress: Progress | None) -> Iterator[bytes]:
     speed = trace.prefill_tokens_per_s
     yield _line(header if speed is None else {**header, PREFILL_SPEED: speed})
     timestamps = np.round(trace.times / MILLISECOND, _DECIMALS)
-    for first, end in pieces(trace.offsets):
-        offsets = trace.offsets[first : end + 1]
-        ids = trace.ids[trace.blocks[offsets[0] : offsets[-1]]].tolist()
-        columns = (
-            timestamps,
-            trace.input_tokens,
-            trace.output_tokens,
-            trace.prompt_blocks,
-            trace.sessions,
-            trace.tenants,
-        )
-        rows = zip(*(column[first:end].tolist() for column in columns), strict=True)
-        bounds = (offsets - offsets[0]).tolist()
-        for i, (at, inputs, outputs, prompt_blocks, session, tenant) in enumerate(rows):
-            line: dict[str, Any] = {
-                "timestamp": int(at) if at.is_integer() else at,
-                "input_length": inputs,
-                "output_length": outputs,
-                "hash_ids": ids[bounds[i] : bounds[i + 1]],
-            }
-            if prompt_blocks != inputs // trace.block_tokens:
-                line["prompt_blocks"] = prompt_blocks
-            if session != UNKNOWN:
-                line["session"] = session
-            if tenant != UNKNOWN:
-                line["tenant"] = trace.tenant_names[tenant]
-            yield _line(line)
-            if on_progress is not None and (first + i) % _REPORT_EVERY == 0:
-                on_progress((first + i) / trace.num_requests)
+    columns = (timestamps, trace.input_tokens, trace.output_tokens, trace.prompt_blocks, trace.sessions, trace.tenants)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for request, (at, inputs, outputs, prompt_blocks, session, tenant) in enumerate(rows):
+        line: dict[str, Any] = {
+            "timestamp": int(at) if at.is_integer() else at,
+            "input_length": inputs,
+            "output_length": outputs,
+            "hash_ids": trace.ids[trace.chain(request)].tolist(),
+        }
+        if prompt_blocks != inputs // trace.block_tokens:
+            line["prompt_blocks"] = prompt_blocks
+        if session != UNKNOWN:
+            line["session"] = session
+        if tenant != UNKNOWN:
+            line["tenant"] = trace.tenant_names[tenant]
+        yield _line(line)
+        if on_progress is not None and request % _REPORT_EVERY == 0:
+            on_progress(request / trace.num_requests)
     if on_progress is not None:
         on_progress(1.0)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,8 +22,9 @@ _DAY_S = 86_400
 _PERIODS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, _DAY_S)
 _WANTED_PERIODS = 12
 
+_Enum = TypeVar("_Enum", bound=StrEnum)
+
 # Bounds of fields that are read from outside.
-_REASONS = tuple(MissReason)
 _MAX_TIME = 253_402_300_799.0
 """The last second of the year 9999."""
 _MAX_TOKENS = 1 << 48
@@ -83,27 +85,11 @@ class RequestRecord:
 
         Raises ValueError, which names the field, if one is missing or impossible.
         """
-        record = cls(
-            _number(data, "time", _MAX_TIME),
-            _text(data, "req_id"),
-            _tokens(data, "tokens_asked"),
-            _tokens(data, "device_tokens"),
-            _tokens(data, "host_tokens"),
-            None if data.get("missed_key") is None else _text(data, "missed_key"),
-            None if data.get("reason") is None else _reason(data, "reason"),
-            None if data.get("age_s") is None else _number(data, "age_s", _MAX_TIME),
-            _tokens(data, "disk_tokens") if "disk_tokens" in data else 0,
-            None if data.get("policy") is None else _policy(data, "policy"),
-            _tier_tokens(data),
-            None if data.get("missed_in") is None else _text(data, "missed_in"),
-            None if data.get("tenant") is None else _text(data, "tenant"),
-            None if data.get("engine") is None else _text(data, "engine"),
-            None if data.get("saved_s") is None else _number(data, "saved_s", _MAX_TIME),
-            _tokens(data, "stored_tokens") if "stored_tokens" in data else 0,
-            _tokens(data, "retained_tokens") if "retained_tokens" in data else 0,
-            None if data.get("retained_in") is None else _text(data, "retained_in"),
-            None if data.get("retain_refused") is None else _refusal(data, "retain_refused"),
-        )
+        needed = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
+        given = {name for name in _READ if name in needed or data.get(name) is not None}
+        record = cls(**{name: _READ[name](data, name) for name in given})
+        if sum(record.tier_tokens.values()) != record.disk_tokens:
+            raise _wrong({"tier_tokens": {}, **data}, "tier_tokens", "what adds up to disk_tokens")
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than the tokens found")
         return record
@@ -117,25 +103,6 @@ class RequestRecord:
     def device_sufficed(self) -> bool:
         """Whether no block was missing and none had to be loaded, because the engine's own cache held them."""
         return self.reason is None and self.device_tokens > 0 and not self.host_tokens and not self.disk_tokens
-
-    def __str__(self) -> str:
-        above = f"on device, {self.host_tokens} in host"
-        if self.engine is not None:
-            above = f"on device or in {printable(self.engine)}'s host memory"
-        text = f"request {printable(self.req_id)}: {self.tokens_asked} tokens asked, {self.device_tokens} {above}"
-        text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.tier_tokens.items())
-        if self.saved_s:
-            text += f", which saved about {self.saved_s:.3g} s"
-        if self.retain_refused is not None:
-            text += f"; not retained: {self.retain_refused}"
-        elif self.retained_in is not None:
-            text += f"; {self.retained_tokens} retained {in_tier(self.retained_in)}"
-        if self.missed_key is None:
-            return text
-        age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
-        rule = "" if self.policy is None else f", the policy's rule is {self.policy['rule']}"
-        where = "" if self.missed_in is None else f" {in_tier(self.missed_in)}"
-        return f"{text}; first miss {self.missed_key[:16]}: {self.reason}{where}{age}{rule}"
 
 
 def in_tier(tier: str) -> str:
@@ -237,9 +204,9 @@ def over_time(records: Sequence[RequestRecord], every_s: int | None = None) -> l
     return [Period.of(group, (begin + i) * every_s, every_s) for i, group in enumerate(groups)]
 
 
-def _number(data: Mapping[str, Any], field: str, most: float) -> float:
+def _number(data: Mapping[str, Any], field: str) -> float:
     value = data.get(field)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _MAX_TIME:
         raise _wrong(data, field, "a number of seconds")
     return float(value)
 
@@ -251,20 +218,18 @@ def _tokens(data: Mapping[str, Any], field: str) -> int:
     return value
 
 
-def _tier_tokens(data: Mapping[str, Any]) -> dict[str, int]:
-    tokens = data.get("tier_tokens", {})
+def _tier_tokens(data: Mapping[str, Any], field: str) -> dict[str, int]:
+    tokens = data[field]
     if (
         not isinstance(tokens, Mapping)
         or len(tokens) > _MAX_TIERS
         or any(len(str(name)) > _MAX_TEXT for name in tokens)
     ):
-        raise _wrong(data, "tier_tokens", f"tokens by name of at most {_MAX_TIERS} tiers")
+        raise _wrong(data, field, f"tokens by name of at most {_MAX_TIERS} tiers")
     try:
         found = {str(name): _tokens(tokens, name) for name in tokens}
     except ValueError as error:
-        raise _wrong(data, "tier_tokens", "a number of tokens for each tier") from error
-    if sum(found.values()) != data.get("disk_tokens", 0):
-        raise _wrong(data, "tier_tokens", "what adds up to disk_tokens")
+        raise _wrong(data, field, "a number of tokens for each tier") from error
     return found
 
 
@@ -275,18 +240,13 @@ def _text(data: Mapping[str, Any], field: str) -> str:
     return value
 
 
-def _reason(data: Mapping[str, Any], field: str) -> MissReason:
-    value = data[field]
-    if not isinstance(value, str) or value not in _REASONS:
-        raise _wrong(data, field, "a reason that this version of kvoffload knows")
-    return MissReason(value)
+def _one_of(kind: type[_Enum]) -> Callable[[Mapping[str, Any], str], _Enum]:
+    def read(data: Mapping[str, Any], field: str) -> _Enum:
+        if data[field] not in tuple(kind):
+            raise _wrong(data, field, "a reason that this version of kvoffload knows")
+        return kind(data[field])
 
-
-def _refusal(data: Mapping[str, Any], field: str) -> RetainRefusal:
-    value = data[field]
-    if not isinstance(value, str) or value not in tuple(RetainRefusal):
-        raise _wrong(data, field, "a reason that this version of kvoffload knows")
-    return RetainRefusal(value)
+    return read
 
 
 def _policy(data: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -295,7 +255,7 @@ def _policy(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(rule, str) or not isinstance(scores, Mapping) or rule not in scores or len(scores) > _MAX_RULES:
         raise _wrong(data, field, f"a rule and the scores of at most {_MAX_RULES} rules")
     try:
-        return {"rule": rule, "scores": {name: _number(scores, name, _MAX_TIME) for name in scores}}
+        return {"rule": rule, "scores": {name: _number(scores, name) for name in scores}}
     except ValueError as error:
         raise _wrong(data, field, "a rule and the score of each rule") from error
 
@@ -304,3 +264,16 @@ def _wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:
     if field not in data:
         return ValueError(f"{field} is missing")
     return ValueError(f"{field}={ascii(data[field])[:40]}: not {wanted}")
+
+
+_READ: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
+    **dict.fromkeys(("time", "age_s", "saved_s"), _number),
+    **dict.fromkeys(("req_id", "missed_key", "missed_in", "tenant", "engine", "retained_in"), _text),
+    **dict.fromkeys(("tokens_asked", "device_tokens", "host_tokens", "disk_tokens"), _tokens),
+    **dict.fromkeys(("stored_tokens", "retained_tokens"), _tokens),
+    "reason": _one_of(MissReason),
+    "retain_refused": _one_of(RetainRefusal),
+    "policy": _policy,
+    "tier_tokens": _tier_tokens,
+}
+"""What reads each field of a record, or raises ValueError."""

@@ -1,4 +1,5 @@
-"""Moves request records from a serving process to another: over a local socket, or through the log."""
+"""Moves request records from a serving process to another, over a local socket or through the log, and metrics that
+concern tenants and paused tiers over the socket."""
 
 from __future__ import annotations
 
@@ -17,17 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.observe.records import RequestRecord
-from kvoffload.observe.usage import Bill, TierUsage, parts_of, read_bill, to_json
 from kvoffload.printable import printable
 
 LOG_MARKER = "kvoffload: record "
 """Precedes a record, in JSON, on a line of a log."""
-BILL_MARKER = "kvoffload: usage "
-"""Precedes a part of the bill of a server since its start, in JSON, on a line of a log."""
 CLIENT_DEADLINE_S = 5.0
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
@@ -35,8 +33,8 @@ MAX_FAULTS_LISTED = 5
 MAX_ANCESTORS = 8
 MAX_PAUSED = 64
 """Abilities of tiers that are named as paused."""
-MAX_USAGE_KEPT = 1 << 16
-"""Entries of bills, of all servers together, that are kept from one source."""
+_SENT_METRICS = ("tenant_", "tier_paused:")
+_MAX_AMOUNT = 1e30
 PROC_NET_UNIX = Path("/proc/net/unix")
 
 # Num RefCount Protocol Flags Type St Inode Path: only a listener has these flags.
@@ -48,13 +46,14 @@ _MAX_PATH_BYTES = 107
 """What the kernel takes for the path of a socket."""
 _MAX_STALE = 1024
 """Files that are looked at for those of servers that were killed."""
-_FORMAT = 1
+_FORMAT = 2
 _BACKLOG = 64
 _COPY_TRIES = 100
-_RECORDS_PER_SEND = 64
+_ENTRIES_PER_SEND = 64
 _RETRY_S = 1.0
 _CONNECT_RETRY_S = 0.001
-_engines = itertools.count()
+
+_Entry = TypeVar("_Entry")
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,8 @@ def paused_in(totals: Iterable[tuple[str, float]]) -> list[str]:
     labels = (name.removeprefix("tier_paused:") for name, value in totals if value and name.startswith("tier_paused:"))
     words = {"read": "reads of", "write": "writes to"}
     return [
-        f"{words[ability]} the {tier} tier" for ability, _, tier in (label.partition(",") for label in sorted(labels))
+        f"{words.get(ability, ability)} the {printable(tier)} tier"
+        for ability, _, tier in (label.partition(",") for label in sorted(labels)[:MAX_PAUSED])
     ]
 
 
@@ -77,8 +77,8 @@ class RecordServer:
 
     It listens on the Unix socket ``<pid>-<name>`` in a directory that only this user may enter: ``kvoffload`` in
     XDG_RUNTIME_DIR, else ``/tmp/kvoffload-<uid>``. One daemon thread answers one client at a time, in pieces, for at
-    most CLIENT_DEADLINE_S. With the records it sends ``paused()``, see ``paused_in``, and ``bill()``, what tenants took
-    of each tier. That thread calls the three functions; other threads may append to the sequence that ``source``
+    most CLIENT_DEADLINE_S. With the records it sends those of ``totals()``, metrics by labelled names, that concern
+    tenants and paused tiers. That thread calls both functions; other threads may append to the sequence that ``source``
     returns. Nothing raises: if no socket or thread can be made, one warning says so and nothing is served.
     """
 
@@ -86,12 +86,10 @@ class RecordServer:
         self,
         source: Callable[[], Sequence[RequestRecord]],
         name: str,
-        bill: Callable[[], Bill] = dict,
-        paused: Callable[[], Sequence[str]] = tuple,
+        totals: Callable[[], Iterable[tuple[str, float]]] = tuple,
     ) -> None:
         self._source = source
-        self._paused = paused
-        self._bill = bill
+        self._totals = totals
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._client: socket.socket | None = None
@@ -146,25 +144,24 @@ class RecordServer:
 
     def _answer(self, client: socket.socket) -> None:
         deadline = time.monotonic() + CLIENT_DEADLINE_S
-        records, bill = self._copy(), list(parts_of(self._bill()))
-        header = {
-            "kvoffload_records": _FORMAT,
-            "count": len(records),
-            "usage_count": len(bill),
-            "paused": list(self._paused()),
-        }
-        _send(client, [header], deadline)
+        records, totals = self._copy(), [each for each in self._totals() if each[0].startswith(_SENT_METRICS)]
+        parts = [dict(part) for part in _parts(totals)]
+        _send(client, [{"kvoffload_records": _FORMAT, "count": len(records), "totals_count": len(parts)}], deadline)
         # In pieces, so that the engine's thread can take the interpreter lock in between.
-        for i in range(0, len(records), _RECORDS_PER_SEND):
-            _send(client, [record.to_dict() for record in records[i : i + _RECORDS_PER_SEND]], deadline)
-        for part in bill:
-            _send(client, [{"usage": to_json(part)}], deadline)
+        for some in _parts(records):
+            _send(client, [record.to_dict() for record in some], deadline)
+        for part in parts:
+            _send(client, [part], deadline)
 
     def _copy(self) -> list[RequestRecord]:
         for _ in range(_COPY_TRIES):
             with contextlib.suppress(RuntimeError):  # the deque changed while it was copied
                 return list(self._source())
         raise RuntimeError("records arrive too fast to be copied")
+
+
+def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
+    return (entries[i : i + _ENTRIES_PER_SEND] for i in range(0, len(entries), _ENTRIES_PER_SEND))
 
 
 def _send(client: socket.socket, values: Iterable[dict[str, Any]], deadline: float) -> None:
@@ -248,40 +245,33 @@ def peer(sock: socket.socket) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Reading:
-    """Records and usage from one source, the number of malformed entries, and descriptions of the first few."""
+    """What was read from one source, the number of malformed entries, and descriptions of the first few."""
 
     records: list[RequestRecord] = field(default_factory=list)
-    usage: dict[tuple[str, str, str], TierUsage] = field(default_factory=dict)
-    """The latest, by server, tenant and tier."""
-    paused: list[str] = field(default_factory=list)
-    """Abilities of tiers that are paused: "writes to the redis tier"."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """Metrics of a server by labelled names."""
     malformed: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def take(self, text: str, where: str, server: str | None = None) -> None:
-        """Adds the record, or the part of a bill, that ``text`` begins with, or counts it as malformed. ``server``:
-        whose bill that is; None: it says so itself."""
+    def take(self, text: str, where: str, are_totals: bool = False) -> None:
+        """Adds the record, or the totals, that ``text`` begins with, or counts it as malformed."""
         try:
             if len(text) > MAX_LINE_BYTES:
                 raise ValueError(f"longer than {MAX_LINE_BYTES:,} characters")
             data, _ = json.JSONDecoder().raw_decode(text)
             if not isinstance(data, dict):
                 raise ValueError("not a JSON object")
-            if "usage" in data:
-                self._take_usage(server or str(data.get("server", where)), read_bill(data["usage"]))
-            else:
+            if not are_totals:
                 self.records.append(RequestRecord.from_dict(data))
+            elif all(isinstance(value, int | float) and 0 <= value <= _MAX_AMOUNT for value in data.values()):
+                self.totals |= data
+            else:
+                raise ValueError("not metrics")
         except (ValueError, RecursionError) as error:
             self.malformed += 1
             if len(self.faults) < MAX_FAULTS_LISTED:
                 fault = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
                 self.faults.append(printable(f"{where}: {fault}"))
-
-    def _take_usage(self, server: str, bill: Bill) -> None:
-        entries = {(server, tenant, tier): usage for tenant, tiers in bill.items() for tier, usage in tiers.items()}
-        if len(self.usage) + sum(entry not in self.usage for entry in entries) > MAX_USAGE_KEPT:
-            raise ValueError(f"more than {MAX_USAGE_KEPT:,} entries of usage")
-        self.usage |= entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,22 +365,19 @@ def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
     try:
         announced = json.loads(header)
         count = announced["count"] if announced["kvoffload_records"] == _FORMAT else None
-        usage_count = announced.get("usage_count", 0)
+        totals_count = announced["totals_count"]
     except (ValueError, RecursionError, TypeError, KeyError):
-        count = usage_count = None
-    if not isinstance(count, int) or not isinstance(usage_count, int):
+        count = totals_count = None
+    if not isinstance(count, int) or not isinstance(totals_count, int):
         raise RecordsError(f"{server} answered in another format: use the version of kvoffload that it runs")
-    paused = announced.get("paused", [])
-    if not isinstance(paused, list):
-        paused = []
-    reading, number = Reading(paused=[printable(str(each)) for each in paused[:MAX_PAUSED]]), 0
+    reading, number = Reading(), 0
     # What a server sends beyond its announcement is not read.
-    for number, line in zip(range(1, count + usage_count + 1), lines, strict=False):
-        reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}", str(server))
+    for number, line in zip(range(1, count + totals_count + 1), lines, strict=False):
+        reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}", number > count)
     if number < count:
         raise RecordsError(f"{server} stopped after {number} of {count} records: try again")
-    if number < count + usage_count:
-        raise RecordsError(f"{server} stopped before the end of its usage of tiers: try again")
+    if number < count + totals_count:
+        raise RecordsError(f"{server} stopped before the end of its metrics: try again")
     return reading
 
 
@@ -435,31 +422,14 @@ def log_record(record: RequestRecord) -> None:
         logger.debug("%s%s", LOG_MARKER, json.dumps(record.to_dict()))
 
 
-def logs_bills() -> bool:
-    """Whether ``log_bill`` logs anything."""
-    return logger.isEnabledFor(logging.DEBUG)
-
-
-def new_server_id() -> str:
-    """Returns the name of a bill in logs, which no other engine of this process or another has."""
-    return f"{os.getpid()}-{time.time_ns()}-{next(_engines)}"
-
-
-def log_bill(bill: Bill, server: str) -> None:
-    """Logs the bill of ``server`` at the level DEBUG, as ``read_log`` reads it, if there is one."""
-    for part in parts_of(bill):
-        logger.debug("%s%s", BILL_MARKER, json.dumps({"server": server, "usage": to_json(part)}))
-
-
 def read_log(lines: Iterable[bytes], name: str) -> Reading:
-    """Returns the records and bills in a log called ``name``: JSON after LOG_MARKER or BILL_MARKER anywhere in a line,
-    or a record alone on a line."""
+    """Returns the records in a log called ``name``: JSON after LOG_MARKER anywhere in a line, or alone on a line."""
     reading = Reading()
     for number, line in enumerate(lines, 1):
         text = line.decode("utf-8", "replace")
-        logged = next((found for each in (LOG_MARKER, BILL_MARKER) if (found := text.partition(each + "{"))[1]), None)
-        if logged is not None:
-            reading.take("{" + logged[2], f"{name}:{number}")
+        _, marker, record = text.partition(LOG_MARKER + "{")
+        if marker:
+            reading.take("{" + record, f"{name}:{number}")
         elif text.startswith("{") and '"req_id"' in text:
             reading.take(text, f"{name}:{number}")
     return reading

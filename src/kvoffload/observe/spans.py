@@ -16,14 +16,12 @@ from kvoffload.observe.records import RequestRecord
 
 SCOPE = "kvoffload"
 """Name of the instrumentation scope of all spans."""
-MAX_OPEN_REQUESTS = 16_384
-"""Requests that are observed at a time. Those beyond it get no spans."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Copies:
+class Copies:
     """The copies of one direction that were made for a request. Times are in nanoseconds since 1970."""
 
     blocks: int = 0
@@ -38,20 +36,20 @@ class _Copies:
         self.failed_blocks += blocks if failed else 0
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request of which spans will be made. Times are in nanoseconds since 1970."""
+@dataclass(slots=True, eq=False)
+class TracedRequest:
+    """What spans of a request say beside its record. Times are in nanoseconds since 1970."""
 
     headers: Mapping[str, str]
     began: int
     looked_up: int = 0
     """When it was first given device blocks; 0 before."""
-    record: RequestRecord | None = None
     waited_s: float = 0.0
     loaded_tokens: int = 0
-    load: _Copies = field(default_factory=_Copies)
-    store: _Copies = field(default_factory=_Copies)
+    load: Copies = field(default_factory=Copies)
+    store: Copies = field(default_factory=Copies)
     has_ended: bool = False
+    """Whether no more copies of it will begin."""
 
 
 class RequestSpans:
@@ -77,71 +75,44 @@ class RequestSpans:
         self._propagator = TraceContextTextMapPropagator()
         self._headers = headers
         self._block_bytes = block_bytes
-        self._now = now
-        self._open: dict[str, _Open] = {}
+        self.now = now
+        """Returns the time in nanoseconds since 1970."""
         self._has_failed = False
 
-    def __len__(self) -> int:
-        """Requests whose spans are not made yet."""
-        return len(self._open)
-
-    def begin(self, req_id: str, request: Any) -> None:
-        """Begins to observe a request, if it has a trace."""
-        if self._has_failed or len(self._open) >= MAX_OPEN_REQUESTS:
-            return
+    def begin(self, request: Any) -> TracedRequest | None:
+        """Returns what is to be noted of a request, None if it has no trace."""
+        if self._has_failed:
+            return None
         try:
             headers = self._headers(request)
-            if headers:
-                self._open[req_id] = _Open(dict(headers), self._now())
+            return TracedRequest(dict(headers), self.now()) if headers else None
         except Exception as error:
             self._fail(error)
+            return None
 
-    def looked_up(self, req_id: str, record: RequestRecord | None, waited_s: float, num_loaded: int) -> None:
-        """Notes that a request was given device blocks after it had waited, and loads ``num_loaded`` tokens."""
-        request = self._open.get(req_id)
-        if request is not None:
-            request.looked_up = request.looked_up or self._now()
-            request.record = record
-            request.waited_s += waited_s
-            request.loaded_tokens += num_loaded
-
-    def copied(self, req_id: str, is_store: bool, blocks: int, failed: bool, began: int) -> None:
-        """Adds a copy that began at ``began`` (nanoseconds since 1970) and has ended now."""
-        request = self._open.get(req_id)
-        if request is not None:
-            (request.store if is_store else request.load).add(blocks, failed, began, self._now())
-
-    def end(self, req_id: str) -> None:
-        """Notes that a request has ended, and that no more copies of it will begin."""
-        request = self._open.get(req_id)
-        if request is not None:
-            request.has_ended = True
-
-    def close(self, req_id: str) -> None:
-        """Makes the spans of a request of which no copy is in progress, if it has ended."""
-        request = self._open.get(req_id)
-        if request is None or not request.has_ended:
+    def make(self, req_id: str, request: TracedRequest, record: RequestRecord | None) -> None:
+        """Makes the spans of a request that has ended, of which no copy is in progress."""
+        if self._has_failed:
             return
-        del self._open[req_id]
         try:
             context = self._propagator.extract(request.headers)
             # With a malformed header the spans would be a trace of their own.
             if self._trace.get_current_span(context).get_span_context().is_valid:
-                self._make(req_id, request, context)
+                self._make(req_id, request, record, context)
         except Exception as error:
             self._fail(error)
 
-    def _make(self, req_id: str, request: _Open, context: Any) -> None:
+    def _make(self, req_id: str, request: TracedRequest, record: RequestRecord | None, context: Any) -> None:
         attributes = {"kvoffload.request_id": req_id}
-        lookup = attributes | {"kvoffload.wait_seconds": request.waited_s} | _found(request.record)
-        self._span("kvoffload.lookup", context, request.began, request.looked_up or self._now(), lookup)
+        lookup = attributes | {"kvoffload.wait_seconds": request.waited_s} | _found(record)
+        self._span("kvoffload.lookup", context, request.began, request.looked_up or self.now(), lookup)
         if request.load.blocks:
             loaded = attributes | {"kvoffload.tokens": request.loaded_tokens}
             self._copies("kvoffload.load", context, request.load, loaded)
         if request.store.blocks:
             self._copies("kvoffload.store", context, request.store, attributes)
 
-    def _copies(self, name: str, context: Any, copies: _Copies, attributes: Mapping[str, Any]) -> None:
+    def _copies(self, name: str, context: Any, copies: Copies, attributes: Mapping[str, Any]) -> None:
         counts = {
             "kvoffload.blocks": copies.blocks,
             "kvoffload.bytes": copies.blocks * self._block_bytes,
@@ -161,7 +132,6 @@ class RequestSpans:
     def _fail(self, error: Exception) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._open.clear()
             logger.warning("kvoffload: no more spans are made: %s: %s", type(error).__name__, error)
 
 

@@ -88,53 +88,39 @@ class TraceRecorder:
         keys: Sequence[OffloadKey],
         num_tokens: int,
         num_computed: int,
-        session: str | None = None,
-        tenant: str | None = None,
+        names: Mapping[str, str | None],
         prefill: tuple[int, float] | None = None,
         hints: Hints | None = None,
     ) -> None:
         """Records a request that ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded.
 
         It arrived at ``arrived``, in seconds since 1970. ``keys`` are the keys of its whole blocks; ``record`` has the
-        length of its prompt. ``session`` and ``tenant`` are names, of which only a hash is written. ``prefill``: how
-        many tokens were computed in how many seconds, if measured. ``hints``: what its client knew.
+        length of its prompt. ``names``: those of its "session" and "tenant", of which only a hash is written.
+        ``prefill``: how many tokens were computed in how many seconds, if measured. ``hints``: what its client knew.
         """
         if self._off or self._closing.is_set():
             return
         try:
-            names = {"session": session, "tenant": tenant}
-            line = self._line(arrived, record, keys, num_tokens, num_computed, names)
+            prompt = record.tokens_asked
+            whole = max(prompt, min(num_computed, num_tokens)) // self._block_tokens
+            digest = xxhash.xxh3_64_intdigest
+            line: dict[str, Any] = {
+                "timestamp": max(0, round(1e3 * (arrived - self._started))),
+                "input_length": prompt,
+                "output_length": max(0, num_tokens - prompt),
+                "hash_ids": [digest(key) >> 1 for key in keys[:whole]],
+                "device_tokens": record.device_tokens,
+                "host_tokens": record.host_tokens,
+                "disk_tokens": record.disk_tokens,
+            }
+            line |= {field: name_hash(name) for field, name in names.items() if name is not None}
             if prefill is not None:
                 line |= {"prefill_tokens": prefill[0], "prefill_ms": round(1e3 * prefill[1], 3)}
-            if hints is not None:
-                known = {name: getattr(hints, name) for name in HINTS}
-                line |= {name: value for name, value in known.items() if value is not None and value is not False}
+            known = {} if hints is None else {name: getattr(hints, name) for name in HINTS}
+            line |= {name: value for name, value in known.items() if value is not None and value is not False}
             self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except Exception as error:
             self._stop(error)
-
-    def _line(
-        self,
-        arrived: float,
-        record: RequestRecord,
-        keys: Sequence[OffloadKey],
-        num_tokens: int,
-        num_computed: int,
-        names: Mapping[str, str | None],
-    ) -> dict[str, Any]:
-        prompt = record.tokens_asked
-        whole = max(prompt, min(num_computed, num_tokens)) // self._block_tokens
-        digest = xxhash.xxh3_64_intdigest
-        return {
-            "timestamp": max(0, round(1e3 * (arrived - self._started))),
-            "input_length": prompt,
-            "output_length": max(0, num_tokens - prompt),
-            "hash_ids": [digest(key) >> 1 for key in keys[:whole]],
-            "device_tokens": record.device_tokens,
-            "host_tokens": record.host_tokens,
-            "disk_tokens": record.disk_tokens,
-            **{field: name_hash(name) for field, name in names.items() if name is not None},
-        }
 
     def _append(self, line: bytes) -> None:
         with self._lock:

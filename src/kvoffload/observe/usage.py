@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import TypeAlias
 
 from kvoffload.observe.records import RequestRecord, sum_by_tier
-
-MAX_ENTRIES = 4096
-"""Pairs of a tenant and a tier in the bill of one server."""
-ENTRIES_PER_PART = 64
-"""So few that a part of a bill fits into one line of a log."""
-_MAX_AMOUNT = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,66 +21,21 @@ class TierUsage:
     moved_bytes: float = 0.0
     """Between device and host memory, or read from the tier and written to it."""
 
-    def __add__(self, other: TierUsage) -> TierUsage:
-        return TierUsage(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
 
 Bill: TypeAlias = Mapping[str, Mapping[str, TierUsage]]
 """By tenant and tier, since the start of a server."""
 
 
-def bill_of(totals: Iterable[tuple[str, float]]) -> Bill:
+def bill_of(totals: Mapping[str, float]) -> Bill:
     """Returns the bill in ``totals``, metrics by names such as "tenant_moved_bytes:TENANT,TIER"."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     known = {f"tenant_{each.name}": each.name for each in fields(TierUsage)}
-    for labelled, total in totals:
+    for labelled, total in totals.items():
         name, _, label = labelled.partition(":")
         if name in known:
             tenant, _, tier = label.partition(",")
             found.setdefault(tenant, {}).setdefault(tier, {})[known[name]] = total
     return {tenant: {tier: TierUsage(**each) for tier, each in tiers.items()} for tenant, tiers in found.items()}
-
-
-def parts_of(bill: Bill) -> Iterator[Bill]:
-    """Yields bills of at most ENTRIES_PER_PART entries that are ``bill`` together."""
-    entries = [(tenant, tier, usage) for tenant, tiers in bill.items() for tier, usage in tiers.items()]
-    for start in range(0, len(entries), ENTRIES_PER_PART):
-        part: dict[str, dict[str, TierUsage]] = {}
-        for tenant, tier, usage in entries[start : start + ENTRIES_PER_PART]:
-            part.setdefault(tenant, {})[tier] = usage
-        yield part
-
-
-def read_bill(data: object) -> Bill:
-    """Returns the bill that was written as JSON. The source need not be trusted. Raises ValueError."""
-    if not isinstance(data, Mapping) or not all(isinstance(tiers, Mapping) for tiers in data.values()):
-        raise ValueError("the usage of tenants is not a mapping")
-    if sum(map(len, data.values())) > MAX_ENTRIES:
-        raise ValueError(f"the usage of tenants has more than {MAX_ENTRIES} entries")
-    return {
-        str(tenant): {str(tier): _read_usage(each) for tier, each in tiers.items()} for tenant, tiers in data.items()
-    }
-
-
-def _read_usage(data: object) -> TierUsage:
-    amounts = []
-    for each in fields(TierUsage):
-        amount = data.get(each.name, 0.0) if isinstance(data, Mapping) else None
-        if not isinstance(amount, int | float) or not 0 <= amount <= _MAX_AMOUNT:
-            raise ValueError(f"{each.name} of the usage of a tenant is not an amount")
-        amounts.append(float(amount))
-    return TierUsage(*amounts)
-
-
-def add_bills(bills: Iterable[Bill]) -> Bill:
-    """Returns the sum of the bills of several servers."""
-    total: dict[str, dict[str, TierUsage]] = {}
-    for bill in bills:
-        for tenant, tiers in bill.items():
-            own = total.setdefault(tenant, {})
-            for tier, usage in tiers.items():
-                own[tier] = own.get(tier, TierUsage()) + usage
-    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +90,9 @@ def by_tenant(records: Iterable[RequestRecord], bill: Bill) -> list[Usage]:
 
 def total_of(records: Sequence[RequestRecord], bill: Bill) -> Usage:
     """Returns the usage of all tenants together."""
-    return Usage.of(None, records, add_bills({"": tiers} for tiers in bill.values()).get("", {}))
+    taken = [(tier, usage) for tiers in bill.values() for tier, usage in tiers.items()]
+    return Usage.of(None, records, {tier: _sum(used for of, used in taken if of == tier) for tier, _ in taken})
 
 
-def to_json(bill: Bill) -> dict[str, dict[str, Any]]:
-    """Returns ``bill`` for JSON, as ``read_bill`` reads it."""
-    return {
-        tenant: {
-            tier: {each.name: getattr(usage, each.name) for each in fields(usage)} for tier, usage in tiers.items()
-        }
-        for tenant, tiers in bill.items()
-    }
+def _sum(usages: Iterable[TierUsage]) -> TierUsage:
+    return TierUsage(*map(sum, zip(*map(astuple, usages), strict=True)))

@@ -37,7 +37,7 @@ from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.cache.tenants import HOST, Tenants
+from kvoffload.cache.tenants import Tenants
 from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
@@ -287,24 +287,17 @@ class TieredOffloadingManager(OffloadingManager):
         if hints is None or (hints.retain_s is None and not hints.drop):
             return Retained(None)
         answer = self.host.retain(keys, req_context)
-        session, seconds = hints.session, 0.0 if hints.drop else hints.retain_s or 0.0
-        if answer.refusal is RetainRefusal.NOTHING:
-            return answer
         asked = [tier for tier in self.tiers if not tier.is_off]
-        for tier in asked if answer.refusal is not None else ():
-            refusal = self._retain_in(tier, keys, session, seconds)
+        if hints.drop or not hints.retain_s:
+            for tier in asked if hints.session is not None else ():
+                tier.tier.retain((), hints.session, 0.0)
+            return answer
+        for tier in asked if answer.refusal not in (None, RetainRefusal.NOTHING) else ():
+            refusal = self._retain_in(tier, keys, hints.session, hints.retain_s)
             if refusal is None:
-                answer = Retained(None, tier.name, len(keys))
-                break
+                return Retained(None, tier.name, len(keys))
             if refusal is not RetainRefusal.NO_QUOTA:
                 answer = Retained(refusal)
-        if answer.refusal is None and session is not None:
-            # What is kept elsewhere for the session is to end, or was replaced.
-            if answer.tier not in (None, HOST):
-                self.host.retention.end(session)
-            for tier in asked:
-                if tier.name != answer.tier:
-                    tier.tier.retain((), session, 0.0)
         return answer
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> HandedOver:

@@ -61,8 +61,6 @@ MAX_JUDGED = 64
 """Tenants of whom is known how much of what was read was used."""
 TIME_SHARE = 0.5
 """Tiers are read for at most this share of the time."""
-LEAST_LIKELY = 0.5
-"""What is less likely to be used is not prefetched."""
 
 
 class _Held(NamedTuple):
@@ -160,12 +158,12 @@ class Prefetcher:
         hints = context.hints
         if hints is None or hints.drop or hints.expect_return_s is None:
             return
-        is_likely = hints.p_return is None or hints.p_return >= LEAST_LIKELY
         name = context.req_id if hints.session is None else hints.session
         self._forget(name)
         number = next(self._order)
-        if is_likely and keys and (self._is_worth_it(keys[0]) or number % PROBE_EVERY == 0):
-            returns_at = self._clock() + hints.expect_return_s
+        returns_in = hints.likely_return_s
+        if returns_in is not None and keys and (self._is_worth_it(keys[0]) or number % PROBE_EVERY == 0):
+            returns_at = self._clock() + returns_in
             self._add(name, keys, number, returns_at, returns_at + LEAD_S)
 
     def expect_now(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:

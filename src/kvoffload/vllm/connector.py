@@ -29,7 +29,7 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import boot_id
-from kvoffload.observe.server import RecordServer, paused_in
+from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import companions, versions
 from kvoffload.vllm.adapters import adapters_of, watch_adapters
@@ -176,13 +176,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = build_scheduler(layout.config, engine, pools, fingerprint(parts))
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
-        observer = scheduler.observer
-        self._records = RecordServer(
-            lambda: scheduler.records,
-            engine_id or "0",
-            observer.bill,
-            lambda: paused_in(observer.metrics.totals()),
-        )
+        self._records = RecordServer(lambda: scheduler.records, engine_id or "0", scheduler.metrics.totals)
 
     @property
     def connector_scheduler(self) -> OffloadingConnectorScheduler:
@@ -263,9 +257,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvoffload: %s", plan.describe())
         self.layout = self.layout.divided(plan.parts)
         self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups), stores)
-        self._worker = OffloadingConnectorWorker(
-            make_transfer(plan.parts.page_groups(groups), self._pool, self.layout.config.batched_copies)
-        )
+        self._worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self._pool))
 
     def _canonical_pages(self, kv_caches: dict[str, torch.Tensor]) -> RankPages | str:
         rank = self._rank % self.layout.tensor_parallel

@@ -30,9 +30,7 @@ def numa_node(groups: Sequence[PageGroup]) -> int | None:
     return None
 
 
-def make_cuda_transfer(
-    groups: Sequence[PageGroup], slots: ByteArray, pool: HostPool | None, batched_copies: bool
-) -> Transfer:
+def make_cuda_transfer(groups: Sequence[PageGroup], slots: ByteArray, pool: HostPool | None) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and ``slots``, which are registered in the background.
 
     ``slots`` are the data of ``pool``, which unregisters them when it is closed, or, if ``pool`` is None, those of
@@ -44,9 +42,7 @@ def make_cuda_transfer(
     device = next(view for group in groups for view in group.views).device
     number = device.index or 0
     tables = [page_table(group) for group in groups]
-    cuda = CudaDevice(
-        tables, number, lambda: int(torch.cuda.current_stream(device).cuda_stream), batched_copies=batched_copies
-    )
+    cuda = CudaDevice(tables, number, lambda: int(torch.cuda.current_stream(device).cuda_stream))
     driver = Driver(number)
     logger.info("kvoffload: blocks are copied with CUDA %s%s", driver.version, "" if cuda.batches else ", one by one")
     if not driver.copies_registered_memory:

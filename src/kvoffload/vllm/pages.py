@@ -10,6 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvoffload.abc import ConfigError, PageGroup, Transfer
+from kvoffload.transfer.cuda.native_loop import native_module
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.failed import FailedTransfer
 from kvoffload.transfer.follower import FollowerTransfer
@@ -65,7 +66,7 @@ def page_format(layer: Any, cache: torch.Tensor, spec: KVCacheSpec) -> str:
 def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> list[PageGroup]:
     """Returns the pages of every group's layers, torch tensors in the order of ``layout``.
 
-    Raises ConfigError for a layout or a device that is not served.
+    Raises ConfigError for a layout or a device that is not served, or not without native code.
     """
     groups = []
     for group in layout.groups:
@@ -78,8 +79,11 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
             page_view(name, kv_caches[name], layout.num_device_blocks, page_bytes)
             for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
         ]
-        for kind in {view.device.type for view in views} - {"cpu", "cuda"}:
+        kinds = {view.device.type for view in views}
+        for kind in kinds - {"cpu", "cuda"}:
             raise ConfigError(fault=f"the KV cache is on device {kind!r}", fix="kvoffload serves cpu and cuda")
+        if "cuda" in kinds:
+            native_module()
         groups.append(PageGroup(views, group.group.block_size_factor))
     return groups
 
@@ -96,12 +100,12 @@ def log_layout(name: str | None, groups: list[PageGroup]) -> None:
     )
 
 
-def make_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool = True) -> Transfer:
+def make_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages. It
     stores only if this rank does. If the device's driver or memory does not allow copies, the engine starts
     nevertheless, and its first step switches offloading off."""
     try:
-        transfer = _device_transfer(groups, pool, batched_copies)
+        transfer = _device_transfer(groups, pool)
     except ConfigError:
         raise
     except Exception as error:
@@ -110,10 +114,10 @@ def make_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool 
     return transfer if pool.stores else FollowerTransfer(transfer)
 
 
-def _device_transfer(groups: list[PageGroup], pool: RankPool, batched_copies: bool) -> Transfer:
+def _device_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
     if any(view.device.type == "cuda" for group in groups for view in group.views):
         from kvoffload.vllm.cuda import make_cuda_transfer
 
-        return make_cuda_transfer(groups, pool.data, pool.own, batched_copies)
+        return make_cuda_transfer(groups, pool.data, pool.own)
     arrays = [PageGroup([view.numpy() for view in each.views], each.factor, each.placement) for each in groups]
     return InlineTransfer(arrays, pool.data)

@@ -24,7 +24,7 @@ from kvoffload.config import DoorConfig
 from kvoffload.connector.guarded import guarded
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import METRICS, PREFIX, Metrics
-from kvoffload.observe.server import RecordServer, paused_in
+from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.bridge import BridgeSettings, JobEnd, TierBridge, build_bridge
 from kvoffload.tiering.plan import ChainLayout
 from kvoffload.tiers.disk.config import DiskConfig
@@ -117,9 +117,7 @@ class KVOffloadTier(SecondaryTierManager):
         self._read_stats_at = 0.0
         self._expected_root = versions.expected_hash_root(vllm_config)
         engine_id = vllm_config.kv_transfer_config.engine_id
-        self._server = RecordServer(
-            lambda: self._records.records, engine_id or "0", paused=lambda: paused_in(self.metrics.totals())
-        )
+        self._server = RecordServer(lambda: self._records.records, engine_id or "0", self.metrics.totals)
 
     def _open(self, config: DoorConfig) -> TierBridge:
         layout = self.layout

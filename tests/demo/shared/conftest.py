@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from demo.protocol import EngineInfo, RequestResult, classify
-from demo.shared_report import FaultResult, SharedReport, StoreResult
+from demo.shared_report import SharedReport, StoreResult
 
 PROMPT_TOKENS = 2000
 FOUND = 1920
@@ -31,9 +31,6 @@ def answer(document: int, found: int = 0) -> RequestResult:
         total_ms=150.0 if found else 800.0 + document,
         output_tokens=[document, 7, 9],
         logprobs=[-1.0, -2.0, -1.5],
-        pool_used=0,
-        pool_blocks=48,
-        waited_s=0.03 if found else 0.0,
     )
 
 
@@ -60,10 +57,6 @@ def make_store(name: str = "shared_dir") -> StoreResult:
     )
 
 
-def make_fault(store: str = "shared_dir", fault: str = "killed") -> FaultResult:
-    return FaultResult(store, fault, "something was killed", answers(FOUND), answers(), answers(FOUND), 4.0, 0)
-
-
 @pytest.fixture
 def report() -> SharedReport:
     return SharedReport(
@@ -74,5 +67,4 @@ def report() -> SharedReport:
         info=EngineInfo("0.0.0", "CPU, 2 cores", 20.0),
         baseline={document: answer(document) for document in DOCUMENTS},
         stores=[make_store("shared_dir"), make_store("mooncake")],
-        faults=[make_fault(), make_fault("mooncake", "full")],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from demo import shared_run as run
 from demo.__main__ import main
 from demo.act import EngineProcess
 from demo.model import CONFIG
-from demo.stores import DirectoryStore, Fault, StoreMissingError
+from demo.stores import DirectoryStore, StoreMissingError
 
 SERVER = """
 import json, os, sys, time
@@ -49,7 +49,7 @@ def first_question(index, document, load):
     return dict(index=index, document=document, follow_up=False, prompt_tokens=prompt, device_tokens=0, host_tokens=0,
         disk_tokens=found, source="disk" if found else "recompute", reason=None,
         ttft_ms=5.0 if found else 40.0 if loaded else 50.0, total_ms=60.0, output_tokens=tokens,
-        logprobs=[-1.0, -2.0], pool_used=0, pool_blocks=0)
+        logprobs=[-1.0, -2.0])
 
 def corrupt_loads():
     global wrong
@@ -75,17 +75,6 @@ class FolderStore(DirectoryStore):
 
     visible_s = 0.0
 
-    def faults(self) -> Sequence[Fault]:
-        return (
-            Fault("emptied", "files were deleted", lambda servers: self.empty()),
-            Fault("changed", "bytes of files were changed", lambda servers: self.corrupt()),
-            Fault("killed", "the first server was killed", lambda servers: servers.first.kill(), lasts_s=0.2),
-        )
-
-    def empty(self) -> None:
-        for slab in self.slabs():
-            slab.unlink()
-
 
 def missing(directory: Path, logs: Path) -> Any:
     raise StoreMissingError("run this line")
@@ -104,7 +93,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "check_vllm": lambda: None,
         "model_directory": model_directory,
         "STORES": stores,
-        "make_plan": partial(run.make_plan, shared=3, back=2, faults=3),
+        "make_plan": partial(run.make_plan, shared=3, back=2),
         "STORE_BYTES": 1,
     }.items():
         monkeypatch.setattr(run, name, value)
@@ -115,9 +104,9 @@ def use_servers(monkeypatch: pytest.MonkeyPatch, control: bool = True) -> None:
     monkeypatch.setattr(run, "EngineProcess", partial(EngineProcess, program=program))
 
 
-def test_a_run_with_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_servers(monkeypatch)
-    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path), "--faults"])
+    result = CliRunner().invoke(main, ["--shared", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "shared.json").read_text())
     assert report["failures"] == []
@@ -133,15 +122,6 @@ def test_a_run_with_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [each["source"] for each in shared["requests"]["computed"]] == ["recompute"] * 3
     assert shared["corrupted"] == {"bad_blocks": 3, "hit_tokens": 0}
     assert report["stores"]["mooncake"] == {"skipped": "run this line"}
-    assert [(row["fault"], row["hit_tokens"]["during"] > 0, row["bad_blocks"]) for row in report["faults"]] == [
-        ("emptied", False, 0),
-        ("changed", False, 3),
-        ("killed", True, 0),
-    ]
-    assert all(row["identical"] and row["recovered_s"] is not None for row in report["faults"])
-    # The last fault lasted for more than one round.
-    assert report["faults"][2]["requests"] > 3 + 4 + 3
-    assert "When the store fails" in (tmp_path / "shared.html").read_text()
     assert "mooncake was skipped: run this line" in result.output
     assert not list(tmp_path.glob("disk-*"))
 

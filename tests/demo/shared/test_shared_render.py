@@ -12,13 +12,12 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 rich_console = pytest.importorskip("rich.console")
 
-from demo.pages import SHARED_NAMES, shared_page, shared_tables  # noqa: E402
-from demo.plots import faults_plot  # noqa: E402
+from demo.pages import shared_page  # noqa: E402
 from demo.protocol import RequestResult  # noqa: E402
 from demo.shared_report import SharedReport, SkippedStore  # noqa: E402
 from demo.view import TerminalProgress, render, terminal_table, verdict  # noqa: E402
 
-from .conftest import answer, make_fault, make_store, wrong  # noqa: E402
+from .conftest import answer, make_store, wrong  # noqa: E402
 
 
 def render_page(report: SharedReport) -> str:
@@ -27,18 +26,19 @@ def render_page(report: SharedReport) -> str:
 
 def terminal_text(report: SharedReport) -> str:
     console = rich_console.Console(width=80, record=True, file=io.StringIO())
-    for table in shared_tables(report):
+    page = shared_page(report)
+    for table in page.tables:
         console.print(terminal_table(table))
-    console.print(verdict(shared_page(report), []), soft_wrap=True)
+    console.print(verdict(page), soft_wrap=True)
     return str(console.export_text())
 
 
 def test_the_page_is_self_contained(report: SharedReport) -> None:
     page = render_page(report)
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 1
     assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
     assert "Outputs of both servers are identical, and both controls were detected." in page
-    assert "11,520 (96%)" in page
+    assert "<td>96%</td><td>96%</td>" in page
     assert "10.0" in page
 
 
@@ -50,32 +50,14 @@ def test_a_failed_run_says_what(report: SharedReport) -> None:
     assert "NO" in terminal_text(failed)
 
 
-def test_each_bar_is_above_the_name_of_its_fault(report: SharedReport) -> None:
-    """Also if the faults of the stores come in different orders."""
-    faults = [make_fault("shared_dir", "killed"), make_fault("shared_dir", "full")]
-    others = [make_fault("mooncake", "killed"), replace(make_fault("mooncake", "full"), during=answers_of(report))]
-    plots = [faults_plot([*faults, *each]) for each in (others, others[::-1])]
-    assert plots[0] == plots[1]
-    swapped = [replace(others[0], fault="full"), replace(others[1], fault="killed")]
-    assert faults_plot([*faults, *swapped]) != plots[0]
-
-
 def answers_of(report: SharedReport) -> list[RequestResult]:
     (store,) = report.results[:1]
     return list(store.shared)
 
 
-def test_without_faults_there_is_no_table_of_them(report: SharedReport) -> None:
-    short = replace(report, faults=[])
-    page = render_page(short)
-    assert page.count("<svg") == 1
-    assert "When the store fails" not in page
-    assert "When the store fails" not in terminal_text(short)
-
-
 def test_skipped_stores_are_named_with_the_line_to_run(report: SharedReport) -> None:
     reason = "the client is not installed: pip install something"
-    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", reason)], faults=[])
+    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", reason)])
     for text in (render_page(skipped), terminal_text(skipped)):
         assert f"mooncake was skipped: {reason}" in text
     nothing = replace(skipped, stores=skipped.stores[1:])
@@ -88,20 +70,19 @@ def test_the_terminal_fits_into_80_columns(report: SharedReport) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     flat = " ".join(text.split())
-    assert "shared_dir yes 11,520 (96%) 702 ms 70 ms 10.0" in flat
-    assert "shared_dir killed 18 0.0 s 0.8 s yes 11,520 0 11,520 4 s" in flat
+    assert "shared_dir yes 96% 96% 702 ms 70 ms 10.0" in flat
 
 
 def test_the_progress_has_one_bar_per_part() -> None:
     console = rich_console.Console(width=100, record=True, file=io.StringIO())
-    with TerminalProgress(console, SHARED_NAMES) as progress:
+    with TerminalProgress(console) as progress:
         progress.begin("first part", 2)
-        for document in range(3):
+        for document in range(2):
             progress.request(answer(document))
         progress.begin("second part", 1)
         progress.request(answer(0, 1920))
         progress.skip("mooncake", "not here")
     text = console.export_text()
-    assert "3/3" in text
+    assert "2/2" in text
     assert "1/1" in text
     assert "mooncake is skipped: not here" in text

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError, TierResult
-from kvoffload.cli import inspect as tools
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.checksum import sealed
+from kvoffload.tiers.disk import offline
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD, RECORD_BYTES
 from kvoffload.tiers.disk.journal import ENTRY, ENTRY_BYTES, JOURNAL_HEADER_BYTES, _checks
@@ -273,12 +273,12 @@ def remove_folder(path: Path) -> None:
 
 def look_at(path: Path, rng: Random) -> None:
     """The offline tools end with a report or one line."""
-    for tool in (tools.inspect, tools.verify):
-        with suppress(tools.InspectError):
+    for tool in (offline.inspect, offline.verify):
+        with suppress(offline.InspectError):
             tool(path)
     if rng.random() < 0.1:
-        with suppress(tools.InspectError):
-            tools.clear(path)
+        with suppress(offline.InspectError):
+            offline.clear(path)
 
 
 def budget_of(folder: Path) -> int:

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import numpy as np
 import pytest
 
 from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda import start_check
+from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.cuda_device import CALLS, CudaDevice
-from kvoffload.transfer.cuda.device import Addresses, Stream
 from kvoffload.transfer.cuda.driver import Driver
+from kvoffload.transfer.cuda.kernels import launch
 from kvoffload.transfer.cuda.pages import PageTable, Run
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.start_check import CopiesHang
@@ -45,8 +49,8 @@ class Rig:
         runs = [Run(base + layer * NUM_BLOCKS * PAGE, PAGE, PAGE, layer * PAGE) for layer in range(2)]
         self.table = PageTable(tuple(runs), 2 * PAGE, NUM_BLOCKS)
 
-    def make(self, kind: type[CudaDevice] = CudaDevice, **options: Any) -> CudaDevice:
-        return kind([self.table], 0, lambda: DEFAULT_STREAM, library=self.emulator.path, **options)
+    def make(self, **options: Any) -> CudaDevice:
+        return CudaDevice([self.table], 0, lambda: DEFAULT_STREAM, library=self.emulator.path, **options)
 
     def current_context(self) -> int | None:
         found = ctypes.c_void_p()
@@ -67,63 +71,62 @@ def test_batches_and_kernels_are_tried_and_the_cache_keeps_its_bytes(
 ) -> None:
     device = rig.make()
     assert device.batches
-    assert device.can_gather(0)
+    assert has_kernel(device)
     assert rig.emulator.count(Count.BATCHES) == 4, "of pages and of rows, in both directions"
     assert rig.emulator.count(Count.LAUNCHES) == 2
     assert np.array_equal(rig.cache, rig.before)
     assert caplog.messages == rig.emulator.problems == []
     calls = device.native_calls()
-    assert calls is not None
-    assert all(getattr(calls, field) for field in CALLS)
+    assert all(getattr(calls, field) for field in ("copy_batch", *CALLS))
     device.close()
     device.close()
     assert rig.emulator.num_bytes(Memory.PINNED) == 0
     assert rig.emulator.num_bytes(Memory.DEVICE) == len(rig.cache), "all but the cache is freed"
 
 
-def test_without_batched_copies_no_batch_is_tried(rig: Rig) -> None:
-    device = rig.make(batched_copies=False)
-    calls = device.native_calls()
-    assert calls is not None
-    assert calls.copy_batch == 0
-    assert rig.emulator.count(Count.BATCHES) == 0
-    assert device.can_gather(0)
+def has_kernel(device: CudaDevice) -> bool:
+    return device.native_calls().kernels[0] is not None
 
 
-class WrongBatch(CudaDevice):
-    """Copies of batches miss a byte."""
+def lose_a_byte_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Driver.copy
 
-    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        super().copy(stream, targets, sources, sizes - 1 if self.batches else sizes)
+    def lose(self: Driver, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        copy(self, stream, targets, sources, sizes - 1 if self.copies_in_batches else sizes)
 
-
-class WrongKernel(CudaDevice):
-    """Device blocks are gathered in the wrong order."""
-
-    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        super().gather(stream, group, blocks[::-1], staging)
+    monkeypatch.setattr(Driver, "copy", lose)
 
 
-class WrongKernelOfLoads(CudaDevice):
-    """Rows are scattered in the wrong order."""
+def exchange_blocks(monkeypatch: pytest.MonkeyPatch, is_gather: bool) -> None:
+    """Device blocks are gathered, or rows are scattered, in the wrong order."""
 
-    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        super().scatter(stream, group, blocks[::-1], staging)
+    def exchange(driver: Driver, kernel: Kernel, function: int, stream: int, blocks: Numbers, staging: int) -> None:
+        is_wrong = (function == kernel.gather) is is_gather
+        launch(driver, kernel, function, stream, blocks[::-1] if is_wrong else blocks, staging)
+
+    monkeypatch.setattr(start_check, "launch", exchange)
 
 
 @pytest.mark.parametrize(
-    ("kind", "batches", "gathers", "warning"),
+    ("plant", "batches", "gathers", "warning"),
     [
-        (WrongBatch, False, True, "batched copies do not work with CUDA 12.8.*wrong bytes.*batched_copies=false"),
-        (WrongKernel, True, False, "kernel does not work with CUDA 12.8.*wrong bytes came from"),
-        (WrongKernelOfLoads, True, False, "kernel does not work with CUDA 12.8.*wrong bytes came to"),
+        (lose_a_byte_of_batches, False, True, "batched copies do not work with CUDA 12.8.*wrong bytes.*newer driver"),
+        (partial(exchange_blocks, is_gather=True), True, False, "kernel does not work with CUDA 12.8.*bytes came from"),
+        (partial(exchange_blocks, is_gather=False), True, False, "kernel does not work with CUDA 12.8.*bytes came to"),
     ],
 )
 def test_what_copies_wrong_bytes_is_not_used(
-    rig: Rig, kind: type[CudaDevice], batches: bool, gathers: bool, warning: str, caplog: pytest.LogCaptureFixture
+    rig: Rig,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    batches: bool,
+    gathers: bool,
+    warning: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device = rig.make(kind)
-    assert (device.batches, device.can_gather(0)) == (batches, gathers)
+    plant(monkeypatch)
+    device = rig.make()
+    assert (device.batches, has_kernel(device)) == (batches, gathers)
     (message,) = caplog.messages
     assert re.search(warning, message)
     assert np.array_equal(rig.cache, rig.before)
@@ -145,7 +148,7 @@ def test_what_the_driver_refuses_is_not_used(
 ) -> None:
     rig.emulator.fail(function, code)
     device = rig.make()
-    assert (device.batches, device.can_gather(0)) == (batches, gathers)
+    assert (device.batches, has_kernel(device)) == (batches, gathers)
     (message,) = caplog.messages
     assert "CUDA 12.8" in message
     assert np.array_equal(rig.cache, rig.before)
@@ -153,14 +156,14 @@ def test_what_the_driver_refuses_is_not_used(
 
 def test_a_batch_that_ends_the_context_is_an_error_with_a_remedy(rig: Rig) -> None:
     rig.emulator.fail("cuMemcpyBatchAsync", ILLEGAL_ADDRESS, is_sticky=True)
-    with pytest.raises(RuntimeError, match=r"cuMemcpyBatchAsync.*CUDA 12\.8, or batched_copies=false, may help"):
+    with pytest.raises(RuntimeError, match=r"cuMemcpyBatchAsync.*CUDA 12\.8 may help"):
         rig.make()
 
 
 def test_copies_that_hang_are_an_error_and_their_memory_is_not_freed(rig: Rig) -> None:
     """To free it would wait for them."""
     rig.emulator.fail("cuEventQuery", NOT_READY)
-    with pytest.raises(CopiesHang, match=r"did not end within 0\.01 s.*batched_copies=false"):
+    with pytest.raises(CopiesHang, match=r"did not end within 0\.01 s.*newer driver"):
         rig.make(check_deadline_s=0.01)
     assert rig.emulator.num_bytes(Memory.PINNED) > 0
     assert rig.emulator.num_bytes(Memory.DEVICE) > len(rig.cache)
@@ -183,7 +186,7 @@ def test_the_engine_s_thread_keeps_its_context(rig: Rig, other: bool) -> None:
         device.allocate_host(8)
         event, stream = device.new_event(), device.new_stream()
         if not other:
-            device.record(event, stream)
+            rig.driver.record(event, stream)
         found.append(rig.current_context())
         rig.set_context(None)
         device.close()
@@ -234,7 +237,7 @@ class Pages:
     def stride(self, axis): return 64
 
 pool = HostPool(8, 128)
-transfer = make_cuda_transfer([PageGroup([Pages(0), Pages(1)])], pool.data, pool, True)
+transfer = make_cuda_transfer([PageGroup([Pages(0), Pages(1)])], pool.data, pool)
 blocks = np.array([3, 1])
 spec = TransferSpec("r", LoadStoreSpec("CPU", np.array([5, 2])), DeviceSpec(blocks, (2,), (0,)))
 transfer.submit(1, spec, True)

@@ -12,6 +12,7 @@ from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
+from kvoffload.native import load
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -87,6 +88,7 @@ class BrokenWatch:
         return True
 
 
+@pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: HostPool, emulator: Emulator) -> None:
     registration = register(pool, emulator)
     pages = np.ones((4, MIB), np.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -13,17 +12,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferResult, TransferSpec
+from kvoffload.abc import (
+    ByteArray,
+    ConfigError,
+    DeviceSpec,
+    LoadStoreSpec,
+    PageGroup,
+    Placement,
+    TransferResult,
+    TransferSpec,
+)
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.native import load
+from kvoffload.transfer.cuda import native_loop
 from kvoffload.transfer.cuda.calls import MAX_BLOCKS
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
 from kvoffload.transfer.cuda.pages import page_table
-from kvoffload.transfer.cuda.slots import Unregistered, merge
+from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.transfer import CudaTransfer
-from tests.transfer.cuda.callbacks import CallbackDevice
-from tests.transfer.cuda.plain_device import PlainDevice, PlainEvent
+from tests.transfer.cuda.plain_device import ENGINE, PlainDevice, PlainEvent
+
+pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
 BLOCKS = SLOTS = 64
 ROW = 128
@@ -75,20 +85,7 @@ def group_of(make: Callable[[], list[ByteArray]]) -> PageGroup:
     return PageGroup(make(), 1, placements.get(make))
 
 
-LOOPS = ["plain"] if load("_transfer") is None else ["plain", "native"]
-
-
-@pytest.fixture(params=LOOPS, autouse=True)
-def loop(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs each test with each loop."""
-    Rig.loop = request.param
-    yield Rig.loop
-    Rig.loop = LOOPS[0]
-
-
 class Rig:
-    loop = LOOPS[0]
-
     def __init__(
         self,
         *groups: PageGroup,
@@ -104,19 +101,18 @@ class Rig:
         self.pool = np.zeros((num_slots, block_bytes), np.uint8) if pool is None else pool
         self.registration = registration or Ready(num_slots)
         tables = [page_table(group) for group in groups]
-        self.device = PlainDevice(tables)
-        self.native = (
-            CallbackDevice(self.device, tables, num_without_kernels=num_without_kernels)
-            if self.loop == "native"
-            else None
-        )
+        self.device = PlainDevice(tables, num_without_kernels)
         self.transfer = CudaTransfer(
-            tables, self.pool, self.native or self.device, self.registration, limits=limits, with_threads=with_threads
+            tables, self.pool, self.device, self.registration, limits=limits, with_threads=with_threads
         )
 
-    def run(self) -> list[TransferResult]:
+    def advance(self) -> None:
+        """Makes all steps that are possible."""
         while self.transfer.advance():
             pass
+
+    def run(self) -> list[TransferResult]:
+        self.advance()
         return self.transfer.poll(busy=False)
 
     def store(self, job_id: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
@@ -174,7 +170,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     assert not rig.of_other_ranks().any()
 
 
-SMALL_CHUNKS = Limits(chunk_bytes=4 * ROW, stage_bytes=4 * ROW, fence_bytes=4 * ROW, direct_bytes=4 * ROW)
+SMALL_CHUNKS = Limits(chunk_bytes=4 * ROW, stage_bytes=4 * ROW, fence_bytes=4 * ROW)
 """Chunks of four rows, if there is one group."""
 
 
@@ -293,6 +289,13 @@ def test_a_slot_that_is_too_small_for_the_rows_is_refused() -> None:
         Rig(PageGroup(placed(), 2, PLACED), pool=np.zeros((SLOTS, 511), np.uint8))
 
 
+def test_without_native_code_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_loop, "load", lambda name: None)
+    monkeypatch.setattr(native_loop, "describe", lambda: "plain Python: it was not compiled")
+    with pytest.raises(ConfigError, match=r"native code only.*plain Python: it was not compiled; reinstall kvoffload"):
+        Rig(PageGroup(apart()))
+
+
 def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied() -> None:
     limits = Limits(chunk_bytes=ROW // 2, stage_bytes=1, fence_bytes=1, bounce_bytes=ROW // 2)
     for registration in (Ready(), Unregistered()):
@@ -301,13 +304,6 @@ def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied() -> None:
         rig.transfer.before_forward()
         assert ended(rig.run()) == [1]
         assert (rig.slot(3), rig.slot(2)) == (rig.block(4), rig.block(5))
-
-
-def test_merged_copies_are_the_same_bytes_and_stay_in_their_sections() -> None:
-    targets, sources = np.array([0, 10, 20, 35, 45]), np.array([100, 110, 120, 130, 140])
-    sizes, sections = np.full(5, 10), np.array([0, 0, 1, 1, 1])
-    pieces = [each.tolist() for each in merge(targets, sources, sizes, sections)]
-    assert pieces == [[0, 20, 35], [100, 120, 130], [20, 10, 20]]
 
 
 # Chunks.
@@ -412,7 +408,7 @@ def test_a_fence_goes_beyond_the_limit_of_chunks_in_flight() -> None:
 
 
 def engine_waits(rig: Rig) -> int:
-    n = sum(stream == rig.device.engine_stream() for stream, _ in rig.device.waits)
+    n = sum(stream == ENGINE for stream, _ in rig.device.waits)
     rig.device.waits.clear()
     return int(n)
 
@@ -439,7 +435,7 @@ def test_a_fence_waits_for_the_gather_and_not_for_the_bus() -> None:
     rig.device.held = True
     rig.store(1, [0], [0])
     rig.transfer.wait([1])
-    ((_, event),) = [(stream, event) for stream, event in rig.device.waits if stream == rig.device.engine_stream()]
+    ((_, event),) = [(stream, event) for stream, event in rig.device.waits if stream == ENGINE]
     rig.device.release()
     last_copy = max(each.recorded for each in rig.device.events if each is not event)
     assert event.recorded < last_copy
@@ -451,7 +447,7 @@ def test_a_load_submitted_after_a_fence_waits_for_what_the_engine_waits_for(
     rig.device.held = True
     rig.store(1, [0], [5])
     rig.transfer.wait([1])
-    ((_, read),) = [(stream, event) for stream, event in rig.device.waits if stream == rig.device.engine_stream()]
+    ((_, read),) = [(stream, event) for stream, event in rig.device.waits if stream == ENGINE]
     rig.device.waits.clear()
     rig.load(2, [1], [5])
     rig.run()
@@ -460,7 +456,7 @@ def test_a_load_submitted_after_a_fence_waits_for_what_the_engine_waits_for(
 
 
 def engine_events(rig: Rig) -> list[PlainEvent]:
-    return [event for event in rig.device.events if event.stream == rig.device.engine_stream()]
+    return [event for event in rig.device.events if event.stream == ENGINE]
 
 
 def test_the_engine_waits_for_the_end_of_a_load(rig: Rig) -> None:
@@ -479,7 +475,7 @@ def test_the_engine_waits_for_scattered_and_direct_loads_whose_ends_are_on_two_s
     rig.run()
     rig.transfer.submit(2, spec_of([1], ([], 0), ([6], 0)), is_store=False)
     rig.transfer.wait([1, 2])
-    streams = {event.stream for stream, event in rig.device.waits if stream == rig.device.engine_stream()}
+    streams = {event.stream for stream, event in rig.device.waits if stream == ENGINE}
     assert len(streams) == 2
     rig.device.release()
 
@@ -516,16 +512,6 @@ def test_slots_that_are_registered_meanwhile_are_copied_directly() -> None:
     assert (rig.slot(1), rig.slot(9), rig.slot(10)) == (rig.block(1), rig.block(2), rig.block(3))
 
 
-def test_more_jobs_than_one_step_takes_in() -> None:
-    rig = Rig(PageGroup(apart()), limits=Limits(jobs_per_step=3))
-    for job_id in range(10):
-        rig.store(job_id, [job_id], [job_id])
-    rig.transfer.wait([4])
-    assert rig.calls("gather") == [1], "a fence copies nothing else"
-    assert ended(rig.run()) == [4, 0, 1, 2, 3, 5, 6, 7, 8, 9]
-    assert all(rig.slot(i) == rig.block(i) for i in range(10))
-
-
 def test_a_fence_that_waits_long_for_another_thread_says_so_and_waits_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -533,19 +519,15 @@ def test_a_fence_that_waits_long_for_another_thread_says_so_and_waits_on(
     is_copying, may_go_on = threading.Event(), threading.Event()
     copy = rig.device.copy
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any) -> int:
         is_copying.set()
         may_go_on.wait(60)
-        copy(*arguments)
-
-    def advance() -> None:
-        while rig.transfer.advance():
-            pass
+        return copy(*arguments)
 
     monkeypatch.setattr(rig.device, "copy", slow)
     rig.store(1, [0], [0])
     rig.transfer.before_forward()
-    thread = threading.Thread(target=advance)
+    thread = threading.Thread(target=rig.advance)
     thread.start()
     assert is_copying.wait(60)
     rig.store(2, [1], [1])
@@ -615,7 +597,7 @@ def test_no_copy_begins_before_the_store_was_handed_over(rig: Rig) -> None:
     assert rig.transfer.advance()
 
 
-@pytest.mark.parametrize("operation", ["copy", "is_done", "gather", "scatter"])
+@pytest.mark.parametrize("operation", ["copy", "query", "gather", "scatter"])
 @pytest.mark.parametrize("with_threads", [False, True])
 def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str, with_threads: bool) -> None:
     rig = Rig(PageGroup(apart()), with_threads=with_threads)
@@ -627,11 +609,7 @@ def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str
     deadline = time.monotonic() + 60
     while not (total.broken and len(total.done) == 2) and time.monotonic() < deadline:
         if not with_threads:
-            try:
-                while rig.transfer.advance():
-                    pass
-            except RuntimeError:
-                pass
+            rig.advance()
         with worker.step(next(metas, StepMeta(has_tokens=False)), lambda report: print(total.add(report))):
             pass
     assert total.broken
@@ -662,15 +640,10 @@ def test_no_step_is_made_by_a_thread_that_waited_while_another_failed(
         may_fail.wait(60)
         raise RuntimeError("the driver failed")
 
-    def advance() -> None:
-        with contextlib.suppress(RuntimeError):
-            while rig.transfer.advance():
-                pass
-
     rig.store(1, [0], [0])
     rig.transfer.before_forward()
     monkeypatch.setattr(rig.device, "copy", fail)
-    threads = [threading.Thread(target=advance) for _ in range(2)]
+    threads = [threading.Thread(target=rig.advance) for _ in range(2)]
     threads[0].start()
     assert is_copying.wait(60)
     threads[1].start()
@@ -679,7 +652,7 @@ def test_no_step_is_made_by_a_thread_that_waited_while_another_failed(
     may_fail.set()
     for thread in threads:
         thread.join()
-    assert not [name for name, _ in rig.device.calls if name == "is_done"], "the chunk is issued halfway"
+    assert not [name for name, _ in rig.device.calls if name == "query"], "the chunk is issued halfway"
 
 
 def test_close_frees_the_device_once_and_drops_what_was_not_issued(rig: Rig) -> None:
@@ -795,43 +768,36 @@ def test_without_its_fences_the_stress_fails(monkeypatch: pytest.MonkeyPatch) ->
     rig.transfer.close()
 
 
-# What only the native loop does.
-
-only_native = pytest.mark.parametrize("loop", LOOPS[1:], indirect=True)
+# Batches, kernels and staging memory.
 
 
-@only_native
 def test_a_refused_batch_is_copied_one_by_one_and_there_are_no_batches_any_more(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert rig.native is not None
-    rig.native.refuses_batches = True
+    rig.device.refuses_batches = True
     rig.store(1, [0, 20, 30], [1, 2, 3])
     rig.transfer.before_forward()
     assert ended(rig.run()) == [1]
     assert [rig.slot(slot) for slot in (0, 20, 30)] == [rig.block(block) for block in (1, 2, 3)]
     assert rig.calls("copy") == [1] * 3 * rig.copies_per_block
-    rig.native.refuses_batches = False
+    rig.device.refuses_batches = False
     rig.load(2, [0, 20], [5, 6])
     assert ended(rig.run()) == [2]
-    assert rig.native.num_batches == 0
+    assert rig.device.num_batches == 0
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "refused a batch" in caplog.text
 
 
-@only_native
 def test_an_error_of_one_copy_is_no_refusal(rig: Rig) -> None:
     rig.device.raise_in = "copy"
     rig.store(1, [0], [1])
     rig.transfer.before_forward()
-    while rig.transfer.advance():
-        pass
+    rig.advance()
     with pytest.raises(RuntimeError) as error:
         rig.transfer.poll(busy=False)
     assert str(error.value.__cause__) == f"cuMemcpyBatchAsync of {rig.copies_per_block} copies failed: CUDA error (719)"
 
 
-@only_native
 def test_without_kernels_the_runs_of_blocks_are_copied(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(PageGroup(apart()), num_without_kernels=1)
     before = rig.block(3)
@@ -848,7 +814,6 @@ def test_without_kernels_the_runs_of_blocks_are_copied(caplog: pytest.LogCapture
     assert not rig.calls("gather")
 
 
-@only_native
 def test_more_rows_than_the_numbers_of_one_launch() -> None:
     num = 2 * MAX_BLOCKS + 5
     views = [noise(num, 16), noise(num, 24)]
@@ -860,7 +825,6 @@ def test_more_rows_than_the_numbers_of_one_launch() -> None:
     assert np.array_equal(rig.pool, np.concatenate(views, axis=1)[::-1])
 
 
-@only_native
 def test_a_fence_beside_full_traffic_has_streams_and_staging_memory_of_its_own() -> None:
     """So nothing is in front of its gather. Where rows are in flight, they are gathered already."""
     rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
@@ -877,18 +841,17 @@ def test_a_fence_beside_full_traffic_has_streams_and_staging_memory_of_its_own()
     assert len(copied) == 1, "its copy waits for the gather"
     assert engine_waits(rig) == 1
     rig.transfer.wait([1], {0})
-    assert [stream for stream, _ in rig.device.waits] == ["engine"]
+    assert [stream for stream, _ in rig.device.waits] == [ENGINE]
     rig.device.release()
     assert ended(rig.run()) == [1]
 
 
-@only_native
 def test_chunks_of_a_fence_share_its_staging_memory_one_after_another() -> None:
     rig = Rig(PageGroup(apart()), limits=SMALL_CHUNKS)
     rig.device.held = True
     rig.store(1, range(12), range(12))
     rig.transfer.wait([1])
-    streams = {stream for stream, event in rig.device.waits if stream != "engine" and event.stream != "engine"}
+    streams = {stream for stream, event in rig.device.waits if stream != ENGINE and event.stream != ENGINE}
     waits = [event for stream, event in rig.device.waits if stream in streams and event.stream in streams]
     assert len(waits) == 3 + 2, "each copy waits for its gather, and a gather for the copy before it"
     rig.device.release()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction
 from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.auto import AutoPolicy
@@ -25,21 +23,17 @@ __all__ = [
     "policy_class",
 ]
 
-TEXTBOOK_EXAMPLE = "kvoffload.lab.policies.sieve:SIEVEPolicy"
 BUILTIN: dict[str, type[CachePolicy]] = {"auto": AutoPolicy, "lru": LRUPolicy, "arc": ARCPolicy}
 
 
-def policy_class(name: str, known: Mapping[str, type[CachePolicy]] = BUILTIN) -> type[CachePolicy]:
-    """Returns the class called ``name``: one of ``known``, or any other as "package.module:Class".
+def policy_class(name: str) -> type[CachePolicy]:
+    """Returns the class called ``name``: one of BUILTIN, or any other as "package.module:Class".
 
     Raises ConfigError if it cannot be imported or is not a CachePolicy.
     """
-    if name in known:
-        return known[name]
-    choice = (
-        f'write one of {", ".join(sorted(known))}, or a class as "package.module:Class", such as your own or '
-        f'"{TEXTBOOK_EXAMPLE}"'
-    )
+    if name in BUILTIN:
+        return BUILTIN[name]
+    choice = f'write one of {", ".join(sorted(BUILTIN))}, or a class of your own as "package.module:Class"'
     if not name.partition(":")[2]:
         raise ConfigError("policy", name, "no policy has this name", choice)
     return import_subclass("policy", name, CachePolicy, choice)  # type: ignore[type-abstract]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 
@@ -10,12 +11,11 @@ import numpy.typing as npt
 
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, MissReason, OffloadKey, Slots, TenantUse
 from kvoffload.cache.slots import check_slots
-from kvoffload.cache.tenants import Shares
+from kvoffload.cache.tenants import KeysOfTenant, Shares
 from kvoffload.native.structures import FreeSlots
 
 MakePolicy = Callable[[int], CachePolicy]
 Flags = npt.NDArray[np.bool_]
-_Part = tuple[int, Sequence[OffloadKey], Flags | None]
 
 _NOBODY = -1
 _NONE = np.empty(0, dtype=np.int64)
@@ -96,7 +96,7 @@ class TenantPolicy(CachePolicy):
         """The tenant of the block in each slot. Read only."""
         self._place_of = np.zeros(capacity, dtype=np.int64)
         """The place that its policy knows it by."""
-        self._last: tuple[Sequence[OffloadKey], Sequence[_Part]] | None = None
+        self._last: tuple[Sequence[OffloadKey], Sequence[KeysOfTenant]] | None = None
         """The keys of the last call, by tenant: the next call is often about the same list, which does not change."""
         self._plan: tuple[Sequence[OffloadKey], list[int]] | None = None
         """The keys that ``room`` was last asked for, and how many blocks of each tenant leave for them."""
@@ -117,19 +117,11 @@ class TenantPolicy(CachePolicy):
             chosen = tenants == t
             yield self.tenants[t], places[chosen], chosen
 
-    def _keys_by_tenant(self, keys: Sequence[OffloadKey]) -> Sequence[_Part]:
+    def _keys_by_tenant(self, keys: Sequence[OffloadKey]) -> Sequence[KeysOfTenant]:
         """Returns each tenant that has some of ``keys``, these keys, and which they are, None for all."""
         if self._last is None or self._last[0] is not keys:
-            self._last = keys, self._split(keys)
+            self._last = keys, self.shares.split(keys)
         return self._last[1]
-
-    def _split(self, keys: Sequence[OffloadKey]) -> Sequence[_Part]:
-        tenants = self.shares.tenants_of(keys)
-        if isinstance(tenants, int):
-            return [(tenants, keys, None)] if keys else []
-        of_key = np.array(tenants)
-        parts = [(t, of_key == t) for t in np.unique(of_key).tolist()]
-        return [(t, list(compress(keys, chosen.tolist())), chosen) for t, chosen in parts]
 
     def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Returns how many of ``keys`` each tenant has."""
@@ -177,13 +169,13 @@ class TenantPolicy(CachePolicy):
 
     def num_storable(self, key: OffloadKey, num_free: int) -> int:
         """Returns how many blocks of the tenant of ``key`` could be stored now."""
-        own = self.tenants[self.tenant(key)]
+        own = self.tenants[self.shares.tenant(key)]
         others = sum(max(0, min(b.num_idle, b.num_held - b.guaranteed)) for b in self.tenants if b is not own)
         return min(own.quota - own.num_busy, num_free + own.num_idle + others)
 
     def most_blocks(self, key: OffloadKey) -> int:
         """Returns how many blocks the tenant of ``key`` can have whatever the others hold."""
-        return self.shares.sure_blocks(self.tenant(key))
+        return self.shares.sure_blocks(self.shares.tenant(key))
 
     def restorable(self, keys: Sequence[OffloadKey]) -> Flags:
         """Returns which of ``keys``, the least recently used first, may enter if nothing is held yet."""
@@ -192,12 +184,6 @@ class TenantPolicy(CachePolicy):
             at = np.arange(len(keys)) if chosen is None else np.flatnonzero(chosen)
             kept[at[: max(0, len(own) - self.tenants[t].quota)]] = False
         return kept
-
-    def tenant(self, key: OffloadKey) -> int:
-        """Returns the index of the tenant of ``key``."""
-        tenant = self.shares.tenants_of((key,))
-        assert isinstance(tenant, int)
-        return tenant
 
     # The contract of a policy, tenant by tenant.
 
@@ -341,7 +327,7 @@ class TenantPolicy(CachePolicy):
                 raise IntegrityError(f"tenant {name} confuses its blocks")
             if blocks.num_busy != int(np.count_nonzero(blocks.busy)) or blocks.busy[places].sum() != blocks.num_busy:
                 raise IntegrityError(f"tenant {name} counts its busy blocks wrong")
-            if any(self.tenant(key) != t for key in blocks.key_of[places].tolist()):
+            if any(self.shares.tenant(key) != t for key in blocks.key_of[places].tolist()):
                 raise IntegrityError(f"tenant {name} holds a block of another one")
             check_slots(blocks.free, blocks.quota)
             blocks.policy.check_integrity(places)
@@ -359,15 +345,10 @@ def _from_the_top(excess: Sequence[int], most: Sequence[int], n: int) -> list[in
     def above(level: int) -> list[int]:
         return [max(0, min(e - level, m)) for e, m in zip(excess, most, strict=True)]
 
-    # The levels at which tenants begin to lose blocks, and at which they have lost as many as they may.
-    edges = [(excess[t], 1) for t in (top, *others)] + [(excess[t] - most[t], -1) for t in (top, *others)]
-    level, num_losing, left = excess[top], 0, n
-    for edge, more in sorted(edges, reverse=True):
-        if left <= num_losing * (level - edge):
-            break
-        left -= num_losing * (level - edge)
-        level, num_losing = edge, num_losing + more
-    level -= -(-left // num_losing)
+    # How far below the highest excess all excesses are cut.
+    lowest = min(excess[t] - most[t] for t in (top, *others))
+    depth = bisect_left(range(excess[top] - lowest), n, key=lambda depth: sum(above(excess[top] - depth)))
+    level = excess[top] - depth
     taken, fewer = above(level), above(level + 1)
     surplus = sum(taken) - n
     for t, (some, less) in enumerate(zip(taken, fewer, strict=True)):

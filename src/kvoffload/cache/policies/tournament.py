@@ -13,9 +13,10 @@ from kvoffload.native import load
 from kvoffload.native.reference import GAP_CLASSES, RATES_HALF_LIFE, ReturnRates, gap_class, next_update
 
 GHOSTS = 5
-"""The number of ghosts, as a multiple of the capacity. One that has returned still counts."""
+"""How many ghosts are remembered, as a multiple of the capacity. A ghost counts even after its block has returned."""
 SHADOW_GHOSTS = 4
-"""The same of a shadow, in which a ghost that has returned does not count."""
+"""How many ghosts a shadow remembers, as a multiple of its capacity. Ghosts of blocks that have returned do not
+count."""
 SHADOW_BLOCKS = 2048
 """The capacity of a shadow. If the cache is larger, a sample of the blocks is taken: this many of its capacity."""
 HALF_LIFE = 10

@@ -264,7 +264,7 @@ class DiskTier(RenewableTier):
         if len(new_slots):
             self.catalog.add_free(new_slots)
         results, self._unreported = self._unreported + self._take_results(), []
-        if self.catalog.retention.by_name or self.catalog.retention.changes:
+        if self.catalog.retention.blocks or self.catalog.retention.changes:
             self._note_retained()
         self._maintenance.submit()
         return results

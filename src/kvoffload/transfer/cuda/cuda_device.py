@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvoffload.abc import ByteArray
-from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda.calls import MAX_BLOCKS, DriverCalls, Kernel
-from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
+from kvoffload.transfer.cuda.calls import DriverCalls, Kernel
+from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.driver import LIBRARY, Driver, DriverError
 from kvoffload.transfer.cuda.kernels import cut, kernel_code, make_kernel
 from kvoffload.transfer.cuda.pages import PageTable
@@ -21,7 +20,6 @@ from kvoffload.transfer.cuda.start_check import CHECK_DEADLINE_S, CopiesHang, St
 logger = logging.getLogger(__name__)
 
 CALLS = {
-    "copy_batch": "cuMemcpyBatchAsync",
     "copy": "cuMemcpyAsync",
     "launch": "cuLaunchKernel",
     "record": "cuEventRecord",
@@ -29,14 +27,14 @@ CALLS = {
     "query": "cuEventQuery",
     "elapsed": "cuEventElapsedTime",
 }
-"""The functions of the driver by the fields of DriverCalls."""
+"""The functions of the driver by the fields of DriverCalls, but for the batch, which not all drivers have."""
 
 
 class CudaDevice(Device):
     """The CUDA device with ``number`` among those that this process sees, which holds the pages of ``tables``.
 
     Made on the engine's thread. ``engine_stream`` returns the handle of the stream on which the engine issues its work,
-    such as ``torch.cuda.current_stream().cuda_stream``. With ``batched_copies`` False copies are issued one by one.
+    such as ``torch.cuda.current_stream().cuda_stream``.
     Copies that do not end within ``check_deadline_s`` at the start are an error.
 
     To make, enlarge and close it leaves a thread's current context as it was, but gives the device's to an engine's
@@ -54,7 +52,6 @@ class CudaDevice(Device):
         engine_stream: Callable[[], int],
         *,
         library: str = LIBRARY,
-        batched_copies: bool = True,
         check_deadline_s: float = CHECK_DEADLINE_S,
     ) -> None:
         self._driver = Driver(number, library)
@@ -68,8 +65,6 @@ class CudaDevice(Device):
         self._module: int | None = None
         self._is_closed = False
         self._kernels: list[Kernel | None] = [None for _ in tables]
-        if not batched_copies:
-            self._driver.stop_batches()
         try:
             with self._driver.context():
                 self._load_kernels(tables)
@@ -84,30 +79,18 @@ class CudaDevice(Device):
     def enter_thread(self) -> None:
         self._driver.enter_thread()
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> int:
         with self._driver.context():
             self._streams.append(self._driver.new_stream())
         return self._streams[-1]
 
-    def engine_stream(self) -> Stream:
+    def engine_stream(self) -> int:
         return self._engine_stream()
 
-    def new_event(self) -> Event:
+    def new_event(self) -> int:
         with self._driver.context():
             self._events.append(self._driver.new_event())
         return self._events[-1]
-
-    def record(self, event: Event, stream: Stream) -> None:
-        self._driver.record(event, stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self._driver.wait(stream, event)
-
-    def is_done(self, event: Event) -> bool:
-        return self._driver.is_done(event)
-
-    def seconds_between(self, start: Event, end: Event) -> float:
-        return self._driver.seconds_between(start, end)
 
     def allocate(self, nbytes: int) -> int:
         with self._driver.context():
@@ -119,30 +102,14 @@ class CudaDevice(Device):
             self._host.append(self._driver.allocate_host(nbytes))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self._host[-1]))
 
-    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        self._driver.copy(stream, targets, sources, sizes)
-
     @property
     def batches(self) -> bool:
         """Whether copies are issued in batches."""
         return self._driver.copies_in_batches
 
-    def can_gather(self, group: int) -> bool:
-        return self._kernels[group] is not None
-
-    def gather(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        kernel = self._kernel(group)
-        self._launch(kernel, kernel.gather, stream, blocks, staging)
-
-    def scatter(self, stream: Stream, group: int, blocks: Numbers, staging: int) -> None:
-        kernel = self._kernel(group)
-        self._launch(kernel, kernel.scatter, stream, blocks, staging)
-
-    def native_calls(self) -> DriverCalls | None:
+    def native_calls(self) -> DriverCalls:
         addresses = {field: self._driver.address_of(name) for field, name in CALLS.items()}
-        if not all(address for field, address in addresses.items() if field != "copy_batch"):
-            return None
-        return DriverCalls(**addresses, kernels=tuple(self._kernels))
+        return DriverCalls(copy_batch=self._driver.batch_address, **addresses, kernels=tuple(self._kernels))
 
     def close(self) -> None:
         if self._is_closed:
@@ -166,28 +133,6 @@ class CudaDevice(Device):
             # A device that has failed frees nothing any more.
             logger.exception("kvoffload: memory of the device could not be freed")
 
-    def _kernel(self, group: int) -> Kernel:
-        kernel = self._kernels[group]
-        if kernel is None:
-            raise ValueError(f"group {group} has no kernel: its blocks are one piece of memory, or copied run by run")
-        return kernel
-
-    def _launch(self, kernel: Kernel, function: int, stream: Stream, blocks: Numbers, staging: int) -> None:
-        if staging % 16:
-            raise ValueError(f"rows begin at {staging:#x}, which is not a multiple of 16")
-        for first in range(0, len(blocks), MAX_BLOCKS):
-            part = blocks[first : first + MAX_BLOCKS]
-            arguments = (
-                ctypes.c_uint64(kernel.pieces),
-                ctypes.c_uint64(staging + first * kernel.row_bytes),
-                ctypes.c_uint64(kernel.row_bytes),
-                ctypes.c_uint32(kernel.num_pieces),
-                ctypes.c_uint32(len(part)),
-                (ctypes.c_int32 * MAX_BLOCKS)(*part.tolist()),
-            )
-            programs = min(kernel.max_programs, max(1, round(len(part) / kernel.rows_per_program)))
-            self._driver.launch(function, programs, kernel.threads, stream, arguments)
-
     def _load_kernels(self, tables: Sequence[PageTable]) -> None:
         """Makes the kernels of all groups whose blocks must be gathered. Without one, blocks are copied run by run."""
         wanted = [g for g, table in enumerate(tables) if table.needs_gather]
@@ -207,7 +152,7 @@ class CudaDevice(Device):
 
         Raises RuntimeError if single copies are wrong, too, and CopiesHang.
         """
-        check = StartCheck(self, self._driver, self.new_stream(), self._check_deadline_s)
+        check = StartCheck(self._driver, self.new_stream(), self.new_event(), self._check_deadline_s)
         for g, table in enumerate(tables):
             if not table.runs:
                 continue
@@ -221,7 +166,7 @@ class CudaDevice(Device):
             self._driver.stop_batches()
             logger.warning(
                 "kvoffload: batched copies do not work with CUDA %s (%s), so copies are issued one by one, which is "
-                "slower. A newer driver may help; batched_copies=false avoids the attempt",
+                "slower. A newer driver may help",
                 self._driver.version,
                 problem,
             )
@@ -233,10 +178,7 @@ class CudaDevice(Device):
         kernel = self._kernels[group]
         if kernel is None:
             return
-        pieces = self._send_pieces(table)
-        self._kernels[group] = dataclasses.replace(kernel, pieces=pieces)
-        problem = check.kernel(group, table)
-        self._kernels[group] = kernel
+        problem = check.kernel(dataclasses.replace(kernel, pieces=self._send_pieces(table)), table)
         if problem is not None:
             self._kernels[group] = None
             self._warn("kvoffload's kernel does not work", problem)

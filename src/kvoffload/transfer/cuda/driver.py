@@ -1,8 +1,7 @@
 """Functions of the CUDA driver, called with ctypes.
 
-Calls release the interpreter's lock, so that the engine's thread runs while the driver works, except those that never
-block and take well under a microsecond. Errors of these calls are returned, not kept: unlike those of the CUDA runtime,
-they do not show up again at the engine's next call.
+Calls release the interpreter's lock, so that the engine's thread runs while the driver works. Errors of these calls are
+returned, not kept: unlike those of the CUDA runtime, they do not show up again at the engine's next call.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvoffload.transfer.cuda.device import Addresses
-
-logger = logging.getLogger(__name__)
+from kvoffload.transfer.copies import Numbers
 
 LIBRARY = "libcuda.so.1"
 
@@ -32,8 +28,8 @@ BATCH_VERSION = 12080
 SYSFS_DEVICES = Path("/sys/bus/pci/devices")
 MODULE_VERSION = Path("/sys/module/nvidia/version")
 
-INVALID_VALUE, NOT_READY, NOT_SUPPORTED = 1, 600, 801
-"""Errors of the driver."""
+NOT_READY = 600
+"""The answer of the driver for an event that is not reached, among its errors."""
 
 _SUCCESS = 0
 _PORTABLE = 1
@@ -83,8 +79,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (_INT, _POINTER),
     "cuGetProcAddress_v2": (ctypes.c_char_p, _POINTER, _INT, _ADDRESS, _POINTER),
 }
-_QUICK = ("cuEventQuery", "cuEventElapsedTime")
-"""Calls for which the interpreter's lock is kept. To get it back may take 5 ms beside a thread that runs Python."""
 _Batch = ctypes.CFUNCTYPE(_INT, *[_POINTER] * 3, _SIZE, *[_POINTER] * 2, _SIZE, *[_POINTER] * 2)
 """targets, sources, sizes, count; attributes, first copy of each, number of attributes; failed copy, stream"""
 
@@ -138,12 +132,11 @@ class Driver:
     def __init__(self, device: int, library: str = LIBRARY) -> None:
         try:
             self._library = ctypes.CDLL(library)
-            quick = ctypes.PyDLL(library)
         except OSError as error:
             raise RuntimeError(f"the CUDA driver {library} cannot be loaded: {error}") from error
         self._functions: dict[str, Any] = {}
         for name, arguments in _SIGNATURES.items():
-            function = getattr(quick if name in _QUICK else self._library, name, None)
+            function = getattr(self._library, name, None)
             if function is not None:
                 function.argtypes, function.restype = arguments, _INT
                 self._functions[name] = function
@@ -260,20 +253,11 @@ class Driver:
     def record(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
 
-    def wait(self, stream: int, event: int) -> None:
-        """Makes later work on ``stream`` wait for ``event`` as recorded now."""
-        self._call("cuStreamWaitEvent", stream, event, 0)
-
     def is_done(self, event: int) -> bool:
         code = self._functions["cuEventQuery"](event)
         if code not in (_SUCCESS, NOT_READY):
             raise DriverError("cuEventQuery", self._name(code), code)
         return bool(code == _SUCCESS)
-
-    def seconds_between(self, start: int, end: int) -> float:
-        milliseconds = ctypes.c_float()
-        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
-        return milliseconds.value / 1e3
 
     # Memory.
 
@@ -306,18 +290,17 @@ class Driver:
 
     @property
     def copies_in_batches(self) -> bool:
-        """Whether copies are issued with cuMemcpyBatchAsync: from CUDA 12.8 on, unless it has failed."""
+        """Whether copies are issued with cuMemcpyBatchAsync: from CUDA 12.8 on, unless ``stop_batches`` was called."""
         return self._batch is not None
 
     def stop_batches(self) -> None:
         """Issues copies one by one from now on."""
         self._batch = None
 
-    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+    def copy(self, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
         """Enqueues copies of ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order.
 
-        The stream must not be the default stream. No copy may span two registrations of host memory. Copies of a batch
-        that the driver refuses are issued once more, one by one, and those after it too.
+        The stream must not be the default stream. No copy may span two registrations of host memory.
         """
         if stream in _LEGACY_STREAMS:
             raise ValueError("copies cannot be issued on the default stream")
@@ -326,7 +309,9 @@ class Driver:
             raise ValueError(f"targets, sources and sizes have the shapes {[each.shape for each in arrays]}")
         for first in range(0, len(arrays[0]), MAX_COPIES_PER_CALL):
             part = [each[first : first + MAX_COPIES_PER_CALL] for each in arrays]
-            if self._batch is None or not self._copy_batch(stream, *part):
+            if self._batch is not None:
+                self._copy_batch(stream, *part)
+            else:
                 for target, source, size in zip(*(each.tolist() for each in part), strict=True):
                     self._call("cuMemcpyAsync", target, source, size, stream)
 
@@ -359,8 +344,12 @@ class Driver:
 
     def address_of(self, name: str) -> int:
         """Returns the address of a function, for native code."""
-        address = self._batch if name == "cuMemcpyBatchAsync" else self._functions.get(name)
-        return 0 if address is None else int(ctypes.cast(address, _POINTER).value or 0)
+        return _address(self._function(name))
+
+    @property
+    def batch_address(self) -> int:
+        """The address of cuMemcpyBatchAsync, or 0 where copies are issued one by one."""
+        return 0 if self._batch is None else _address(self._batch)
 
     def _find_batch(self) -> Any:
         """Returns cuMemcpyBatchAsync with the arguments of CUDA 12.8, or None if the driver is older."""
@@ -371,8 +360,7 @@ class Driver:
         code = find(b"cuMemcpyBatchAsync", ctypes.byref(address), BATCH_VERSION, 0, ctypes.byref(status))
         return _Batch(address.value) if code == _SUCCESS and address.value else None
 
-    def _copy_batch(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> bool:
-        """Returns whether the driver took the batch."""
+    def _copy_batch(self, stream: int, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
         attributes = _Attributes(source_order=_ORDER_STREAM, flags=_PREFER_OVERLAP)
         first, failed = _SIZE(0), _SIZE(_NO_COPY)
         code = self._batch(
@@ -387,22 +375,11 @@ class Driver:
             stream,
         )
         if code == _SUCCESS:
-            return True
+            return
         what, at = f"cuMemcpyBatchAsync of {len(sizes)} copies", failed.value
         if at < len(sizes):
             what += f" at copy {at} ({sizes[at]} bytes from {sources[at]:#x} to {targets[at]:#x})"
-        if code not in (INVALID_VALUE, NOT_SUPPORTED):
-            raise DriverError(what, self._name(code), code)
-        logger.warning(
-            "kvoffload: %s failed: %s (%d). Copies are issued one by one from now on, which is slower; a newer driver "
-            "may help (this one has CUDA %s)",
-            what,
-            self._name(code),
-            code,
-            self.version,
-        )
-        self.stop_batches()
-        return False
+        raise DriverError(what, self._name(code), code)
 
     def _new(self, function: str, *arguments: Any) -> int:
         """Calls a function that returns a handle through its first argument."""
@@ -410,11 +387,13 @@ class Driver:
         self._call(function, ctypes.byref(handle), *arguments)
         return int(handle.value or 0)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        function = self._functions.get(name)
-        if function is None:
+    def _function(self, name: str) -> Any:
+        if name not in self._functions:
             raise RuntimeError(f"the CUDA driver has no function {name}: update the driver to CUDA 12 or later")
-        code = function(*arguments)
+        return self._functions[name]
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = self._function(name)(*arguments)
         if code != _SUCCESS:
             raise DriverError(name, self._name(code), code)
 
@@ -423,3 +402,7 @@ class Driver:
         if self._functions["cuGetErrorName"](code, ctypes.byref(text)) != _SUCCESS or text.value is None:
             return "unknown error"
         return text.value.decode()
+
+
+def _address(function: Any) -> int:
+    return int(ctypes.cast(function, _POINTER).value or 0)

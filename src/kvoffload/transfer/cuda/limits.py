@@ -24,12 +24,11 @@ def device_bytes(nbytes: int) -> int:
 class Limits:
     """Sizes and deadlines. Tests use smaller ones.
 
-    How long a fence of stores makes the engine wait: with native code as long as a kernel takes to gather its rows, at
-    2 TB/s 0.5 us per MiB, beside a launch of 5 us. Rows that are in flight are gathered at once, because each of these
-    chunks has staging memory of its own. Rows that are still queued are gathered on another stream, into memory that
-    only fences use. So nothing of this waits for the bus, unless two fences come within the time of a copy, or a fence
-    has rows of more than ``fence_bytes``: then 19 us per MiB of PCIe 5 x16. Without native code a fence waits until a
-    half of the ordinary staging memory is free: for up to 2.5 chunks of the bus, 0.4 ms.
+    A fence of stores makes the engine wait as long as a kernel takes to gather its rows, at 2 TB/s 0.5 us per MiB,
+    beside a launch of 5 us. Rows that are in flight are gathered at once, because each of these chunks has staging
+    memory of its own. Rows that are still queued are gathered on another stream, into memory that only fences use. So
+    nothing of this waits for the bus, unless two fences come within the time of a copy, or a fence has rows of more
+    than ``fence_bytes``: then 19 us per MiB of PCIe 5 x16.
     """
 
     chunk_bytes: int = 8 << 20
@@ -39,20 +38,15 @@ class Limits:
     """How many chunks of one direction are issued before the first of them has ended. Rows that a fence needs at once
     come on top of it."""
     stage_bytes: int = 8 << 20
-    """Device memory in which the rows of one chunk are gathered, or from which they are scattered, with native code.
-    Each chunk in flight has its own. Without native code a direction has two halves of ``chunk_bytes``."""
+    """Device memory in which the rows of one chunk are gathered, or from which they are scattered. Each chunk in flight
+    has its own."""
     fence_bytes: int = 2 << 20
     """The same for the rows of fences, per direction."""
-    direct_bytes: int = 64 << 20
-    """What one chunk copies without native code, if no group needs staging memory: a chunk costs Python 0.1 ms or more,
-    and the engine's thread can delay it by 5 ms."""
     bounce_bytes: int = 1 << 20
     """Size of a bounce buffer: as much as one thread copies in about 0.1 ms."""
     num_bounce_buffers: int = 8
     """Bounce buffers per direction. Stores that a fence needs at once fail if there are too few: no step waits for
     memcpy."""
-    jobs_per_step: int = 512
-    """How many jobs are turned into rows in one step without native code: about 1 ms."""
     lock_warning_s: float = 5.0
     """How long a fence waits for the thread that copies, which may be issuing one chunk, before it says so and waits
     on."""

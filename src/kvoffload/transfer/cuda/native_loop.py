@@ -10,15 +10,14 @@ from types import ModuleType
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, TransferResult, TransferSpec
+from kvoffload.abc import ByteArray, ConfigError, TransferResult, TransferSpec
+from kvoffload.native import ENVIRONMENT_VARIABLE, describe, load
 from kvoffload.transfer.copies import Numbers
-from kvoffload.transfer.cuda.calls import DriverCalls
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.driver import DriverError
 from kvoffload.transfer.cuda.limits import ROW_ALIGNMENT, Limits, aligned, device_bytes
-from kvoffload.transfer.cuda.loop import WAITS_FOR_DRIVER, Loop
 from kvoffload.transfer.cuda.pages import PageTable
-from kvoffload.transfer.cuda.slots import Registration, new_bounce_buffers
+from kvoffload.transfer.cuda.slots import ReadySlots
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +28,41 @@ EVENTS_PER_CHUNK = 3
 NUM_POINTS = 4
 NOT_READY = 600
 PAUSE_S = 100e-6
+WAITS_FOR_DRIVER = (
+    "kvoffload: copies have waited for %.0f s for a call of the driver that issues others: a debugger, a profiler, "
+    "swapping or a full launch queue delays it; they go on after it"
+)
 
 
-class NativeLoop(Loop):
-    """Copies without Python's lock, in one thread per direction. ``native`` is the compiled module, ``calls`` come from
-    ``device``, whose streams and events are handles of the driver."""
+def native_module() -> ModuleType:
+    """Returns the compiled module. Raises ConfigError if there is none: no other code copies on a GPU."""
+    module = load("_transfer")
+    if module is None:
+        raise ConfigError(
+            fault=f"a CUDA device is served with native code only, and kvoffload runs on {describe()}",
+            fix=f"reinstall kvoffload from a wheel or where there is a C compiler, and unset {ENVIRONMENT_VARIABLE}",
+        )
+    return module
+
+
+class NativeLoop:
+    """Copies jobs on the streams of ``device`` without Python's lock, with one thread per direction that calls ``run``.
+
+    All other methods are called on the engine's thread. After the first error of the device no copy is issued: ``poll``
+    and ``fence`` raise RuntimeError, and ``run`` returns.
+    """
 
     num_threads = len(DIRECTIONS)
 
     def __init__(
         self,
-        native: ModuleType,
-        calls: DriverCalls,
         device: Device,
         tables: Sequence[PageTable],
         pool_data: ByteArray,
-        registration: Registration,
+        registration: ReadySlots,
         limits: Limits,
     ) -> None:
+        calls = device.native_calls()
         self._device = device
         self._registration = registration
         self._limits = limits
@@ -61,7 +77,7 @@ class NativeLoop(Loop):
             for size in (limits.stage_bytes, limits.fence_bytes)
         ]
         bounce_bytes = max(limits.bounce_bytes, largest)
-        self._loop = native.Loop(
+        self._loop = native_module().Loop(
             astuple(calls)[:-1],
             [
                 (
@@ -86,6 +102,7 @@ class NativeLoop(Loop):
         # One piece, because the driver takes whole pages for each.
         nbytes = len(DIRECTIONS) * (stages[FENCES] + limits.in_flight * stages[ORDINARY]) if any(is_staged) else 0
         self.staging_bytes = device_bytes(nbytes)
+        """Device memory that was allocated."""
         at = device.allocate(nbytes) if nbytes else 0
         for direction in DIRECTIONS:
             for lane in (ORDINARY, FENCES):
@@ -97,22 +114,24 @@ class NativeLoop(Loop):
                 self._loop.add_chunk(direction, ORDINARY, self._new_events(EVENTS_PER_CHUNK), at)
                 at += stages[ORDINARY] if nbytes else 0
             self._loop.add_chunk(direction, FENCES, self._new_events(EVENTS_PER_CHUNK))
-        self._bounce = [new_bounce_buffers(device, registration, len(pool_data), limits, largest) for _ in DIRECTIONS]
-        for direction, buffers in enumerate(self._bounce):
-            for buffer in buffers:
-                self._loop.add_bounce(direction, buffer.address)
+            for _ in range(limits.num_bounce_buffers if registration.num_ready_slots < len(pool_data) else 0):
+                self._loop.add_bounce(direction, int(device.allocate_host(bounce_bytes).ctypes.data))
         for event in self._new_events(NUM_POINTS):
             self._loop.add_point(event)
         self.record_point()
 
     @property
     def has_failed(self) -> bool:
+        """Whether there was an error of the device."""
         return self._loop.error is not None
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        """Queues a job. A store waits for the next ``record_point``, a load is copied after the last one."""
         self._loop.submit(job_id, spec, is_store)
 
     def record_point(self) -> None:
+        """Records a point of the engine's stream: stores submitted before it, and loads submitted after it, wait for
+        it."""
         self._loop.set_ready(self._registration.num_ready_slots)
         while not self._loop.renew_point():
             self._loop.add_point(self._device.new_event())
@@ -120,6 +139,7 @@ class NativeLoop(Loop):
             self._raise()
 
     def poll(self) -> list[TransferResult]:
+        """Returns the jobs that have ended. Stores that still wait for a point get one."""
         if self._loop.has_new_stores:
             self.record_point()
         if self._loop.error is not None:
@@ -134,6 +154,8 @@ class NativeLoop(Loop):
         return results
 
     def fence(self, jobs: Numbers, blocks: Numbers | None) -> None:
+        """Makes the engine's stream wait until ``jobs`` have read, or filled, ``blocks`` (None: all of their device
+        blocks). Their rows are issued first. Jobs with rows for which there is no bounce buffer fail."""
         jobs = np.sort(jobs)
         blocks = None if blocks is None else np.sort(blocks)
         stream = self._device.engine_stream()
@@ -148,15 +170,19 @@ class NativeLoop(Loop):
             self._raise()
 
     def wait_any(self, timeout_s: float) -> None:
+        """Waits until there are results or an error, or ``stop`` was called, at most ``timeout_s``. Returns at once if
+        no job is open."""
         if self._loop.has_new_stores:
             self.record_point()
         if self._loop.num_open:
             self._loop.wait_any(timeout_s)
 
     def advance(self) -> bool:
+        """Makes one step of the copies that wait, where no thread does. Returns whether there was anything to do."""
         return any(self._loop.advance(direction) for direction in DIRECTIONS)
 
     def run(self, thread: int) -> None:
+        """Copies until ``stop`` or an error, in one of ``num_threads`` threads."""
         try:
             self._device.enter_thread()
         except Exception as error:
@@ -165,9 +191,13 @@ class NativeLoop(Loop):
         self._loop.run(thread)
 
     def stop(self) -> None:
+        """Makes ``run`` return."""
         self._loop.close()
 
     def wait_until_idle(self, deadline: float) -> bool:
+        """Makes the engine's later work wait for all that was issued, waits for it until ``deadline`` (of
+        time.monotonic), and returns whether it has ended. Called after ``stop``, when no thread is in ``run``; works
+        after an error, too. Raises the error of a device that cannot say it."""
         self._check(self._loop.mark_end(self._device.engine_stream()))
         while (code := self._loop.query_end()) == NOT_READY:
             if time.monotonic() > deadline:

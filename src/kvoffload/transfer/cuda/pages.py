@@ -47,11 +47,6 @@ class PageTable:
         return self.device_block_bytes == self.row_bytes
 
     @property
-    def is_direct(self) -> bool:
-        """Whether a device block is one piece of memory that fills a row."""
-        return len(self.runs) == 1 and self.is_compact
-
-    @property
     def needs_gather(self) -> bool:
         """Whether a device block must be gathered before it can be copied as a whole."""
         return len(self.runs) > 1 and self.is_compact

@@ -11,8 +11,9 @@ from itertools import accumulate
 import numpy as np
 
 from kvoffload.abc import ByteArray
-from kvoffload.transfer.cuda.device import Device, Stream
+from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.driver import Driver, DriverError
+from kvoffload.transfer.cuda.kernels import launch
 from kvoffload.transfer.cuda.pages import PageTable, Run
 
 CHECK_DEADLINE_S = 5.0
@@ -32,13 +33,13 @@ class StartCheck:
     ``deadline_s``, and RuntimeError if the device works no more.
     """
 
-    def __init__(self, device: Device, driver: Driver, stream: Stream, deadline_s: float) -> None:
-        self._device = device
+    def __init__(self, driver: Driver, stream: int, end: int, deadline_s: float) -> None:
         self._driver = driver
         self._stream = stream
+        self._end = end
+        """An event for the end of what is tried."""
         self._deadline_s = deadline_s
         self._random = np.random.default_rng(0)
-        self._end = device.new_event()
 
     @contextlib.contextmanager
     def blocks_like(self, table: PageTable) -> Iterator[PageTable]:
@@ -64,31 +65,31 @@ class StartCheck:
         sizes = np.repeat([run.nbytes for run in table.runs], NUM_BLOCKS)
 
         def store() -> None:
-            self._device.copy(self._stream, places, pages, sizes)
+            self._driver.copy(self._stream, places, pages, sizes)
 
         def load() -> None:
-            self._device.copy(self._stream, pages, places, sizes)
+            self._driver.copy(self._stream, pages, places, sizes)
 
         problem = self._round_trip(table, rows, store, load)
         self._driver.free_host(rows)
         return problem
 
-    def kernel(self, group: int, table: PageTable) -> str | None:
-        """Tries the kernels of a group, which are those for ``table`` now, with copies of staged rows."""
+    def kernel(self, kernel: Kernel, table: PageTable) -> str | None:
+        """Tries the kernels for the blocks of ``table``, with copies of staged rows."""
         nbytes = NUM_BLOCKS * table.device_block_bytes
         staging, rows = self._driver.allocate(nbytes), self._driver.allocate_host(nbytes)
         blocks = np.arange(NUM_BLOCKS)
 
         def copy(target: int, source: int) -> None:
-            self._device.copy(self._stream, *(np.array([each]) for each in (target, source, nbytes)))
+            self._driver.copy(self._stream, *(np.array([each]) for each in (target, source, nbytes)))
 
         def store() -> None:
-            self._device.gather(self._stream, group, blocks, staging)
+            launch(self._driver, kernel, kernel.gather, self._stream, blocks, staging)
             copy(rows, staging)
 
         def load() -> None:
             copy(staging, rows)
-            self._device.scatter(self._stream, group, blocks, staging)
+            launch(self._driver, kernel, kernel.scatter, self._stream, blocks, staging)
 
         problem = self._round_trip(table, rows, store, load)
         self._driver.free(staging)
@@ -122,18 +123,18 @@ class StartCheck:
         except DriverError as error:
             raise RuntimeError(
                 f"the device failed while copies were tried ({problem or error}): a newer driver than CUDA "
-                f"{self._driver.version}, or batched_copies=false, may help"
+                f"{self._driver.version} may help"
             ) from error
         return problem
 
     def _wait(self) -> None:
-        self._device.record(self._end, self._stream)
+        self._driver.record(self._end, self._stream)
         deadline = time.monotonic() + self._deadline_s
-        while not self._device.is_done(self._end):
+        while not self._driver.is_done(self._end):
             if time.monotonic() > deadline:
                 raise CopiesHang(
                     f"copies of a few blocks did not end within {self._deadline_s:g} s: a newer driver than CUDA "
-                    f"{self._driver.version}, or batched_copies=false, may help"
+                    f"{self._driver.version} may help"
                 )
             time.sleep(100e-6)
 

@@ -10,14 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
-from kvoffload.native import load
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.limits import DEFAULT_LIMITS, Limits
-from kvoffload.transfer.cuda.loop import Loop
 from kvoffload.transfer.cuda.native_loop import NativeLoop
 from kvoffload.transfer.cuda.pages import PageTable
-from kvoffload.transfer.cuda.plain_loop import PlainLoop
-from kvoffload.transfer.cuda.slots import Registration
+from kvoffload.transfer.cuda.slots import ReadySlots
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,17 +27,17 @@ class CudaTransfer(Transfer):
     """Gathers blocks of several jobs and groups into chunks, and copies each chunk over the bus with one call.
 
     ``tables`` say where the pages of each group are; ``device`` was made for the same groups. ``submit``,
-    ``before_forward`` and ``poll`` only pass jobs and results on, threads plan and issue the copies: in native code
-    where it was compiled and the device gives ``native_calls``. ``wait`` issues the rows that a fence needs itself.
-    With ``with_threads`` False the caller calls ``advance`` instead of the threads. ``poll`` raises the error of a
-    device that has failed. ``close`` closes the device too, and releases the registration."""
+    ``before_forward`` and ``poll`` only pass jobs and results on, threads plan and issue the copies. ``wait`` issues
+    the rows that a fence needs itself. With ``with_threads`` False the caller calls ``advance`` instead of the threads.
+    ``poll`` raises the error of a device that has failed. ``close`` closes the device too, and releases the
+    registration."""
 
     def __init__(
         self,
         tables: Sequence[PageTable],
         pool_data: ByteArray,
         device: Device,
-        registration: Registration,
+        registration: ReadySlots,
         *,
         limits: Limits = DEFAULT_LIMITS,
         with_threads: bool = True,
@@ -54,7 +51,7 @@ class CudaTransfer(Transfer):
         self._pool_data = pool_data
         self._registration = registration
         self._limits = limits
-        self._loop = new_loop(device, tables, pool_data, registration, limits)
+        self._loop = NativeLoop(device, tables, pool_data, registration, limits)
         self._is_closed = False
         if self._loop.staging_bytes:
             logger.info(
@@ -123,13 +120,3 @@ class CudaTransfer(Transfer):
         except Exception:
             logger.exception("kvoffload: the device failed")
             return False
-
-
-def new_loop(
-    device: Device, tables: Sequence[PageTable], pool_data: ByteArray, registration: Registration, limits: Limits
-) -> Loop:
-    """Returns the native loop where it was compiled and the device gives what it calls, else the plain one."""
-    native, calls = load("_transfer"), device.native_calls()
-    if native is None or calls is None:
-        return PlainLoop(device, tables, pool_data, registration, limits)
-    return NativeLoop(native, calls, device, tables, pool_data, registration, limits)

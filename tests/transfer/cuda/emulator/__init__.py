@@ -66,7 +66,6 @@ _SIZE, _INT = ctypes.c_size_t, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "emu_reset": (ctypes.c_uint64, _INT, _SIZE, _INT),
     "emu_set_attribute": (_INT, _INT),
-    "emu_ignore_waits": (_INT,),
     "emu_capture": (_INT,),
     "emu_limit_registrations": (_SIZE, _SIZE),
     "emu_fail": (ctypes.c_char_p, _INT, _INT, _INT),
@@ -148,10 +147,6 @@ class Emulator:
     def fail_copy(self, number: int) -> None:
         """Lets batches fail at this copy. -1: no more."""
         self._library.emu_fail_copy(number)
-
-    def ignore_waits(self, stream: int) -> None:
-        """A planted fault: from now on the stream that was created as the ``stream``-th waits for no event."""
-        self._library.emu_ignore_waits(stream)
 
     def capture(self, captures: bool) -> None:
         """A thread of the engine begins or ends to capture a graph."""

@@ -19,7 +19,7 @@ typedef struct {
     void *object; /* NULL: it was destroyed */
 } handle;
 
-int sticky, attribute_values[NUM_ATTRIBUTES], driver_version, ignores_waits, fail_copy;
+int sticky, attribute_values[NUM_ATTRIBUTES], driver_version, fail_copy;
 size_t max_registration, max_registered;
 int64_t counts[NUM_COUNTS];
 
@@ -117,7 +117,7 @@ void emu_reset(uint64_t seed, int timing, size_t queue_size, int version) {
     default_stream = new_stream();
     num_handles = 0, driver_version = version, context += 0x1000000000, num_retained = 0, is_capturing = 0;
     calls[0] = problems[0] = fail_function[0] = 0;
-    sticky = 0, ignores_waits = fail_copy = -1, max_registration = max_registered = 0;
+    sticky = 0, fail_copy = -1, max_registration = max_registered = 0;
     memset(counts, 0, sizeof counts);
     memset(attribute_values, 0, sizeof attribute_values);
     pthread_mutex_unlock(&mutex);
@@ -125,7 +125,6 @@ void emu_reset(uint64_t seed, int timing, size_t queue_size, int version) {
 
 void emu_set_attribute(int number, int value) { attribute_values[number] = value; }
 void emu_set_version(int version) { driver_version = version; }
-void emu_ignore_waits(int stream) { ignores_waits = stream; }
 void emu_capture(int captures) { is_capturing = captures; }
 const char *emu_log(void) { return calls; }
 const char *emu_problems(void) { return problems; }

@@ -115,10 +115,9 @@ enum { STREAM, EVENT, MODULE, FUNCTION };
 enum { COUNT_COPIES, COUNT_BATCHES, COUNT_LAUNCHES, NUM_COUNTS };
 enum { ANY_TIME = 0, NEEDS_CONTEXT = 1, UNSAFE_WHILE_CAPTURING = 2 };
 
-extern int sticky, attribute_values[NUM_ATTRIBUTES], driver_version, ignores_waits, fail_copy;
+extern int sticky, attribute_values[NUM_ATTRIBUTES], driver_version, fail_copy;
 extern size_t max_registration, max_registered; /* bytes of one and of all; 0: no limit */
 extern int64_t counts[NUM_COUNTS];
-/* ignores_waits: the number of a stream, -1: none. */
 
 int enter(const char *function, int needs); /* takes the mutex, and returns the error with which the call must end, if any */
 int leave(int code);

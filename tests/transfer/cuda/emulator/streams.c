@@ -28,7 +28,6 @@ struct stream {
     stream *next;
     operation *first, *last;
     int64_t num_issued, num_done; /* operations */
-    int number;                   /* in the order of their creation */
     double speed;
 };
 
@@ -91,7 +90,7 @@ void reset_streams(uint64_t seed, int new_timing, size_t new_queue_size) {
 
 stream *new_stream(void) {
     stream *s = calloc(1, sizeof *s);
-    s->next = streams, s->speed = 1, s->number = streams ? streams->number + 1 : 0;
+    s->next = streams, s->speed = 1;
     return streams = s;
 }
 
@@ -254,7 +253,7 @@ void issue_record(stream *s, event *e) {
 }
 
 void issue_wait(stream *s, event *e) {
-    if (is_reached(e) || ignores_waits == s->number)
+    if (is_reached(e))
         return;
     operation *o = issue(s, WAIT, 0);
     o->recorder = e->recorder, o->number = e->number;

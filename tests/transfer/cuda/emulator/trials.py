@@ -27,13 +27,14 @@ import numpy.typing as npt
 
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferSpec
 from kvoffload.host.registration import Registration
-from kvoffload.transfer.cuda.calls import DriverCalls
 from kvoffload.transfer.cuda.cuda_device import CudaDevice
+from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.limits import Limits
 from kvoffload.transfer.cuda.pages import PageTable, page_table
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.transfer import CudaTransfer
+from tests.transfer.cuda.calls import LAUNCH_FAILED, WrappedDevice
 from tests.transfer.cuda.emulator import PROFILES, Count, Emulator, Memory, Profile, Timing, bytes_at
 
 DEADLINE_S = 60.0
@@ -196,13 +197,46 @@ class DeviceEnded(Exception):
 
 
 class Fault(enum.Enum):
-    """What goes wrong in a trial. After STICKY the context has ended; the transfer must say so, and end."""
+    """What goes wrong in a trial. After STICKY the context has ended; the transfer must say so, and end. After ONCE it
+    must end, too, and what it has issued must not reach blocks that are used after that."""
 
     NONE = enum.auto()
     BATCH_INVALID = enum.auto()
     BATCH_UNSUPPORTED = enum.auto()
     NO_KERNEL = enum.auto()
     STICKY = enum.auto()
+    ONCE = enum.auto()
+
+
+class FailsOnce(WrappedDevice):
+    """One call of the loop, at random, fails and enqueues nothing. What was enqueued before goes on."""
+
+    def __init__(self, inner: Device, rng: Random) -> None:
+        super().__init__(inner)
+        self._calls_left = rng.randrange(20, 200)
+        self.has_failed = False
+
+    def failing(self, call: Callable[..., int], *arguments: Any) -> int:
+        self._calls_left -= 1
+        if self._calls_left == 0:
+            self.has_failed = True
+            return LAUNCH_FAILED
+        return call(*arguments)
+
+    def copy_batch(self, *arguments: Any) -> int:
+        return self.failing(super().copy_batch, *arguments)
+
+    def copy(self, *arguments: Any) -> int:
+        return self.failing(super().copy, *arguments)
+
+    def launch(self, *arguments: Any) -> int:
+        return self.failing(super().launch, *arguments)
+
+    def record(self, event: int, stream: int) -> int:
+        return self.failing(super().record, event, stream)
+
+    def wait(self, stream: int, event: int, flags: int = 0) -> int:
+        return self.failing(super().wait, stream, event)
 
 
 STICKY_IN = (
@@ -223,7 +257,6 @@ class Plan:
     timing: Timing
     queue_size: int
     fault: Fault
-    is_native: bool
     with_threads: bool
     limits: Limits
     chunk_slots: int
@@ -237,7 +270,6 @@ class Plan:
             timing=rng.choice(list(Timing)),
             queue_size=rng.choice((3, 20, 1000)),
             fault=rng.choice((Fault.NONE, Fault.NONE, Fault.NONE, *Fault)),
-            is_native=rng.random() < 0.6,
             with_threads=rng.random() < 0.5,
             limits=Limits(
                 chunk_bytes=rng.choice((1 << 10, 1 << 14, 8 << 20)),
@@ -245,7 +277,6 @@ class Plan:
                 in_flight=rng.choice((1, 2, 4)),
                 stage_bytes=rng.choice((1 << 10, 1 << 14, 4 << 20)),
                 fence_bytes=rng.choice((1 << 10, 1 << 14, 2 << 20)),
-                direct_bytes=rng.choice((1 << 10, 64 << 20)),
                 bounce_bytes=rng.choice((1 << 10, 1 << 16)),
                 num_bounce_buffers=rng.choice((1, 8)),
                 close_deadline_s=DEADLINE_S,
@@ -256,34 +287,19 @@ class Plan:
         )
 
 
-class PlainLoopDevice(CudaDevice):
-    """A device whose copies the plain loop issues."""
-
-    def native_calls(self) -> DriverCalls | None:
-        return None
+MakeDevice: TypeAlias = Callable[[Sequence[PageTable], Callable[[], int], str], Device]
 
 
-MakeDevice: TypeAlias = Callable[[type[CudaDevice], Sequence[PageTable], Callable[[], int], str], CudaDevice]
-
-
-def make_device(
-    kind: type[CudaDevice], tables: Sequence[PageTable], engine_stream: Callable[[], int], library: str
-) -> CudaDevice:
-    return kind(tables, 0, engine_stream, library=library)
+def make_device(tables: Sequence[PageTable], engine_stream: Callable[[], int], library: str) -> Device:
+    return CudaDevice(tables, 0, engine_stream, library=library)
 
 
 class Trial:
-    """An engine and the transfer under test. ``make`` and ``change`` may plant a fault in the device, or in the driver
-    once the device is made."""
+    """An engine and the transfer under test. ``make`` may plant a fault in the device."""
 
-    def __init__(
-        self,
-        library: Path,
-        seed: int,
-        plan: Plan,
-        make: MakeDevice = make_device,
-        change: Callable[[Emulator], None] = lambda emulator: None,
-    ) -> None:
+    fails_once: type[FailsOnce] = FailsOnce
+
+    def __init__(self, library: Path, seed: int, plan: Plan, make: MakeDevice = make_device) -> None:
         self.rng = Random(seed)
         self.plan = plan
         self.emulator = Emulator(library, plan.profile, seed=seed, timing=plan.timing, queue_size=plan.queue_size)
@@ -303,8 +319,10 @@ class Trial:
         self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, np.uint8)
         self.slots = self.pool.copy()
         """What the slots must hold, but for those that are being filled."""
-        kind = CudaDevice if plan.is_native else PlainLoopDevice
-        device = make(kind, tables, lambda: self.engine.stream, self.emulator.path)
+        device = make(tables, lambda: self.engine.stream, self.emulator.path)
+        self.failing: FailsOnce | None = None
+        if plan.fault is Fault.ONCE:
+            device = self.failing = self.fails_once(device, self.rng)
         self.registration: Any = Unregistered()
         if self.driver.copies_registered_memory:
             if plan.registered is not None:
@@ -327,13 +345,17 @@ class Trial:
         self.touched: set[tuple[int, int]] = set()
         """Blocks of the last forward pass, for which loads do not wait."""
         self.seen: Counter[str] = Counter()
-        change(self.emulator)
         if plan.fault is Fault.BATCH_INVALID:
             self.emulator.fail_copy(self.rng.choice((0, 1, 5)))
         elif plan.fault is Fault.BATCH_UNSUPPORTED:
             self.emulator.fail("cuMemcpyBatchAsync", 801, after=self.rng.randint(0, 3))
         elif plan.fault is Fault.STICKY:
             self.emulator.fail(self.rng.choice(STICKY_IN), 700, after=self.rng.randint(0, 40), is_sticky=True)
+
+    def wait_until_registered(self) -> None:
+        """Waits until no more slots become ready, so that the seed alone says what happens."""
+        if isinstance(self.registration, Registration):
+            self.registration.wait_until_ended()
 
     def run(self) -> Counter[str]:
         """Raises Broken if a law is broken."""
@@ -344,15 +366,17 @@ class Trial:
             if self.emulator.problems:
                 raise Broken(str(self.emulator.problems))
         except (RuntimeError, DeviceEnded) as error:
-            if self.plan.fault is not Fault.STICKY:
+            if self.failing is not None and self.failing.has_failed:
+                self._go_on()
+            elif self.plan.fault is not Fault.STICKY:
                 raise Broken(f"{error}: {self.emulator.problems}") from error
-            self.seen["contexts that ended"] += 1
+            else:
+                self.seen["contexts that ended"] += 1
             return self.seen
         finally:
             self.transfer.close()
-            if isinstance(self.registration, Registration):
-                self.registration.wait_until_ended()
-        if self.emulator.has_ended:
+            self.wait_until_registered()
+        if self.emulator.has_ended or (self.failing is not None and self.failing.has_failed):
             # While the transfer was closed: what it holds cannot be freed.
             self.seen["contexts that ended"] += 1
             return self.seen
@@ -362,6 +386,20 @@ class Trial:
         for which in Count:
             self.seen[which.name.lower()] += self.emulator.count(which)
         return self.seen
+
+    def _go_on(self) -> None:
+        """Gives all device blocks to others, as an engine does whose transfer has raised an error."""
+        self.transfer.close()
+        for cache in self.caches:
+            for block in range(cache.num_blocks):
+                cache.blocks[block] = self.noise.integers(0, 256, cache.row_bytes, np.uint8)
+                self.engine.write(cache, block, cache.blocks[block])
+        self.emulator.tick()
+        for cache in self.caches:
+            cache.check(np.ones(cache.num_blocks, bool))
+        if self.emulator.problems:
+            raise Broken(str(self.emulator.problems))
+        self.seen["errors after which the engine has gone on"] += 1
 
     def _step(self) -> None:
         rng = self.rng
@@ -512,14 +550,14 @@ class Trial:
         self.emulator.tick()
 
     def _check_all(self) -> None:
+        if not np.array_equal(self.pool, self.slots):
+            raise Broken("slots were changed that no job fills")
         for probe in self.probes:
             if probe.job not in self.failed and not np.array_equal(probe.memory, probe.expected):
                 raise Broken("the engine has read wrong bytes")
         self.seen["blocks read by the engine"] += len(self.probes)
         for cache, unknown in zip(self.caches, self.unknown, strict=True):
             cache.check(~unknown)
-        if not np.array_equal(self.pool, self.slots):
-            raise Broken("slots were changed that no job fills")
         left = [self.emulator.num_bytes(kind) for kind in Memory]
         own = self.engine.allocated + sum(len(memory) for cache in self.caches for memory in cache.memory)
         if left != [own, 0, 0]:
@@ -531,6 +569,5 @@ def run_trial(library: Path, seed: int) -> Counter[str]:
     plan = Plan.random(Random(seed))
     seen = Trial(library, seed, plan).run()
     seen["trials"] += 1
-    seen[f"trials of the {'native' if plan.is_native else 'plain'} loop"] += 1
     seen[f"trials with {plan.fault.name.lower().replace('_', ' ')}"] += 1
     return seen

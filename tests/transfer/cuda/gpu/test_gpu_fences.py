@@ -13,7 +13,7 @@ from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import DelayedDevice, Layout, Rig, block_numbers, make_views, rig
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.cuda.device import Device
-from tests.sim.faults import WrappedDevice
+from tests.transfer.cuda.calls import SUCCESS, WrappedDevice
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("warm_device")]
 
@@ -114,16 +114,16 @@ class NoWaitForTheEngine(WrappedDevice):
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
-        self._engine_events: list[Any] = []
+        self._engine = inner.engine_stream()
+        self._engine_events: set[int] = set()
 
-    def record(self, event: Any, stream: Any) -> None:
-        if stream == self.engine_stream():
-            self._engine_events.append(event)
-        super().record(event, stream)
+    def record(self, event: int, stream: int) -> int:
+        if stream == self._engine:
+            self._engine_events.add(event)
+        return super().record(event, stream)
 
-    def wait(self, stream: Any, event: Any) -> None:
-        if not any(event is each for each in self._engine_events):
-            super().wait(stream, event)
+    def wait(self, stream: int, event: int, flags: int = 0) -> int:
+        return SUCCESS if event in self._engine_events else super().wait(stream, event)
 
 
 @in_order

@@ -20,9 +20,8 @@ from benchmarks.gpu.rig import (
     slot_bytes,
 )
 from kvoffload.abc import PageGroup
-from kvoffload.transfer.copies import Numbers
 from kvoffload.transfer.cuda import driver
-from tests.sim.faults import WrappedDevice
+from tests.transfer.cuda.calls import LAUNCH_FAILED, WrappedDevice
 
 pytestmark = pytest.mark.cuda
 
@@ -106,15 +105,13 @@ def test_a_job_with_a_bad_block_number_fails_alone() -> None:
 
 
 class FailsLater(WrappedDevice):
-    """A planted fault: some copies work, later ones raise."""
+    """A planted fault: some launches work, later ones fail."""
 
     left = 3
 
-    def gather(self, stream: Any, group: int, blocks: Numbers, staging: int) -> None:
+    def launch(self, function: int, *arguments: Any) -> int:
         self.left -= 1
-        if self.left < 0:
-            raise RuntimeError("planted")
-        super().gather(stream, group, blocks, staging)
+        return LAUNCH_FAILED if self.left < 0 else super().launch(function, *arguments)
 
 
 def test_an_error_reaches_poll_and_the_engine_goes_on() -> None:

@@ -1,4 +1,4 @@
-"""Replays traces through vLLM's own manager of host memory: ``kvoffload replay --policy vllm:lru``."""
+"""Replays traces through vLLM's own manager of host memory."""
 
 from __future__ import annotations
 
@@ -7,35 +7,32 @@ from collections.abc import Mapping
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from kvoffload.abc import ConfigError, MissReason, OffloadKey
-from kvoffload.lab.replay import ENGINE_POLICY, ExactMisses, Run
+from kvoffload.abc import MissReason, OffloadKey
+from kvoffload.lab.latency import DEFAULT_SPEEDS
+from kvoffload.lab.model import DEFAULT_MODEL
+from kvoffload.lab.replay import ExactMisses, ReplayConfig, ReplayResult, Run
+from kvoffload.lab.trace import Trace
 from kvoffload.vllm.cache_policy import PolicyAdapter
 
 STEP_TOKENS = 8192
 """Tokens of a prompt that are computed, and then stored, per step: what vLLM's server has by default on a large GPU."""
 
 
-class VLLMRun(Run):
-    """A replay with vLLM's CPUOffloadingManager for the host, called as vLLM's scheduler calls it.
+def replay_in_vllm(trace: Trace, policy: str, capacity_blocks: int) -> ReplayResult:
+    """Serves the requests of ``trace`` with a policy of vLLM, "lru" or "arc", or with "package.module:Class"."""
+    run = VLLMRun(trace, ReplayConfig(policy, capacity_blocks))
+    for _ in run.serve_all():
+        pass
+    return run.result(DEFAULT_MODEL, DEFAULT_SPEEDS, 0.0)
 
-    A policy is called "vllm:lru", as vLLM names its own, or "vllm:package.module:Class". A copy ends before the next
-    step. vLLM's manager stores all that it is offered.
-    """
+
+class VLLMRun(Run):
+    """A replay with vLLM's CPUOffloadingManager for the host, called as vLLM's scheduler calls it. A copy ends before
+    the next step. vLLM's manager stores all that it is offered."""
 
     def make_managers(self) -> None:
-        config = self.config
-        module, _, name = config.policy.removeprefix(ENGINE_POLICY).rpartition(":")
-        try:
-            self.theirs = CPUOffloadingManager(
-                self.capacity, name, module or None, store_threshold=config.store_threshold or 1
-            )
-        except (ImportError, AttributeError, AssertionError, ValueError) as error:
-            raise ConfigError(
-                "policy",
-                config.policy,
-                f"vLLM cannot make it ({error})",
-                'write "vllm:lru", "vllm:arc" or "vllm:package.module:Class"',
-            ) from error
+        module, _, name = self.config.policy.rpartition(":")
+        self.theirs = CPUOffloadingManager(self.capacity, name, module or None)
         policy = getattr(self.theirs, "_policy", None)
         if isinstance(policy, PolicyAdapter):
             policy.clock = self.clock

@@ -1,11 +1,10 @@
-"""What a system did with the prompts of one cell of the integrity board."""
+"""What a system did with the prompts of one cell of the table of faults."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 TOLERANCE = 1e-3
 """Logprobs of float32 sums in another order differ by less than this."""
@@ -33,7 +32,6 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     error: str | None = None
-    ttft_ms: float = 0.0
 
     @property
     def from_cache(self) -> bool:
@@ -84,23 +82,26 @@ class Cell:
         """Whether something happened that never should: it counts only if it happens twice."""
         return self.outcome in (Outcome.WRONG, Outcome.HANG, Outcome.CRASH, Outcome.FAILED)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "outcome": str(self.outcome)}
 
-    def __str__(self) -> str:
-        if self.outcome is Outcome.NOT_APPLICABLE:
-            return f"not applicable: {self.message}" if self.message else "not applicable"
-        if self.outcome is Outcome.REFUSED:
-            return f"refused to start: {self.message}"
-        parts = [
-            (self.from_cache, "right from the cache"),
-            (self.computed, "computed again"),
-            (self.wrong, "wrong"),
-            (self.failed, "failed"),
-            (self.unanswered, "not answered"),
-        ]
-        counts = ", ".join(f"{count} {name}" for count, name in parts if count)
-        return ": ".join(filter(None, [str(self.outcome), counts, self.message]))
+def short(cells: Sequence[Cell]) -> str:
+    """Returns in few words what happened, and if that was bad, what happened again. What should never happen is bold if
+    it has happened twice."""
+    marks = "**" if len(cells) == 2 and all(cell.is_bad for cell in cells) else ""
+    return "; again: ".join(_short(cell, marks) for cell in cells)
+
+
+def _short(cell: Cell, marks: str) -> str:
+    if cell.outcome is Outcome.NOT_APPLICABLE:
+        return "not run" if cell.message else "-"
+    if cell.outcome is Outcome.REFUSED:
+        return "does not start"
+    good = (cell.from_cache, "from cache"), (cell.computed, "computed")
+    parts = [f"{count} {words}" for count, words in good if count]
+    if cell.outcome in (Outcome.HANG, Outcome.CRASH):
+        parts.append(f"{marks}{cell.outcome}{marks}")
+    bad = (cell.wrong, "wrong"), (cell.failed, "failed"), (cell.unanswered, "not answered")
+    parts += [f"{marks}{count} {words}{marks}" for count, words in bad if count]
+    return ", ".join(parts)
 
 
 def judge(asked: Asked, reference: Sequence[Answer]) -> Cell:
@@ -108,8 +109,6 @@ def judge(asked: Asked, reference: Sequence[Answer]) -> Cell:
 
     A wrong answer is worse than a hang, a hang worse than a crash, and a crash worse than a request that failed.
     """
-    if asked.ended in (Outcome.REFUSED, Outcome.NOT_APPLICABLE):
-        return Cell(asked.ended, message=asked.message)
     from_cache = computed = wrong = failed = 0
     for answer, right in zip(asked.answers, reference, strict=False):
         if answer.error is not None:

@@ -1,4 +1,4 @@
-"""The integrity board tells right, computed, wrong, hanging and crashed apart."""
+"""The table of faults tells right, computed, wrong, hanging and crashed apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.board_judge import TOLERANCE, Answer, Asked, Outcome, is_right, judge
+from benchmarks.peers.judge import TOLERANCE, Answer, Asked, Outcome, is_right, judge
 
 PROMPT_TOKENS = 100
 REFERENCE = [
@@ -74,8 +74,3 @@ def test_a_wrong_answer_before_a_hang_is_still_a_wrong_answer() -> None:
 def test_requests_that_fail_are_counted_apart() -> None:
     failed = replace(CACHED[0], tokens=[], logprobs=[], error="error")
     assert counts(Asked([failed, *CACHED[1:]])) == (Outcome.FAILED, 3, 0, 0, 1, 0)
-
-
-def test_a_refusal_is_shown_with_its_message() -> None:
-    cell = judge(Asked([], Outcome.REFUSED, "only on GPUs"), REFERENCE)
-    assert str(cell) == "refused to start: only on GPUs"

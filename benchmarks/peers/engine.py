@@ -1,4 +1,4 @@
-"""The engine of the integrity board: ``python -m benchmarks.peers.board_engine FD``. See ``demo.engine``."""
+"""The engine that is asked after a fault: ``python -m benchmarks.peers.engine FD``. See ``demo.engine``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ MAX_MODEL_LEN = 1024
 PAUSES = 4
 PAUSE_S = 0.25
 """Between two steps while what the engine's threads still write settles."""
-SETTLE_S = 3.0
-"""How long the engine steps in each pause. A connector that waits for other engines has never nothing to do."""
 
 
 def hide_from_vars() -> None:
@@ -35,7 +33,7 @@ def hide_from_vars() -> None:
     library.__getattr__ = find_function
 
 
-class BoardEngine(Engine):
+class CountingEngine(Engine):
     """An engine that counts the prompt tokens that it computes."""
 
     def __init__(self, model: str, connector: dict[str, Any] | None) -> None:
@@ -51,11 +49,7 @@ class BoardEngine(Engine):
         super().__init__(model, connector, arguments)
         self._scheduled: Counter[str] = Counter()
         """Number of tokens that steps were given, by request: a prompt token from a cache is never among them."""
-        if self.scheduler is not None:
-            self._count(self.scheduler)
-
-    def _count(self, scheduler: Any) -> None:
-        schedule = scheduler.schedule
+        schedule = self.scheduler.schedule
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             step = schedule(*args, **kwargs)
@@ -64,48 +58,29 @@ class BoardEngine(Engine):
                 self._scheduled[name.partition("-")[0]] += tokens
             return step
 
-        scheduler.schedule = counting
+        self.scheduler.schedule = counting
 
     def answer(self, prompt: list[int], output: Any, ttft_s: float, total_s: float) -> dict[str, Any]:
         (completion,) = output.outputs
         tokens = list(completion.token_ids)
         logprobs = [float(step[token].logprob) for token, step in zip(tokens, completion.logprobs or [], strict=False)]
-        reported = output.num_cached_tokens or 0
         # Each answered token but the last is computed, too.
         computed = self._scheduled.pop(output.request_id, 0) - (len(tokens) - 1)
-        # If the engine core has a process of its own, what vLLM reports is believed.
-        cached = reported if self.scheduler is None else max(0, len(prompt) - computed)
         return {
             "tokens": tokens,
             "logprobs": logprobs,
             "error": None if len(tokens) == len(logprobs) and tokens else str(completion.finish_reason),
-            "cached_tokens": cached,
-            "reported_tokens": reported,
-            "ttft_ms": 1e3 * ttft_s,
+            "cached_tokens": max(0, len(prompt) - computed),
         }
-
-    def ask(self, prompts: list[list[int]], max_tokens: int, source: dict[str, Any] | None = None) -> Any:
-        """Answers ``prompts`` one after the other. Each names ``source`` as the engine that has its blocks."""
-        if source is None:
-            return super().ask(prompts, max_tokens)
-        remote = {**source, "kv_request_id": f"board-{self.num_asked}"}
-        extra = {"kv_transfer_params": {"remote_kv_source": remote}}
-        return [self.run([[prompt]], 1, max_tokens, extra_args=extra)[0] for prompt in prompts]
-
-    def step(self) -> bool:
-        # A connector that waits for other engines has something to do after the engine's end, too.
-        return not self._is_closed and super().step()
 
     def settle(self) -> None:
         """Steps until the engine has nothing to do, and lets threads of a cache end what they write."""
         for _ in range(PAUSES):
             # Some connectors learn only in a step that a write has ended.
             self.ask([[7, 8, 9]], max_tokens=2)
-            until = time.monotonic() + SETTLE_S
-            while time.monotonic() < until and self.step():
-                pass
+            super().settle()
             time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":
-    serve(BoardEngine)
+    serve(CountingEngine)

@@ -1,0 +1,209 @@
+"""How ``make peers`` combines its cells, what it publishes, and when it says that the table proves nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers import cells as module
+from benchmarks.peers import faults
+from benchmarks.peers.cells import FAULTS, Bench, run_cell, run_row, worse
+from benchmarks.peers.judge import Cell, Outcome, short
+from benchmarks.peers.place import Place
+from benchmarks.peers.report import markdown, verdict
+from benchmarks.peers.running import FailedError
+from benchmarks.peers.systems import Service, Settings, StartError, System, make_systems
+from demo.process import free_ports, session_pids
+
+RIGHT = Cell(Outcome.RIGHT, from_cache=8)
+MISS = Cell(Outcome.MISS, computed=8)
+WRONG = Cell(Outcome.WRONG, wrong=8)
+HANG = Cell(Outcome.HANG, from_cache=2, unanswered=6, message="no answer in 40 s")
+CRASH = Cell(Outcome.CRASH)
+REFUSED = Cell(Outcome.REFUSED, message="only on GPUs")
+NO_BENCH: Any = None
+LISTEN = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(3600)"
+
+
+class Named(System):
+    def __init__(self, name: str, is_control: bool = False, notes: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.name = self.title = name
+        self.is_control, self.notes = is_control, notes
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Cell]]:
+    """Makes all faults give one cell after the other. Returns those that are left."""
+
+    def plant(*cells: Cell) -> list[Cell]:
+        left = list(cells)
+        for fault in FAULTS:
+            monkeypatch.setitem(module.FAULTS, fault, lambda bench, place: left.pop(0))
+        return left
+
+    return plant
+
+
+def test_controls_that_hold_and_that_fail() -> None:
+    good = {"no fault": [RIGHT], "byte flips": [MISS]}
+    wrong = {"no fault": [RIGHT], "byte flips": [WRONG, WRONG]}
+    systems = [Named("a"), Named("control", is_control=True)]
+    assert verdict({"a": good, "control": wrong}, systems, 8) == []
+    assert verdict({"a": wrong, "control": {"no fault": [RIGHT]}}, systems, 8) == []
+    (problem,) = verdict({"a": good, "control": good}, systems, 8)
+    assert "control: flipped bits do not reach what is loaded" in problem
+    (problem,) = verdict({"a": good, "control": wrong}, systems, 7)
+    assert "the same answers with the replaced weights" in problem
+
+
+def test_the_worse_of_two_engines_counts() -> None:
+    assert worse(MISS, RIGHT) is RIGHT
+    assert worse(RIGHT, MISS) is MISS
+    assert worse(RIGHT, WRONG) is WRONG
+    assert worse(WRONG, RIGHT) is WRONG
+    assert worse(HANG, MISS) is HANG
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (StartError("only on GPUs"), Outcome.REFUSED),
+        (FailedError(Outcome.HANG, "no answer"), Outcome.HANG),
+        (FailedError(Outcome.CRASH, "died"), Outcome.CRASH),
+        (OSError("may not mount"), Outcome.NOT_APPLICABLE),
+    ],
+)
+def test_what_an_engine_does_at_start_is_a_cell(
+    error: Exception, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(bench: Bench, place: Place) -> Cell:
+        raise error
+
+    monkeypatch.setitem(module.FAULTS, "byte flips", run)
+    cell = run_cell(NO_BENCH, Place(System(), tmp_path, 1, 1), "byte flips")
+    assert cell.outcome is outcome
+    assert str(error) in cell.message
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [
+        (WRONG, WRONG, "**8 wrong**; again: **8 wrong**"),
+        (WRONG, MISS, "8 wrong; again: 8 computed"),
+        (HANG, CRASH, "2 from cache, **hang**, **6 not answered**; again: **crash**"),
+        (HANG, RIGHT, "2 from cache, hang, 6 not answered; again: 8 from cache"),
+        (Cell(Outcome.FAILED, computed=7, failed=1),) * 2
+        + ("7 computed, **1 failed**; again: 7 computed, **1 failed**",),
+        (MISS, None, "8 computed"),
+        (RIGHT, None, "8 from cache"),
+        (REFUSED, None, "does not start"),
+    ],
+)
+def test_what_should_never_happen_is_bold_if_it_has_happened_twice(
+    first: Cell, second: Cell | None, shown: str, tmp_path: Path, planted: Callable[..., list[Cell]]
+) -> None:
+    expected = [cell for cell in (first, second) if cell is not None]
+    left = planted(*expected)
+    found = run_row(NO_BENCH, System(), ["byte flips"], tmp_path)["byte flips"]
+    assert left == []
+    assert found == expected
+    assert short(found) == shown
+
+
+def test_a_system_that_does_not_start_is_asked_no_further(tmp_path: Path, planted: Callable[..., list[Cell]]) -> None:
+    left = planted(REFUSED, RIGHT)
+    assert run_row(NO_BENCH, System(), list(FAULTS), tmp_path) == {fault: [REFUSED] for fault in FAULTS}
+    assert left == [RIGHT]
+    system = System()
+    system.packages = ("no-such-package",)
+    (cell,) = run_row(NO_BENCH, system, ["no fault"], tmp_path)["no fault"]
+    assert "no-such-package is not installed" in cell.message
+    assert left == [RIGHT]
+
+
+def test_a_control_is_asked_what_it_is_there_for(tmp_path: Path, planted: Callable[..., list[Cell]]) -> None:
+    planted(RIGHT, WRONG, WRONG)
+    found = run_row(NO_BENCH, Named("control", is_control=True), list(FAULTS), tmp_path)
+    assert [short(cells) for cells in found.values()] == ["8 from cache", "**8 wrong**; again: **8 wrong**", *"----"]
+
+
+def test_what_is_kept_is_restored_without_what_broke(tmp_path: Path) -> None:
+    place = Place(System(), tmp_path / "work", 1, 1)
+    place.empty()
+    (place.folder / "block").write_bytes(bytes(1 << 16))
+    place.keep()
+    assert faults.flip(place.folder) == 1
+    assert faults.truncate(place.folder) == 1
+    (place.folder / "new").write_bytes(b"new")
+    place.restore()
+    assert {path.name: path.read_bytes() for path in place.folder.iterdir()} == {"block": bytes(1 << 16)}
+    place.close()
+    assert list(place.work.iterdir()) == []
+
+
+class Served(System):
+    """A system with a service, which writes a file outside its folder."""
+
+    starts = 0
+
+    def services(self, work: Path, host_bytes: int, disk_bytes: int) -> list[Service]:
+        self.starts += 1
+        (port,) = free_ports(1)
+        return [Service("store", [sys.executable, "-c", LISTEN, str(port)], port, work, os.environ)]
+
+    def settings(self, work: Path, host_bytes: int, disk_bytes: int) -> Settings:
+        (work / f"left-{host_bytes}").touch()
+        return Settings({"disk_bytes": disk_bytes}, leftovers=[(work, "left-*")])
+
+
+def test_services_run_while_an_engine_does_and_leave_nothing_behind(tmp_path: Path) -> None:
+    place = Place(system := Served(), tmp_path, 1000, 2000)
+    for ended in (place.end, place.crash, place.empty, place.close):
+        assert place.begin().connector == {"disk_bytes": 2000}
+        (service,) = place._services
+        process = service.process
+        assert process is not None
+        assert session_pids(process.pid)
+        ended()
+        assert not session_pids(process.pid)
+    assert system.starts == 1, "it starts again on the same port"
+    assert [path.name for path in tmp_path.iterdir()] == ["store.log"]
+
+
+def test_every_system_has_a_name_and_a_title_of_its_own() -> None:
+    systems = make_systems(for_faults=True)
+    assert len({system.name for system in systems}) == len({system.title for system in systems}) == 8
+    assert [system.name for system in make_systems(["mooncake"])] == ["vllm", "mooncake"]
+    assert [system.name for system in make_systems(["mooncake"], for_faults=True)] == ["vllm", "mooncake"]
+    assert {system.python() for system in systems} > {sys.executable}
+
+
+def test_the_table_has_every_system_and_every_message_once() -> None:
+    systems = [Named("a"), Named("b"), Named("c", notes=("It ran alone.",)), Named("d", notes=("It ran alone.",))]
+    late = Cell(Outcome.NOT_APPLICABLE, message="the fault could not be planted: may not mount")
+    rows = {
+        "a": {"no fault": [RIGHT], "byte flips": [Cell(Outcome.WRONG, from_cache=1, wrong=7), WRONG]},
+        "b": {"no fault": [REFUSED], "byte flips": [REFUSED]},
+        "c": {"no fault": [RIGHT], "byte flips": [HANG, HANG]},
+        "d": {"no fault": [RIGHT], "byte flips": [late]},
+    }
+    assert markdown(rows, systems).splitlines() == [
+        "| system | no fault | byte flips |",
+        "|---|---|---|",
+        "| a (1) | 8 from cache | 1 from cache, **7 wrong**; again: **8 wrong** |",
+        "| b (2) | does not start |  |",
+        "| c (3) | 8 from cache | 2 from cache, **hang**, **6 not answered**; again: 2 from cache, **hang**, "
+        "**6 not answered** |",
+        "| d (4) | 8 from cache | not run |",
+        "",
+        "- (2) Does not start: only on GPUs",
+        "- (3, 4) It ran alone.",
+        "- (3) *byte flips*: no answer in 40 s",
+        "- (4) *byte flips*: the fault could not be planted: may not mount",
+    ]
