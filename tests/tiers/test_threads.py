@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from kvoffload.tiers import threads
 from kvoffload.tiers.threads import IOThreads
 
 LONG_S = 30.0
@@ -76,8 +77,9 @@ def test_writes_that_hang_leave_threads_for_reads(gates: Callable[[], Gate]) -> 
     assert writes[2].begun.wait(LONG_S)
 
 
-def test_queues_are_bounded(gates: Callable[[], Gate]) -> None:
-    executor, gate = IOThreads(1, max_queued=2), gates()
+def test_queues_are_bounded(gates: Callable[[], Gate], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MAX_QUEUED", 2)
+    executor, gate = IOThreads(1), gates()
     executor.submit_read(gate)
     assert gate.begun.wait(LONG_S)
     assert [executor.submit_read(gate) for _ in range(4)] == [True, True, False, False]

@@ -80,7 +80,7 @@ class CatalogTier(Tier):
         return self._catalog.retain(keys, session, seconds)
 
     def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        self._catalog.give_up_retained(keys)
+        self._catalog.retention.give_up(keys)
 
     def take_evicted(self) -> list[OffloadKey]:
         return self._catalog.take_removed()

@@ -210,14 +210,6 @@ class Catalog:
             retention.end(session)
         return None
 
-    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        """See ``Tier.give_up_retained``."""
-        self.retention.give_up(keys)
-
-    def restore_retained(self, keys: Sequence[OffloadKey], seconds: Sequence[float]) -> None:
-        """Retains blocks that a former process has retained, each for so many ``seconds`` from now on."""
-        self.retention.restore(keys, seconds)
-
     def take_retained(self) -> tuple[Slots, list[OffloadKey], list[float]]:
         """Returns the slots of blocks for which the time until which they are retained has changed since the last call,
         their keys, and these times, 0 if they are not retained any more. Ends retentions whose time is over."""

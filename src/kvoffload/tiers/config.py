@@ -30,7 +30,7 @@ BUILTIN = {
     "object_store": "kvoffload.tiers.object_store.config:ObjectStoreConfig",
 }
 """The TierConfig of each kind by its import path: only kinds in use are imported."""
-
+_KNOWN_KINDS = ", ".join(BUILTIN)
 _ALIASES = {
     "s3": ["object_store"],
     "gcs": ["object_store"],
@@ -211,7 +211,7 @@ def _load(setting: str, entry: object) -> TierConfig:
     elif isinstance(entry, Mapping):
         given = {key: value for key, value in entry.items() if key == "kind" or value is not None}
         if "kind" not in given:
-            raise ConfigError(setting, entry, "no kind", f'add one, such as "kind": "disk". Known: {_known_kinds()}')
+            raise ConfigError(setting, entry, "no kind", f'add one, such as "kind": "disk". Known: {_KNOWN_KINDS}')
         with prefixed(f"{setting}."):
             found = _tier_class(given.pop("kind"))
             made = _make(found, given)
@@ -228,7 +228,7 @@ def _load(setting: str, entry: object) -> TierConfig:
 
 def _tier_class(kind: object) -> type[TierConfig]:
     """Returns the TierConfig of ``kind``. Raises ConfigError if there is none."""
-    choice = f'write one of {_known_kinds()}, or your own TierConfig as "package.module:Class"'
+    choice = f'write one of {_KNOWN_KINDS}, or your own TierConfig as "package.module:Class"'
     if not isinstance(kind, str):
         raise ConfigError("kind", kind, "not a kind of tier", choice)
     path = BUILTIN.get(kind, kind)
@@ -283,10 +283,6 @@ def _import_path(found: type[TierConfig]) -> str:
     """Returns the kind by which an entry names ``found``."""
     path = f"{found.__module__}:{found.__qualname__}"
     return next((kind for kind, builtin in BUILTIN.items() if builtin == path), path)
-
-
-def _known_kinds() -> str:
-    return ", ".join(BUILTIN)
 
 
 def _example(kind: str) -> dict[str, object]:

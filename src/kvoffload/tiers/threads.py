@@ -34,10 +34,7 @@ class IOThreads(Executor):
     Half of the threads never run writes, so that reads do not wait for writes that began before them.
     """
 
-    def __init__(
-        self, num_threads: int = NUM_THREADS, name: str = "kvoffload-io", max_queued: int = MAX_QUEUED
-    ) -> None:
-        self._max_queued = max_queued
+    def __init__(self, num_threads: int = NUM_THREADS, name: str = "kvoffload-io") -> None:
         self._queues: dict[_Kind, deque[Callable[[], None]]] = {kind: deque() for kind in _Kind}
         self._changed = threading.Condition()
         self._num_running = 0
@@ -52,10 +49,10 @@ class IOThreads(Executor):
         return self._submit(job, _Kind.MAINTENANCE, 1)
 
     def submit_read(self, job: Callable[[], None]) -> bool:
-        return self._submit(job, _Kind.READ, self._max_queued)
+        return self._submit(job, _Kind.READ, MAX_QUEUED)
 
     def submit_write(self, job: Callable[[], None]) -> bool:
-        return self._submit(job, _Kind.WRITE, self._max_queued)
+        return self._submit(job, _Kind.WRITE, MAX_QUEUED)
 
     def _submit(self, job: Callable[[], None], kind: _Kind, max_queued: int) -> bool:
         with self._changed:

@@ -7,12 +7,12 @@ import itertools
 import threading
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
+from kvoffload.tiers.disk import journal
 from kvoffload.tiers.disk.format import EMPTY_RECORD, FormatError, Header
 from kvoffload.tiers.disk.journal import (
     ENTRY_BYTES,
@@ -44,13 +44,13 @@ def record(number: int) -> ByteArray:
 class Rig:
     """A journal, and a follower's model of the index: digest and checksum by slot."""
 
-    def __init__(self, storage: Storage | None = None, **limits: Any) -> None:
+    def __init__(self, storage: Storage | None = None) -> None:
         self.storage = storage or SimulatedStorage(1 << 20)
         self.storage.make_folder("fp")
         self.file = self.storage.open("fp", "journal", create=True)
         self.file.resize(journal_bytes(MIN_ENTRIES))
         self.epochs = itertools.count(100)
-        self.journal = Journal(self.file, MIN_ENTRIES, lambda: next(self.epochs), **limits)
+        self.journal = Journal(self.file, MIN_ENTRIES, lambda: next(self.epochs))
         self.seen: JournalHeader | None = None
         self.synced = 0
 
@@ -137,8 +137,9 @@ def test_more_changes_than_half_of_the_ring_begin_an_epoch() -> None:
     assert rig.follow() == {3: digest(5)}
 
 
-def test_notes_are_bounded_and_what_is_lost_begins_an_epoch() -> None:
-    rig = Rig(max_pending=3)
+def test_notes_are_bounded_and_what_is_lost_begins_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_PENDING", 3)
+    rig = Rig()
     rig.write()
     rig.follow()
     for slot in range(5):
@@ -248,8 +249,9 @@ def test_errors_of_the_medium_are_raised(tmp_path: Path) -> None:
         rig.journal.write(HEADER, fail)
 
 
-def test_close_does_not_wait_for_a_write_that_hangs() -> None:
-    rig = Rig(writing_deadline_s=0.01)
+def test_close_does_not_wait_for_a_write_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "WRITING_DEADLINE_S", 0.01)
+    rig = Rig()
     rig.journal.note(0, record(1))
     hangs, goes_on = threading.Event(), threading.Event()
 

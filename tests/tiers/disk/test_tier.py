@@ -23,7 +23,7 @@ from kvoffload.abc import ByteArray, ConfigError, LookupState, OffloadKey, TierE
 from kvoffload.cache.policies import BUILTIN
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.disk import shrinking
+from kvoffload.tiers.disk import index, shrinking
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import (
@@ -188,8 +188,9 @@ def test_a_restart_finds_everything(tmp_path: Path, slot_bytes: tuple[int, ...])
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 1 << 19])
-def test_recency_outlives_a_restart(rig: Rig, pieces: int) -> None:
-    tier = rig.open(records_at_once=pieces)
+def test_recency_outlives_a_restart(rig: Rig, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "RECORDS_AT_ONCE", pieces)
+    tier = rig.open()
     assert tier.stats().capacity_bytes == capacity(8)
     rig.write(*range(8))
     rig.read(7)
@@ -627,7 +628,10 @@ def test_a_kill_while_blocks_are_moved_loses_none_that_fits(tmp_path: Path) -> N
     assert num_operations > 20
 
 
-def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(tmp_path: Path) -> None:
+def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shrinking, "MOVED_BYTES", 1)
     rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
     assert fill(rig) == [5, 6, 1, 0, 11, 10, 9, 8, 7, 4, 3, 2]
 
@@ -637,7 +641,7 @@ def test_moving_blocks_into_a_smaller_budget_ends_at_a_deadline(tmp_path: Path) 
         return shrinking.MOVE_DEADLINE_S if index.keys.count(key(11)) > 1 else 0.0
 
     # 6 and 11 replace 2 and 3; there is no time for 10, and 4 stays in its place.
-    rig.open(capacity_bytes=capacity(6, num_slabs=2), clock=clock, moved_bytes=2 * PAGE - 1)
+    rig.open(capacity_bytes=capacity(6, num_slabs=2), clock=clock)
     assert rig.present() == [0, 1, 4, 5, 6, 11]
     rig.check_reads(*rig.present())
 

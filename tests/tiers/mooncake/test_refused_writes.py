@@ -13,7 +13,7 @@ from kvoffload.abc import Ability
 from kvoffload.tiers.mooncake.client import connect
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.memory import Rows
-from kvoffload.tiers.remote.record import RowFormat
+from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
 from tests.tiers.mooncake.test_store import settings
@@ -34,7 +34,7 @@ class Server(ServerInFront):
         pool = np.zeros((HOST_BLOCKS, SLOT_BYTES), dtype=np.uint8)
         rows = Rows([pool], 1 << 20)
         self.client.register(rows.memory)
-        super().__init__(StoreWorker(self.client, rows, RowFormat("5e" * 32)), pool, "mooncake")
+        super().__init__(StoreWorker(self.client, rows, ValueFormat("5e" * 32)), pool, "mooncake")
 
     def close(self) -> None:
         self.manager.shutdown()

@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.cache.keys import make_offload_key
+from kvoffload.tiers.object_store import contents as object_contents
 from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Found
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.contents import (
@@ -324,8 +325,10 @@ def test_values_of_others_in_an_object_of_the_same_name_stay() -> None:
     assert client_on(bucket).exists(CHAIN[4:5]) == [MISSING]
 
 
-def test_places_are_bounded() -> None:
-    places = Places(max_places=8, max_hidden=8, max_distrusted=8)
+def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("MAX_PLACES", "MAX_HIDDEN", "MAX_DISTRUSTED"):
+        monkeypatch.setattr(object_contents, bound, 8)
+    places = Places()
     for i in range(20):
         marks = tuple(bytes([i, j]) for j in range(4))
         places.note(str(i), marks, 4 * VALUE_BYTES)

@@ -20,7 +20,7 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
-from kvoffload.tiers.remote.record import RECORD_BYTES, RowFormat, ValueFormat
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
@@ -254,5 +254,4 @@ class TestConformance(SharedTierConformance):
 
 
 class TestConformanceOfRows(TestConformance):
-    values = RowFormat(FINGERPRINT)
     memory = Rows

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from kvoffload.abc import KVGroup
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.remote import config as remote_config
 from kvoffload.tiers.remote.config import RemoteTierConfig
 
 SLOT_BYTES = 64 << 10
@@ -214,7 +216,8 @@ class Victim:
         self._watch = threading.Thread(target=self._measure, daemon=True)
         self._watch.start()
         context = TierContext([self.host.data], "5e" * 32, [self.host.handle()], groups=[KVGroup(16)])
-        self.tier = config.open_within(context, START_WAIT_S)
+        with mock.patch.object(remote_config, "START_WAIT_S", START_WAIT_S):
+            self.tier = config.open(context)
 
     def _measure(self) -> None:
         while not self._is_over.wait(0.002):

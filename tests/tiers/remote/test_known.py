@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.tiers.remote import known
 from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, PresenceCache
 
 
@@ -28,8 +31,9 @@ def test_the_last_answer_counts() -> None:
     assert cache.states([b"a"], 2.0).tolist() == [MISS]
 
 
-def test_the_oldest_knowledge_is_forgotten_first() -> None:
-    cache = PresenceCache(max_known=3)
+def test_the_oldest_knowledge_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "MAX_KNOWN", 3)
+    cache = PresenceCache()
     cache.note_present([b"a", b"b", b"c"], 0.0)
     cache.note_present([b"a"], 1.0)
     cache.note_missing([b"d"], 1.0)

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.memory import MAX_ROWS, ROWS_BYTES, Rows, SeparateBuffers
-from kvoffload.tiers.remote.record import RECORD_BYTES, Fields, RowFormat, Value, Verdict
+from kvoffload.tiers.remote.record import RECORD_BYTES, Value, ValueFormat, Verdict
 
 FINGERPRINT = "5e" * 32
 KEY = bytes(36)
@@ -27,20 +27,18 @@ def pools_with_kv() -> list[ByteArray]:
     return pools
 
 
-class VerifiesTheRow(RowFormat):
+class VerifiesTheRow(ValueFormat):
     """Planted: verifies what peers can write, then copies it."""
 
     def check(self, key: bytes, value: Value, is_whole: bool) -> Verdict:
-        fields = self.parse(key, value.record, value.parts)
-        assert isinstance(fields, Fields)
         stored = np.split(value.buffers[0][RECORD_BYTES:], np.cumsum(SIZES)[:-1])
-        is_good = self.checksum(key, stored) == fields.checksum and self.has_tag(fields, stored)
+        verdict = self.verify(key, value.record, stored)
         for part, source in zip(value.parts, stored, strict=True):
             part[:] = source
-        return Verdict.GOOD if is_good else Verdict.BAD
+        return verdict
 
 
-def loads_what_a_peer_wrote(of: type[RowFormat], hmac_key: bytes) -> bool:
+def loads_what_a_peer_wrote(of: type[ValueFormat], hmac_key: bytes) -> bool:
     """Writes a block and reads it into another slot, while a peer changes the row before or after one of the looks at
     bytes. Returns whether the verdict was ever GOOD with other bytes in the slot, or for bytes that lie in the row."""
     pools = pools_with_kv()
@@ -65,13 +63,13 @@ def loads_what_a_peer_wrote(of: type[RowFormat], hmac_key: bytes) -> bool:
             moment()
             return int(result)
 
-        def has_tag(self, fields: Fields, stored: Sequence[ByteArray]) -> bool:
+        def _tag(self, body: bytes, parts: Sequence[ByteArray]) -> bytes:
             nonlocal is_wrong
-            is_wrong |= any(np.shares_memory(each, rows.memory) for each in stored)
+            is_wrong |= any(np.shares_memory(each, rows.memory) for each in parts)
             moment()
-            result = super().has_tag(fields, stored)
+            result = super()._tag(body, parts)
             moment()
-            return bool(result)
+            return bytes(result)
 
     for change_at in range(MOMENTS):  # noqa: B007
         moments = 0
@@ -85,13 +83,13 @@ def loads_what_a_peer_wrote(of: type[RowFormat], hmac_key: bytes) -> bool:
 
 @pytest.mark.parametrize("hmac_key", [b"", b"k" * 32])
 def test_what_a_peer_writes_into_a_row_is_never_loaded(hmac_key: bytes) -> None:
-    assert not loads_what_a_peer_wrote(RowFormat, hmac_key)
+    assert not loads_what_a_peer_wrote(ValueFormat, hmac_key)
     assert loads_what_a_peer_wrote(VerifiesTheRow, hmac_key), "the negative control"
 
 
 def test_a_block_comes_back_and_slots_share_no_memory_with_rows() -> None:
     pools = pools_with_kv()
-    rows, values = Rows(pools), RowFormat(FINGERPRINT)
+    rows, values = Rows(pools), ValueFormat(FINGERPRINT)
     value = rows.value(2, 0)
     (stored,) = values.seal(KEY, value)
     assert not any(np.shares_memory(rows.memory, pool) for pool in pools)
@@ -104,7 +102,7 @@ def test_a_block_comes_back_and_slots_share_no_memory_with_rows() -> None:
 
 def test_a_value_that_is_not_whole_is_bad() -> None:
     pools = pools_with_kv()
-    rows, values = Rows(pools), RowFormat(FINGERPRINT)
+    rows, values = Rows(pools), ValueFormat(FINGERPRINT)
     values.seal(KEY, rows.value(0, 0))
     assert values.check(KEY, rows.value(0, 1), is_whole=True) is Verdict.GOOD
     assert values.check(KEY, rows.value(0, 1), is_whole=False) is Verdict.BAD

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload.abc import OffloadKey, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.tiers.remote import tier as remote_tier
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, RETRY_S
 from kvoffload.tiers.remote.link import (
@@ -25,7 +26,7 @@ from kvoffload.tiers.remote.link import (
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Op
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.tier import MAX_LOOKED_FOR, RemoteLimits, RemoteTier
+from kvoffload.tiers.remote.tier import MAX_LOOKED_FOR, RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.remote.memory_store import MemoryClient, SteppedChannel
 
@@ -39,7 +40,7 @@ PAUSE_S = 0.005
 class Rig:
     """A tier of one server on ``client``. Time passes when a test says so."""
 
-    def __init__(self, client: MemoryClient | None = None, limits: RemoteLimits | None = None) -> None:
+    def __init__(self, client: MemoryClient | None = None) -> None:
         self.client = client or MemoryClient()
         self.now = 100.0
         self.pool = np.random.default_rng(0).integers(0, 256, (64, SLOT_BYTES), dtype=np.uint8)
@@ -47,9 +48,7 @@ class Rig:
             self.client, SeparateBuffers([self.pool]), VALUES, self.clock, lambda: 0.5, lambda s: None
         )
         self.channel = SteppedChannel(self.worker)
-        self.tier = RemoteTier(
-            self.channel, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0, limits=limits
-        )
+        self.tier = RemoteTier(self.channel, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)
         self.tier.poll()
 
     def clock(self) -> float:
@@ -179,8 +178,9 @@ def test_a_lookup_that_fails_is_counted_and_counts_as_a_miss_for_a_while() -> No
     assert rig.states(KEYS[:3]) == [RETRY] * 3
 
 
-def test_keys_asked_about_are_bounded() -> None:
-    rig = Rig(limits=RemoteLimits(keys_asked=3))
+def test_keys_asked_about_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_tier, "MAX_ASKED", 3)
+    rig = Rig()
     assert rig.states(KEYS[:5]) == [RETRY] * 3 + [MISS] * 2
     rig.tier.check_integrity()
     rig.step()
@@ -286,9 +286,11 @@ def test_a_write_that_fails_says_why(room: int, num_errors: int, error: TierErro
     rig.stored(KEYS[:2])
 
 
-def test_blocks_in_flight_are_bounded_and_share_requests() -> None:
+def test_blocks_in_flight_are_bounded_and_share_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     block = RECORD_BYTES + SLOT_BYTES
-    rig = Rig(limits=RemoteLimits(in_flight_bytes=5 * block, request_bytes=2 * block))
+    monkeypatch.setattr(remote_tier, "MAX_MOVING_BYTES", 5 * block)
+    monkeypatch.setattr(remote_tier, "REQUEST_BYTES", 2 * block)
+    rig = Rig()
     assert rig.write(KEYS[:8]) == KEYS[:5]
     assert [len(request.keys) for request in rig.channel.requests] == [2, 2, 1]
     assert rig.write(KEYS[5:8]) == []

@@ -18,6 +18,7 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import format as disk_format
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.identities import read_identity
+from kvoffload.tiers.shared_dir import seats
 from kvoffload.tiers.shared_dir.background import REST_S
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.seats import (
@@ -493,8 +494,9 @@ def test_a_heartbeat_is_what_was_packed_and_nothing_else(tmp_path: Path) -> None
     storage.close()
 
 
-def test_the_number_of_seats_is_bounded(path: Path) -> None:
-    claimant = Claimant(DirectoryStorage(path), FINGERPRINT, Machine.this(), os.urandom, lambda: 0.0, max_seats=2)
+def test_the_number_of_seats_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "MAX_SEATS", 2)
+    claimant = Claimant(DirectoryStorage(path), FINGERPRINT, Machine.this(), os.urandom, lambda: 0.0)
     taken = [claimant.take() for _ in range(2)]
     with pytest.raises(ConfigError, match="2 servers use it already"):
         claimant.take()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from kvoffload.tiers.disk.format import INDEX_NAME, is_block_file, is_fingerprint, slab_number
@@ -83,11 +83,6 @@ class ForeignFolders:
 
     def _allocated_bytes(self, folder: str, name: str) -> int | None:
         """Returns the bytes of the medium that the file takes, None if it cannot be opened."""
-        try:
-            file = self._storage.open(folder, name)
-        except OSError:
-            return None
-        try:
+        with suppress(OSError), closing(self._storage.open(folder, name)) as file:
             return file.allocated_bytes()
-        finally:
-            file.close()
+        return None

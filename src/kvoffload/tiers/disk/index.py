@@ -94,10 +94,10 @@ class Index:
         if self._journal:
             self._journal.write(self.header, self._file.sync)
 
-    def load(self, num_slots: int, at_once: int) -> Iterator[Entries]:
+    def load(self, num_slots: int) -> Iterator[Entries]:
         """Yields the blocks in the first ``num_slots`` slots, in pieces. Records that cannot be read are left out."""
-        for first in range(0, num_slots, at_once):
-            data = np.zeros(min(at_once, num_slots - first) * RECORD_BYTES, dtype=np.uint8)
+        for first in range(0, num_slots, RECORDS_AT_ONCE):
+            data = np.zeros(min(RECORDS_AT_ONCE, num_slots - first) * RECORD_BYTES, dtype=np.uint8)
             try:
                 done = self._file.read([data], record_offset(first))
             except OSError as error:

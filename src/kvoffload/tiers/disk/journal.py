@@ -1,15 +1,14 @@
 """The journal of an index: which slots have changed, so that other processes need not read the whole index again.
 
-The file ``journal`` beside the index is a header of 4096 bytes, then a ring of ``num_entries`` entries of 64 bytes.
-Entry number ``n`` is at place ``n % num_entries``; the header says how many were written, its *head*. Numbers are
-little-endian. An entry says which block a slot has now, or that it has none. It names the block by the digest of its
-key, since a follower needs no more: a block that was read is verified with its key.
+The file ``journal`` is a header and a ring of entries: docs/formats.md has every byte. An entry says which block a slot
+has now, or that it has none. It names the block by the digest of its key, since a follower needs no more: a block that
+was read is verified with its key.
 
 Entries of one *epoch*, a random number in the header, make a complete history. A process that opens the index begins an
 epoch, and so does one that could not write all changes down. A follower of another epoch, or one that has fallen behind
 by more entries than the ring has, reads the index instead. So does one that finds another generation in the header.
 
-The header's checksum is XXH3-64. An entry is checked by a mix of its numbers and the epoch, which numpy can compute.
+An entry is checked by a mix of its numbers and the epoch, which numpy can compute.
 """
 
 from __future__ import annotations
@@ -178,13 +177,8 @@ class Journal:
         new_epoch: Callable[[], int],
         num_slots: int = 0,
         num_found: int = 0,
-        *,
-        max_pending: int = MAX_PENDING,
-        writing_deadline_s: float = WRITING_DEADLINE_S,
     ) -> None:
         self._file = file
-        self._max_pending = max_pending
-        self._writing_deadline_s = writing_deadline_s
         self._is_seen = np.zeros(num_slots, dtype=np.bool_)
         """Per slot: whether other machines may find a block in its record."""
         self._is_seen[:num_found] = True
@@ -211,7 +205,7 @@ class Journal:
     def note(self, first_slot: int, records: ByteArray) -> None:
         """Notes the new records of ``first_slot`` and the slots after it, which name other blocks than before, or
         none."""
-        if len(self._pending) < self._max_pending:
+        if len(self._pending) < MAX_PENDING:
             self._pending.append((first_slot, records))
         else:
             self._num_lost += 1
@@ -223,7 +217,7 @@ class Journal:
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
         """Writes the notes, after ``sync_index``, for an index that has ``header`` now. Raises OSError; a new epoch
         then makes up for the notes. Raises TimeoutError if another thread hangs in this method."""
-        if not self._writing.acquire(timeout=self._writing_deadline_s):
+        if not self._writing.acquire(timeout=WRITING_DEADLINE_S):
             raise TimeoutError(errno.ETIMEDOUT, "a write of the journal hangs")
         try:
             if self._closed:
@@ -271,7 +265,7 @@ class Journal:
     def close(self) -> bool:
         """Writes nothing from now on. Returns False if a thread still writes, because it hangs."""
         self._closed = True
-        if not self._writing.acquire(timeout=self._writing_deadline_s):
+        if not self._writing.acquire(timeout=WRITING_DEADLINE_S):
             return False
         self._writing.release()
         return True

@@ -350,10 +350,8 @@ class _FingerprintFolder:
         self._header = header
         self._count(header, num_records, blocks, num_damaged)
 
-    @contextmanager
-    def _opened_index(self) -> Iterator[StoredFile]:
-        with closing(self._storage.open(self._name, INDEX_NAME)) as file:
-            yield file
+    def _opened_index(self) -> closing[StoredFile]:
+        return closing(self._storage.open(self._name, INDEX_NAME))
 
     def _read_header(self, file: StoredFile) -> Header:
         data = np.zeros(HEADER_BYTES, dtype=np.uint8)

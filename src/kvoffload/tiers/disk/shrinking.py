@@ -33,7 +33,6 @@ def shrink(
     slots: Slots,
     facts: Facts,
     clock: Callable[[], float],
-    moved_bytes: int = MOVED_BYTES,
 ) -> tuple[list[OffloadKey], Slots]:
     """Moves blocks into the budget and cuts the files. Returns the blocks that stay, and their slots.
 
@@ -48,7 +47,7 @@ def shrink(
     is_free = np.ones(files.num_slots, dtype=np.bool_)
     is_free[slots[~is_beyond]] = False
     targets = np.concatenate((np.flatnonzero(is_free), slots[:num_lost][~is_beyond[:num_lost]]))
-    at_once = max(1, moved_bytes // max(files.layout.block_bytes, LEAST_MOVED_BYTES))
+    at_once = max(1, MOVED_BYTES // max(files.layout.block_bytes, LEAST_MOVED_BYTES))
     slots, done, num_moved, move = slots.copy(), 0, 0, _Move(files)
     while done < len(wanted) and clock() < deadline:
         these = wanted[done : done + at_once]

@@ -9,7 +9,7 @@ import resource
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
@@ -137,8 +137,7 @@ def _remove_larger_shares(root: DirectoryStorage, engine: int, share: int) -> No
 def _remove_engine(root: DirectoryStorage, folder: str, most_bytes: int = -1) -> None:
     """Removes an engine's folder with its blocks if these take more than ``most_bytes``. Raises ConfigError if the
     engine is running."""
-    other = DirectoryStorage(root.path / folder)
-    try:
+    with closing(DirectoryStorage(root.path / folder)) as other:
         if other.held_bytes() <= most_bytes:
             return
         other.lock()
@@ -146,8 +145,6 @@ def _remove_engine(root: DirectoryStorage, folder: str, most_bytes: int = -1) ->
         for name in LOCK_NAMES:
             with suppress(FileNotFoundError):
                 other.remove("", name)
-    finally:
-        other.close()
     with suppress(OSError):
         root.remove_folder(folder)
 

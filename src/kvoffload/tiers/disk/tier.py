@@ -28,12 +28,11 @@ from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, MAX_KEY_BYTES
-from kvoffload.tiers.disk.index import RECORDS_AT_ONCE
 from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.maintenance import Maintenance
 from kvoffload.tiers.disk.recency import Marks, Recency, mark, retained_until
 from kvoffload.tiers.disk.recovery import open_files
-from kvoffload.tiers.disk.shrinking import MOVED_BYTES, shrink
+from kvoffload.tiers.disk.shrinking import shrink
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.late import RenewableTier
@@ -65,10 +64,6 @@ class DiskSettings:
     with_journal: bool = False
     """Whether other processes follow the index, by a journal that some thread keeps up to date with
     ``write_journal``."""
-    records_at_once: int = RECORDS_AT_ONCE
-    """Records that are read together at the start."""
-    moved_bytes: int = MOVED_BYTES
-    """Bytes that are moved together into a smaller budget."""
 
 
 class DiskTier(RenewableTier):
@@ -140,7 +135,7 @@ class DiskTier(RenewableTier):
         keys: list[OffloadKey] = []
         found: list[Slots] = [np.empty(0, dtype=np.int64)]
         recency, marks = self._recency.load(self.files.num_allocated)
-        for entries in self.files.index.load(self.files.num_allocated, self._settings.records_at_once):
+        for entries in self.files.index.load(self.files.num_allocated):
             for name in ("stored_at", "payload_checksum"):
                 self._facts[name][entries.slots] = entries.records[name]
             # The recency of a slot may be that of the block before.
@@ -164,7 +159,7 @@ class DiskTier(RenewableTier):
             stale, slots = slots[~newest], slots[newest]
         self._facts["sequence"][: len(recency)] = recency
         if self.files.num_allocated > self.files.num_slots:
-            keys, slots = shrink(self.files, keys, slots, self._facts, clock, self._settings.moved_bytes)
+            keys, slots = shrink(self.files, keys, slots, self._facts, clock)
             stale = np.setdiff1d(stale[stale < self.files.num_slots], slots)
             self._facts = self._facts[: self.files.num_slots].copy()
         self._recency.restore(slots, self._facts["sequence"][slots])
@@ -174,7 +169,7 @@ class DiskTier(RenewableTier):
                 key for key, state in zip(keys, self.catalog.contains(keys), strict=True) if key in retained and state
             ]
             now = self._wall_clock()
-            self.catalog.restore_retained(kept, [retained[key] - now for key in kept])
+            self.catalog.retention.restore(kept, [retained[key] - now for key in kept])
         # What is restored gets its marks again. The others would retain blocks once there is more room.
         marked = np.flatnonzero(marks[: self.files.num_slots])
         if len(marked):
@@ -199,12 +194,7 @@ class DiskTier(RenewableTier):
 
     def stats(self) -> TierStats:
         catalog, files = self.catalog, self.files
-        return TierStats(
-            files.capacity_bytes,
-            catalog.num_blocks,
-            files.used_bytes,
-            catalog.num_evicted,
-        )
+        return TierStats(files.capacity_bytes, catalog.num_blocks, files.used_bytes, catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
         return self.catalog.tenant_uses()
@@ -359,7 +349,7 @@ class DiskTier(RenewableTier):
         return refusal
 
     def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        self.catalog.give_up_retained(keys)
+        self.catalog.retention.give_up(keys)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._maintenance.empty_records(self.catalog.drop(keys))

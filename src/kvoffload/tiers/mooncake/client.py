@@ -86,25 +86,18 @@ class MooncakeClient(StoreClient):
         return [answers.get(code, Outcome.FAILED) for code in codes]
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        pointers, sizes = _pointers(buffers), _sizes(buffers)
+        rows = [row for (row,) in buffers]
+        pointers, sizes = [row.ctypes.data for row in rows], [row.nbytes for row in rows]
         with self._getting:
-            if all(len(parts) == 1 for parts in buffers):
-                # Only this call takes values that are smaller.
-                firsts = [each[0] for each in pointers], [each[0] for each in sizes]
-                codes = self._store.batch_get_into(list(names), *firsts)
-            else:
-                codes = self._store.batch_get_into_multi_buffers(list(names), pointers, sizes)
-        wanted = [sum(part.nbytes for part in parts) for parts in buffers]
-        return [
-            Outcome.OK
-            if code == size
-            else Outcome.OTHER_SIZE
-            if 0 < code < size
-            else self._why_not_read(name, code, size, parts[0])
-            for name, code, size, parts in zip(names, codes, wanted, buffers, strict=True)
-        ]
+            codes = self._store.batch_get_into(list(names), pointers, sizes)
+        return [self._get_outcome(name, code, row) for name, code, row in zip(names, codes, rows, strict=True)]
 
-    def _why_not_read(self, name: str, code: int, size: int, buffer: ByteArray) -> Outcome:
+    def _get_outcome(self, name: str, code: int, row: ByteArray) -> Outcome:
+        size = row.nbytes
+        if code == size:
+            return Outcome.OK
+        if 0 < code < size:
+            return Outcome.OTHER_SIZE
         if code in _MISSING:
             return Outcome.MISSING
         held = self._store.get_size(name) if code in _MAY_BE_OTHER_SIZE else code
@@ -113,12 +106,13 @@ class MooncakeClient(StoreClient):
         if held >= RECORD_BYTES:
             begin, ranges = [[[0]]], [[[RECORD_BYTES]]]
             with self._getting:
-                self._store.get_into_ranges([buffer.ctypes.data], [[name]], begin, begin, ranges)
+                self._store.get_into_ranges([row.ctypes.data], [[name]], begin, begin, ranges)
         return Outcome.OTHER_SIZE
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        pointers, sizes = [[row.ctypes.data] for (row,) in buffers], [[row.nbytes] for (row,) in buffers]
         with self._putting:
-            codes = self._store.batch_put_from_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
+            codes = self._store.batch_put_from_multi_buffers(list(names), pointers, sizes)
         return [_put_outcome(code) for code in codes]
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
@@ -139,11 +133,3 @@ def _put_outcome(code: int) -> Outcome:
     if code == _HELD:
         return Outcome.HELD
     return Outcome.FULL if code in _FULL else Outcome.FAILED
-
-
-def _pointers(buffers: Sequence[Sequence[ByteArray]]) -> list[list[int]]:
-    return [[part.ctypes.data for part in parts] for parts in buffers]
-
-
-def _sizes(buffers: Sequence[Sequence[ByteArray]]) -> list[list[int]]:
-    return [[part.nbytes for part in parts] for parts in buffers]

@@ -75,7 +75,6 @@ class ObjectStoreClient(StoreClient):
         self._chained = frozenset(groups)
         self._clock = clock
         self._more_within_s = more_within_s
-        self._object_bytes = object_bytes
         self._step = values_per_object(value_bytes, object_bytes) if bucket.has_notes else 1
         self._places = Places()
 

@@ -78,12 +78,7 @@ class Place(NamedTuple):
 class Places:
     """Remembers where values are, as the notes of objects say. Methods may be called from several threads."""
 
-    def __init__(
-        self, max_places: int = MAX_PLACES, max_hidden: int = MAX_HIDDEN, max_distrusted: int = MAX_DISTRUSTED
-    ) -> None:
-        self._max_places = max_places
-        self._max_hidden = max_hidden
-        self._max_distrusted = max_distrusted
+    def __init__(self) -> None:
         self._objects: OrderedDict[str, tuple[Marks, int]] = OrderedDict()
         """The marks of each object and the size of its values, the oldest knowledge first."""
         self._places: dict[bytes, tuple[str, int]] = {}
@@ -114,7 +109,7 @@ class Places:
                 return False
             name, _ = self._places[value]
             self._hidden[value] = name
-            _limit(self._hidden, self._max_hidden)
+            _limit(self._hidden, MAX_HIDDEN)
             return all(self._hidden.get(each) == name for each in self._objects[name][0])
 
     def show(self, value: bytes) -> None:
@@ -126,7 +121,7 @@ class Places:
         """Notes that the object ``name`` has wrong bytes."""
         with self._lock:
             self._distrusted[name] = None
-            _limit(self._distrusted, self._max_distrusted)
+            _limit(self._distrusted, MAX_DISTRUSTED)
 
     def is_distrusted(self, name: str) -> bool:
         with self._lock:
@@ -139,7 +134,7 @@ class Places:
             self._objects[name] = marks, size // len(marks)
             # The latest object that claims to have a value is believed.
             self._places.update((value, (name, index)) for index, value in enumerate(marks))
-            while len(self._places) > self._max_places:
+            while len(self._places) > MAX_PLACES:
                 self._forget(next(iter(self._objects)))
 
     def gone(self, name: str) -> None:

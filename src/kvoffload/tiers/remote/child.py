@@ -20,9 +20,9 @@ from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import Rows, SeparateBuffers
+from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.messages import Kind, Op, Request, Setup, Unframer, frame
-from kvoffload.tiers.remote.record import RECORD_BYTES, RowFormat, ValueFormat
+from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
 
@@ -131,14 +131,12 @@ class _Server:
         self._writes = IOThreads(NUM_WRITE_THREADS, "write")
 
     def _new_worker(self) -> StoreWorker:
-        values = self._values
-        if not self._client.registers_memory:
-            return StoreWorker(self._client, SeparateBuffers(self._pools), values, pause=time.sleep)
-        rows = Rows(self._pools)
-        self._watch.allow(rows.memory.nbytes)
-        self._client.register(rows.memory)
-        values = RowFormat(values.fingerprint, values.prefix, values.hmac_key)
-        return StoreWorker(self._client, rows, values, pause=time.sleep)
+        memory: ValueMemory = SeparateBuffers(self._pools)
+        if self._client.registers_memory:
+            memory = rows = Rows(self._pools)
+            self._watch.allow(rows.memory.nbytes)
+            self._client.register(rows.memory)
+        return StoreWorker(self._client, memory, self._values, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)

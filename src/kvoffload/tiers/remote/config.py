@@ -86,10 +86,7 @@ class RemoteTierConfig(TierConfig):
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in common}
 
     def open(self, context: TierContext) -> RemoteTier:
-        return self.open_within(context, START_WAIT_S)
-
-    def open_within(self, context: TierContext, wait_s: float) -> RemoteTier:
-        """Starts the client and waits for it up to ``wait_s``, unless its process ends before. Raises ConfigError if
+        """Starts the client and waits for it up to START_WAIT_S, unless its process ends before. Raises ConfigError if
         the store cannot have these blocks, or if another process cannot open a host pool."""
         payload_bytes = sum(pool.shape[1] for pool in context.pools)
         nbytes = RECORD_BYTES + payload_bytes
@@ -127,7 +124,7 @@ class RemoteTierConfig(TierConfig):
         )
         channel = ProcessChannel(setup, self.kind)
         tier = RemoteTier(channel, payload_bytes, name=self.kind)
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + START_WAIT_S
         while channel.state is ChannelState.STARTING and time.monotonic() < deadline:
             tier.wait(0.05)
             tier.poll()

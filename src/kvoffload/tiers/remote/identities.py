@@ -1,9 +1,7 @@
 """Identities in a store: the fingerprints of its blocks and their differences, in words for the log.
 
-A store cannot list its names. So servers of one model leave their identities under numbered names,
-``<prefix>/identities/<digest of the model's name>/<number>``, each in a value of IDENTITY_BYTES: the length and the
-checksum (XXH3-64) of the text, eight bytes each, then the text, then zeros. With an HMAC key, the digest depends on it,
-and the last TAG_BYTES are the first ones of HMAC-SHA256 over the bytes before them.
+A store cannot list its names. So servers of one model leave their identities under numbered names, which depend on the
+HMAC key if there is one: docs/formats.md has every byte.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ RETRY_S = 1.0
 class PresenceCache:
     """Remembers answers about keys. Times are of the caller's clock, and not negative."""
 
-    def __init__(self, max_known: int = MAX_KNOWN) -> None:
-        self._max_known = max_known
+    def __init__(self) -> None:
         self._until: dict[OffloadKey, float] = {}
         """Until when each key counts as present, or negative: until when it counts as missing. The oldest first."""
 
@@ -55,7 +54,7 @@ class PresenceCache:
         for key in keys:
             self._until.pop(key, None)
             self._until[key] = until
-        _forget_oldest(self._until, self._max_known)
+        _forget_oldest(self._until, MAX_KNOWN)
 
     def forget_missing(self, keys: Iterable[OffloadKey], before: float) -> list[OffloadKey]:
         """Forgets those of ``keys`` that count as missing since ``before`` or longer, and returns them. Those that are

@@ -106,8 +106,6 @@ class StoreLink:
     def __init__(
         self, channel: StoreChannel, name: str, clock: Callable[[], float], random: Callable[[], float]
     ) -> None:
-        self.num_in_flight = 0
-        """Requests without an answer."""
         self._channel = channel
         self._name = name
         self._clock = clock
@@ -138,7 +136,6 @@ class StoreLink:
         self._last_number += 1
         deadline = LOOKUP_DEADLINE_S if op is Op.LOOKUP else TRANSFER_DEADLINE_S
         self._under_way[request.number] = request, self._clock() + deadline
-        self.num_in_flight += 1
         return True
 
     def poll(self) -> list[Answer]:
@@ -173,7 +170,6 @@ class StoreLink:
                 )
             else:
                 self._pause = FIRST_PAUSE_S
-        self.num_in_flight = len(self._under_way)
         return answers
 
     def _watch_failures(self, response: Response) -> None:
@@ -201,7 +197,6 @@ class StoreLink:
         now = self._clock()
         lost = [Answer(request, None) for request, _ in self._under_way.values()]
         self._under_way.clear()
-        self.num_in_flight = 0
         if self._was_ready or self._start_deadline != float("inf"):
             # The process ended since the last start.
             self._was_ready, self._start_deadline, self._num_failures = False, float("inf"), 0
@@ -238,5 +233,4 @@ class StoreLink:
         if has_ended:
             answers += [Answer(request, None) for request, _ in self._under_way.values()]
         self._under_way.clear()
-        self.num_in_flight = 0
         return answers

@@ -38,8 +38,7 @@ class SeparateBuffers(ValueMemory):
         self._records = np.zeros((self.num_rows, RECORD_BYTES), dtype=np.uint8)
 
     def value(self, row: int, slot: int) -> Value:
-        record, parts = self._records[row], [pool[slot] for pool in self._pools]
-        return Value(record, parts, [record, *parts])
+        return Value(self._records[row], [pool[slot] for pool in self._pools])
 
 
 class Rows(ValueMemory):
@@ -54,4 +53,4 @@ class Rows(ValueMemory):
 
     def value(self, row: int, slot: int) -> Value:
         whole = self.memory.reshape(self.num_rows, -1)[row]
-        return Value(whole[:RECORD_BYTES], [pool[slot] for pool in self._pools], [whole])
+        return Value(whole[:RECORD_BYTES], [pool[slot] for pool in self._pools], whole)

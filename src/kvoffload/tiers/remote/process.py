@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
@@ -41,15 +40,15 @@ class ProcessChannel(StoreChannel):
     ends, and gets no signal of its terminal. ``name`` is for the log.
     """
 
-    def __init__(self, setup: Setup, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, setup: Setup, name: str) -> None:
         self._setup = setup
         self._name = name
         self._child: _Child | None = None
         self._state = ChannelState.DOWN
         self._unframer = Unframer()
         self._unsent = bytearray()
-        self._notes = LimitedLog(logger, clock)
-        self._output = LimitedLog(logger, clock)
+        self._notes = LimitedLog(logger, time.monotonic)
+        self._output = LimitedLog(logger, time.monotonic)
         self._closed = False
 
     @property
@@ -164,7 +163,7 @@ class ProcessChannel(StoreChannel):
         if self._child is None:
             return True
         if self._state is ChannelState.READY:
-            self._child.end_requests()
+            self._child.socket.shutdown(socket.SHUT_WR)
         else:
             self._child.kill()
         if not self._child.wait(timeout_s):
@@ -207,9 +206,6 @@ class _Child:
         if not self._started.is_set():
             return False
         return self._process is None or self._process.poll() is not None
-
-    def end_requests(self) -> None:
-        self.socket.shutdown(socket.SHUT_WR)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end of the process for up to ``timeout_s``. Returns whether it ended."""

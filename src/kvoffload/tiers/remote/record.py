@@ -13,7 +13,6 @@ import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -37,12 +36,18 @@ assert _RECORD.size == RECORD_BYTES - CHECKSUM_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The memory of one value. ``buffers`` are its bytes in order, those of ``record`` first; ``parts`` are the block,
-    one part per rank."""
+    """The memory of one value: its ``record``, and the block, one part per rank. ``row``: all bytes of the value while
+    a client moves them, ``record`` the first of them. Peers of the client may write there at any time: whatever is
+    verified was copied before, and is used from there. Without a row the record and the parts are moved."""
 
     record: ByteArray
     parts: Sequence[ByteArray]
-    buffers: Sequence[ByteArray]
+    row: ByteArray | None = None
+
+    @property
+    def buffers(self) -> Sequence[ByteArray]:
+        """The bytes that are moved, in order."""
+        return [self.record, *self.parts] if self.row is None else [self.row]
 
 
 class Verdict(enum.Enum):
@@ -53,14 +58,6 @@ class Verdict(enum.Enum):
     """An intact record of another version, or of blocks with another number of ranks or bytes."""
     BAD = enum.auto()
     """These are not the bytes that were stored under this name."""
-
-
-class Fields(NamedTuple):
-    """The fields of a record that the block is compared with. ``body``: the record without its checksum."""
-
-    checksum: int
-    tag: bytes
-    body: bytes
 
 
 class ValueFormat:
@@ -88,11 +85,17 @@ class ValueFormat:
     def seal(self, key: OffloadKey, value: Value) -> Sequence[ByteArray]:
         """Completes the value of the block in ``value``. Returns its buffers."""
         value.record[:] = self.record(key, value.parts)
+        if value.row is not None:
+            np.concatenate(value.parts, out=value.row[RECORD_BYTES:])
         return value.buffers
 
     def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Verdict:
         """Returns whether the value that was read has the block of ``key``, which is then in the parts of ``value``.
         ``is_whole``: whether all buffers were filled."""
+        if value.row is not None:
+            stored = value.row[RECORD_BYTES:]
+            for part in value.parts:
+                part[:], stored = stored[: part.size], stored[part.size :]
         verdict = self.verify(key, value.record, value.parts)
         return Verdict.BAD if verdict is Verdict.GOOD and not is_whole else verdict
 
@@ -124,18 +127,6 @@ class ValueFormat:
     def verify(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
         """Returns whether ``record`` and ``parts`` were stored under ``key``, by a server with the same HMAC key if
         there is one."""
-        fields = self.parse(key, record, parts)
-        if isinstance(fields, Verdict):
-            return fields
-        is_good = self.checksum(key, parts) == fields.checksum and self.has_tag(fields, parts)
-        return Verdict.GOOD if is_good else Verdict.BAD
-
-    def has_tag(self, fields: Fields, parts: Sequence[ByteArray]) -> bool:
-        """Returns whether the record's tag is that of a block with these ``parts``."""
-        return hmac.compare_digest(fields.tag, self._tag(fields.body, parts))
-
-    def parse(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Fields | Verdict:
-        """Returns the fields of the record of a block like ``parts``, or why it is none."""
         raw = record.tobytes()
         if len(raw) != RECORD_BYTES or not is_sealed(raw):
             return Verdict.BAD
@@ -149,20 +140,7 @@ class ValueFormat:
             return Verdict.BAD
         if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
             return Verdict.FOREIGN
-        return Fields(checksum, tag, raw[: _RECORD.size])
-
-
-class RowFormat(ValueFormat):
-    """The names and records of values that move through ``memory.Rows``. Peers of a client may write to a row at any
-    time: whatever is verified was copied before, and is used from there."""
-
-    def seal(self, key: OffloadKey, value: Value) -> Sequence[ByteArray]:
-        value.record[:] = self.record(key, value.parts)
-        np.concatenate(value.parts, out=value.buffers[0][RECORD_BYTES:])
-        return value.buffers
-
-    def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Verdict:
-        stored = value.buffers[0][RECORD_BYTES:]
-        for part in value.parts:
-            part[:], stored = stored[: part.size], stored[part.size :]
-        return super().check(key, value, is_whole)
+        if self.checksum(key, parts) != checksum:
+            return Verdict.BAD
+        is_good = hmac.compare_digest(tag, self._tag(raw[: _RECORD.size], parts))
+        return Verdict.GOOD if is_good else Verdict.BAD

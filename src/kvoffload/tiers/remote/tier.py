@@ -5,7 +5,6 @@ from __future__ import annotations
 import random as random_module
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,14 @@ from kvoffload.tiers.remote.messages import MAX_KEYS, Op, Status
 from kvoffload.tiers.remote.record import MAX_KEY_BYTES, RECORD_BYTES
 
 CLOSE_DEADLINE_S = 5.0
+MAX_MOVING_BYTES = 128 << 20
+"""Bytes of reads under way at once, and of writes; at least one block."""
+MAX_MOVING_BLOCKS = 1024
+"""Blocks read at once, and blocks written at once."""
+REQUEST_BYTES = 64 << 20
+"""Smaller blocks share a request of this size."""
+MAX_ASKED = 1 << 16
+"""Keys that the store is being asked about at once; others count as missing meanwhile."""
 MAX_LOOKED_FOR = 256
 """Blocks that are asked for again at once. They are written in the order of their chain."""
 
@@ -28,20 +35,6 @@ _ERRORS = {
     Status.FAILED: TierError.IO,
     Status.AWAY: TierError.AWAY,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteLimits:
-    """Bounds of the requests of a remote tier."""
-
-    in_flight_bytes: int = 128 << 20
-    """Bytes of reads under way at once, and of writes; at least one block."""
-    in_flight_blocks: int = 1024
-    """Blocks read at once, and blocks written at once."""
-    request_bytes: int = 64 << 20
-    """Smaller blocks share a request of this size."""
-    keys_asked: int = 1 << 16
-    """Keys that the store is being asked about at once; others count as missing meanwhile."""
 
 
 class RemoteTier(Tier):
@@ -62,12 +55,10 @@ class RemoteTier(Tier):
         name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
-        limits: RemoteLimits | None = None,
     ) -> None:
         self.name = name
-        self._limits = limits = limits or RemoteLimits()
         self._block_bytes = RECORD_BYTES + payload_bytes
-        self._max_moving = max(1, min(limits.in_flight_blocks, limits.in_flight_bytes // self._block_bytes))
+        self._max_moving = max(1, min(MAX_MOVING_BLOCKS, MAX_MOVING_BYTES // self._block_bytes))
         self._clock = clock
         self._link = StoreLink(channel, name, clock, random)
         self._presence = PresenceCache()
@@ -119,7 +110,7 @@ class RemoteTier(Tier):
         if not self._link.is_ready or self._asked.issuperset(keys):
             return
         new = [key for key in dict.fromkeys(keys) if key not in self._asked and len(key) <= MAX_KEY_BYTES]
-        new = new[: self._limits.keys_asked - len(self._asked)]
+        new = new[: MAX_ASKED - len(self._asked)]
         for start in range(0, len(new), MAX_KEYS):
             part = new[start : start + MAX_KEYS]
             if not self._link.send(Op.LOOKUP, part):
@@ -145,7 +136,7 @@ class RemoteTier(Tier):
         fits = self._presence.states(keys, self._clock()) != refused
         chosen = [i for i in np.flatnonzero(fits).tolist() if self._may_move(keys[i])]
         del chosen[max(0, self._max_moving - len(moving)) :]
-        step = max(1, self._limits.request_bytes // self._block_bytes)
+        step = max(1, REQUEST_BYTES // self._block_bytes)
         taken: list[OffloadKey] = []
         for start in range(0, len(chosen), step):
             part = chosen[start : start + step]
@@ -274,8 +265,8 @@ class RemoteTier(Tier):
     def check_integrity(self) -> None:
         if any(len(moving) > self._max_moving for moving in self._moving.values()):
             raise IntegrityError(f"the {self.name} tier moves more than {self._max_moving} blocks at once")
-        if len(self._asked) > self._limits.keys_asked:
-            raise IntegrityError(f"the {self.name} tier asks about more than {self._limits.keys_asked} keys at once")
+        if len(self._asked) > MAX_ASKED:
+            raise IntegrityError(f"the {self.name} tier asks about more than {MAX_ASKED} keys at once")
 
 
 def _among(keys: Sequence[OffloadKey], known: set[OffloadKey]) -> npt.NDArray[np.bool_]:

@@ -184,11 +184,11 @@ class OpenSlab:
 
 
 class OpenSlabs:
-    """Slab files of other seats, at most ``max_open``: opened when they are read, closed when they are not used for a
+    """Slab files of other seats, at most MAX_OPEN_SLABS: opened when they are read, closed when they are not used for a
     while."""
 
-    def __init__(self, max_open: int = MAX_OPEN_SLABS) -> None:
-        self._max_open = max_open
+    def __init__(self) -> None:
+        self._max_open = MAX_OPEN_SLABS
         self._lock = threading.Lock()
         self._slabs: OrderedDict[tuple[SeatView, int], OpenSlab] = OrderedDict()
         """By view and number of the slab; the one used last comes last."""

@@ -179,10 +179,6 @@ class Seat:
         self._claimant = claimant
         self._num_beats = 0
 
-    def claim(self) -> None:
-        """Writes the first heartbeat. Raises OSError."""
-        self._write(SeatState.SERVING)
-
     def beat(self, state: SeatState = SeatState.SERVING) -> None:
         """Writes the heartbeat again, unless the seat is lost, which is noticed here. Raises OSError."""
         found = look(self.storage)
@@ -190,9 +186,10 @@ class Seat:
         if found is None or (heartbeat is not None and heartbeat.owner != self.owner):
             self.is_lost = True
         if not self.is_lost:
-            self._write(state)
+            self.write(state)
 
-    def _write(self, state: SeatState) -> None:
+    def write(self, state: SeatState) -> None:
+        """Writes the heartbeat, whoever has the seat. Raises OSError."""
         self._num_beats += 1
         mine, on = self._claimant, self._claimant.machine
         heartbeat = Heartbeat(
@@ -212,7 +209,6 @@ class Claimant:
     random: Callable[[int], bytes]
     wall_clock: Callable[[], float]
     capacity_bytes: int = 0
-    max_seats: int = MAX_SEATS
 
     def take(self, unusable: Collection[str] = ()) -> Seat:
         """Returns a seat, locked: one that can be adopted, preferably one with blocks of ``fingerprint``, else a new
@@ -230,7 +226,7 @@ class Claimant:
             ) from error
         if seat is None:
             raise ConfigError(
-                fault=f"{self.max_seats} servers use it already, the most that there can be",
+                fault=f"{MAX_SEATS} servers use it already, the most that there can be",
                 fix="name another directory",
             )
         return seat
@@ -240,9 +236,8 @@ class Claimant:
         for has_blocks in (True, False):
 
             def may_adopt(seat: Storage, has_blocks: bool = has_blocks) -> bool:
-                if (self.fingerprint in seat.folders()) is not has_blocks or not _is_free(seat, self.machine, now):
-                    return False
-                return not _has_other_format(seat)
+                is_wanted = (self.fingerprint in seat.folders()) is has_blocks
+                return is_wanted and _is_free(seat, self.machine, now) and not _has_other_format(seat)
 
             for name in [name for name in seat_names(self.root) if name not in unusable]:
                 try:
@@ -259,7 +254,7 @@ class Claimant:
 
     def _new_seat(self) -> Seat | None:
         folders, files = seat_names(self.root), self.root.files("")
-        for name in map(seat_name, range(self.max_seats)):
+        for name in map(seat_name, range(MAX_SEATS)):
             if name in files:
                 logger.warning(
                     "kvoffload: shared directory: %s is not a folder, so no server can write there; remove it", name
@@ -277,7 +272,7 @@ class Claimant:
             if not may_take(storage):
                 return None
             seat = Seat(name, storage, self)
-            seat.claim()
+            seat.write(SeatState.SERVING)
             opened.pop_all()
             return seat
 
@@ -314,7 +309,12 @@ def _is_free(seat: Storage, machine: Machine, now: float) -> bool:
     if not seat.try_lock():
         return False
     seen = look(seat)
-    return seen is None or _may_be_adopted(seen, machine, now)
+    if seen is None:
+        return True
+    heartbeat = seen.heartbeat
+    if heartbeat is not None and (heartbeat.state is not SeatState.SERVING or heartbeat.boot == machine.boot != ""):
+        return True
+    return now - seen.modified >= SILENT_S
 
 
 def _has_other_format(seat: Storage) -> bool:
@@ -325,13 +325,6 @@ def _has_other_format(seat: Storage) -> bool:
             if is_of_other_version(read_fresh(seat, folder, INDEX_NAME, HEADER_BYTES)):
                 return True
     return False
-
-
-def _may_be_adopted(seen: Sighting, machine: Machine, now: float) -> bool:
-    heartbeat = seen.heartbeat
-    if heartbeat is not None and (heartbeat.state is not SeatState.SERVING or heartbeat.boot == machine.boot != ""):
-        return True
-    return now - seen.modified >= SILENT_S
 
 
 class GoneSeats:

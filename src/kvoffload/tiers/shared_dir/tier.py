@@ -13,6 +13,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -391,14 +392,8 @@ class SharedDirTier(Tier):
 def _seats(root: Storage) -> Iterator[tuple[str, Storage]]:
     """Yields the seats that can be opened, by name. Each is closed when the next one is asked for."""
     for name in seat_names(root):
-        try:
-            storage = root.child(name)
-        except (OSError, ConfigError):
-            continue
-        try:
+        with suppress(OSError, ConfigError), closing(root.child(name)) as storage:
             yield name, storage
-        finally:
-            storage.close()
 
 
 def _gone(result: TierResult) -> TierResult:
