@@ -19,7 +19,7 @@ EXAMPLES = {
     "explain": ("explain --last 15m", "explain server.log"),
     "replay": ("replay trace.jsonl --capacity 16GiB,64GiB", "replay trace.jsonl --policy lru,arc --html page.html"),
     "size": ("size trace.jsonl --ram 16GiB,64GiB", "size trace.jsonl --ram 64GiB --disk 500GiB --html page.html"),
-    "usage": ("usage --tenant search", "usage server.log --json"),
+    "usage": ("usage --tenant search", "usage --pid 4711 --json"),
 }
 """Two lines for the help of each command."""
 
