@@ -11,8 +11,8 @@ import pytest
 from kvoffload.abc import MissReason, OffloadKey, Request
 from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES
 from kvoffload.cache.tenants import Tenants
-from kvoffload.connector import adapter_book
-from kvoffload.connector.adapters import DROPPED, NO_ADAPTER, UNREADABLE, Adapter, Need
+from kvoffload.connector import adapters
+from kvoffload.connector.adapters import ASK_AGAIN_S, DROPPED, NO_ADAPTER, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.transfer.inline import InlineTransfer
@@ -53,11 +53,11 @@ def say(rig: Rig, number: int, digest: bytes) -> None:
 
 def compute(rig: Rig, meta: StepMeta, loaded: dict[int, bytes]) -> None:
     """A worker computes a step with the adapters that are loaded, and reports the stores of the step."""
-    adapters = LoadedAdapters()
-    worker = OffloadingConnectorWorker(InlineTransfer([], np.zeros((1, 4096), np.uint8)), adapters=adapters)
-    adapters.loaded = loaded
+    watch = LoadedAdapters()
+    worker = OffloadingConnectorWorker(InlineTransfer([], np.zeros((1, 4096), np.uint8)), adapters=watch)
+    watch.loaded = loaded
     # These were reported before.
-    adapters.changes()
+    watch.changes()
     worker.end_step(StepMeta(computes_with=meta.computes_with))
     report = worker.take_report()
     if report is not None:
@@ -237,12 +237,14 @@ def test_what_follows_a_part_of_a_device_block_is_not_stored() -> None:
         assert bool(meta.stores) is (name == "whole")
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of()
-    rig.half.adapters.max_known, rig.half.adapters.max_asked = 3, 2
+    monkeypatch.setattr(adapters, "MAX_KNOWN", 3)
+    monkeypatch.setattr(adapters, "MAX_ASKED", 2)
     for number in range(5):
         found(rig, number, b"digest", prompt(9), f"r{number}")
-    assert [number for number in range(5) if rig.half.adapters.digests(Adapter(number, "")) is not None] == [2, 3, 4]
+    assert (known := rig.half.adapters) is not None
+    assert [number for number in range(5) if known.digests(Adapter(number, "")) is not None] == [2, 3, 4]
     assert len(rig.step().questions) == 2
 
 
@@ -371,17 +373,17 @@ def test_a_question_that_is_never_answered_costs_one_wait() -> None:
     # A worker has loaded it, and can answer without reading files.
     say(rig, 1, b"loaded")
     assert found(rig, 1, b"loaded", prompt(9)) == 0
-    rig.clock.now += adapter_book.ASK_AGAIN_S
+    rig.clock.now += ASK_AGAIN_S
     assert rig.look_up(using(1, prompt(9), "last")) == (0, False), "the answer is remembered"
 
 
-def test_a_lost_question_is_asked_again() -> None:
+def test_a_lost_question_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of()
-    rig.half.adapters.max_asked = 1
+    monkeypatch.setattr(adapters, "MAX_ASKED", 1)
     assert rig.look_up(using(1, prompt(9), "one")) == (None, False)
     assert len(rig.step().questions) == 1
     rig.clock.now += 1.1
     assert rig.look_up(using(2, prompt(9), "two")) == (0, False), "nobody can be asked about another one"
-    rig.clock.now += adapter_book.ASK_AGAIN_S
+    rig.clock.now += ASK_AGAIN_S
     assert rig.look_up(using(1, prompt(9), "three")) == (None, False)
     assert len(rig.step().questions) == 1

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, DeviceSpec, KVGroup, LoadStoreSpec, PageGroup, TransferSpec
-from kvoffload.connector.canonical import CanonicalLayer, CanonicalPages, CanonicalRows, PageRun, join, place
-from kvoffload.connector.ranks import KVShare
+from kvoffload.connector.ranks import CanonicalRows, KVShare, LayerPages, PageRun, join, place
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer.inline import InlineTransfer
 
@@ -62,9 +61,7 @@ def shares_of(parallelism: Parallelism) -> list[KVShare]:
         KVShare(
             1,
             (),
-            canonical=CanonicalPages(
-                (tuple(CanonicalLayer(f"layer{i}", HEADS * HEAD_BYTES, "pages") for i in parallelism.layers(rank)),)
-            ),
+            canonical=(tuple(LayerPages(f"layer{i}", HEADS * HEAD_BYTES, "pages") for i in parallelism.layers(rank)),),
         )
         for rank in range(parallelism.ranks)
     ]
@@ -193,13 +190,13 @@ def test_every_rank_hears_the_same_reason() -> None:
 
 def test_groups_whose_blocks_would_be_divided_have_none() -> None:
     small, large = (
-        tuple(CanonicalLayer(f"{name}{i}", size, "pages") for i in range(2))
+        tuple(LayerPages(f"{name}{i}", size, "pages") for i in range(2))
         for name, size in (("small", 1 << 10), ("large", 1 << 16))
     )
-    share = KVShare(1, (), canonical=CanonicalPages((small, large)))
+    share = KVShare(1, (), canonical=(small, large))
     groups = [KVGroup(16), KVGroup(16)]
     answer = join([share], groups, 0, 1)
     assert isinstance(answer, str)
     assert "different sizes" in answer
-    alike = KVShare(1, (), canonical=CanonicalPages((large, tuple(CanonicalLayer("x", 1 << 17, "") for _ in [0]))))
+    alike = KVShare(1, (), canonical=(large, (LayerPages("x", 1 << 17, ""),)))
     assert isinstance(join([alike], groups, 0, 1), CanonicalRows)

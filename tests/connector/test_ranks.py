@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import ConfigError
-from kvoffload.connector.ranks import Gather, KVShare, Ranks, check_settings, count_pools, count_replicas
+from kvoffload.connector.ranks import Gather, KVShare, LayerPages, Ranks, check_settings, count_pools, count_replicas
 
 
 class Group:
@@ -106,11 +106,11 @@ def test_a_connection_that_breaks_is_an_error() -> None:
 
 
 def shares(*ranks: tuple[int, str]) -> list[KVShare]:
-    return [KVShare(replicas, (layers,)) for replicas, layers in ranks]
+    return [KVShare(replicas, (LayerPages(layers, 1, ""),)) for replicas, layers in ranks]
 
 
 def on_nodes(replicas: int, *nodes: str) -> list[KVShare]:
-    return [KVShare(replicas, ("all",), node=node) for node in nodes]
+    return [KVShare(replicas, (LayerPages("all", 1, ""),), node=node) for node in nodes]
 
 
 CASES: dict[str, tuple[list[KVShare], int]] = {

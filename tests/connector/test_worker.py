@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapter_checks import CHECK_DEADLINE_S
-from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
+from kvoffload.connector.adapters import CHECK_DEADLINE_S, DROPPED, UNREADABLE, Adapter, Need
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool, padded_slot_bytes

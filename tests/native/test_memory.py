@@ -54,8 +54,6 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "too few busy marks": lambda: members().pop_oldest(1, FREE[:7]),
     "busy marks of another kind": lambda: members().pop_oldest(1, FREE.astype(np.int64)),
     "busy marks in no dimension": lambda: members().pop_oldest(1, np.array(True)),
-    "fewer positions than slots": lambda: members().append(SLOTS, SLOTS[:2] + 100),
-    "positions of the past": lambda: members().append(SLOTS, SLOTS),
     "keys that are too short": lambda: native.ranks(np.zeros(3, dtype=np.uint64), [b"1234567"]),
     "keys that are no bytes": lambda: native.ranks(np.zeros(3, dtype=np.uint64), ["12345678"]),
     "every second digest": lambda: native.ranks(np.zeros(6, dtype=np.uint64)[::2], [b"12345678"]),
@@ -63,7 +61,6 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "no digests": lambda: native.ranks(None, [b"12345678"]),
     "a slot that does not exist is free": lambda: native.FreeSlots(4).add(np.array([4])),
     "more free slots than there are": lambda: native.FreeSlots(2).add(np.array([0, 1, 1])),
-    "a member that is put back": lambda: members().put_back(SLOTS[:1], SLOTS[:1]),
     "no slots at all": lambda: native.BlockTable(-1),
     "more slots than numbers": lambda: native.BlockTable(2**28 + 1),
     "a list without an end": lambda: lists.RecencyList(2**62),
@@ -109,8 +106,7 @@ def rounds(n: int, keys: list[Any]) -> None:
         recent.pop_oldest(len(keys), busy)
         busy[:] = False
         recent.mark_evictable(slots)
-        popped, at = recent.pop_with_positions(len(keys), busy)
-        recent.put_back(popped, at)
+        recent.pop_oldest(len(keys), busy)
 
 
 class Odd(bytes):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from kvoffload.abc import KVGroup, PageGroup
-from kvoffload.connector.canonical import CanonicalLayer, CanonicalPages, CanonicalRows, PageRun, join, place
-from kvoffload.connector.ranks import KVShare
+from kvoffload.connector.ranks import CanonicalRows, KVShare, LayerPages, PageRun, join, place
 
 NUMBERS = (1, 2, 3, 4, 6)
 """Heads per layer. One head, as with MLA, is on all ranks."""
@@ -78,11 +77,9 @@ class Heads:
             KVShare(
                 1,
                 (),
-                canonical=CanonicalPages(
-                    tuple(
-                        tuple(CanonicalLayer(f"{g}/{layer}", size, "words") for layer in of_group)
-                        for g, (of_group, size) in enumerate(zip(of_rank, sizes, strict=True))
-                    )
+                canonical=tuple(
+                    tuple(LayerPages(f"{g}/{layer}", size, "words") for layer in of_group)
+                    for g, (of_group, size) in enumerate(zip(of_rank, sizes, strict=True))
                 ),
             )
             for of_rank in layers

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvoffload.abc import ByteArray, PageGroup, TransferSpec
-from kvoffload.connector import canonical
-from kvoffload.connector.canonical import PageRun
+from kvoffload.connector.ranks import PageRun, place
 from kvoffload.transfer.inline import InlineTransfer
 from tests.scale import scaled
 from tests.sim import heads, ranks
@@ -99,16 +98,14 @@ def ranks_take_each_others_heads(monkeypatch: pytest.MonkeyPatch) -> type[Shared
             [dataclasses.replace(run, canonical=size - run.canonical - run.nbytes) for run in of_view]
             for of_view, size in zip(runs, pages, strict=True)
         ]
-        return canonical.place(group, moved, pages, begin, row)
+        return place(group, moved, pages, begin, row)
 
     monkeypatch.setattr(heads, "place", mirrored)
     return PlainMedium
 
 
 def stages_begin_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(
-        heads, "place", lambda group, runs, pages, begin, row: canonical.place(group, runs, pages, 0, row)
-    )
+    monkeypatch.setattr(heads, "place", lambda group, runs, pages, begin, row: place(group, runs, pages, 0, row))
     return PlainMedium
 
 

@@ -1619,6 +1619,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+    from kvoffload.connector.ranks import LayerPages
     from kvoffload.fingerprints import fingerprint
     from kvoffload.host.pool import PoolHandle
     from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
@@ -1671,7 +1672,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
             layout,
             layers_of(
                 [
-                    RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),), layout.parts)
+                    RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (LayerPages("layer", 64, "format"),), layout.parts)
                     for fd in files
                 ]
             ),

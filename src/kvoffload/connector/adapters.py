@@ -1,13 +1,29 @@
-"""Adapters of a model, such as LoRA: KV that was computed with one belongs to its bytes, whatever its name."""
+"""Adapters of a model, such as LoRA: KV that was computed with one belongs to its bytes, whatever its name.
+
+The scheduler half has ``AdapterDigests``, and each worker ``AdapterChecks``, where the engine serves adapters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvoffload.abc import Request
 from kvoffload.cache.keys import ADAPTER_BYTES, root_hash
+
+if TYPE_CHECKING:
+    from kvoffload.connector.jobs import JobTable
+    from kvoffload.connector.messages import StepMeta, WorkerReport
+    from kvoffload.connector.request import RequestState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Digests: TypeAlias = frozenset[bytes]
 """The digests of one adapter on all ranks. No two ranks have the same one, so a mixture of two adapters is a subset of
@@ -18,6 +34,14 @@ UNREADABLE = b"unreadable"
 """Stands for the digest of an adapter that cannot be read."""
 NO_ADAPTER = bytes(ADAPTER_BYTES)
 """Stands in keys for the model alone, where there are adapters."""
+MAX_KNOWN = 4096
+"""Adapters whose digests are remembered. When there are more, the one learned longest ago is forgotten."""
+MAX_ASKED = 64
+"""Adapters that the workers are asked about at the same time."""
+ASK_AGAIN_S = 60.0
+"""A question that has no answer after this time is asked again."""
+CHECK_DEADLINE_S = 1.0
+"""How long a load that has ended waits for the check of its adapter. After that it counts as failed."""
 
 
 class Adapter(NamedTuple):
@@ -73,3 +97,219 @@ class AdapterWatch(Protocol):
 def variant(digests: Digests) -> bytes:
     """Returns what stands for an adapter in keys."""
     return root_hash(*sorted(digests))[:ADAPTER_BYTES]
+
+
+_Key = tuple[int, str, bool]
+"""Number, source and ``is_reread`` of an adapter. A request for which the files are read again may compute with other
+bytes than one that uses what is loaded."""
+
+
+@dataclass(slots=True)
+class _Question:
+    number: int
+    asked_at: float
+    answers: list[bytes] = field(default_factory=list)
+    loaded: set[bytes] = field(default_factory=set)
+    """Digests of what workers have loaded, or dropped, under the adapter's number since it was asked."""
+
+
+class AdapterDigests:
+    """Digests of adapters, learned from the workers, which compute with them, by questions that travel with steps.
+
+    A digest is valid until a worker drops the adapter, or loads other bytes under its number. A request waits for an
+    answer. When a question has had no answer for ``deadline_s``, no other request waits for it.
+    """
+
+    def __init__(self, adapter_of: AdapterOf, jobs: JobTable, deadline_s: float, clock: Callable[[], float]) -> None:
+        self._adapter_of = adapter_of
+        self._jobs = jobs
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._known: OrderedDict[_Key, Digests] = OrderedDict()
+        self._asked: dict[_Key, _Question] = {}
+        """Questions that were not answered by all workers yet, the oldest first."""
+        self._unsent: dict[int, Adapter] = {}
+        self._num_questions = 0
+
+    def begin(self, request: Request) -> Adapter | None:
+        """Returns the adapter of a new request. If the engine reads it again for the request, or it could not be read
+        before, the workers will be asked again."""
+        adapter = self._adapter_of(request)
+        if adapter is not None and (adapter.is_reread or not self._known.get(_key(adapter))):
+            self._known.pop(_key(adapter), None)
+        return adapter
+
+    def digests(self, adapter: Adapter) -> Digests | None:
+        """Returns the digests of ``adapter``, or None if the workers have not answered yet."""
+        key, now = _key(adapter), self._clock()
+        known = self._known.get(key) if adapter.shapes_all else frozenset()
+        if known is not None:
+            return known
+        if key in self._asked and now - self._asked[key].asked_at >= ASK_AGAIN_S:
+            self._forget(key)
+        if key not in self._asked and len(self._asked) < MAX_ASKED:
+            self._num_questions += 1
+            self._asked[key] = _Question(self._num_questions, now)
+            self._unsent[self._num_questions] = adapter
+        oldest = next(iter(self._asked.values()))
+        return frozenset() if self._is_overdue(self._asked.get(key, oldest)) else None
+
+    def _is_overdue(self, question: _Question) -> bool:
+        return self._clock() - question.asked_at >= self._deadline_s
+
+    def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
+        """Adds the new questions to the next step, and the digests for which the keys of its requests stand."""
+        meta.questions, self._unsent = self._unsent, {}
+        for req_id in scheduled:
+            state = requests.get(req_id)
+            if state is not None and state.adapter is not None and state.digests is not None:
+                meta.computes_with.setdefault(state.adapter.number, set()).add(state.digests)
+
+    def take_report(self, report: WorkerReport, states: Iterable[RequestState]) -> Collection[Digests]:
+        """Takes in what the workers say of adapters. Where one has changed under the same number, its requests among
+        ``states`` store nothing more, and what they are storing is dropped: it may belong to either bytes. Returns the
+        digests for which the keys of these requests stood."""
+        self._learn_from(report)
+        if not report.adapters:
+            return ()
+        stores = [job for job in self._jobs.jobs.values() if job.is_store]
+        states = [*states, *(state for job in stores for state in job.states)]
+        changed = {id(state): state for state in states if _has_changed(state, report)}
+        for job in stores:
+            job.failed |= any(id(state) in changed for state in job.states)
+        origins = {state.digests for state in changed.values() if state.digests is not None}
+        for state in changed.values():
+            state.give_up()
+        return origins
+
+    def _learn_from(self, report: WorkerReport) -> None:
+        for number, digests in report.adapters.items():
+            for key, question in list(self._asked.items()):
+                # What is read again for each request does not depend on what is loaded.
+                if key[0] == number and not key[2]:
+                    question.loaded |= digests
+                    if self._is_overdue(question):
+                        # The workers can answer now without reading files.
+                        self._forget(key)
+        for key, question in list(self._asked.items()) if report.answers else ():
+            question.answers += report.answers.get(question.number, ())
+            if len(question.answers) >= self._jobs.num_workers:
+                answers = frozenset(question.answers)
+                self._forget(key)
+                if question.loaded <= answers:
+                    self._learn(key, frozenset() if UNREADABLE in answers else answers)
+        for number, digests in report.adapters.items():
+            for key, known in list(self._known.items()):
+                if key[0] == number and not digests <= known:
+                    self._forget(key)
+
+    def _learn(self, key: _Key, digests: Digests) -> None:
+        self._known[key] = digests
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _forget(self, key: _Key) -> None:
+        """Forgets what is known or asked, and makes the requests that wait for it look again."""
+        self._known.pop(key, None)
+        question = self._asked.pop(key, None)
+        if question is not None:
+            self._unsent.pop(question.number, None)
+        self._jobs.changes.contents += 1
+        self._jobs.changes.loads += 1
+
+
+def _has_changed(state: RequestState, report: WorkerReport) -> bool:
+    """Whether a worker has computed, or may have computed, for this request with other bytes than those that its keys
+    stand for."""
+    if state.adapter is None or state.digests is None:
+        return False
+    return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.digests
+
+
+def _key(adapter: Adapter) -> _Key:
+    return adapter.number, adapter.source, adapter.is_reread
+
+
+class AdapterChecks:
+    """Reports which bytes the adapters of one rank have. After an error of ``watch`` no adapter can be read, and a load
+    that needs one fails."""
+
+    def __init__(self, watch: AdapterWatch) -> None:
+        self.watch: AdapterWatch | None = watch
+        """None after an error of it."""
+
+    def begin_step(self, questions: Mapping[int, Adapter], report: WorkerReport) -> None:
+        """Reports what the engine has loaded, and passes the step's questions on."""
+
+        def ask(watch: AdapterWatch) -> None:
+            for question, adapter in questions.items():
+                watch.ask(question, adapter)
+
+        self._note(report)
+        self.use(ask)
+        if self.watch is None:
+            answer_unreadable(questions, report)
+
+    def end_step(self, computes_with: Mapping[int, set[Digests]], report: WorkerReport) -> None:
+        """Reports with which bytes the step has computed, where these are not those that it was planned with: vLLM
+        loads one of the adapters that the requests of a batch name under one number, and not at every occasion."""
+        self._note(report)
+        for number, expected in computes_with.items():
+            digest = DROPPED if self.watch is None else self.watch.digest(number)
+            if any(digest not in digests for digests in expected):
+                report.adapters.setdefault(number, set()).add(digest if digest != DROPPED else UNREADABLE)
+
+    def _note(self, report: WorkerReport) -> None:
+        """Reports which adapters the engine has loaded, so that the scheduler half does not store blocks of one as
+        those of another."""
+        for number, digest in (self.use(lambda watch: watch.changes()) or {}).items():
+            report.adapters.setdefault(number, set()).add(digest)
+
+    def take_answers(self, report: WorkerReport, wait_s: float) -> None:
+        """Reports the digests that were found. Waits at most ``wait_s`` for one if there are questions."""
+        for question, digest in (self.use(lambda watch: watch.answers(wait_s)) or {}).items():
+            report.answers[question] = [digest]
+
+    def use(self, call: Callable[[AdapterWatch], T]) -> T | None:
+        """Returns what ``call`` returns of the watch; None if there is an error, or was one."""
+        if self.watch is not None:
+            try:
+                return call(self.watch)
+            except Exception:
+                logger.exception(
+                    "kvoffload: the adapters of this worker cannot be read any more. Requests with an adapter are not "
+                    "offloaded"
+                )
+                self.watch = None
+        return None
+
+
+@dataclass(slots=True)
+class AdapterCheck:
+    """Whether the request of a load will compute with the bytes with which its blocks were computed."""
+
+    checks: AdapterChecks | None
+    """None if no adapter can be read: then it fails."""
+    need: Need
+    result: Future[bool] | None = None
+    """Asked for when the load has ended."""
+    until: float = 0.0
+
+    def is_running(self) -> bool:
+        """Whether the check is in progress. Begins it."""
+        if self.result is None and self.checks is not None:
+            self.result = self.checks.use(lambda watch: watch.check(self.need))
+            self.until = time.monotonic() + CHECK_DEADLINE_S
+        return self.result is not None and not self.result.done() and time.monotonic() < self.until
+
+    def has_passed(self) -> bool:
+        watch, result = None if self.checks is None else self.checks.watch, self.result
+        if watch is None or result is None or not (result.done() and result.result()):
+            return False
+        # It may have been loaded during the check.
+        return self.need.is_reread or watch.digest(self.need.adapter) in {DROPPED, *self.need.digests}
+
+
+def answer_unreadable(questions: Iterable[int], report: WorkerReport) -> None:
+    """Answers, for a worker that cannot read adapters."""
+    report.answers.update({question: [UNREADABLE] for question in questions})

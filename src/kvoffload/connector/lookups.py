@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvoffload.abc import OffloadingManager, OffloadKey
-from kvoffload.connector.adapter_book import AdapterBook
+from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.handover import Patience
 from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest, most_end
 from kvoffload.connector.layout import Layout
@@ -32,7 +32,7 @@ class Lookups:
     keys_loading: Mapping[OffloadKey, int]
     """Keys of blocks that are being loaded for some request, which others wait for; none if loads are not shared."""
     shelf: Shelf
-    adapters: AdapterBook
+    adapters: AdapterDigests | None
     changes: Changes
     deadline_s: float
     clock: Callable[[], float]
@@ -64,8 +64,9 @@ def _still_holds(lookups: Lookups, match: Match, computed: int) -> bool:
 
 
 def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
-    if state.adapter is not None and (state.options.load or state.options.store):
-        known = lookups.adapters.digests(state.adapter)
+    adapters, adapter = lookups.adapters, state.adapter
+    if adapters is not None and adapter is not None and (state.options.load or state.options.store):
+        known = adapters.digests(adapter)
         if known is None and (wait := _wait(lookups, state, computed)):
             return wait
         if not known or state.digests not in (None, known):

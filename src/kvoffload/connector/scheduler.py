@@ -4,7 +4,7 @@ Everything here runs on the engine's scheduler thread, and each module has one j
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` begin and end the copies, ``due``
 finds requests that may complete a block, ``device_blocks`` knows what the device holds, ``states`` says which states
 are kept, ``jobs`` has the copies in progress, ``upcoming`` the work for the next step, ``shelf`` keeps contents over a
-pause, ``adapter_book`` knows the bytes of adapters, ``observer`` makes records and metrics. The scheduler half takes
+pause, ``adapters`` knows the bytes of adapters, ``observer`` makes records and metrics. The scheduler half takes
 the engine's calls and passes them on.
 """
 
@@ -28,7 +28,7 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.tenants import Tenants
-from kvoffload.connector.adapter_book import AdapterBook
+from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.device_blocks import DeviceBlocks
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.guarded import guarded
@@ -134,8 +134,9 @@ class OffloadingConnectorScheduler:
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, device, engine.next_free)
         self.shelf = Shelf(manager, self.jobs)
         deadline_s = load_deadline_ms / 1000
-        self.adapters = AdapterBook(engine.adapter_of, self.jobs, deadline_s, clock)
-        self.sound = SoundBlocks(has_adapters=self.adapters.is_used)
+        adapter_of = engine.adapter_of
+        self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, self.jobs, deadline_s, clock)
+        self.sound = SoundBlocks(has_adapters=self.adapters is not None)
         self.loads = LoadPlanner(manager, self.layout, self.jobs, self.observer, self.sound)
         loading = self.jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
@@ -248,8 +249,8 @@ class OffloadingConnectorScheduler:
         upcoming = self._next
         meta = upcoming.meta
         meta.check_weights = self.shelf.begin_step(has_tokens)
-        meta.questions = self.adapters.take_questions()
-        meta.computes_with = self.adapters.computes_with(step.num_scheduled_tokens, self.requests)
+        if self.adapters is not None:
+            self.adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
         if self.queued.new:
             self.queued.read_ahead()
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
@@ -333,9 +334,9 @@ class OffloadingConnectorScheduler:
             self.reset()
             self.shelf.drop()
         self.shelf.take_report(report)
-        states = [*self.requests.values(), *(state for state, _ in self._next.finished)] if report.adapters else []
-        if changed := self.adapters.take_report(report, states):
-            self.sound.discard(changed)
+        if self.adapters is not None and (report.adapters or report.answers):
+            states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
+            self.sound.discard(self.adapters.take_report(report, states))
         self._poll()
         self.observer.reported(report)
         ended = self.jobs.take_reports(report)
@@ -476,8 +477,9 @@ class OffloadingConnectorScheduler:
     def _make_state(self, request: Request) -> RequestState:
         engine_options = self.engine.engine_options
         options = None if engine_options is None else engine_options(request)
-        adapter = self.adapters.begin(request)
-        most_blocks, has_adapters = self.manager.most_blocks, self.adapters.is_used
+        has_adapters = self.adapters is not None
+        adapter = None if self.adapters is None else self.adapters.begin(request)
+        most_blocks = self.manager.most_blocks
         state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
         if self.engine.drops_tokens is not None and self.engine.drops_tokens(request):
             self.sound.track()

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapter_checks import AdapterCheck, AdapterChecks
-from kvoffload.connector.adapters import AdapterWatch
+from kvoffload.connector.adapters import AdapterCheck, AdapterChecks, AdapterWatch, answer_unreadable
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
@@ -70,7 +69,8 @@ class OffloadingConnectorWorker:
         self, transfer: Transfer, weights: WeightWatch | None = None, adapters: AdapterWatch | None = None
     ) -> None:
         self.transfer = transfer
-        self.adapters = AdapterChecks(adapters)
+        self.adapters = None if adapters is None else AdapterChecks(adapters)
+        """None if the engine serves no adapters, or none can be read."""
         self.weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
         self.suspend_deadline_s = SUSPEND_DEADLINE_S
@@ -114,9 +114,10 @@ class OffloadingConnectorWorker:
     def begin_step(self, meta: StepMeta) -> None:
         """Begins a step: completes the fenced stores, and submits the other stores of the previous step."""
         self._check_weights(meta)
-        self.adapters.note(self._report)
-        if meta.questions:
-            self.adapters.ask(meta.questions, self._report)
+        if self.adapters is not None:
+            self.adapters.begin_step(meta.questions, self._report)
+        elif meta.questions:
+            answer_unreadable(meta.questions, self._report)
         for job_id in meta.fences:
             if job_id in meta.stores:
                 self._accept_store(job_id, meta.stores[job_id])
@@ -138,7 +139,7 @@ class OffloadingConnectorWorker:
     def start_loads(self, meta: StepMeta) -> None:
         """Starts the loads of the step. Nothing uses their device blocks before they are reported."""
         for job_id, spec in meta.loads.items():
-            check = AdapterCheck(meta.needs[job_id]) if job_id in meta.needs else None
+            check = AdapterCheck(self.adapters, meta.needs[job_id]) if job_id in meta.needs else None
             self._jobs[job_id] = _Job(spec, False, self._epoch, self.weights.latest, check)
             self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
@@ -151,15 +152,14 @@ class OffloadingConnectorWorker:
             if job_id not in meta.fences:
                 self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
-        if meta.has_tokens:
-            self.adapters.note(self._report)
-            if meta.computes_with:
-                self.adapters.compare(meta.computes_with, self._report)
+        if meta.has_tokens and self.adapters is not None:
+            self.adapters.end_step(meta.computes_with, self._report)
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. An InlineTransfer copies during
         this call. A step without tokens waits briefly for loads in progress, and for digests of adapters."""
-        self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
+        if self.adapters is not None:
+            self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
         self._collect(busy=meta.has_tokens)
         if not meta.has_tokens and not self._finished.loaded and self._is_loading():
             try:
@@ -268,7 +268,7 @@ class OffloadingConnectorWorker:
         """Closes the transfer and fails all jobs: after an unexpected error no copy can be trusted."""
         logger.exception("kvoffload: OFFLOADING IS OFF on this worker: a transfer or a check raised an error")
         self._broken = self._report.broken = True
-        self.adapters.watch = None
+        self.adapters = None
         try:
             self.transfer.close()
         except Exception:
@@ -302,7 +302,9 @@ class OffloadingConnectorWorker:
             elif (
                 result.ok
                 and not self._is_outdated(job)
-                and (not self.weights.has_answered(job.comparison) or self.adapters.is_running(job.check))
+                and (
+                    not self.weights.has_answered(job.comparison) or (job.check is not None and job.check.is_running())
+                )
             ):
                 self._unconfirmed.append(result)
             else:
@@ -310,7 +312,7 @@ class OffloadingConnectorWorker:
 
     def _end(self, result: TransferResult, job: _Job) -> None:
         report = self._report
-        ok = result.ok and not self._is_outdated(job) and self.adapters.has_passed(job.check)
+        ok = result.ok and not self._is_outdated(job) and (job.check is None or job.check.has_passed())
         report.done[result.job_id] = 1
         if not ok:
             report.failed.add(result.job_id)

@@ -1605,25 +1605,20 @@ cdef class RecencyList(Lists):
             bools(result)[i] = self._members[int64s(given)[i]].stamp != ABSENT
         return result
 
-    def append(self, slots, positions=None):
-        self._move(slots, positions, False)
+    def append(self, slots):
+        self._move(slots, False)
 
-    def move_to_end(self, slots, positions=None):
-        self._move(slots, positions, True)
+    def move_to_end(self, slots):
+        self._move(slots, True)
 
-    cdef int _move(self, slots, positions, bint members_only) except -1:
-        cdef cnp.ndarray times = None if positions is None else numbers(positions)
+    cdef int _move(self, slots, bint members_only) except -1:
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef int64_t* at = int64s(given)
-        if times is not None:
-            check_positions(times, n, self._clock)
         for i in range(n):
             self._prefetch(at, i, n)
             if members_only and self._members[at[i]].stamp == ABSENT:
                 continue
-            if times is not None:
-                self._clock = int64s(times)[i]
             self._append(at[i], 0, self._clock)
             self._clock += 1
         return 0
@@ -1631,44 +1626,9 @@ cdef class RecencyList(Lists):
     def pop_oldest(self, Py_ssize_t n, busy):
         return self._pop(n, busy, True, False)[0]
 
-    def pop_with_positions(self, Py_ssize_t n, busy):
-        return self._pop(n, busy, True, False)
-
-    def put_back(self, slots, positions):
-        cdef cnp.ndarray times = numbers(positions), given = checked(slots, self._capacity)
-        cdef int64_t* at = int64s(given)
-        cdef int64_t* time = int64s(times)
-        cdef Py_ssize_t i, n = cnp.PyArray_DIM(given, 0)
-        if cnp.PyArray_DIM(times, 0) != n:
-            raise ValueError(f"{n} slots need as many positions, not {cnp.PyArray_DIM(times, 0)}")
-        for i in range(n):
-            if self._members[at[i]].stamp != ABSENT or not 0 <= time[i] < NO_END:
-                raise ValueError("a slot is a member already, or was never at that position")
-        for i in range(n):
-            if self._members[at[i]].stamp == ABSENT:
-                self._members[at[i]].stamp = time[i] << CLASS_BITS
-                self._members[at[i]].older = SKIPPED
-                self.num_once += 1
-                self._push(at[i])
-
-    def oldest_position(self):
-        return self._oldest_position(0)
-
     def check_integrity(self):
         stamps = np.frombuffer(self._memory, dtype=np.int64)[:: sizeof(Member) // sizeof(int64_t)]
         self._check(set(np.flatnonzero(stamps != ABSENT).tolist()))
-
-
-cdef int check_positions(cnp.ndarray positions, Py_ssize_t n, int64_t lowest) except -1:
-    cdef int64_t* at = int64s(positions)
-    cdef Py_ssize_t i
-    if cnp.PyArray_DIM(positions, 0) != n:
-        raise ValueError(f"{n} slots need as many positions, not {cnp.PyArray_DIM(positions, 0)}")
-    for i in range(n):
-        if not lowest <= at[i] < NO_END:
-            raise ValueError("positions must ascend, from above all earlier ones")
-        lowest = at[i] + 1
-    return 0
 
 
 # The policy.

@@ -26,8 +26,8 @@ cdef extern from *:
 SOURCES = KVOFFLOAD_SOURCES
 
 cdef extern from "transfer.h" nogil:
-    enum: KVT_LOAD, KVT_STORE, KVT_DIRECTIONS, KVT_ORDINARY, KVT_FENCE, KVT_LANES
-    enum: KVT_IDLE, KVT_DONE, KVT_NEEDS_CHUNK, KVT_FAILED, KVT_COUNTS, KVT_BLOCK
+    enum: KVT_DIRECTIONS, KVT_ORDINARY, KVT_FENCE
+    enum: KVT_DONE, KVT_NEEDS_CHUNK, KVT_BLOCK
     ctypedef struct kvt_calls:
         void* copy_batch
         void* copy

@@ -325,29 +325,18 @@ class RecencyList:
             return True
         return self._skipped.pop(slot, None) is not None or self._marked.pop(slot, None) is not None
 
-    def append(self, slots: Slots, positions: Positions | None = None) -> None:
-        """Makes ``slots`` the most recent members, the last one the most recent. Members move, others join.
+    def append(self, slots: Slots) -> None:
+        """Makes ``slots`` the most recent members, the last one the most recent. Members move, others join."""
+        self.put(slots)
 
-        Lists that share a clock give ``positions``, ascending and above all earlier ones, so that members of
-        different lists can be compared.
-        """
-        self._append(slots, positions, members_only=False)
-
-    def move_to_end(self, slots: Slots, positions: Positions | None = None) -> None:
+    def move_to_end(self, slots: Slots) -> None:
         """Same as ``append`` for the ``slots`` that are members."""
-        self._append(slots, positions, members_only=True)
+        self.put(slots[self.holds(slots)])
 
-    def _append(self, slots: Slots, positions: Positions | None, members_only: bool) -> None:
+    def put(self, slots: Slots, positions: Positions | None = None) -> None:
+        """Does what ``append`` does. Lists that share a clock give ``positions``, so that their members can be
+        compared."""
         chosen = checked(slots, self._capacity).tolist()
-        if positions is not None and len(positions) != len(chosen):
-            raise ValueError(f"{len(chosen)} slots need as many positions, not {len(positions)}")
-        if positions is not None and chosen:
-            times = whole(positions)
-            if not (self._next <= times[0] and times[-1] < NO_END and (times[1:] > times[:-1]).all()):
-                raise ValueError("positions must ascend, from above all earlier ones")
-        if members_only:
-            held = self.holds(slots)
-            chosen, positions = slots[held].tolist(), None if positions is None else positions[held]
         if not chosen:
             return
         at = range(self._next, self._next + len(chosen)) if positions is None else positions.tolist()
@@ -411,27 +400,7 @@ class RecencyList:
     def pop_oldest(self, n: int, busy: Flags) -> Slots:
         """Removes the ``n`` oldest members that are not busy and returns them, oldest first; fewer if there are no
         more."""
-        return self.pop_with_positions(n, busy)[0]
-
-    def pop_with_positions(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Same as ``pop_oldest``, but returns the positions too."""
-        return pop((self,), n, busy)
-
-    def put_back(self, slots: Slots, positions: Positions) -> None:
-        """Undoes ``pop_with_positions`` for these slots, which must not be members."""
-        chosen, times = checked(slots, self._capacity).tolist(), whole(positions).tolist()
-        if len(times) != len(chosen):
-            raise ValueError(f"{len(chosen)} slots need as many positions, not {len(times)}")
-        if any(map(self._is_member, chosen)) or not all(0 <= time < NO_END for time in times):
-            raise ValueError("a slot is a member already, or was never at that position")
-        for slot, time in zip(chosen, times, strict=True):
-            self._mark(slot, time)
-
-    def oldest_position(self) -> int:
-        """Returns the position of the oldest member, -1 if there is none. Skipped members do not count until they are
-        marked evictable."""
-        position = self.front()
-        return position if position < NO_END else -1
+        return pop((self,), n, busy)[0]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless each member can be found at its position, and nothing else is counted."""
@@ -585,13 +554,14 @@ class GapLists:
         for gap, members in enumerate(self._lists):
             chosen = classes == gap
             members.discard(slots[~chosen])
-            members.append(slots[chosen], positions[chosen])
+            members.put(slots[chosen], positions[chosen])
 
     def move_to_end(self, slots: Slots) -> None:
         """Makes members the most recent of the list that each is in. Ignores other slots."""
         positions = self.tick(len(slots))
         for members in self._lists:
-            members.move_to_end(slots, positions)
+            held = members.holds(slots)
+            members.put(slots[held], positions[held])
 
     def discard(self, slots: Slots) -> None:
         """Removes the ``slots`` that are members."""

@@ -344,7 +344,7 @@ static int kvt_add_copy(kvt_direction *self, void *stream, uint64_t device, cons
 
 /* What is wrong with a job. `filled`: how many slots its device blocks fill. */
 typedef struct {
-    enum { KVT_NO_FAULT, KVT_COUNTS, KVT_BLOCK, KVT_SLOT } kind;
+    enum { KVT_NO_FAULT, KVT_BLOCK, KVT_SLOT } kind;
     int64_t group;
 } kvt_fault;
 
@@ -437,7 +437,7 @@ static void kvt_submit(kvt_loop *loop, kvt_job *job, int is_store) {
     }
 }
 
-/* Takes the jobs that have ended. Engine's thread, which calls `kvt_free_job` for each. */
+/* Takes the jobs that have ended. Engine's thread, which frees each. */
 static kvt_job *kvt_take_results(kvt_loop *loop) {
     pthread_mutex_lock(&loop->mutex);
     kvt_job *first = loop->results.first;

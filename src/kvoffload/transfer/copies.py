@@ -1,4 +1,4 @@
-"""Turns the specs of transfers into the device blocks and slots to copy, which every transfer engine needs."""
+"""Turns the spec of a transfer into the device blocks and slots to copy, where the KV cache is in host memory."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
+from kvoffload.connector.adapters import AdapterChecks
 from kvoffload.connector.build import build_scheduler
-from kvoffload.connector.canonical import CanonicalRows, join
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.parts import plan_parts
-from kvoffload.connector.ranks import KVShare, check_settings
+from kvoffload.connector.ranks import CanonicalRows, KVShare, LayerPages, check_settings, join
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
@@ -33,7 +33,6 @@ from kvoffload.observe.server import RecordServer
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.vllm import companions, versions
 from kvoffload.vllm.adapters import adapters_of, watch_adapters
-from kvoffload.vllm.canonical import RankPages, rank_pages
 from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
@@ -42,7 +41,7 @@ from kvoffload.vllm.hints import drops_tokens, engine_options
 from kvoffload.vllm.layout import EngineLayout, RankInfo, layers_of, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
-from kvoffload.vllm.pages import log_layout, make_transfer, page_format, page_groups
+from kvoffload.vllm.pages import RankPages, layer_pages, log_layout, make_transfer, page_groups, rank_pages
 from kvoffload.vllm.replicas import RankPool, engine_ranks, open_pool, own_replicas
 from kvoffload.vllm.weights import watch_weights
 
@@ -109,7 +108,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: RankPool | None = None
         self._rank = 0
         """The index of this rank in its engine."""
-        self._layers: tuple[tuple[str, int, str], ...] = ()
+        self._layers: tuple[LayerPages, ...] = ()
         """See ``RankInfo.layers``."""
         self._worker: OffloadingConnectorWorker | None = None
         self._was_watched = False
@@ -221,12 +220,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # This refuses a layout that is not served, before any memory is allocated.
             groups.extend(page_groups(self.layout, kv_caches))
             log_layout(versions.kv_cache_layout(self._vllm_config), groups)
-            layers = self._vllm_config.compilation_config.static_forward_context
-            self._layers = tuple(
-                (name, page_bytes, page_format(layers[name], kv_caches[name], group.layer_spec(name)))
-                for group in self.layout.groups
-                for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
-            )
+            self._layers = layer_pages(self.layout, self._vllm_config, kv_caches)
             replicas = own_replicas(self.layout, self._vllm_config)
             node = (boot_id(), self.layout.node)
             share = KVShare(replicas, self._layers, self.layout.device_block_bytes, node, self.layout.settings)
@@ -245,7 +239,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(rows, CanonicalRows):
             sizes = [rows.row_bytes]
             self.layout = replace(self.layout, row_bytes=rows.row_bytes)
-            self._layers = tuple((layer.name, layer.page_bytes, layer.page_format) for layer in rows.layers)
+            self._layers = rows.layers
             groups, stores = canonical[0].place(groups, rows), canonical[0].stores
         elif self.layout.config.canonical_layout and ranks.index == 0:
             logger.warning(
@@ -280,7 +274,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights.watch = watch_weights(self._vllm_config)
-            self.connector_worker.adapters.watch = watch_adapters(self._vllm_config, self._rank)
+            adapters = watch_adapters(self._vllm_config, self._rank)
+            self.connector_worker.adapters = None if adapters is None else AdapterChecks(adapters)
         return RankInfo(self._pool.handle, self._layers, self.layout.parts, self.layout.row_bytes is not None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -18,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from kvoffload.abc import NOT_SET, ConfigError, KVGroup
 from kvoffload.config import DoorConfig, OffloadConfig
 from kvoffload.connector.parts import Parts
+from kvoffload.connector.ranks import LayerPages
 from kvoffload.host.pool import PoolHandle
 from kvoffload.tiers.config import TierEntry
 from kvoffload.vllm import versions
@@ -43,9 +45,11 @@ class GroupLayout:
     page_bytes: tuple[int, ...]
     spec: KVCacheSpec
 
-    def layer_spec(self, name: str) -> KVCacheSpec:
-        """Returns the spec of one of its layers."""
-        return self.spec.kv_cache_specs[name] if isinstance(self.spec, UniformTypeKVCacheSpecs) else self.spec
+    def layers(self) -> Iterator[tuple[str, int, KVCacheSpec]]:
+        """Yields the name, the page bytes and the spec of each layer."""
+        for name, page_bytes in zip(self.layer_names, self.page_bytes, strict=True):
+            mixed = isinstance(self.spec, UniformTypeKVCacheSpecs)
+            yield name, page_bytes, self.spec.kv_cache_specs[name] if mixed else self.spec
 
     @property
     def device_block_bytes(self) -> int:
@@ -59,8 +63,8 @@ class RankInfo(KVConnectorHandshakeMetadata):
 
     pool: PoolHandle
     """The pool that the rank loads from. Ranks with the same KV have the same one."""
-    layers: tuple[tuple[str, int, str], ...]
-    """Name, page bytes and page format of each layer, group after group. See ``pages.page_format``."""
+    layers: tuple[LayerPages, ...]
+    """Group after group."""
     parts: Parts
     """How the ranks divide blocks."""
     is_canonical: bool = False
@@ -247,6 +251,14 @@ def _lookahead(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[
     with_kv = [g for g, group in enumerate(groups) if not isinstance(group.kv_cache_spec, MambaSpec)]
     drafting = [g for g in with_kv if groups[g].is_eagle_group] or with_kv
     return [tokens if g in drafting else 0 for g in range(len(groups))]
+
+
+def without_parallelism(spec: KVCacheSpec, heads: int) -> KVCacheSpec:
+    """Returns ``spec`` as it is on a single rank, which has ``heads`` KV heads."""
+    if isinstance(spec, (MLAAttentionSpec, MambaSpec)):
+        return spec
+    # Everything that follows from the number of heads on a rank is left out.
+    return replace(spec, num_kv_heads=heads, num_head_slots=None, max_tp_shards=None)
 
 
 def node_engines(vllm_config: VllmConfig, given: int | None) -> tuple[int, int]:

@@ -125,7 +125,7 @@ def replicas_of(layout: EngineLayout, vllm_config: VllmConfig, models: Iterable[
     known = [
         _replicas_of_layer(layers[name], spec, ranks, by_heads.get(id(layers[name]), 1))
         for group in layout.groups
-        for name, spec in zip(group.layer_names, map(group.layer_spec, group.layer_names), strict=True)
+        for name, _, spec in group.layers()
     ]
     return math.gcd(ranks, *known)
 

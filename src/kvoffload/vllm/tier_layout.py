@@ -21,9 +21,8 @@ from kvoffload.fingerprints import package_version
 from kvoffload.tiers.config import TierEntry
 from kvoffload.tiers.identity import digest
 from kvoffload.vllm import versions
-from kvoffload.vllm.canonical import without_parallelism
 from kvoffload.vllm.fingerprint import ANY, describe_parts, fingerprint_parts
-from kvoffload.vllm.layout import GroupLayout, ModelLayout, group_layouts, node_engines
+from kvoffload.vllm.layout import GroupLayout, ModelLayout, group_layouts, node_engines, without_parallelism
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,7 +144,7 @@ def _shares_heads(vllm_config: VllmConfig, spec: OffloadingSpec, groups: Sequenc
     if not (spec.config.canonical_layout and parallel.is_parallelism_agnostic and parallel.pp_size == 1):
         return None
     total = vllm_config.model_config.get_total_num_kv_heads()
-    specs = [group.layer_spec(name) for group in groups for name in group.layer_names]
+    specs = [spec for group in groups for _, _, spec in group.layers()]
     if not all(isinstance(each, AttentionSpec) for each in specs):
         return None
     if spec.replicated_layout:
@@ -171,7 +170,7 @@ def _layers(vllm_config: VllmConfig, groups: Sequence[GroupLayout], is_shared: b
     def described(spec: KVCacheSpec) -> str:
         return repr(without_parallelism(spec, heads) if is_shared else spec)
 
-    return [[[name, described(group.layer_spec(name))] for name in group.layer_names] for group in groups]
+    return [[[name, described(spec)] for name, _, spec in group.layers()] for group in groups]
 
 
 def _rows(spec: OffloadingSpec, block_bytes: int) -> list[Any]:

@@ -119,10 +119,15 @@ WAITS = {
 }
 """Which streams wait for which, and the first trial to run without these waits, in the ordinary lane and in that of
 fences. None: there are no such waits."""
-WAITS_BY_LANE = [(streams, bool(lane), first) for streams, lanes in WAITS.items() for lane, first in enumerate(lanes)]
+CASES = [
+    pytest.param(streams, lane, first, id=" for ".join(each.name for each in streams) + (", fences" if lane else ""))
+    for streams, lanes in WAITS.items()
+    for lane, first in zip((False, True), lanes, strict=True)
+    if first is not None
+]
 
 
-@pytest.mark.parametrize(("streams", "of_fences", "first"), [case for case in WAITS_BY_LANE if case[2] is not None])
+@pytest.mark.parametrize(("streams", "of_fences", "first"), CASES)
 def test_a_wait_that_is_left_out_is_found(
     emulator_library: Path, streams: tuple[Role, Role], of_fences: bool, first: int
 ) -> None:
