@@ -6,6 +6,7 @@ import socket
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,43 +95,33 @@ class Login:
             raise StoreError(f"{address} cannot be reached ({error}){hint}") from error
         try:
             self._log_in(stream)
-        except Lost as error:
+        except BaseException as error:
             stream.close()
-            wants_tls = self.tls is None and not isinstance(error, Late)
+            if not isinstance(error, StoreError):
+                raise
+            wants_tls = self.tls is None and isinstance(error, Lost) and not isinstance(error, Late)
             hint = "; write rediss:// if it wants TLS" if wants_tls else ""
             raise StoreError(f"{address}: {error}{hint}") from error
-        except StoreError as error:
-            stream.close()
-            raise StoreError(f"{address}: {error}") from error
-        except BaseException:
-            stream.close()
-            raise
         return stream
 
     def _open(self, address: Address, timeout_s: float) -> socket.socket:
         if timeout_s <= 0:
             raise TimeoutError("there was no time left")
-        if not address.port:
-            connection = socket.socket(socket.AF_UNIX)
-            try:
+        with ExitStack() as opened:
+            if not address.port:
+                connection = opened.enter_context(socket.socket(socket.AF_UNIX))
                 connection.settimeout(timeout_s)
                 connection.connect(address.host)
-            except BaseException:
-                connection.close()
-                raise
+            else:
+                connection = opened.enter_context(socket.create_connection(address, timeout_s))
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in _KEEPALIVE:
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+                if self.tls is not None:
+                    connection = self.tls.wrap_socket(connection, server_hostname=address.host)
+            opened.pop_all()
             return connection
-        connection = socket.create_connection(address, timeout_s)
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-            if self.tls is not None:
-                return self.tls.wrap_socket(connection, server_hostname=address.host)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _log_in(self, stream: Stream) -> None:
         if self.password_file is not None:

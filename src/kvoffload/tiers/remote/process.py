@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
@@ -66,7 +65,7 @@ class ProcessChannel(StoreChannel):
         self._unframer, self._unsent = Unframer(), bytearray()
         try:
             self._child = _Child(self._name, self._output)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self._notes.warning(
                 "%s: the store's client cannot be started (%s); blocks of the store are misses until a start succeeds",
                 self._name,
@@ -193,10 +192,10 @@ class _Child:
         thread = threading.Thread(target=self._run, args=(theirs,), name="kvoffload-remote-log", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:
+        except RuntimeError:
             self.socket.close()
             theirs.close()
-            raise OSError(errno.EAGAIN, str(error)) from error
+            raise
 
     @property
     def pid(self) -> int | None:
