@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from demo.process import HOST, Served, serve
@@ -51,15 +51,20 @@ class S3(Served):
         from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import WSGIRequestHandler, make_server
 
-        app = DomainDispatcherApplication(create_backend_app)
+        self._app = DomainDispatcherApplication(create_backend_app)
         backend: Any = s3_backends["123456789012"]["aws"]
         self._bucket = backend.create_bucket(bucket, REGION)
 
         class Handler(WSGIRequestHandler):
             protocol_version = "HTTP/1.1"
 
-        server = make_server(HOST, port, app, threaded=True, request_handler=Handler)
+        server = make_server(HOST, port, self.answer, threaded=True, request_handler=Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answers a request, as a WSGI application."""
+        answer: Iterable[bytes] = self._app(environ, start_response)
+        return answer
 
     def _objects(self) -> Iterator[Any]:
         """Yields the objects by name."""

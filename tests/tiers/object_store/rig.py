@@ -71,11 +71,11 @@ class Moto:
 
     def start(self) -> None:
         config = {"port": self.port, "bucket": BUCKET}
-        self._process = CommandedProcess(["-m", "demo.store_programs", "s3"], Path(os.devnull), config)
+        self._process = CommandedProcess(["-m", "tests.tiers.object_store.moto_program"], Path(os.devnull), config)
         self._process.receive(START_DEADLINE_S)
 
     def do(self, command: str) -> int:
-        """Runs a command of ``demo.store_programs.S3``."""
+        """Runs a command of ``moto_program.FaultyS3``."""
         return int(self._process.call(command))
 
     def pause(self) -> None:
