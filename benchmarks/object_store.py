@@ -28,7 +28,7 @@ from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import TRANSFERS, open_bucket
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.memory import MAX_ROWS, SeparateBuffers
-from kvoffload.tiers.remote.messages import Op, Request, Status
+from kvoffload.tiers.remote.messages import Op, Status, StoreRequest
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 
@@ -104,7 +104,7 @@ class Side:
         first = self.count if op is Op.READ else 0
         slots = () if op is Op.LOOKUP else range(first, first + len(keys))
         before, begun, cpu_begun = self.bucket.count, time.perf_counter(), cpu()
-        response = self._worker.run(Request(1, op, keys, slots))
+        response = self._worker.run(StoreRequest(1, op, keys, slots))
         assert set(response.statuses) == {Status.OK}, response.problem or "some blocks have failed"
         return time.perf_counter() - begun, cpu() - cpu_begun, (self.bucket.count - before) / len(keys)
 

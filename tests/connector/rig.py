@@ -21,7 +21,7 @@ from kvoffload.abc import (
 from kvoffload.cache.keys import hash_blocks, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.adapters import DROPPED, Adapter, Need
+from kvoffload.connector.adapters import DROPPED, Adapter, AdapterNeed
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
@@ -135,7 +135,7 @@ class LoadedAdapters:
     def digest(self, number: int) -> bytes:
         return self._seen.get(number, DROPPED)
 
-    def check(self, need: Need) -> Future[bool]:
+    def check(self, need: AdapterNeed) -> Future[bool]:
         result: Future[bool] = Future()
         if self.slow_checks is None:
             result.set_result(self.loaded.get(need.adapter) in need.digests)

@@ -12,7 +12,7 @@ from kvoffload.abc import MissReason, OffloadKey, Request
 from kvoffload.cache.keys import ADAPTER_BYTES, NAMESPACE_BYTES
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector import adapters
-from kvoffload.connector.adapters import ASK_AGAIN_S, DROPPED, NO_ADAPTER, UNREADABLE, Adapter, Need
+from kvoffload.connector.adapters import ASK_AGAIN_S, DROPPED, NO_ADAPTER, UNREADABLE, Adapter, AdapterNeed
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.transfer.inline import InlineTransfer
@@ -177,7 +177,7 @@ def test_a_load_says_which_bytes_it_needs() -> None:
     request = using(1, prompt(9))
     meta = rig.load(request)
     job, _ = only(meta.loads)
-    assert {job: Need(1, frozenset([b"old"]))} == meta.needs
+    assert {job: AdapterNeed(1, frozenset([b"old"]))} == meta.needs
 
 
 @pytest.mark.parametrize("when", ["running", "finished", "waiting"])

@@ -13,7 +13,7 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.keys import hash_blocks, make_offload_key
 from kvoffload.cache.tenants import Tenants
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.connector.rig import TOKENS, FakeRequest, SpyManager, make_half, prompt
 
@@ -54,15 +54,15 @@ def test_block_sizes_that_divide_are_taken(hash_block_size: int | None) -> None:
 
 def test_states_are_not_counted_among_the_blocks_of_a_chain() -> None:
     states = [KVGroup(16, state=True)] * 3
-    layout = Layout([KVGroup(8), KVGroup(16, sliding_window=32), *states], None)
+    layout = KeyLayout([KVGroup(8), KVGroup(16, sliding_window=32), *states], None)
     assert (layout.align, layout.chains.kv_blocks_per_unit, layout.states) == (16, 3, (2, 3, 4))
     assert layout.longest_chain(20) == 5 * 16, "17 blocks, and a state of each group"
     assert layout.longest_chain(2) == 0
-    assert Layout(states, None).longest_chain(20) == 5 * 16
+    assert KeyLayout(states, None).longest_chain(20) == 5 * 16
 
 
 def test_keys_at_boundaries() -> None:
-    layout = Layout([KVGroup(16), KVGroup(8, state=True)], None)
+    layout = KeyLayout([KVGroup(16), KVGroup(8, state=True)], None)
     keys = [b"%d" % (8 * i + 8) for i in range(10)]
     assert list(layout.boundary_keys(1, keys, 0, 64)) == [b"16", b"32", b"48", b"64"]
     assert list(layout.boundary_keys(1, keys, 32, 64)) == [b"48", b"64"]

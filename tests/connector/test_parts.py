@@ -23,7 +23,7 @@ from kvoffload.abc import (
     TransferSpec,
 )
 from kvoffload.connector import parts
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.parts import MAX_PARTS, MAX_WASTE, PAGE_ALIGNMENT, PartPlan, Parts, plan_parts
 from kvoffload.host.pool import SLOT_ALIGNMENT
 from kvoffload.native import load
@@ -187,7 +187,7 @@ def test_without_parts_nothing_is_copied() -> None:
 
 
 def test_a_layout_has_a_group_per_part() -> None:
-    layout = Layout([FULL, WINDOW, STATE], None, parts=Parts((3, 1, 2)))
+    layout = KeyLayout([FULL, WINDOW, STATE], None, parts=Parts((3, 1, 2)))
     assert (layout.full, layout.windows, layout.states) == ((0, 1, 2), (3,), (4, 5))
     assert layout.engine_groups == (FULL, WINDOW, STATE)
     assert layout.chains.kv_blocks_per_unit == 4, "states come on top"

@@ -21,7 +21,7 @@ from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.request import RequestBlocks
 from tests.connector.group_rig import FULL, OTHER, SIZE, STATE, GroupRig
 from tests.connector.rig import FakeRequest
@@ -251,7 +251,7 @@ def test_keys_come_by_the_end_of_their_blocks(seed: int) -> None:
     groups = [KVGroup(4 if one_size else rng.choice((4, 8, 12)), **kind) for kind in kinds]
     groups = groups or [KVGroup(4, state=True)]
     request = FakeRequest("r", list(range(rng.randint(0, 120))), hash_tokens=1)
-    layout = Layout(groups, 1, lambda request, end, lookahead: str(end).encode())
+    layout = KeyLayout(groups, 1, lambda request, end, lookahead: str(end).encode())
     blocks = RequestBlocks(request, layout, b"", 1 << 40, 1 << 40)
     blocks.extend_keys()
     boundaries = range(layout.align, 121, layout.align)

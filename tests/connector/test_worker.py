@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapters import CHECK_DEADLINE_S, DROPPED, UNREADABLE, Adapter, Need
+from kvoffload.connector.adapters import CHECK_DEADLINE_S, DROPPED, UNREADABLE, Adapter, AdapterNeed
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool, padded_slot_bytes
@@ -791,7 +791,7 @@ def test_a_load_for_other_bytes_of_an_adapter_fails(device: Device, now: bytes |
     adapters = LoadedAdapters()
     adapters.loaded[3] = b"right"
     worker = OffloadingConnectorWorker(Sleeping(device.transfer), adapters=adapters)
-    step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"right"]))}))
+    step(worker, StepMeta(loads=LOAD, needs={1: AdapterNeed(3, frozenset([b"right"]))}))
     adapters.loaded = {} if now is None else {3: now}
     failed = {4} if now != b"right" else set()
     assert step(worker, IDLE) == ({"r"}, failed, set())
@@ -801,7 +801,7 @@ def test_a_load_does_not_wait_for_a_check_that_never_ends(device: Device, monkey
     adapters = LoadedAdapters()
     adapters.slow_checks = []
     worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
-    step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"right"]))}))
+    step(worker, StepMeta(loads=LOAD, needs={1: AdapterNeed(3, frozenset([b"right"]))}))
     assert step(worker) == (set(), set(), set())
     later = time.monotonic() + CHECK_DEADLINE_S
     monkeypatch.setattr(time, "monotonic", lambda: later)
@@ -814,7 +814,7 @@ def test_an_adapter_that_is_loaded_during_the_check_of_its_files_counts(device: 
     adapters = LoadedAdapters()
     checks = adapters.slow_checks = []
     worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
-    step(worker, StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"files"]), is_reread)}))
+    step(worker, StepMeta(loads=LOAD, needs={1: AdapterNeed(3, frozenset([b"files"]), is_reread)}))
     adapters.loaded = {3: b"other"}
     assert step(worker) == (set(), set(), set())
     checks[0].set_result(True)
@@ -843,7 +843,7 @@ def test_a_watch_over_adapters_that_raises_costs_no_step(
     adapters = LoadedAdapters()
     setattr(adapters, call, lambda *_: 1 / 0)
     worker = OffloadingConnectorWorker(device.transfer, adapters=adapters)
-    meta = StepMeta(loads=LOAD, needs={1: Need(3, frozenset([b"right"]))}, questions={7: Adapter(3, b"")})
+    meta = StepMeta(loads=LOAD, needs={1: AdapterNeed(3, frozenset([b"right"]))}, questions={7: Adapter(3, b"")})
     assert step(worker, meta) == ({"r"}, {4}, set())
     assert "ZeroDivisionError" in caplog.text
     step(worker, StepMeta(questions={8: Adapter(3, b"")}))

@@ -19,9 +19,9 @@ from rich.console import Console
 from kvoffload.abc import ConfigError
 from kvoffload.cli import group
 from kvoffload.doctor import configuration, examine
-from kvoffload.doctor.doors import Door
 from kvoffload.doctor.examine import Examination
 from kvoffload.doctor.findings import AREAS, CHECKS, Finding, Level, Report, Secrets, secrets_in
+from kvoffload.doctor.integrations import Integration
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
 from kvoffload.tiers.remote.config import RemoteTierConfig
@@ -114,23 +114,23 @@ def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"disk_dir": "cache"}, {"disk_bytes": "much"}])
 def test_one_wrong_setting_of_the_disk_is_one_error(wrong: dict[str, str]) -> None:
     options = {"host_bytes": "64MiB", "disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB", **wrong}
-    _, _, (error,) = configuration.read_config(Door.CONNECTOR, options)
+    _, _, (error,) = configuration.read_config(Integration.CONNECTOR, options)
     assert error.setting == next(iter(wrong))
 
 
 def test_an_error_of_each_entry_is_listed_and_the_right_ones_are_kept() -> None:
     right, wrong = {"kind": "redis", "url": "redis://h:6379"}, {"kind": "disk", "dir": "cache", "bytes": "1GiB"}
     options = {"host_bytes": "64MiB", "policy": "none", "tiers": [wrong, right, {"kind": "disc"}], "tenants": 3}
-    config, tiers, errors = configuration.read_config(Door.CONNECTOR, options)
+    config, tiers, errors = configuration.read_config(Integration.CONNECTOR, options)
     assert config is None
     assert [each.prefix for each in tiers] == ["tiers[1]."]
     assert [each.setting for each in errors] == ["tiers[0].dir", "tiers[2].kind", "policy"]
-    config, tiers, errors = configuration.read_config(Door.CONNECTOR, {"host_bytes": "64MiB", "tiers": [right]})
+    config, tiers, errors = configuration.read_config(Integration.CONNECTOR, {"host_bytes": "64MiB", "tiers": [right]})
     assert (config is not None, len(tiers), errors) == (True, 1, [])
 
 
 def test_a_key_that_looks_like_an_entry_is_an_unknown_key() -> None:
-    _, _, (error,) = configuration.read_config(Door.CONNECTOR, {"host_bytes": "64MiB", "tiers[3]": 1})
+    _, _, (error,) = configuration.read_config(Integration.CONNECTOR, {"host_bytes": "64MiB", "tiers[3]": 1})
     assert str(error).startswith("tiers[3]=***: unknown option")
 
 
@@ -383,7 +383,7 @@ def test_options_one_level_up() -> None:
 
 def test_an_option_of_another_door_is_one_error() -> None:
     tier = {"kind": "redis", "url": "redis://h:6379"}
-    config, _, errors = configuration.read_config(Door.CONNECTOR, {"host_bytes": "64MiB", "tier": tier})
+    config, _, errors = configuration.read_config(Integration.CONNECTOR, {"host_bytes": "64MiB", "tier": tier})
     assert config is None
     assert [error.setting for error in errors] == ["tier"]
     assert "did you mean tiers?" in errors[0].fix

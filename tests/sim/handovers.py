@@ -40,7 +40,7 @@ from kvoffload.connector.handover import (
     is_handover,
     name_of,
 )
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import RequestState
 from kvoffload.tiering.unwritten import UNWRITTEN_SHARE, WRITE_WITHIN_S
@@ -604,7 +604,7 @@ def _most_units(server: SharingServer) -> int:
     return most // sum(server.engine.scheduler.layout.chains.blocks_per_unit)
 
 
-def _rests(layout: Layout) -> range:
+def _rests(layout: KeyLayout) -> range:
     """Returns how many tokens a prompt may have behind whole blocks, so that they are handed over. The names of some
     depend on tokens behind them, and the last state must be where blocks of all groups end, before the last token."""
     least = max(1, *(group.lookahead for group in layout.groups))

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
+from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -150,7 +150,7 @@ class StoreConnection(Connection):
 
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
-        memory: Callable[[Sequence[ByteArray]], ValueMemory] = Rows if medium.registers_memory else SeparateBuffers
+        memory: Callable[[Sequence[ByteArray]], ValueMemory] = ValueRows if medium.registers_memory else SeparateBuffers
         self.channel = self.channel_class(
             lambda: self.worker_class(
                 self._make_forging_client() if medium.hmac_key else self.make_client(),

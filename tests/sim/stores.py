@@ -21,7 +21,7 @@ import numpy as np
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.link import ChannelState, StoreChannel
-from kvoffload.tiers.remote.messages import Op, Request, Response
+from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.executor import SteppedExecutor
 
@@ -390,11 +390,11 @@ class SimulatedChannel(StoreChannel):
             workers = [self._make_worker() for _ in range(1 + self._num_threads)]
             self.process = _Process(executors, workers, self._clock() + self._random.uniform(0, self._start_s))
 
-    def submit(self, request: Request) -> bool:
+    def submit(self, request: StoreRequest) -> bool:
         process = self.process
         if self._state is not ChannelState.READY or process is None or process.num_open >= self._max_submitted:
             return False
-        process.submit(Request.unpack(request.pack()))
+        process.submit(StoreRequest.unpack(request.pack()))
         return True
 
     def poll(self) -> list[Response]:
@@ -492,7 +492,7 @@ class _Process:
         """Requests that are not answered yet."""
         self._lookup_worker, *self._free = workers
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: StoreRequest) -> None:
         self.num_open += 1
         lookups, transfers = self.executors
         if request.op is Op.LOOKUP:
@@ -502,14 +502,14 @@ class _Process:
         else:
             transfers.submit_write(lambda: self._transfer(request))
 
-    def _transfer(self, request: Request) -> None:
+    def _transfer(self, request: StoreRequest) -> None:
         worker = self._free.pop()
         try:
             self._answer(worker, request)
         finally:
             self._free.append(worker)
 
-    def _answer(self, worker: StoreWorker, request: Request) -> None:
+    def _answer(self, worker: StoreWorker, request: StoreRequest) -> None:
         try:
             response = worker.run(request)
             # The list may have become another one meanwhile.

@@ -12,7 +12,7 @@ from kvoffload.abc import IntegrityError, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.connector import handover, lookups
 from kvoffload.connector.handover import Handover, Patience
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
@@ -116,7 +116,7 @@ def an_awaited_block_is_a_hit(monkeypatch: pytest.MonkeyPatch) -> type[SharedMed
 def names_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     keys = Handover.keys
 
-    def any_keys(self: Handover, layout: Layout, of: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey] | None:
+    def any_keys(self: Handover, layout: KeyLayout, of: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey] | None:
         return keys(self, layout, of) or frozenset(key for of_group in of for key in of_group)
 
     monkeypatch.setattr(Handover, "keys", any_keys)

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject
-from kvoffload.tiers.object_store.contents import Place, Places
+from kvoffload.tiers.object_store.contents import Places, ValuePlace
 from kvoffload.tiers.remote.record import ValueFormat, Verdict
 from tests.scale import scaled
 from tests.sim.engine import WrongBytes
@@ -45,7 +45,7 @@ class Shared(ObjectStoreMedium):
 def offset_off_by_one_block(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     find = Places.find
 
-    def find_the_next(places: Places, value: bytes) -> Place | None:
+    def find_the_next(places: Places, value: bytes) -> ValuePlace | None:
         place = find(places, value)
         return place and place._replace(number=(place.number + 1) % len(place.marks))
 

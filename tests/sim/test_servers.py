@@ -15,7 +15,7 @@ import pytest
 from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier, TierResult
 from kvoffload.tiering import writes
 from kvoffload.tiering.health import CircuitBreaker
-from kvoffload.tiering.plan import Plan, plan_writes
+from kvoffload.tiering.plan import WritePlan, plan_writes
 from kvoffload.tiering.promotion import Promotion
 from kvoffload.tiers.remote import link, record
 from kvoffload.tiers.remote.known import PresenceCache
@@ -241,7 +241,7 @@ def misses_remembered_for_good(monkeypatch: pytest.MonkeyPatch) -> type[SharedMe
 def a_block_left_out(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """The blocks behind it are written behind a hole."""
 
-    def without_the_first(*args: Any, **options: Any) -> Plan:
+    def without_the_first(*args: Any, **options: Any) -> WritePlan:
         made = plan_writes(*args, **options)
         return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
 

@@ -17,7 +17,7 @@ from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiering import tier_blocks, writes
 from kvoffload.tiering.health import MAX_FAILURES
-from kvoffload.tiering.plan import Bools, ChainLayout, Look, Plan, plan_writes
+from kvoffload.tiering.plan import Bools, ChainLayout, Look, WritePlan, plan_writes
 from kvoffload.tiering.promotion import Promotion, PromotionState
 from kvoffload.tiering.tier_blocks import TierBlocks
 from kvoffload.tiers.disk import blockio
@@ -434,7 +434,7 @@ def lock_given_up_while_a_job_hangs(server: Server, tier: DiskTier, monkeypatch:
 def a_block_left_out(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks behind it are written behind a hole."""
 
-    def without_the_first(*args: Any, **options: Any) -> Plan:
+    def without_the_first(*args: Any, **options: Any) -> WritePlan:
         made = plan_writes(*args, **options)
         return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
 
@@ -444,7 +444,9 @@ def a_block_left_out(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyP
 def a_state_taken_for_optional(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV behind the last state is written, where no request can resume."""
 
-    def without_states(layout: ChainLayout, by_group: Any, start: int, stop: int, is_last: bool, look: Look) -> Plan:
+    def without_states(
+        layout: ChainLayout, by_group: Any, start: int, stop: int, is_last: bool, look: Look
+    ) -> WritePlan:
         def look_past_states(keys: Sequence[OffloadKey]) -> tuple[Bools, Bools]:
             if keys and layout.groups[key_group_idx(keys[0])].state:
                 return np.ones(len(keys), np.bool_), np.ones(len(keys), np.bool_)

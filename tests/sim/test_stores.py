@@ -16,7 +16,7 @@ from kvoffload.testing.tier_conformance import DEADLINE_S, SharedTierConformance
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.memory import SeparateBuffers
-from kvoffload.tiers.remote.messages import Op, Request, Status
+from kvoffload.tiers.remote.messages import Op, Status, StoreRequest
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -186,7 +186,7 @@ class Rig:
         self.clock.now += start_s
         self.channel.poll()
         self.key = keys("a")[0]
-        self.channel.submit(Request(1, Op.WRITE, [self.key], [0]))
+        self.channel.submit(StoreRequest(1, Op.WRITE, [self.key], [0]))
         self.channel.drain()
         assert [response.statuses for response in self.channel.poll()] == [[Status.OK]]
         self.faults = StoreFaults(**rates)
@@ -200,7 +200,7 @@ class Rig:
 
 def test_a_killed_process_touches_host_slots_until_it_is_down() -> None:
     rig = Rig(death_s=50.0, late_get=1.0)
-    rig.channel.submit(Request(2, Op.READ, [rig.key], [5]))
+    rig.channel.submit(StoreRequest(2, Op.READ, [rig.key], [5]))
     rig.channel.drain()
     rig.channel.kill()
     assert rig.channel.state is ChannelState.ENDING
@@ -220,24 +220,24 @@ def test_a_killed_process_touches_host_slots_until_it_is_down() -> None:
 
 def test_a_crash_ends_the_process_without_a_response() -> None:
     rig = Rig(crash=1.0)
-    rig.channel.submit(Request(2, Op.LOOKUP, [rig.key]))
+    rig.channel.submit(StoreRequest(2, Op.LOOKUP, [rig.key]))
     rig.channel.drain()
     assert rig.channel.poll() == []
     assert rig.channel.state is ChannelState.DOWN
-    assert not rig.channel.submit(Request(3, Op.LOOKUP, [rig.key]))
+    assert not rig.channel.submit(StoreRequest(3, Op.LOOKUP, [rig.key]))
     rig.faults = StoreFaults()
     rig.channel.start()
     rig.channel.poll()
-    assert rig.channel.submit(Request(4, Op.LOOKUP, [rig.key]))
+    assert rig.channel.submit(StoreRequest(4, Op.LOOKUP, [rig.key]))
     rig.channel.drain()
     assert [response.statuses for response in rig.channel.poll()] == [[Status.OK]]
 
 
 def test_a_lookup_is_answered_while_a_read_hangs() -> None:
     rig = Rig(late_get=1.0)
-    rig.channel.submit(Request(2, Op.READ, [rig.key], [5]))
+    rig.channel.submit(StoreRequest(2, Op.READ, [rig.key], [5]))
     rig.channel.drain()
-    rig.channel.submit(Request(3, Op.LOOKUP, [rig.key]))
+    rig.channel.submit(StoreRequest(3, Op.LOOKUP, [rig.key]))
     rig.channel.drain()
     assert [response.number for response in rig.channel.poll()] == [3]
     rig.clock.now += 30.0

@@ -14,7 +14,7 @@ import pytest
 from kvoffload.abc import IntegrityError, OffloadKey, TierError
 from kvoffload.abc.tier import HIT
 from kvoffload.tiering.bridge import JobEnd, Page
-from kvoffload.tiering.bridge_jobs import Job, Jobs
+from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs
 from kvoffload.tiering.writes import WriteThrough
 from tests.scale import scaled
 from tests.sim.memory_tier import StoredBlock
@@ -280,11 +280,11 @@ def copies_late(monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[Callable[[], int]] = []
     copy = Jobs.copy
 
-    def copy_late(self: Jobs, job: Job, indices: Sequence[int], slots: Sequence[int]) -> int:
+    def copy_late(self: Jobs, job: BridgeJob, indices: Sequence[int], slots: Sequence[int]) -> int:
         pages = job.pages
 
         def copy_now() -> int:
-            again = Job(None, job.is_load, job.keys, pages, "", b"", 0.0, 0.0)
+            again = BridgeJob(None, job.is_load, job.keys, pages, "", b"", 0.0, 0.0)
             return copy(self, again, indices, slots)
 
         late.append(copy_now)
@@ -300,7 +300,7 @@ def keeps_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Sequence[Page]] = []
     submit = Jobs.submit
 
-    def keep(self: Jobs, job: Job) -> None:
+    def keep(self: Jobs, job: BridgeJob) -> None:
         kept[:] = [job.pages]
         submit(self, job)
 
@@ -321,7 +321,7 @@ def releases_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants a bug: pages are given back while the job is under way."""
     copy = Jobs.copy
 
-    def copy_once_more(self: Jobs, job: Job, indices: Sequence[int], slots: Sequence[int]) -> int:
+    def copy_once_more(self: Jobs, job: BridgeJob, indices: Sequence[int], slots: Sequence[int]) -> int:
         num_copied = copy(self, job, indices, slots)
         self.settle(job, range(len(job.keys)), True)
         return num_copied

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.abc import IntegrityError
 from kvoffload.tiering import chains
-from kvoffload.tiering.chains import Backlog, Chain, ChainState, Fate
+from kvoffload.tiering.chains import Backlog, Chain, ChainState, WriteOutcome
 
 FRESH, STARTED = ChainState.FRESH, ChainState.STARTED
 
@@ -43,7 +43,7 @@ def test_a_waiting_chain_is_woken_by_its_block() -> None:
     assert not backlog.is_ready
     assert list(backlog.awaited) == [b"x"]
     assert not backlog.wake([b"w"])
-    b.history.fates[b"b0"] = Fate.WRITTEN
+    b.history.fates[b"b0"] = WriteOutcome.WRITTEN
     assert backlog.wake([b"x"])
     assert (a.state, b.state) == (FRESH, STARTED)
     assert not backlog.awaited

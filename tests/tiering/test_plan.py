@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import KVGroup, OffloadKey
-from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes, unreachable
+from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes, unreachable
 
 FULL = KVGroup(16)
 WINDOW = KVGroup(16, sliding_window=33)
@@ -27,7 +27,7 @@ def mask(text: str) -> Bools:
     return np.array([char == "x" for char in text])
 
 
-def plan(groups: list[KVGroup], in_tier: list[str], available: list[str], *, is_last: bool = True) -> Plan:
+def plan(groups: list[KVGroup], in_tier: list[str], available: list[str], *, is_last: bool = True) -> WritePlan:
     """A plan for whole chains. Masks begin with each group's first block."""
     layout = ChainLayout(groups)
     by_group = [names(g, len(text)) for g, text in enumerate(in_tier)]
@@ -42,15 +42,15 @@ def plan(groups: list[KVGroup], in_tier: list[str], available: list[str], *, is_
 
 
 def test_missing_blocks_are_written_in_order() -> None:
-    assert plan([FULL], ["x..x."], [".xx.x"]) == Plan([b"a1", b"a2", b"a4"], 5)
+    assert plan([FULL], ["x..x."], [".xx.x"]) == WritePlan([b"a1", b"a2", b"a4"], 5)
 
 
 def test_nothing_is_written_behind_a_hole() -> None:
-    assert plan([FULL], ["....."], ["xx.xx"]) == Plan([b"a0", b"a1"], 2, (b"a2",))
+    assert plan([FULL], ["....."], ["xx.xx"]) == WritePlan([b"a0", b"a1"], 2, (b"a2",))
 
 
 def test_a_complete_chain_is_done() -> None:
-    assert plan([FULL], ["xxx"], ["..."]) == Plan([], 3)
+    assert plan([FULL], ["xxx"], ["..."]) == WritePlan([], 3)
 
 
 def test_a_window_needs_only_its_last_blocks() -> None:
@@ -61,7 +61,7 @@ def test_a_window_needs_only_its_last_blocks() -> None:
 
 def test_a_window_that_is_incomplete_at_the_end_of_the_chain_is_a_hole() -> None:
     made = plan([FULL, WINDOW], ["....", "...."], ["xxxx", "xx.."])
-    assert made == Plan([b"a0", b"b0", b"a1", b"b1"], 2, (b"b2",))
+    assert made == WritePlan([b"a0", b"b0", b"a1", b"b1"], 2, (b"b2",))
     more_to_come = plan([FULL, WINDOW], ["....", "...."], ["xxxx", "xx.."], is_last=False)
     assert not more_to_come.holes
 
@@ -122,7 +122,7 @@ def test_a_plan_leads_to_positions_at_which_requests_can_resume(seed: int) -> No
     }
     made = plan(groups, in_tier, available)
     if all(set(text) == {"x"} for text in in_tier):
-        assert made == Plan([], units)
+        assert made == WritePlan([], units)
         return
     assert set(made.keys) == expected
     assert len(made.keys) == len(expected)

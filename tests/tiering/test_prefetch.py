@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.abc import Hints, OffloadKey, ReqContext
 from kvoffload.tiering import prefetch
-from kvoffload.tiering.lookup import look_up
+from kvoffload.tiering.lookup import find_hit
 from kvoffload.tiering.prefetch import (
     BATCH_S,
     HELD_SHARE,
@@ -288,9 +288,9 @@ def test_of_a_long_chain_each_batch_looks_at_a_piece(monkeypatch: pytest.MonkeyP
 
     def counting(search: object, of: list[OffloadKey], *others: object) -> object:
         looks.append(len(of))
-        return look_up(search, of, *others)  # type: ignore[arg-type]
+        return find_hit(search, of, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(prefetch, "look_up", counting)
+    monkeypatch.setattr(prefetch, "find_hit", counting)
     end(rig, keys, hints())
     wait(rig, RETURNS_IN_S - 1)
     for _ in range(4):

@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences
 
-from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, Need
+from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterNeed
 from kvoffload.vllm import adapters as adapters_module
 from kvoffload.vllm import weights
 from kvoffload.vllm.adapters import WorkerAdapters, digest_of
@@ -371,11 +371,11 @@ def ask(watch: WorkerAdapters, adapter: Adapter) -> bytes:
     return answers[5]
 
 
-def need(*seeds: int) -> Need:
-    return Need(1, frozenset(digest_of(Lora(seed)) for seed in seeds))
+def need(*seeds: int) -> AdapterNeed:
+    return AdapterNeed(1, frozenset(digest_of(Lora(seed)) for seed in seeds))
 
 
-def fits(watch: WorkerAdapters, wanted: Need) -> bool:
+def fits(watch: WorkerAdapters, wanted: AdapterNeed) -> bool:
     return watch.check(wanted).result(timeout=DEADLINE_S)
 
 

@@ -20,14 +20,14 @@ Flags = npt.NDArray[np.bool_]
 NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
-class Plan(NamedTuple):
+class EvictionPlan(NamedTuple):
     """How many blocks leave, and which idle blocks stay because they belong to the chain that is stored."""
 
     n: int
     protected: Slots
 
 
-class Room:
+class Evictor:
     """Room in slots that all blocks share. Dropped blocks and duplicates leave before the policy is asked."""
 
     def __init__(
@@ -51,16 +51,16 @@ class Room:
         shortage = len(keys) - self.backend.get_num_free_blocks() - self._hints.num_dropped
         return self._policy.admit(keys, shortage) if shortage > 0 else None
 
-    def plan(self, entering: Sequence[OffloadKey], present: Slots) -> Plan | MissReason:
+    def plan(self, entering: Sequence[OffloadKey], present: Slots) -> EvictionPlan | MissReason:
         """Returns how room is made for new keys, whose chain has the blocks ``present`` too, or why there is none.
         Changes nothing."""
         n = len(entering) - self.backend.get_num_free_blocks()
         if n <= 0:
-            return Plan(0, NO_SLOTS)
+            return EvictionPlan(0, NO_SLOTS)
         protected = self._table.idle(present)
-        return MissReason.NO_ROOM if n > self._table.num_evictable - len(protected) else Plan(n, protected)
+        return MissReason.NO_ROOM if n > self._table.num_evictable - len(protected) else EvictionPlan(n, protected)
 
-    def evict(self, plan: Plan, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def evict(self, plan: EvictionPlan, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Carries out what ``plan`` has just returned for the same keys. Returns the keys of the blocks that left."""
         n, protected = plan
         if len(protected):
@@ -135,7 +135,7 @@ class Room:
         return Retention(self._table, (0,), lambda key: 0, pin, unpin, clock)
 
 
-class SharedRoom(Room):
+class SharedRoom(Evictor):
     """Room in slots that tenants share: each loses its own blocks above its quota, even if slots are free."""
 
     def __init__(
@@ -147,10 +147,10 @@ class SharedRoom(Room):
     def admitted(self, keys: Sequence[OffloadKey]) -> Flags | None:
         return self._tenants.admit(keys, len(keys) - self.backend.get_num_free_blocks())
 
-    def plan(self, entering: Sequence[OffloadKey], present: Slots) -> Plan | MissReason:
+    def plan(self, entering: Sequence[OffloadKey], present: Slots) -> EvictionPlan | MissReason:
         protected = self._table.idle(present)
         n = self._tenants.room(entering, self.backend.get_num_free_blocks(), protected)
-        return n if isinstance(n, MissReason) else Plan(n, protected)
+        return n if isinstance(n, MissReason) else EvictionPlan(n, protected)
 
     def _leaving(self, n: int, entering: Sequence[OffloadKey]) -> dict[int, int]:
         return self._tenants.leaving(entering, n)
@@ -186,14 +186,14 @@ class SharedRoom(Room):
         return Retention(self._table, shares.retain, shares.tenant, pin, unpin, clock, spare, most)
 
 
-def room_of(backend: Backend, policy: CachePolicy, table: BlockTable) -> tuple[Room, HintedBlocks]:
+def room_of(backend: Backend, policy: CachePolicy, table: BlockTable) -> tuple[Evictor, HintedBlocks]:
     """Returns the room of a policy's blocks, and which of them leave early."""
     if isinstance(policy, TenantPolicy):
         hints = HintedBlocks(table, policy.tenant_of)
         return SharedRoom(backend, policy, table, hints, Duplicates(table, policy.tenant_of)), hints
     nobody = np.broadcast_to(np.int8(0), table.num_blocks)
     hints = HintedBlocks(table, nobody)
-    return Room(backend, policy, table, hints, Duplicates(table, nobody)), hints
+    return Evictor(backend, policy, table, hints, Duplicates(table, nobody)), hints
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvoffload.cli.lab import Source, errors, progress, requests_in, sources, trace_options
+from kvoffload.cli.lab import TraceSource, errors, progress, requests_in, sources, trace_options
 from kvoffload.cli.terminal import console_of, json_option, print_json
 from kvoffload.lab.writer import check_free, write_trace
 from kvoffload.units import counted, format_bytes
@@ -17,7 +17,7 @@ from kvoffload.units import counted, format_bytes
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option("Print the summary as JSON.")
-def convert(source: Source, out: Path, force: bool, as_json: bool) -> None:
+def convert(source: TraceSource, out: Path, force: bool, as_json: bool) -> None:
     """Read a trace in any format and write it to OUT as JSON lines, like those that a server records: compressed if its
     name ends with .gz. A replay of OUT has the same results.
 

@@ -82,7 +82,7 @@ def gathered(name: str, kind: Callable[..., object], *options: Decorator) -> Dec
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TraceSource:
     """The trace to read, and how."""
 
     trace: str
@@ -97,7 +97,7 @@ def trace_options(metavar: str) -> Decorator:
     blocks = "Tokens per block, if the format does not define it."
     return gathered(
         "source",
-        Source,
+        TraceSource,
         click.argument("trace", metavar=metavar),
         click.option("--format", "trace_format", help=formats),
         click.option("--block-tokens", type=int, metavar="N", help=blocks),
@@ -296,7 +296,7 @@ def errors(command: str) -> Iterator[None]:
         sys.exit(2)
 
 
-def requests_in(command: str, source: Source) -> Trace:
+def requests_in(command: str, source: TraceSource) -> Trace:
     """Reads the trace with a progress bar, and warns about skipped lines. Raises TraceError, also if it has no
     block."""
     with progress("reading") as on_progress:

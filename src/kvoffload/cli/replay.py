@@ -15,7 +15,7 @@ from kvoffload.cli.lab import (
     GivenContract,
     GivenSpeeds,
     Output,
-    Source,
+    TraceSource,
     contents_option,
     contract_options,
     described,
@@ -105,7 +105,7 @@ class Grid:
 @click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
 @output_options("Print a JSON list with one entry per configuration.", "Write a page with plots.")
 def replay(
-    source: Source,
+    source: TraceSource,
     grid: Grid,
     promised: GivenContract,
     model: str | None,

@@ -15,7 +15,7 @@ from kvoffload.cli.lab import (
     GivenContract,
     GivenSpeeds,
     Output,
-    Source,
+    TraceSource,
     contents_option,
     contract_options,
     described,
@@ -113,7 +113,7 @@ class Goal:
 @click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
 @output_options("Print everything as one JSON object.", "Write a page with a plot.")
 def size(
-    source: Source,
+    source: TraceSource,
     model: str | None,
     kv_dtype: str | None,
     tried: Tried,

@@ -63,7 +63,7 @@ AdapterOf: TypeAlias = Callable[[Request], Adapter | None]
 """Returns the adapter of a request."""
 
 
-class Need(NamedTuple):
+class AdapterNeed(NamedTuple):
     """The bytes with which the blocks of a load were computed."""
 
     adapter: int
@@ -89,7 +89,7 @@ class AdapterWatch(Protocol):
     def digest(self, number: int) -> bytes:
         """Returns the digest of a loaded adapter as of the last call of ``changes``; DROPPED if it is not loaded."""
 
-    def check(self, need: Need) -> Future[bool]:
+    def check(self, need: AdapterNeed) -> Future[bool]:
         """Finds out whether the next step with an adapter will use bytes that have one of these digests, as far as is
         known. Does not wait for files."""
 
@@ -290,7 +290,7 @@ class AdapterCheck:
 
     checks: AdapterChecks | None
     """None if no adapter can be read: then it fails."""
-    need: Need
+    need: AdapterNeed
     result: Future[bool] | None = None
     """Asked for when the load has ended."""
     until: float = 0.0

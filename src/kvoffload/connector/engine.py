@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from kvoffload.abc import ConfigError, Following, KVGroup
 from kvoffload.connector.adapters import AdapterOf
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.options import EngineOptions
 from kvoffload.connector.parts import Parts
 
@@ -70,7 +70,7 @@ class EngineSpec:
     is_beside_others: bool = False
     """Whether the engine has other connectors, which load into device blocks too, see
     ``OffloadingConnectorScheduler.loads_of_others_failed``. ``do_remote_decode`` of a request is meant for these."""
-    layout: Layout = field(init=False, repr=False, compare=False)
+    layout: KeyLayout = field(init=False, repr=False, compare=False)
     """The groups, or their parts, and how their blocks are named."""
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class EngineSpec:
         words = self.identity
         if not isinstance(words, Mapping) or not all(isinstance(word, str) for item in words.items() for word in item):
             raise ConfigError("identity", words, 'must be a mapping of strings, such as {"dtype": "bfloat16"}')
-        layout = Layout(self.groups, self.hash_block_size, self.following, self.parts)
+        layout = KeyLayout(self.groups, self.hash_block_size, self.following, self.parts)
         object.__setattr__(self, "layout", layout)
 
     @property

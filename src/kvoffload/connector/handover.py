@@ -11,7 +11,7 @@ import xxhash
 
 from kvoffload.abc import OffloadKey
 from kvoffload.abc.tier import MAX_PLACE_CHARS
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 
 MAX_PLACES = 32
 MAX_HANDED_TOKENS = 1 << 32
@@ -50,7 +50,7 @@ class Handover:
         """Reads what ``is_handover`` accepts."""
         return cls(**value)
 
-    def keys(self, layout: Layout, keys: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey] | None:
+    def keys(self, layout: KeyLayout, keys: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey] | None:
         """Returns those of a request's ``keys``, by group, that it is about: what a request needs to continue behind
         its tokens. None if the request has other tokens, or this server gives blocks other names."""
         if self.name != name_of(layout, keys, self.tokens):
@@ -79,7 +79,7 @@ def is_handover(value: object) -> bool:
     )
 
 
-def name_of(layout: Layout, keys: Sequence[Sequence[OffloadKey]], tokens: int) -> str | None:
+def name_of(layout: KeyLayout, keys: Sequence[Sequence[OffloadKey]], tokens: int) -> str | None:
     """Returns a name for the blocks of the first ``tokens`` tokens of a chain; None if ``keys``, by group, do not have
     them all. Keys name the whole prefix, so the last one of each group names them all."""
     if tokens % layout.align:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.abc import Need, OffloadingManager, OffloadKey, ReqContext, States
 from kvoffload.abc.tier import HIT, RETRY
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.request import RequestState
 
 
@@ -39,7 +39,7 @@ class _Gap(NamedTuple):
     state: int
 
 
-def longest(manager: OffloadingManager, layout: Layout, state: RequestState, computed: int, may_wait: bool) -> Hit:
+def longest(manager: OffloadingManager, layout: KeyLayout, state: RequestState, computed: int, may_wait: bool) -> Hit:
     """Returns the longest hit of a request with ``computed`` tokens on the device.
 
     Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
@@ -54,7 +54,7 @@ def longest(manager: OffloadingManager, layout: Layout, state: RequestState, com
     return _explained(manager, layout, state, hit, limit, may_wait) if hit.is_known and hit.end < limit else hit
 
 
-def last_state(manager: OffloadingManager, layout: Layout, state: RequestState) -> int:
+def last_state(manager: OffloadingManager, layout: KeyLayout, state: RequestState) -> int:
     """Returns the last position at which the request could continue from a state that is in host memory now, 0 if
     there is none. The first state group answers for all; other blocks are not looked at, and lower tiers not
     asked."""
@@ -64,7 +64,7 @@ def last_state(manager: OffloadingManager, layout: Layout, state: RequestState) 
     return (last_possible(states) + 1) * layout.align
 
 
-def most_end(layout: Layout, state: RequestState) -> int:
+def most_end(layout: KeyLayout, state: RequestState) -> int:
     """Returns the end of the longest hit that the request could have."""
     blocks = state.blocks
     # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
@@ -75,7 +75,7 @@ def most_end(layout: Layout, state: RequestState) -> int:
 
 
 def _with_states(
-    manager: OffloadingManager, layout: Layout, state: RequestState, computed: int, end: int, context: ReqContext
+    manager: OffloadingManager, layout: KeyLayout, state: RequestState, computed: int, end: int, context: ReqContext
 ) -> Hit:
     """Returns the longest hit up to ``end``, with states at its end. These come first: few are kept, and blocks
     behind the last one are of no use."""
@@ -95,7 +95,7 @@ def _with_states(
 
 
 def _explained(
-    manager: OffloadingManager, layout: Layout, state: RequestState, hit: Hit, limit: int, may_wait: bool
+    manager: OffloadingManager, layout: KeyLayout, state: RequestState, hit: Hit, limit: int, may_wait: bool
 ) -> Hit:
     """Returns ``hit``, which ends before ``limit``, with what is missing behind it: a block, or the states."""
     context = replace(state.context, may_wait=False)
@@ -112,7 +112,7 @@ def _explained(
 
 
 def _last_states(
-    manager: OffloadingManager, layout: Layout, state: RequestState, computed: int, end: int, context: ReqContext
+    manager: OffloadingManager, layout: KeyLayout, state: RequestState, computed: int, end: int, context: ReqContext
 ) -> tuple[int, bool, OffloadKey | None]:
     """Returns the last position up to ``end`` at which no state is certainly missing, ``computed`` if there is
     none; whether all states are there; and the key of a state that is missing for more."""
@@ -139,7 +139,7 @@ def _last_states(
 
 
 def _agreed(
-    manager: OffloadingManager, layout: Layout, state: RequestState, computed: int, end: int, context: ReqContext
+    manager: OffloadingManager, layout: KeyLayout, state: RequestState, computed: int, end: int, context: ReqContext
 ) -> Hit:
     """Returns the longest hit up to ``end`` of the groups that have KV."""
     blocks, known, missed, asked = state.blocks, False, None, None
@@ -172,7 +172,7 @@ def _agreed(
 
 
 def _first_gap(
-    manager: OffloadingManager, layout: Layout, state: RequestState, computed: int, end: int, context: ReqContext
+    manager: OffloadingManager, layout: KeyLayout, state: RequestState, computed: int, end: int, context: ReqContext
 ) -> _Gap | None:
     """The first missing block that a window needs in order to continue at ``end``, in the group whose hit ends
     soonest for it; every hit that reaches past that block needs it too. A block whose state is not known yet counts
@@ -192,7 +192,9 @@ def _first_gap(
     return min(gaps) if gaps else unknown
 
 
-def is_next_loading(keys_loading: Mapping[OffloadKey, int], layout: Layout, state: RequestState, computed: int) -> bool:
+def is_next_loading(
+    keys_loading: Mapping[OffloadKey, int], layout: KeyLayout, state: RequestState, computed: int
+) -> bool:
     """Whether the first block that the request lacks, which it can have, is being loaded for another. If many requests
     wait for the same load, this avoids searching further."""
     if not keys_loading or not layout.full:
@@ -202,7 +204,7 @@ def is_next_loading(keys_loading: Mapping[OffloadKey, int], layout: Layout, stat
 
 
 def is_any_loading(
-    keys_loading: Mapping[OffloadKey, int], layout: Layout, state: RequestState, computed: int, end: int
+    keys_loading: Mapping[OffloadKey, int], layout: KeyLayout, state: RequestState, computed: int, end: int
 ) -> bool:
     """Whether a block of the hit that ends at ``end`` is being loaded for another."""
     if not keys_loading:

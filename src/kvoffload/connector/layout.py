@@ -16,7 +16,7 @@ from kvoffload.tiering.plan import ChainLayout, last_resumable
 NULL_BLOCK = 0
 
 
-class Layout:
+class KeyLayout:
     """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide, or a
     group has a ``lookahead`` and ``following`` is None.
 

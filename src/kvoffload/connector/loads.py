@@ -9,10 +9,10 @@ import numpy as np
 
 from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, OffloadingManager, TransferSpec
 from kvoffload.connector.jobs import Job, JobTable
-from kvoffload.connector.layout import NULL_BLOCK, Layout
+from kvoffload.connector.layout import NULL_BLOCK, KeyLayout
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import Match, Phase, RequestState
-from kvoffload.connector.shelf import SoundBlocks
+from kvoffload.connector.shelf import BlockOrigins
 from kvoffload.connector.upcoming import UpcomingStep
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ class LoadPlanner:
     def __init__(
         self,
         manager: OffloadingManager,
-        layout: Layout,
+        layout: KeyLayout,
         jobs: JobTable,
         observer: RequestObserver,
-        sound: SoundBlocks,
+        sound: BlockOrigins,
     ) -> None:
         self._manager = manager
         self._layout = layout

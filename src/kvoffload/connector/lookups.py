@@ -12,9 +12,9 @@ from kvoffload.abc import OffloadingManager, OffloadKey
 from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.handover import Patience
 from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest, most_end
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.request import Changes, Match, RequestState
-from kvoffload.connector.shelf import Shelf
+from kvoffload.connector.shelf import PausedContents
 
 MAX_WAITS_PER_REQUEST = 3
 """A request that has waited, had its answer and could not be scheduled may find less when it is looked up again, and
@@ -28,10 +28,10 @@ class Lookups:
     the comparison of the weights: each time at most ``deadline_s``."""
 
     manager: OffloadingManager
-    layout: Layout
+    layout: KeyLayout
     keys_loading: Mapping[OffloadKey, int]
     """Keys of blocks that are being loaded for some request, which others wait for; none if loads are not shared."""
-    shelf: Shelf
+    shelf: PausedContents
     adapters: AdapterDigests | None
     changes: Changes
     deadline_s: float
@@ -46,7 +46,7 @@ class Lookups:
         return self.changes.contents + self.manager.num_removed
 
 
-def look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
+def locate(lookups: Lookups, state: RequestState, computed: int) -> Match:
     """Returns what can be loaded for a request with ``computed`` tokens on the device."""
     match = state.match
     if match is None or not _still_holds(lookups, match, computed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvoffload.abc import TransferSpec
-from kvoffload.connector.adapters import Adapter, Digests, Need
+from kvoffload.connector.adapters import Adapter, AdapterNeed, Digests
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class StepMeta:
     """The number of resets of the scheduler half. Jobs of an earlier epoch count as failed."""
     questions: dict[int, Adapter] = field(default_factory=dict)
     """Adapters whose digests the scheduler half asks for, by the number of the question."""
-    needs: dict[int, Need] = field(default_factory=dict)
+    needs: dict[int, AdapterNeed] = field(default_factory=dict)
     """By job id, the adapter that the request of a load computes with. With other bytes the load fails."""
     computes_with: dict[int, set[Digests]] = field(default_factory=dict)
     """By the number of an adapter, the digests for which the keys of the requests stand that this step computes."""

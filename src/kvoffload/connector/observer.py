@@ -15,7 +15,7 @@ from kvoffload.cache.history import MAX_PENDING_EVENTS
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.tenants import HOST
 from kvoffload.connector.jobs import Job
-from kvoffload.connector.layout import Block, Layout
+from kvoffload.connector.layout import Block, KeyLayout
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
@@ -104,7 +104,7 @@ class RequestObserver:
     def __init__(
         self,
         manager: OffloadingManager,
-        layout: Layout,
+        layout: KeyLayout,
         metrics: Metrics,
         recorder: TraceRecorder | None,
         spans: RequestSpans | None,

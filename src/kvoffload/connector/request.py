@@ -13,7 +13,7 @@ from kvoffload.abc import Awaited, BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import NO_ADAPTER, Adapter, Digests, variant
 from kvoffload.connector.handover import Handover
-from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
+from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.options import RequestOptions
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.spans import TracedRequest
@@ -138,7 +138,7 @@ class RequestState:
     def new(
         cls,
         request: Request,
-        layout: Layout,
+        layout: KeyLayout,
         tenants: Tenants,
         most_blocks: Callable[[OffloadKey], int],
         engine_options: Mapping[str, object] | None = None,
@@ -276,7 +276,7 @@ class RequestBlocks:
     """The blocks of one request, per group: their keys, the device blocks that hold them, and which were stored."""
 
     request: Request
-    layout: Layout
+    layout: KeyLayout
     namespace: bytes
     """What precedes its block hashes in keys."""
     max_tokens: int

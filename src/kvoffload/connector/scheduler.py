@@ -36,13 +36,13 @@ from kvoffload.connector.handover import Handover
 from kvoffload.connector.jobs import HeldRequests, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.loads import LoadPlanner
-from kvoffload.connector.lookups import Lookups, look_up
+from kvoffload.connector.lookups import Lookups, locate
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.queue import QueuedRequests
 from kvoffload.connector.request import RequestState, Storing
-from kvoffload.connector.shelf import Shelf, SoundBlocks
+from kvoffload.connector.shelf import BlockOrigins, PausedContents
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.connector.upcoming import UpcomingStep
@@ -132,11 +132,11 @@ class OffloadingConnectorScheduler:
         )
         device = DeviceBlocks(keeps_states=engine.enable_events) if is_exclusive else None
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, device, engine.next_free)
-        self.shelf = Shelf(manager, self.jobs)
+        self.shelf = PausedContents(manager, self.jobs)
         deadline_s = load_deadline_ms / 1000
         adapter_of = engine.adapter_of
         self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, self.jobs, deadline_s, clock)
-        self.sound = SoundBlocks(has_adapters=self.adapters is not None)
+        self.sound = BlockOrigins(has_adapters=self.adapters is not None)
         self.loads = LoadPlanner(manager, self.layout, self.jobs, self.observer, self.sound)
         loading = self.jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
@@ -185,7 +185,7 @@ class OffloadingConnectorScheduler:
         state = self._state(request)
         if state.of_others:
             state.of_others, state.may_load, state.match = frozenset(), False, None
-        match = look_up(self.lookups, state, num_computed_tokens)
+        match = locate(self.lookups, state, num_computed_tokens)
         if match.tokens is None:
             self.observer.waits(state)
         return match.tokens, bool(match.tokens)

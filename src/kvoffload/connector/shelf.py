@@ -15,7 +15,7 @@ from kvoffload.connector.request import RequestState, Storing
 logger = logging.getLogger(__name__)
 
 
-class Shelf:
+class PausedContents:
     """Keeps contents of the manager after a reset, hidden from all requests: what shared tiers hold, and everything if
     the engine has only paused.
 
@@ -91,7 +91,7 @@ class Shelf:
         self._changes.loads += 1
 
 
-class SoundBlocks:
+class BlockOrigins:
     """Device blocks that were filled since the last reset, from nothing that was computed before it, each with the
     adapter that has computed it.
 

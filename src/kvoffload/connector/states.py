@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvoffload.abc import OffloadKey
-from kvoffload.connector.layout import Block, Layout
+from kvoffload.connector.layout import Block, KeyLayout
 from kvoffload.connector.request import RequestState
 
 
-class Place(Enum):
+class StatePlace(Enum):
     """Why a state of a request is kept. Each place holds the latest one; a state that holds none is superseded."""
 
     JUNCTION = auto()
@@ -34,34 +34,34 @@ class _Kept:
     junction: int = 0
     resumed: int = 0
     """Where the request has continued, at a state that was loaded or that the device had; 0 if it began anew."""
-    at: dict[Place, int] = field(default_factory=dict)
+    at: dict[StatePlace, int] = field(default_factory=dict)
     """Where the state of each place is."""
     turn_before: int = 0
     """Where that of TURN was before."""
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
     """By position, the states that the request has stored itself and that no other request has used yet."""
 
-    def places(self, end: int) -> set[Place]:
+    def places(self, end: int) -> set[StatePlace]:
         """Returns the places that a state at ``end`` takes."""
-        found = set[Place]()
+        found = set[StatePlace]()
         if end <= self.junction < self.prompt_end:
-            found.add(Place.JUNCTION)
+            found.add(StatePlace.JUNCTION)
         if end > self.prompt_end:
-            found.add(Place.TURN)
+            found.add(StatePlace.TURN)
         elif end >= self.prompt_start:
-            found.add(Place.PROMPT)
+            found.add(StatePlace.PROMPT)
         return found
 
     def take(self, end: int) -> None:
         """Takes note that the state at ``end`` is in the host."""
-        if Place.TURN in self.places(end) and end != self.at.get(Place.TURN):
-            self.turn_before = self.at.get(Place.TURN, 0)
+        if StatePlace.TURN in self.places(end) and end != self.at.get(StatePlace.TURN):
+            self.turn_before = self.at.get(StatePlace.TURN, 0)
         self.at.update(dict.fromkeys(self.places(end), end))
 
     def needed(self, named: int) -> set[int]:
         """Returns where states are kept, if all blocks of the request's first ``named`` tokens have a name. A request
         cannot continue behind these, so until there are more of them the state before the last is kept as well."""
-        return {*self.at.values(), *([self.turn_before] if self.at.get(Place.TURN, 0) > named else [])}
+        return {*self.at.values(), *([self.turn_before] if self.at.get(StatePlace.TURN, 0) > named else [])}
 
 
 class StateKeeper:
@@ -73,7 +73,7 @@ class StateKeeper:
     stored itself are dropped, unless another request has continued from them.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: KeyLayout) -> None:
         self._layout = layout
         self._lookahead = max(group.lookahead for group in layout.groups)
         self._requests: dict[str, _Kept] = {}

@@ -24,7 +24,7 @@ from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
 from kvoffload.connector.due import DueList
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
 from kvoffload.connector.jobs import Job, JobTable
-from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
+from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
@@ -69,7 +69,7 @@ class StorePlanner:
     def __init__(
         self,
         manager: OffloadingManager,
-        layout: Layout,
+        layout: KeyLayout,
         jobs: JobTable,
         observer: RequestObserver,
         device: DeviceBlocks | None = None,
@@ -493,7 +493,7 @@ class StorePlanner:
         return self._jobs.add(job), TransferSpec(states[0].context.req_id if states else "", host, device)
 
 
-def _together(layout: Layout) -> int:
+def _together(layout: KeyLayout) -> int:
     """Returns the number of steps whose blocks are stored together. In a window, what a block needs may be gone a step
     later."""
     if layout.windows or not layout.full:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvoffload.abc import TransferSpec
-from kvoffload.connector.adapters import Need
+from kvoffload.connector.adapters import AdapterNeed
 from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.messages import StepMeta
 from kvoffload.connector.request import RequestState
@@ -27,7 +27,7 @@ class UpcomingStep:
         """Adds a load of the request. Returns the device blocks that it fills."""
         self.meta.loads[job_id] = spec
         if state.adapter is not None and state.digests is not None:
-            self.meta.needs[job_id] = Need(state.adapter.number, state.digests, state.adapter.is_reread)
+            self.meta.needs[job_id] = AdapterNeed(state.adapter.number, state.digests, state.adapter.is_reread)
         device_blocks: list[int] = spec.device.block_ids.tolist()
         self.handed_out += device_blocks
         return device_blocks

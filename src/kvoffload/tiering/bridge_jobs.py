@@ -38,7 +38,7 @@ class JobEnd(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class BridgeJob:
     """A store from, or a load into, ``pages``, one per key. ``number`` is None if a thread waits for the job.
 
     ``names``: the keys with the ``namespace`` in front. ``chain``: its first ``chain_length`` keys are the chain of
@@ -91,8 +91,8 @@ class Jobs:
         self._max_pages = max_pages
         self._clock = clock
         self._changed = threading.Condition()
-        self._open: dict[Job, None] = {}
-        self._copying: Job | None = None
+        self._open: dict[BridgeJob, None] = {}
+        self._copying: BridgeJob | None = None
         self._num_pages = 0
         """Pages of open stores."""
         self._reports: deque[JobEnd] = deque()
@@ -110,7 +110,7 @@ class Jobs:
     def has_reports(self) -> bool:
         return bool(self._reports)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BridgeJob) -> None:
         """Opens ``job``. It ends at once if there is nothing to do, if too many pages wait, or if all is closed."""
         with self._changed:
             num_pages = 0 if job.is_load else len(job.keys)
@@ -120,7 +120,7 @@ class Jobs:
             if self._is_closed or not job.keys or not has_room:
                 self._end(job)
 
-    def settle(self, job: Job, indices: Sequence[int], done: bool, nbytes: int = 0) -> None:
+    def settle(self, job: BridgeJob, indices: Sequence[int], done: bool, nbytes: int = 0) -> None:
         """Takes in that blocks of ``job`` are done, or are given up. Ends the job with its last block."""
         with self._changed:
             if not job.has_ended:
@@ -132,7 +132,7 @@ class Jobs:
                 if job.num_open == 0:
                     self._end(job)
 
-    def copy(self, job: Job, indices: Sequence[int], slots: Sequence[int]) -> int:
+    def copy(self, job: BridgeJob, indices: Sequence[int], slots: Sequence[int]) -> int:
         """Copies blocks of ``job`` between their pages and ``slots``. Returns how many, from the first one on: fewer if
         the job is to end meanwhile."""
         num_copied = 0
@@ -145,7 +145,7 @@ class Jobs:
         return num_copied
 
     @contextmanager
-    def _touch(self, job: Job) -> Iterator[Sequence[Page]]:
+    def _touch(self, job: BridgeJob) -> Iterator[Sequence[Page]]:
         """Returns a context in which the pages of ``job`` may be touched while ``job.may_copy``."""
         with self._changed:
             self._copying = job
@@ -159,7 +159,7 @@ class Jobs:
                     self._end(job)
                 self._changed.notify_all()
 
-    def stop(self, jobs: Sequence[Job] | None = None) -> None:
+    def stop(self, jobs: Sequence[BridgeJob] | None = None) -> None:
         """Ends ``jobs``, by default all that are open. When it returns, none of their pages is touched any more."""
         with self._changed:
             stopped = list(self._open) if jobs is None else jobs
@@ -169,7 +169,7 @@ class Jobs:
                     self._end(job)
             self._changed.wait_for(lambda: all(job.has_ended for job in stopped))
 
-    def wait(self, job: Job, timeout_s: float) -> None:
+    def wait(self, job: BridgeJob, timeout_s: float) -> None:
         """Returns when ``job`` has ended, or has been stopped after ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: job.has_ended, timeout_s)
@@ -197,7 +197,7 @@ class Jobs:
             self._reports.clear()
             return reports
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: BridgeJob) -> None:
         del self._open[job]
         job.has_ended, job.may_copy, job.pages = True, False, ()
         self._num_pages -= 0 if job.is_load else len(job.keys)

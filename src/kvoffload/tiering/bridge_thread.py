@@ -18,7 +18,7 @@ from typing import TypeVar
 from kvoffload.abc import OffloadKey
 from kvoffload.locks import FairLock
 from kvoffload.tiering.bridge_copies import Copy, Loads, RequestEnd, Stores
-from kvoffload.tiering.bridge_jobs import Job, Jobs
+from kvoffload.tiering.bridge_jobs import BridgeJob, Jobs
 from kvoffload.tiering.manager import TieredOffloadingManager
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class BridgeThread:
         self._loads = Loads(manager, jobs, block_bytes, clock)
         self._clock = clock
         self._close_pool = close_pool
-        self.inbox: deque[Job | RequestEnd | list[OffloadKey]] = deque()
+        self.inbox: deque[BridgeJob | RequestEnd | list[OffloadKey]] = deque()
         """What the thread has not seen yet, at most MAX_INBOX. Keys are a chain that was used."""
         self._served = namespace
         """The namespace of what the thread has seen: another one while it has not seen a reset."""
@@ -102,14 +102,14 @@ class BridgeThread:
                 CLOSE_DEADLINE_S,
             )
 
-    def post(self, entry: Job | RequestEnd | list[OffloadKey]) -> None:
+    def post(self, entry: BridgeJob | RequestEnd | list[OffloadKey]) -> None:
         """Hands ``entry`` to the thread. A job for which there is no room ends."""
         if self.is_closed or self.fault is not None:
             return
         if len(self.inbox) < MAX_INBOX:
             self.inbox.append(entry)
             self.wake.set()
-        elif isinstance(entry, Job):
+        elif isinstance(entry, BridgeJob):
             self._jobs.stop([entry])
 
     @property
@@ -208,7 +208,7 @@ class BridgeThread:
             self._forget_if_reset()
             if isinstance(entry, list):
                 self.manager.touch(entry, None, [])
-            elif isinstance(entry, Job) and entry.is_load:
+            elif isinstance(entry, BridgeJob) and entry.is_load:
                 self._loads.submit(entry)
             else:
                 self._stores.submit(entry)

@@ -33,7 +33,7 @@ class ChainState(enum.Enum):
     """It is not in the backlog."""
 
 
-class Fate(enum.Enum):
+class WriteOutcome(enum.Enum):
     """What has become of a block that the tier was given."""
 
     WRITTEN = enum.auto()
@@ -45,20 +45,20 @@ class Fate(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class History:
+class WriteLog:
     """What the tier was given for one request. Blocks that are being written refer to it, and so to the latest chain of
     their request."""
 
     chain: Chain | None = None
     """None after a reset."""
-    fates: dict[OffloadKey, Fate] = field(default_factory=dict)
+    fates: dict[OffloadKey, WriteOutcome] = field(default_factory=dict)
     num_writes: int = 0
     num_failures: int = 0
     rest_s: float = 0.0
     """The latest pause after a failure, and when it ends."""
     rests_until: float = 0.0
 
-    def having(self, *fates: Fate) -> set[OffloadKey]:
+    def having(self, *fates: WriteOutcome) -> set[OffloadKey]:
         return {key for key, fate in self.fates.items() if fate in fates}
 
 
@@ -73,7 +73,7 @@ class Chain:
     is_whole: bool
     """Its request has ended: blocks that the host lacks now will not be stored any more."""
     request: str | None
-    history: History = field(default_factory=History)
+    history: WriteLog = field(default_factory=WriteLog)
     state: ChainState = ChainState.GONE
     waits_for: Sequence[OffloadKey] = ()
     """In the state WAITING, the blocks of which it waits for any."""

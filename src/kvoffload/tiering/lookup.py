@@ -33,7 +33,7 @@ FIRST_CHUNK = 256
 
 
 @dataclass(slots=True, eq=False)
-class Search:
+class TierSearch:
     """A lookup in ``host`` and then in ``tiers``, the fastest first, by a request with ``promotion``."""
 
     host: PolicyOffloadingManager
@@ -49,7 +49,7 @@ class Search:
     """Whether some tier must be asked again."""
 
 
-class Run(NamedTuple):
+class FoundRun(NamedTuple):
     """The leading blocks of a chain that the host or a tier holds."""
 
     num_ready: int
@@ -71,7 +71,7 @@ class Last(NamedTuple):
     """The block, if a tier holds it. It must be promoted first."""
 
 
-def find_run(search: Search, keys: Sequence[OffloadKey], promoter: Promoter) -> Run:
+def find_run(search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter) -> FoundRun:
     """Returns the leading blocks of ``keys``, all of one KV cache group, that the request can have."""
     num_ready = room = len(keys)
     found: list[OffloadKey] = []
@@ -96,10 +96,10 @@ def find_run(search: Search, keys: Sequence[OffloadKey], promoter: Promoter) -> 
                 break
         start, size = start + size, size * 2
     holders = np.concatenate(sources) if sources else np.zeros(0, dtype=np.int8)
-    return Run(num_ready, Located(found[:room], holders[:room]), is_unanswered)
+    return FoundRun(num_ready, Located(found[:room], holders[:room]), is_unanswered)
 
 
-def find_last(search: Search, keys: Sequence[OffloadKey]) -> Last:
+def find_last(search: TierSearch, keys: Sequence[OffloadKey]) -> Last:
     """Returns the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers are
     asked only for those behind the last one in the host."""
     states = host_states(search, keys)
@@ -116,7 +116,7 @@ def find_last(search: Search, keys: Sequence[OffloadKey]) -> Last:
     return Last(in_host, in_host, NONE)
 
 
-def host_states(search: Search, keys: Sequence[OffloadKey]) -> States:
+def host_states(search: TierSearch, keys: Sequence[OffloadKey]) -> States:
     """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
     pinned = () if search.promotion is None else search.promotion.pinned
     if not pinned:
@@ -130,7 +130,7 @@ def host_states(search: Search, keys: Sequence[OffloadKey]) -> States:
 
 
 def states_below(
-    search: Search, chain: Sequence[OffloadKey], at: npt.NDArray[np.intp], in_host: States
+    search: TierSearch, chain: Sequence[OffloadKey], at: npt.NDArray[np.intp], in_host: States
 ) -> tuple[States, Sources]:
     """Returns states and sources of the keys of ``chain`` with the indices ``at``, none of which the host can load now;
     ``in_host`` are their states there.
@@ -168,7 +168,7 @@ def states_below(
     return states, sources
 
 
-def _in_time(search: Search, tier: TierState, keys: Sequence[OffloadKey], states: States) -> States:
+def _in_time(search: TierSearch, tier: TierState, keys: Sequence[OffloadKey], states: States) -> States:
     """Returns ``states``, the tier's answers, with MISS for keys for which it has no answer within the deadline."""
     is_open = states == RETRY
     if not is_open.any():
@@ -189,7 +189,7 @@ def _in_time(search: Search, tier: TierState, keys: Sequence[OffloadKey], states
 
 
 def _until_handed_over(
-    search: Search, awaited: Awaited, tier: TierState, keys: Sequence[OffloadKey], states: States
+    search: TierSearch, awaited: Awaited, tier: TierState, keys: Sequence[OffloadKey], states: States
 ) -> States:
     """Returns ``states``, the tier's answers, with RETRY for keys that another server is still to write there, and has
     the tier look for them."""
@@ -283,8 +283,8 @@ class LoadGate:
         )
 
 
-def look_up(
-    search: Search, keys: Sequence[OffloadKey], need: Need, promoter: Promoter, gate: LoadGate
+def find_hit(
+    search: TierSearch, keys: Sequence[OffloadKey], need: Need, promoter: Promoter, gate: LoadGate
 ) -> tuple[States, Located]:
     """Answers a request that may wait. Returns the states of ``keys``, and the blocks to be promoted for it."""
     find = {Need.RUN: _look_up_run, Need.LAST: _look_up_last, Need.ALL: _look_up_all}[need]
@@ -292,7 +292,7 @@ def look_up(
 
 
 def _look_up_run(
-    search: Search, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
+    search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
 ) -> tuple[States, Located]:
     run = find_run(search, keys, promoter)
     states = np.zeros(len(keys), dtype=np.uint8)
@@ -306,7 +306,7 @@ def _look_up_run(
 
 
 def _look_up_all(
-    search: Search, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
+    search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
 ) -> tuple[States, Located]:
     states, coming = host_states(search, keys), NONE
     below = np.flatnonzero(states != HIT)
@@ -324,7 +324,7 @@ def _look_up_all(
 
 
 def _look_up_last(
-    search: Search, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
+    search: TierSearch, keys: Sequence[OffloadKey], promoter: Promoter, gate: LoadGate
 ) -> tuple[States, Located]:
     last, coming = find_last(search, keys), NONE
     states = np.zeros(len(keys), dtype=np.uint8)
@@ -337,7 +337,7 @@ def _look_up_last(
     return states, coming
 
 
-def _with_room(search: Search, coming: Located, promoter: Promoter) -> Located:
+def _with_room(search: TierSearch, coming: Located, promoter: Promoter) -> Located:
     """Returns ``coming`` if it may be promoted with what the request waits for. If not, remembers why it is missing."""
     wanted = set(coming.keys).union(() if search.promotion is None else search.promotion.wanted.keys)
     if len(wanted) <= promoter.room_for(search.promotion, next(iter(wanted), b""), in_all=True):

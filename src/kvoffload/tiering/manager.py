@@ -42,7 +42,7 @@ from kvoffload.tiering.chains import BACKLOG_SHARE
 from kvoffload.tiering.events import TierCounts
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.health import Deadlines, TierState
-from kvoffload.tiering.lookup import LoadGate, Search, explain_miss, look_up, states_below
+from kvoffload.tiering.lookup import LoadGate, TierSearch, explain_miss, find_hit, states_below
 from kvoffload.tiering.prefetch import Prefetcher
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.rates import LoadOrCompute, Origins, ReadEstimator, by_direction
@@ -170,8 +170,8 @@ class TieredOffloadingManager(OffloadingManager):
         if self._steps.is_off or not self._promoter.may_wait(promotion):
             return self.host.lookup_each(keys, req_context, need)
         self.host.admission.count(keys, req_context)
-        search = Search(self.host, self.tiers, self._reasons, self._clock(), promotion, req_context.awaited)
-        states, coming = look_up(search, keys, need, self._promoter, self._gate)
+        search = TierSearch(self.host, self.tiers, self._reasons, self._clock(), promotion, req_context.awaited)
+        states, coming = find_hit(search, keys, need, self._promoter, self._gate)
         self._steps.is_asking |= search.is_unanswered
         if coming.keys:
             self._chains.waits(self._promoter.promote(coming, req_context))
@@ -184,7 +184,7 @@ class TieredOffloadingManager(OffloadingManager):
         states = self.host.table.states(keys)
         below = np.flatnonzero(states != HIT)
         if len(below):
-            search = Search(self.host, self.tiers, self._reasons, self._clock())
+            search = TierSearch(self.host, self.tiers, self._reasons, self._clock())
             states[below], _ = states_below(search, [*keys, *chain], below, states[below])
             self._steps.is_asking |= search.is_unanswered
             states[states == PENDING] = RETRY

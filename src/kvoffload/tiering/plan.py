@@ -137,7 +137,7 @@ def last_resumable(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WritePlan:
     """The next writes of a chain."""
 
     keys: list[OffloadKey]
@@ -151,7 +151,7 @@ class Plan:
 
 def plan_writes(
     layout: ChainLayout, by_group: Sequence[Sequence[OffloadKey]], start: int, stop: int, is_last: bool, look: Look
-) -> Plan:
+) -> WritePlan:
     """Returns the blocks to write so that requests can resume at the ends of units ``start`` to ``stop`` (exclusive).
 
     ``is_last``: nothing can be written behind these units.
@@ -161,21 +161,21 @@ def plan_writes(
         # Behind the last state no request can resume, until there is another one.
         stop, states = _last_state(layout, by_group, start, stop, look)
     if stop == start:
-        return Plan([], start, states if is_last else ())
+        return WritePlan([], start, states if is_last else ())
     spans = layout.spans(by_group, start, stop)
     in_tier, available = zip(*(look(span.keys) for span in spans), strict=True)
     if all(mask.all() for mask in in_tier):
-        return Plan([], stop, states if is_last else ())
+        return WritePlan([], stop, states if is_last else ())
     points = resumable(spans, available)
     keys = _in_order(spans, [span.needed(points) & ~mask for span, mask in zip(spans, in_tier, strict=True)])
     done = start + int(np.flatnonzero(points)[-1]) + 1 if points.any() else start
     if is_last and done == stop:
-        return Plan(keys, done, states)
+        return WritePlan(keys, done, states)
     # The first unavailable block of each group. Behind one of a group with full attention nothing can be written.
     absent = [(span, int(mask.argmin())) for span, mask in zip(spans, available, strict=True) if not mask.all()]
     firsts = [(span.end_of(i), span.keys[i], span.group.is_full) for span, i in absent if not span.group.state]
     holes = [hole for hole in firsts if hole[2]] or (firsts if is_last else [])
-    return Plan(keys, done, (min(holes)[1],) if holes else ())
+    return WritePlan(keys, done, (min(holes)[1],) if holes else ())
 
 
 def _last_state(

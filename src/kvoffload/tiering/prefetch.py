@@ -19,7 +19,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiering.events import Count
 from kvoffload.tiering.health import TierState
-from kvoffload.tiering.lookup import LoadGate, Search, look_up
+from kvoffload.tiering.lookup import LoadGate, TierSearch, find_hit
 from kvoffload.tiering.promoter import Promoter
 from kvoffload.tiering.promotion import Located
 from kvoffload.tiering.rates import MovingRate
@@ -315,8 +315,8 @@ class Prefetcher:
             # They may leave the device before their use.
             due = self._due(chain.returns_at, 0)
             return due if due > now else math.inf
-        search = Search(self._host, self._tiers, self._reasons, now)
-        states, found = look_up(search, keys, Need.RUN, self._promoter, self._gate)
+        search = TierSearch(self._host, self._tiers, self._reasons, now)
+        states, found = find_hit(search, keys, Need.RUN, self._promoter, self._gate)
         if is_first_look:
             # What the host has of it counts as used now, so that it does not leave for the rest.
             self._host.end_chain(keys[: int(np.count_nonzero(states == HIT))], ())

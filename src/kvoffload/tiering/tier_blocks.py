@@ -9,7 +9,7 @@ import numpy as np
 from kvoffload.abc import OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.chains import Chain, Fate, History
+from kvoffload.tiering.chains import Chain, WriteLog, WriteOutcome
 from kvoffload.tiering.plan import Bools, ChainLayout, unreachable
 
 
@@ -32,14 +32,14 @@ class TierBlocks:
         self._layout = layout
         self._is_worth = is_worth
         self._promised = promised
-        self.history_of: dict[OffloadKey, History] = {}
+        self.history_of: dict[OffloadKey, WriteLog] = {}
         """Blocks that the tier has not reported yet, and the requests that they are written for."""
         self._slots: dict[OffloadKey, int] = {}
         """Their host slots."""
         self.num_lost = 0
         """Blocks that the tier was given and has lost, without those that it has evicted."""
 
-    def begin(self, keys: Sequence[OffloadKey], history: History) -> list[OffloadKey]:
+    def begin(self, keys: Sequence[OffloadKey], history: WriteLog) -> list[OffloadKey]:
         """Gives blocks to the tier. Returns those that it has taken on."""
         lease = self._host.prepare_load(keys)
         taken = self._tier.write(keys, lease.slots)
@@ -47,11 +47,11 @@ class TierBlocks:
         self._slots.update((key, slots.pop(key)) for key in taken)
         self._unpin(slots.values())
         self.history_of.update(dict.fromkeys(taken, history))
-        history.fates.update(dict.fromkeys(taken, Fate.WRITTEN))
+        history.fates.update(dict.fromkeys(taken, WriteOutcome.WRITTEN))
         history.num_writes += len(taken)
         return taken
 
-    def end(self, keys: Sequence[OffloadKey]) -> list[History]:
+    def end(self, keys: Sequence[OffloadKey]) -> list[WriteLog]:
         """The tier has reported ``keys``. Returns the history of each."""
         self._unpin([self._slots.pop(key) for key in keys])
         return [self.history_of.pop(key) for key in keys]
@@ -70,20 +70,20 @@ class TierBlocks:
         """Returns which of ``keys`` the tier has not reported yet."""
         return _among(keys, self.history_of)
 
-    def in_tier(self, keys: Sequence[OffloadKey], history: History) -> Bools:
+    def in_tier(self, keys: Sequence[OffloadKey], history: WriteLog) -> Bools:
         """Returns which of ``keys`` the tier holds, or is being given for this request: if that fails, its chain is
         corrected."""
         states = self._tier.contains(keys)
         held: Bools = states == HIT
         if (states == RETRY).any():
             # It took these once. Until it knows better, it has them.
-            held |= (states == RETRY) & _among(keys, history.having(Fate.WRITTEN, Fate.FOREIGN))
+            held |= (states == RETRY) & _among(keys, history.having(WriteOutcome.WRITTEN, WriteOutcome.FOREIGN))
         if not self.history_of.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
                 held[i] = self.history_of.get(keys[i]) is history
         return held
 
-    def look(self, keys: Sequence[OffloadKey], history: History) -> tuple[Bools, Bools]:
+    def look(self, keys: Sequence[OffloadKey], history: WriteLog) -> tuple[Bools, Bools]:
         """Returns which of ``keys`` are ``in_tier``, and which are that or can be written: the host has them, and they
         are not being written for another request."""
         in_tier = self.in_tier(keys, history)
@@ -116,7 +116,7 @@ class TierBlocks:
         """Deletes the blocks of the chain that no lookup can use. From a shared tier only those that were written for
         its request. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
         history = chain.history
-        mine, lost = history.having(Fate.WRITTEN, Fate.LOST), history.having(Fate.LOST)
+        mine, lost = history.having(WriteOutcome.WRITTEN, WriteOutcome.LOST), history.having(WriteOutcome.LOST)
         states = [self._tier.contains(keys) for keys in chain.by_group]
         held = [
             (its == HIT) | ((its == RETRY) & ~_among(keys, lost)) | self.are_under_way(keys)

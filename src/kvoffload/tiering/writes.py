@@ -20,8 +20,8 @@ from kvoffload.abc import (
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, Fate, History
-from kvoffload.tiering.plan import Bools, ChainLayout, Plan, plan_writes
+from kvoffload.tiering.chains import BACKLOG_SHARE, Backlog, Chain, ChainState, WriteLog, WriteOutcome
+from kvoffload.tiering.plan import Bools, ChainLayout, WritePlan, plan_writes
 from kvoffload.tiering.rates import Ended
 from kvoffload.tiering.tier_blocks import TierBlocks
 from kvoffload.tiering.unwritten import PromisedBlocks
@@ -199,7 +199,7 @@ class WriteThrough:
             num_units = max(num_units, self._num_promised(by_group))
         if num_units == 0:
             return
-        history = History() if before is None else before.history
+        history = WriteLog() if before is None else before.history
         chain = Chain(keys, by_group, num_units, is_whole, request, history)
         self.backlog.move(chain, state)
         if promised:
@@ -322,17 +322,17 @@ class WriteThrough:
         histories = self._blocks.end(writes.keys)
         if self._promised.deadlines:
             self._keep(writes.good.keys)
-        failed: dict[History, bool] = {}
+        failed: dict[WriteLog, bool] = {}
         """The requests of which writes have failed, and whether that was a failure of the tier."""
         if not writes.all_ok or 0 in writes.nbytes:
             for history, result in zip(histories, writes.results, strict=True):
                 if not result.ok:
                     self._blocks.num_lost += 1
-                    history.fates[result.key] = Fate.LOST
+                    history.fates[result.key] = WriteOutcome.LOST
                     # A block that is GONE was deleted for another chain.
                     failed[history] = failed.get(history, False) or result.error is not TierError.GONE
                 elif not result.nbytes:
-                    history.fates[result.key] = Fate.FOREIGN
+                    history.fates[result.key] = WriteOutcome.FOREIGN
         self.backlog.wake(writes.keys)
         for history, is_failure in failed.items():
             history.num_failures += is_failure
@@ -353,7 +353,7 @@ class WriteThrough:
         self._count("write_bytes", sum(written))
         self._count("write_failures", len(writes) - num_ok - num_gone)
 
-    def _plan(self, chain: Chain) -> Plan:
+    def _plan(self, chain: Chain) -> WritePlan:
         """Returns which blocks of the chain are to be written next."""
         before, losses = chain.done, self._blocks.num_losses
         if losses != chain.losses and before >= chain.verify_at:
@@ -373,7 +373,7 @@ class WriteThrough:
     # The end of a chain.
 
     def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
-        """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see Plan."""
+        """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see WritePlan."""
         # The last blocks of a request are still on their way to the host when it ends.
         pending = (self._host.table.states(holes) == PENDING).tolist()
         coming = [key for key, is_pending in zip(holes, pending, strict=True) if is_pending or key in self.writing]

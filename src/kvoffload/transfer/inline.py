@@ -23,7 +23,7 @@ PIECE_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
-class _Job:
+class _InlineJob:
     job_id: int
     is_store: bool
     lists: list[CopyList]
@@ -58,8 +58,8 @@ class InlineTransfer(Transfer):
         """Also keeps the memory alive that the merged arrays point to."""
         self._num_slots = len(pool_data)
         self._copiers = [_copier(group, pool_data) for group in groups]
-        self._loads: deque[_Job] = deque()
-        self._stores: deque[_Job] = deque()
+        self._loads: deque[_InlineJob] = deque()
+        self._stores: deque[_InlineJob] = deque()
         self._results: list[TransferResult] = []
         self._piece_bytes = piece_bytes
         self._clock = clock
@@ -75,7 +75,7 @@ class InlineTransfer(Transfer):
             logger.exception("kvoffload: job %d cannot be copied", job_id)
             self._results.append(TransferResult(job_id, ok=False))
             return
-        (self._stores if is_store else self._loads).append(_Job(job_id, is_store, lists))
+        (self._stores if is_store else self._loads).append(_InlineJob(job_id, is_store, lists))
 
     def poll(self, busy: bool) -> list[TransferResult]:
         if self._loads or self._stores:
@@ -109,7 +109,7 @@ class InlineTransfer(Transfer):
         self._loads.clear()
         self._stores.clear()
 
-    def _copy(self, job: _Job, most: int) -> int:
+    def _copy(self, job: _InlineJob, most: int) -> int:
         """Copies up to ``most`` bytes of one group of the job, at least a block, and returns how many. The job is done
         when its ``lists`` are empty."""
         if not job.lists:
@@ -131,7 +131,7 @@ class InlineTransfer(Transfer):
         job.seconds += self._clock() - start
         return n * block_bytes
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _InlineJob) -> None:
         self._results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterOf, Need
+from kvoffload.connector.adapters import DROPPED, UNREADABLE, Adapter, AdapterNeed, AdapterOf
 from kvoffload.digests import content_name, is_settled
 from kvoffload.vllm.engine_worker import calling_worker
 from kvoffload.vllm.weights import hash_bytes
@@ -164,7 +164,7 @@ class WorkerAdapters:
                 found[question] = UNREADABLE if files is None else files.digest
         return found
 
-    def check(self, need: Need) -> Future[bool]:
+    def check(self, need: AdapterNeed) -> Future[bool]:
         result: Future[bool] = Future()
         files = self._files.get(need.adapter)
         if not need.is_reread and need.adapter in self._loaded:

@@ -18,7 +18,7 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.budget import Budget
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, payload_checksum, record_offset
-from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import StoredFile
@@ -649,7 +649,7 @@ def test_a_medium_that_frees_space_late_costs_other_models_no_more_than_their_ro
         for name in ("index", "slab-00000"):
             with closing(storage.open(folder, name, create=True)) as other:
                 other.resize(16 * PAGE)
-    budget = Budget(1 << 20, Layout(PAGE, 4), storage, FINGERPRINT)
+    budget = Budget(1 << 20, SlotLayout(PAGE, 4), storage, FINGERPRINT)
     storage.make_folder(FINGERPRINT)
     file = storage.open(FINGERPRINT, "slab-00000", create=True)
     budget.with_room(lambda: file.resize(8 * PAGE))

@@ -21,7 +21,7 @@ from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject, Piece, Times
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.contents import make_note, mark
-from kvoffload.tiers.object_store.errors import Problem, classify, explain
+from kvoffload.tiers.object_store.errors import BucketProblem, classify, explain
 from kvoffload.tiers.object_store.obstore_bucket import ObstoreBucket, open_bucket
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
@@ -467,16 +467,16 @@ def test_planted_secrets_do_not_reach_the_log(fake: FakeS3, server: Server, capl
 
 def test_words_for_errors_that_no_server_here_can_make() -> None:
     signed = f"Error performing GET https://store/x?X-Amz-Signature={SECRET} in 1s - HTTP error, kind: Timeout"
-    assert classify(Exception(signed)) is Problem.TIMEOUT
+    assert classify(Exception(signed)) is BucketProblem.TIMEOUT
     assert SECRET not in explain(Exception(signed), "s3://b")
-    assert classify(Exception("http://169.254.169.254/latest/api/token")) is Problem.NO_CREDENTIALS
+    assert classify(Exception("http://169.254.169.254/latest/api/token")) is BucketProblem.NO_CREDENTIALS
     # A cloud without a role for this machine answers that request with an error.
     refused = (
         "Error performing PUT http://169.254.169.254/latest/api/token - Server returned status code: 403 Forbidden"
     )
-    assert classify(Exception(refused)) is Problem.NO_CREDENTIALS
-    assert classify(Exception(refused.replace("169.254.169.254", "store"))) is Problem.REFUSED
-    assert classify(Exception("status code: 507 Insufficient Storage")) is Problem.FULL
+    assert classify(Exception(refused)) is BucketProblem.NO_CREDENTIALS
+    assert classify(Exception(refused.replace("169.254.169.254", "store"))) is BucketProblem.REFUSED
+    assert classify(Exception("status code: 507 Insufficient Storage")) is BucketProblem.FULL
 
 
 def test_a_local_directory(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
-from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
+from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -254,4 +254,4 @@ class TestConformance(SharedTierConformance):
 
 
 class TestConformanceOfRows(TestConformance):
-    memory = Rows
+    memory = ValueRows

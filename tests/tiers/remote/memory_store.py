@@ -9,7 +9,7 @@ import numpy as np
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.link import ChannelState, StoreChannel
-from kvoffload.tiers.remote.messages import Op, Request, Response
+from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
 from kvoffload.tiers.remote.worker import StoreWorker
 
 
@@ -73,7 +73,7 @@ class SteppedChannel(StoreChannel):
 
     def __init__(self, worker: StoreWorker) -> None:
         self.worker = worker
-        self.requests: list[Request] = []
+        self.requests: list[StoreRequest] = []
         self.is_reachable = True
         self.is_stuck = False
         """Whether a process that was killed does not end."""
@@ -89,10 +89,10 @@ class SteppedChannel(StoreChannel):
         self._state = ChannelState.STARTING
         self.num_starts += 1
 
-    def submit(self, request: Request) -> bool:
+    def submit(self, request: StoreRequest) -> bool:
         if self._state is not ChannelState.READY:
             return False
-        self.requests.append(Request.unpack(request.pack()))
+        self.requests.append(StoreRequest.unpack(request.pack()))
         return True
 
     def run(self, *ops: Op) -> None:

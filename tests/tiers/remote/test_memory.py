@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.remote.memory import MAX_ROWS, ROWS_BYTES, Rows, SeparateBuffers
+from kvoffload.tiers.remote.memory import MAX_ROWS, ROWS_BYTES, SeparateBuffers, ValueRows
 from kvoffload.tiers.remote.record import RECORD_BYTES, Value, ValueFormat, Verdict
 
 FINGERPRINT = "5e" * 32
@@ -42,7 +42,7 @@ def loads_what_a_peer_wrote(of: type[ValueFormat], hmac_key: bytes) -> bool:
     """Writes a block and reads it into another slot, while a peer changes the row before or after one of the looks at
     bytes. Returns whether the verdict was ever GOOD with other bytes in the slot, or for bytes that lie in the row."""
     pools = pools_with_kv()
-    rows = Rows(pools)
+    rows = ValueRows(pools)
     (stored,) = of(FINGERPRINT, "kv", hmac_key).seal(KEY, rows.value(0, 0))
     good = stored.copy()
     value = rows.value(1, 3)
@@ -89,7 +89,7 @@ def test_what_a_peer_writes_into_a_row_is_never_loaded(hmac_key: bytes) -> None:
 
 def test_a_block_comes_back_and_slots_share_no_memory_with_rows() -> None:
     pools = pools_with_kv()
-    rows, values = Rows(pools), ValueFormat(FINGERPRINT)
+    rows, values = ValueRows(pools), ValueFormat(FINGERPRINT)
     value = rows.value(2, 0)
     (stored,) = values.seal(KEY, value)
     assert not any(np.shares_memory(rows.memory, pool) for pool in pools)
@@ -102,7 +102,7 @@ def test_a_block_comes_back_and_slots_share_no_memory_with_rows() -> None:
 
 def test_a_value_that_is_not_whole_is_bad() -> None:
     pools = pools_with_kv()
-    rows, values = Rows(pools), ValueFormat(FINGERPRINT)
+    rows, values = ValueRows(pools), ValueFormat(FINGERPRINT)
     values.seal(KEY, rows.value(0, 0))
     assert values.check(KEY, rows.value(0, 1), is_whole=True) is Verdict.GOOD
     assert values.check(KEY, rows.value(0, 1), is_whole=False) is Verdict.BAD
@@ -112,7 +112,7 @@ def test_a_value_that_is_not_whole_is_bad() -> None:
     ("payload_bytes", "num_rows"), [(64, MAX_ROWS), (ROWS_BYTES // 4, 3), (ROWS_BYTES, 1), (3 * ROWS_BYTES, 1)]
 )
 def test_a_call_moves_many_small_values_or_a_few_large_ones(payload_bytes: int, num_rows: int) -> None:
-    rows = Rows([np.zeros((1, payload_bytes), dtype=np.uint8)])
+    rows = ValueRows([np.zeros((1, payload_bytes), dtype=np.uint8)])
     assert rows.num_rows == num_rows
     assert rows.memory.nbytes == num_rows * (RECORD_BYTES + payload_bytes)
     ranges = sorted((rows.value(row, 0).buffers[0].ctypes.data, row) for row in range(num_rows))

@@ -15,10 +15,10 @@ from kvoffload.tiers.remote.messages import (
     Kind,
     MessageError,
     Op,
-    Request,
     Response,
     Setup,
     Status,
+    StoreRequest,
     Unframer,
     frame,
 )
@@ -30,8 +30,8 @@ KEYS = st.lists(st.binary(min_size=1, max_size=64), max_size=8)
 def test_requests_arrive_as_they_were(number: int, op: Op, keys: list[bytes], data: st.DataObject) -> None:
     has_slots = op in (Op.READ, Op.WRITE)
     slots = [data.draw(st.integers(0, 2**40)) for _ in keys] if has_slots else []
-    request = Request(number, op, keys, slots)
-    assert Request.unpack(request.pack()) == request
+    request = StoreRequest(number, op, keys, slots)
+    assert StoreRequest.unpack(request.pack()) == request
 
 
 @given(st.integers(0, 2**63), st.lists(st.sampled_from(Status)), st.floats(0, 1e9), st.text(max_size=99))
@@ -48,14 +48,14 @@ def test_a_long_problem_is_cut() -> None:
 
 @given(st.binary(max_size=60))
 def test_nonsense_is_refused_or_read_but_nothing_else(data: bytes) -> None:
-    for kind in (Request, Response):
+    for kind in (StoreRequest, Response):
         with contextlib.suppress(MessageError):
             kind.unpack(data)
 
 
 def test_a_request_needs_a_slot_per_key() -> None:
     with pytest.raises(MessageError, match="1 slots for 2 keys"):
-        Request.unpack(Request(1, Op.READ, [b"a", b"b"], [3]).pack())
+        StoreRequest.unpack(StoreRequest(1, Op.READ, [b"a", b"b"], [3]).pack())
 
 
 @given(st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_size=6), st.integers(1, 30))

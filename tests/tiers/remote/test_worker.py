@@ -10,7 +10,7 @@ import pytest
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.memory import MAX_ROWS, SeparateBuffers
-from kvoffload.tiers.remote.messages import Op, Request, Status
+from kvoffload.tiers.remote.messages import Op, Status, StoreRequest
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import MORE_WITHIN_S, StoreWorker
 from tests.tiers.remote.memory_store import MemoryClient
@@ -39,7 +39,7 @@ class Rig:
 
     def run(self, op: Op, keys: list[bytes], first_slot: int = 0) -> list[Status]:
         slots = range(first_slot, first_slot + len(keys)) if op in (Op.READ, Op.WRITE) else ()
-        response = self.worker.run(Request(7, op, keys, slots))
+        response = self.worker.run(StoreRequest(7, op, keys, slots))
         assert response.number == 7
         self.problem = response.problem
         return list(response.statuses)

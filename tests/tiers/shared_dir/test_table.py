@@ -1,4 +1,4 @@
-"""BlockTable: an exact map, also where buckets are full, and safe to look up while it changes."""
+"""ForeignTable: an exact map, also where buckets are full, and safe to look up while it changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.tiers.shared_dir.table import BlockTable
+from kvoffload.tiers.shared_dir.table import ForeignTable
 
 
 def digests(n: int, seed: int = 0) -> npt.NDArray[np.uint64]:
@@ -18,14 +18,14 @@ def digests(n: int, seed: int = 0) -> npt.NDArray[np.uint64]:
 def test_many_digests_come_and_go_in_small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single call for all would hold the interpreter while another thread needs it."""
     shares: list[int] = []
-    find = BlockTable._entries_of
+    find = ForeignTable._entries_of
 
-    def counting(self: BlockTable, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    def counting(self: ForeignTable, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         shares.append(len(digests))
         return find(self, digests)
 
-    monkeypatch.setattr(BlockTable, "_entries_of", counting)
-    table, chosen = BlockTable(20_000), np.unique(digests(20_000))
+    monkeypatch.setattr(ForeignTable, "_entries_of", counting)
+    table, chosen = ForeignTable(20_000), np.unique(digests(20_000))
     table.insert(chosen, np.arange(len(chosen)))
     table.remove(chosen, np.arange(len(chosen)))
     assert len(table) == 0
@@ -36,7 +36,7 @@ def test_many_digests_come_and_go_in_small_shares(monkeypatch: pytest.MonkeyPatc
 def test_a_table_is_a_map(mask: int) -> None:
     rng = np.random.default_rng(1)
     universe = np.unique(digests(6000) & np.uint64(mask))
-    table, model = BlockTable(5000), dict[int, int]()
+    table, model = ForeignTable(5000), dict[int, int]()
     next_place = 0
     for _ in range(60):
         chosen = rng.choice(universe, rng.integers(0, 400))
@@ -62,7 +62,7 @@ def test_a_table_is_a_map(mask: int) -> None:
 
 def test_a_lookup_beside_changes_finds_what_is_not_changed() -> None:
     kept, moving = digests(3000), digests(3000, seed=1)
-    table = BlockTable(6000)
+    table = ForeignTable(6000)
     table.insert(kept, np.arange(3000))
     stop = threading.Event()
 
@@ -83,7 +83,7 @@ def test_a_lookup_beside_changes_finds_what_is_not_changed() -> None:
 
 def test_memory_per_block_is_bounded() -> None:
     for num_blocks in (1 << 16, (1 << 16) + 1, 100_000):
-        table = BlockTable(num_blocks)
+        table = ForeignTable(num_blocks)
         assert table.capacity >= num_blocks
         # Digest and checksum per slot come on top: 16 bytes.
         assert table.nbytes / num_blocks + 16 <= 200

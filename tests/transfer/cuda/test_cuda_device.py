@@ -23,7 +23,7 @@ from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.cuda_device import CALLS, CudaDevice
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.kernels import launch
-from kvoffload.transfer.cuda.pages import PageTable, Run
+from kvoffload.transfer.cuda.pages import LayerRun, PageTable
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.start_check import CopiesHang
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -46,7 +46,7 @@ class Rig:
         self.cache = bytes_at(base, 2 * NUM_BLOCKS * PAGE)
         self.cache[:] = np.random.default_rng(0).integers(0, 256, len(self.cache), np.uint8)
         self.before = self.cache.copy()
-        runs = [Run(base + layer * NUM_BLOCKS * PAGE, PAGE, PAGE, layer * PAGE) for layer in range(2)]
+        runs = [LayerRun(base + layer * NUM_BLOCKS * PAGE, PAGE, PAGE, layer * PAGE) for layer in range(2)]
         self.table = PageTable(tuple(runs), 2 * PAGE, NUM_BLOCKS)
 
     def make(self, **options: Any) -> CudaDevice:

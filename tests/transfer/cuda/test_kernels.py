@@ -13,7 +13,7 @@ import pytest
 from kvoffload.transfer.cuda import kernels
 from kvoffload.transfer.cuda.calls import MAX_BLOCKS
 from kvoffload.transfer.cuda.kernels import PIECE_BYTES, THREADS, cut, kernel_code, word_size
-from kvoffload.transfer.cuda.pages import PageTable, Run
+from kvoffload.transfer.cuda.pages import LayerRun, PageTable
 from tests.transfer.cuda.layouts import CACHES, Cache
 
 SOURCE = Path(kernels.__file__).with_name("kernel.cu")
@@ -75,12 +75,12 @@ def test_pieces_cover_each_run_once(make: Callable[[], Cache]) -> None:
 @pytest.mark.parametrize(
     ("runs", "size"),
     [
-        ([Run(1 << 20, 65536, 65536, 0)], 16),
-        ([Run(1 << 20, 65536, 65536, 0), Run(8 + (1 << 30), 65536, 65536, 65536)], 4),
-        ([Run(1 << 20, 656, 656, 0), Run(1 << 30, 656, 656, 656)], 16),
-        ([Run(1 << 20, 66, 66, 0)], 1),
-        ([Run(1 << 20, 65537, 65536, 0)], 1),
+        ([LayerRun(1 << 20, 65536, 65536, 0)], 16),
+        ([LayerRun(1 << 20, 65536, 65536, 0), LayerRun(8 + (1 << 30), 65536, 65536, 65536)], 4),
+        ([LayerRun(1 << 20, 656, 656, 0), LayerRun(1 << 30, 656, 656, 656)], 16),
+        ([LayerRun(1 << 20, 66, 66, 0)], 1),
+        ([LayerRun(1 << 20, 65537, 65536, 0)], 1),
     ],
 )
-def test_words_divide_all_addresses_and_sizes(runs: list[Run], size: int) -> None:
+def test_words_divide_all_addresses_and_sizes(runs: list[LayerRun], size: int) -> None:
     assert word_size(PageTable(tuple(runs), sum(run.nbytes for run in runs), 8)) == size

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import PageGroup, Placement
-from kvoffload.transfer.cuda.pages import PageTable, Run, page_table
+from kvoffload.transfer.cuda.pages import LayerRun, PageTable, page_table
 
 LAYERS, BLOCKS, PAGE = 3, 4, 32
 
@@ -17,14 +17,14 @@ def test_layers_apart_have_a_run_each_in_the_order_of_the_views() -> None:
     views = [np.zeros((BLOCKS, size), np.uint8) for size in (64, 24, 40)]
     table = page_table(PageGroup(views, 2))
     bases = [view.ctypes.data for view in views]
-    assert table.runs == (Run(bases[0], 64, 64, 0), Run(bases[1], 24, 24, 64), Run(bases[2], 40, 40, 88))
+    assert table.runs == (LayerRun(bases[0], 64, 64, 0), LayerRun(bases[1], 24, 24, 64), LayerRun(bases[2], 40, 40, 88))
     assert (table.device_block_bytes, table.num_blocks, table.factor, table.needs_gather) == (128, BLOCKS, 2, True)
 
 
 def test_blocks_outermost_are_one_run() -> None:
     whole = np.zeros((BLOCKS, LAYERS, PAGE), np.uint8)
     table = page_table(PageGroup([whole[:, layer] for layer in range(LAYERS)]))
-    assert table.runs == (Run(whole.ctypes.data, LAYERS * PAGE, LAYERS * PAGE, 0),)
+    assert table.runs == (LayerRun(whole.ctypes.data, LAYERS * PAGE, LAYERS * PAGE, 0),)
     assert table.is_compact
     assert not table.needs_gather
 
@@ -39,11 +39,11 @@ def test_pages_at_places_in_a_row_share_a_run_only_if_they_are_neighbours_there_
     whole = np.zeros((BLOCKS, LAYERS, PAGE), np.uint8)
     views, base, step = [whole[:, layer] for layer in range(LAYERS)], int(whole.ctypes.data), LAYERS * PAGE
     table = page_table(PageGroup(views, 2, Placement((7, 7 + PAGE, 8 + 2 * PAGE), 200)))
-    assert table.runs == (Run(base, step, 2 * PAGE, 7), Run(base + 2 * PAGE, step, PAGE, 8 + 2 * PAGE))
+    assert table.runs == (LayerRun(base, step, 2 * PAGE, 7), LayerRun(base + 2 * PAGE, step, PAGE, 8 + 2 * PAGE))
     assert (table.device_block_bytes, table.row_bytes, table.factor) == (LAYERS * PAGE, 200, 2)
     assert [table.is_compact, table.needs_gather] == [False] * 2
     one_run = page_table(PageGroup(views, 1, Placement((PAGE, 2 * PAGE, 3 * PAGE), 4 * PAGE)))
-    assert one_run.runs == (Run(base, step, LAYERS * PAGE, PAGE),)
+    assert one_run.runs == (LayerRun(base, step, LAYERS * PAGE, PAGE),)
     assert not one_run.is_compact, "a part of the row belongs to other ranks"
     in_another_order = page_table(PageGroup(views, 1, Placement((PAGE, 2 * PAGE, 0), LAYERS * PAGE)))
     assert [run.offset for run in in_another_order.runs] == [PAGE, 0]

@@ -71,7 +71,7 @@ RULES = (
 by the time between the last two uses of a block."""
 
 
-class Plan(NamedTuple):
+class EvictionCounts(NamedTuple):
     """How room is made: how many of the oldest blocks of each list leave, and how many of the deepest new blocks are
     refused."""
 
@@ -83,7 +83,7 @@ class Plan(NamedTuple):
 
 def plan(
     rule: Rule, capacity: int, once: int, again: int, new_once: int, new_again: int, need: int, idle_again: int
-) -> Plan:
+) -> EvictionCounts:
     """Returns how a rule with a share makes ``need`` places.
 
     The lists hold ``once`` and ``again`` blocks; ``idle_again`` of the latter may be evicted. ``new_once`` and
@@ -101,7 +101,7 @@ def plan(
     drop += more
     left -= more
     more = min(left, once - evict)
-    return Plan(evict + more, evict_again, drop, min(left - more, new_again))
+    return EvictionCounts(evict + more, evict_again, drop, min(left - more, new_again))
 
 
 class Shadow:

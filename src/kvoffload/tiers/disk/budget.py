@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvoffload.tiers.disk.foreign import ForeignFolders
 from kvoffload.tiers.disk.format import is_block_file
-from kvoffload.tiers.disk.layout import Layout, check_capacity
+from kvoffload.tiers.disk.layout import SlotLayout, check_capacity
 from kvoffload.tiers.disk.storage import Storage, is_full
 from kvoffload.units import format_bytes
 
@@ -26,7 +26,7 @@ class Budget:
     Raises OSError, also if there is room for no slot.
     """
 
-    def __init__(self, capacity_bytes: int, layout: Layout, storage: Storage, fingerprint: str) -> None:
+    def __init__(self, capacity_bytes: int, layout: SlotLayout, storage: Storage, fingerprint: str) -> None:
         self.capacity_bytes = capacity_bytes
         self.layout = layout
         self.foreign = ForeignFolders(storage, fingerprint)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvoffload.tiers.disk.budget import Budget
 from kvoffload.tiers.disk.folder import Folder
 from kvoffload.tiers.disk.index import Index
-from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.recency import RecencyFile
 from kvoffload.tiers.disk.slabs import Slabs
 
@@ -36,7 +36,7 @@ class DiskFiles:
     """Held while files get other sizes. No thread waits for it: its holder may hang in the medium."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SlotLayout:
         return self.budget.layout
 
     @property

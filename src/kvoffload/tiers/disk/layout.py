@@ -32,7 +32,7 @@ def slot_cost(block_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """Slots of ``block_bytes`` in slabs of ``slots_per_slab``, and a journal of ``journal_entries``, 0 without one."""
 
     block_bytes: int

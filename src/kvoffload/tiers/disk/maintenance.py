@@ -60,7 +60,7 @@ class Growth(enum.Enum):
     """All slots that the budget allows exist."""
 
 
-class _State(enum.Enum):
+class _Activity(enum.Enum):
     IDLE = enum.auto()
     BUSY = enum.auto()
     """A job is queued or running."""
@@ -86,7 +86,7 @@ class Maintenance:
         self._recency = recency
         self._executor = executor
         self._clock = clock
-        self._state = _State.IDLE
+        self._state = _Activity.IDLE
         self._growth = self._growth_or_complete(Growth.FAILED if files.is_short else Growth.POSSIBLE)
         self._not_before = dict.fromkeys(Task, -float("inf"))
         """When each task may be done next."""
@@ -166,11 +166,11 @@ class Maintenance:
     @property
     def is_busy(self) -> bool:
         """Whether a job is under way, or has ended since the last ``poll``."""
-        return self._state is _State.BUSY
+        return self._state is _Activity.BUSY
 
     def submit(self) -> None:
         """Submits a job for the tasks that are due, unless one is under way."""
-        if self._state is not _State.IDLE:
+        if self._state is not _Activity.IDLE:
             return
         pending = self._pending()
         if pending and not self._files.read_only:
@@ -178,7 +178,7 @@ class Maintenance:
             urgent = Task.RECENCY if self._recency.is_urgent else None
             due = [task for task in pending if now >= self._not_before[task] or task is urgent]
             if due and self._executor.submit_maintenance(partial(self._run, due)):
-                self._state = _State.BUSY
+                self._state = _Activity.BUSY
 
     def poll(self) -> Slots:
         """Takes the outcomes of tasks that have ended. Returns new slots."""
@@ -186,7 +186,7 @@ class Maintenance:
         while self._outcomes:
             outcome = self._outcomes.popleft()
             if outcome.task is None:
-                self._state = _State.IDLE if self._state is _State.BUSY else self._state
+                self._state = _Activity.IDLE if self._state is _Activity.BUSY else self._state
                 continue
             if outcome.task is Task.GROWTH:
                 slots = self._end_growth(outcome)
@@ -198,9 +198,9 @@ class Maintenance:
 
     def close(self) -> None:
         """Submits a last job for everything but growth, whether it is due or not. ``finish`` must follow."""
-        if self._state is _State.IDLE and not self._files.read_only:
+        if self._state is _Activity.IDLE and not self._files.read_only:
             self._executor.submit_maintenance(partial(self._run, _FINAL_TASKS, is_final=True))
-        self._state = _State.CLOSED
+        self._state = _Activity.CLOSED
 
     def finish(self) -> None:
         """Does the rest, and waits for the medium. No job may be running."""

@@ -24,7 +24,7 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.index import Index, adopt_header
 from kvoffload.tiers.disk.journal import Journal, journal_bytes, num_entries_for
-from kvoffload.tiers.disk.layout import Layout, check_slot_bytes, slot_cost
+from kvoffload.tiers.disk.layout import SlotLayout, check_slot_bytes, slot_cost
 from kvoffload.tiers.disk.recency import RecencyFile, open_recency
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, is_full, reason
@@ -56,7 +56,7 @@ def open_files(
         header = Header(fingerprint, tuple(slot_bytes), max(1, slab_bytes // sum(slot_bytes)), new_generation())
         has_journal = with_journal and not storage.read_only
         journal_entries = num_entries_for(capacity_bytes // slot_cost(header.block_bytes)) if has_journal else 0
-        layout = Layout(header.block_bytes, header.slots_per_slab, journal_entries)
+        layout = SlotLayout(header.block_bytes, header.slots_per_slab, journal_entries)
         if layout.slots_within(capacity_bytes) < 1:
             raise ConfigError(
                 "bytes",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import slab_name, slab_number
-from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, shorten
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class Slabs:
     """Slots of ``layout`` in the slabs of ``folder``. ``syncs``: a write returns when the
     payloads are on the medium, for other machines that read them."""
 
-    def __init__(self, folder: Folder, layout: Layout, syncs: bool) -> None:
+    def __init__(self, folder: Folder, layout: SlotLayout, syncs: bool) -> None:
         self._folder = folder
         self._slots_per_slab = layout.slots_per_slab
         self._block_bytes = layout.block_bytes

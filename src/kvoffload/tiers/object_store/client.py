@@ -13,14 +13,14 @@ from kvoffload.abc import ByteArray
 from kvoffload.tiers.object_store.bucket import TIMES, Bucket, Found, NewObject, Piece, Times
 from kvoffload.tiers.object_store.contents import (
     OBJECT_BYTES,
-    Place,
     Places,
+    ValuePlace,
     contents,
     make_note,
     mark,
     values_per_object,
 )
-from kvoffload.tiers.object_store.search import Search, group_of
+from kvoffload.tiers.object_store.search import ObjectSearch, group_of
 from kvoffload.tiers.remote.client import Outcome, StoreClient
 
 MAX_PUTS = 4
@@ -42,7 +42,7 @@ class _Reading:
     """Neighbouring values of one object that one request reads: their indices in the call, and where the first is."""
 
     members: list[int]
-    place: Place
+    place: ValuePlace
 
     def piece(self, buffers: Sequence[Sequence[ByteArray]], sizes: Sequence[int]) -> Piece:
         """Returns the request for as much of the values as their buffers have room for."""
@@ -79,7 +79,7 @@ class ObjectStoreClient(StoreClient):
         self._places = Places()
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
-        search = Search(names, self._step, self._places, self._chained)
+        search = ObjectSearch(names, self._step, self._places, self._chained)
         begun = self._clock()
         while wanted := search.next_round():
             if self._clock() - begun > self._more_within_s:
@@ -107,14 +107,14 @@ class ObjectStoreClient(StoreClient):
                 outcomes[i] = outcome
         return outcomes
 
-    def _locate(self, names: Sequence[str], outcomes: list[Outcome]) -> list[Place | None]:
+    def _locate(self, names: Sequence[str], outcomes: list[Outcome]) -> list[ValuePlace | None]:
         """Returns the places of values; where there is none, ``outcomes`` gets the reason."""
         places = [self._places.find(mark(name)) for name in names]
         unknown = [i for i, place in enumerate(places) if place is None]
         if self._step == 1:
             # It has an object of its own, or there is none.
             for i in unknown:
-                places[i] = Place(names[i], (mark(names[i]),), 0)
+                places[i] = ValuePlace(names[i], (mark(names[i]),), 0)
         elif unknown:
             for i, outcome in zip(unknown, self.exists([names[i] for i in unknown]), strict=True):
                 outcomes[i] = outcome
@@ -124,7 +124,7 @@ class ObjectStoreClient(StoreClient):
         return places
 
     @staticmethod
-    def _check(place: Place, found: Found, size: int) -> Outcome:
+    def _check(place: ValuePlace, found: Found, size: int) -> Outcome:
         """Compares the object that was read with the known contents. ``size``: that of the buffers of a value."""
         value_bytes = place.value_bytes or found.size
         if contents(place.name, found) != place.marks:
@@ -246,7 +246,7 @@ class ObjectStoreClient(StoreClient):
         self._bucket.close()
 
 
-def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Reading]:
+def _readings(places: Sequence[ValuePlace | None], sizes: Sequence[int]) -> list[_Reading]:
     """Returns the reads, one per run of neighbours in an object. Of a value that is larger than its buffers the first
     bytes are read, so no other one is read with it."""
     known = [(place.name, place.number, i, place) for i, place in enumerate(places) if place is not None]

@@ -65,7 +65,7 @@ def contents(name: str, found: Found) -> Marks:
     return (own,)
 
 
-class Place(NamedTuple):
+class ValuePlace(NamedTuple):
     """The place of a value: the object's name, the marks of its values, the number of values before this one, and the
     size of each, 0 if it is not known."""
 
@@ -88,14 +88,14 @@ class Places:
         """Objects in which wrong bytes were found."""
         self._lock = threading.Lock()
 
-    def find(self, value: bytes) -> Place | None:
+    def find(self, value: bytes) -> ValuePlace | None:
         """Returns the place of the value with this mark, if it is known and not hidden."""
         with self._lock:
             found = self._places.get(value)
             if found is None or self._hidden.get(value) == found[0]:
                 return None
             marks, value_bytes = self._objects[found[0]]
-            return Place(found[0], marks, found[1], value_bytes)
+            return ValuePlace(found[0], marks, found[1], value_bytes)
 
     def is_hidden(self, value: bytes, name: str) -> bool:
         """Returns whether the value in the object ``name`` counts as missing."""

@@ -31,7 +31,7 @@ NO_PROXY_THERE = "127.0.0.1:0"
 _SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
 
 
-class Problem(enum.Enum):
+class BucketProblem(enum.Enum):
     """Kinds of errors that are not the answer of a healthy store. The values are texts for the log."""
 
     EXPIRED = "the credentials have expired; renew them or use a role, which renews itself"
@@ -58,52 +58,52 @@ class Problem(enum.Enum):
     OTHER = "the request failed"
 
 
-def classify(error: BaseException) -> Problem:
+def classify(error: BaseException) -> BucketProblem:
     """Returns the kind of problem of ``error``, an exception of obstore."""
     text = str(error)
     if NO_PROXY_THERE in text:
-        return Problem.REDIRECTED
+        return BucketProblem.REDIRECTED
     status, code = _status(text), _code(text)
     if "//169.254." in text or "//metadata.google" in text:
         # The machine's own service for credentials: it is asked because there are none. Its status is not the store's.
-        return Problem.NO_CREDENTIALS
+        return BucketProblem.NO_CREDENTIALS
     by_code = (
-        (("ExpiredToken", "TokenRefreshRequired"), Problem.EXPIRED),
-        (("RequestTimeTooSkewed", *_KEYS_CODES), Problem.KEYS),
-        (("NoSuchBucket", "ContainerNotFound"), Problem.NO_BUCKET),
+        (("ExpiredToken", "TokenRefreshRequired"), BucketProblem.EXPIRED),
+        (("RequestTimeTooSkewed", *_KEYS_CODES), BucketProblem.KEYS),
+        (("NoSuchBucket", "ContainerNotFound"), BucketProblem.NO_BUCKET),
         (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
-         Problem.OTHER_REGION),
-        (_SLOW_CODES, Problem.SLOW_DOWN),
-        (_FULL_CODES, Problem.FULL),
-        (("NotImplemented",), Problem.NOT_IMPLEMENTED),
-        (("InvalidRange",), Problem.OUT_OF_RANGE),
+         BucketProblem.OTHER_REGION),
+        (_SLOW_CODES, BucketProblem.SLOW_DOWN),
+        (_FULL_CODES, BucketProblem.FULL),
+        (("NotImplemented",), BucketProblem.NOT_IMPLEMENTED),
+        (("InvalidRange",), BucketProblem.OUT_OF_RANGE),
     )  # fmt: skip
     for codes, problem in by_code:
         if code in codes:
             return problem
     by_status = {
-        301: Problem.OTHER_REGION,
-        401: Problem.KEYS,
-        403: Problem.REFUSED,
-        408: Problem.TIMEOUT,
-        416: Problem.OUT_OF_RANGE,
-        429: Problem.SLOW_DOWN,
-        501: Problem.NOT_IMPLEMENTED,
-        503: Problem.SLOW_DOWN,
-        504: Problem.TIMEOUT,
-        507: Problem.FULL,
+        301: BucketProblem.OTHER_REGION,
+        401: BucketProblem.KEYS,
+        403: BucketProblem.REFUSED,
+        408: BucketProblem.TIMEOUT,
+        416: BucketProblem.OUT_OF_RANGE,
+        429: BucketProblem.SLOW_DOWN,
+        501: BucketProblem.NOT_IMPLEMENTED,
+        503: BucketProblem.SLOW_DOWN,
+        504: BucketProblem.TIMEOUT,
+        507: BucketProblem.FULL,
     }
     if status is not None:
-        return by_status.get(status, Problem.OTHER)
+        return by_status.get(status, BucketProblem.OTHER)
     if "redirect without LOCATION" in text:
-        return Problem.OTHER_REGION
+        return BucketProblem.OTHER_REGION
     if any(each in text.lower() for each in _SERVICES):
-        return Problem.NO_CREDENTIALS
+        return BucketProblem.NO_CREDENTIALS
     if "TimedOut" in text or "timed out" in text or "kind: Timeout" in text:
-        return Problem.TIMEOUT
+        return BucketProblem.TIMEOUT
     if "kind: Connect" in text or "dns error" in text or "HttpError" in text:
-        return Problem.UNREACHABLE
-    return Problem.OTHER
+        return BucketProblem.UNREACHABLE
+    return BucketProblem.OTHER
 
 
 def explain(error: BaseException, where: str) -> str:
@@ -112,7 +112,7 @@ def explain(error: BaseException, where: str) -> str:
     facts = [str(each) for each in (_status(text), _code(text)) if each is not None]
     kind = f" ({' '.join(facts)})" if facts else f" ({type(error).__name__})"
     problem = classify(error)
-    if problem is Problem.UNREACHABLE and not facts:
+    if problem is BucketProblem.UNREACHABLE and not facts:
         kind = _unreachable(text)
     return f"{where}: {problem.value}{kind}"
 

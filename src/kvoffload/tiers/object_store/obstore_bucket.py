@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvoffload.abc import Ability, ByteArray
 from kvoffload.tiers.object_store.bucket import MAX_NOTE, TIMES, Answer, Bucket, Found, NewObject, Piece, Times
-from kvoffload.tiers.object_store.errors import NO_PROXY_THERE, Problem, classify, explain
+from kvoffload.tiers.object_store.errors import NO_PROXY_THERE, BucketProblem, classify, explain
 from kvoffload.tiers.remote.client import Outcome, StoreError
 
 SMALL_REQUESTS = 64
@@ -181,7 +181,7 @@ class ObstoreBucket(Bucket):
             # Only the answer to a GET says whether the bucket exists.
             found = self._found(self._obstore.get(self._small, name))
         except Exception as error:
-            if not isinstance(error, FileNotFoundError) or classify(error) is Problem.NO_BUCKET:
+            if not isinstance(error, FileNotFoundError) or classify(error) is BucketProblem.NO_BUCKET:
                 raise StoreError(explain(error, self._url)) from None
         if found is None or (self.has_notes and found.note != TEST_NOTE):
             # Some tools copy a bucket without its notes.
@@ -222,7 +222,7 @@ class ObstoreBucket(Bucket):
         """Returns the answer to each request, or FAILED for requests that did not begin within ``budget_s``."""
         began = self._clock()
         if began < self._quiet_until[ability]:
-            raise StoreError(f"{self._url}: {Problem.TIMEOUT.value}")
+            raise StoreError(f"{self._url}: {BucketProblem.TIMEOUT.value}")
         problems: list[Exception] = []
 
         def run(item: _Item) -> _Result | Outcome:
@@ -235,19 +235,21 @@ class ObstoreBucket(Bucket):
 
         answers = list(threads.map(run, items)) if len(items) > 1 else [run(item) for item in items]
         if answers and all(answer is Outcome.FAILED for answer in answers):
-            if problems and classify(problems[0]) is Problem.TIMEOUT:
+            if problems and classify(problems[0]) is BucketProblem.TIMEOUT:
                 self._quiet_until[ability] = self._clock() + self._times.quiet_s
-            raise StoreError(explain(problems[0], self._url) if problems else f"{self._url}: {Problem.TIMEOUT.value}")
+            raise StoreError(
+                explain(problems[0], self._url) if problems else f"{self._url}: {BucketProblem.TIMEOUT.value}"
+            )
         return answers
 
     @staticmethod
     def _outcome(error: Exception, problems: list[Exception]) -> Outcome:
         problem = classify(error)
-        if isinstance(error, FileNotFoundError) and problem is not Problem.NO_BUCKET:
+        if isinstance(error, FileNotFoundError) and problem is not BucketProblem.NO_BUCKET:
             return Outcome.MISSING
-        if problem is Problem.FULL:
+        if problem is BucketProblem.FULL:
             return Outcome.FULL
-        if problem is Problem.OUT_OF_RANGE:
+        if problem is BucketProblem.OUT_OF_RANGE:
             return Outcome.OTHER_SIZE
         if not problems:
             # One is enough: it has the text of the store's answer.
@@ -281,7 +283,7 @@ class ObstoreBucket(Bucket):
                 return Outcome.HELD
             except Exception as error:
                 is_unknown = isinstance(error, self._obstore.exceptions.NotSupportedError)
-                if not is_unknown and classify(error) is not Problem.NOT_IMPLEMENTED:
+                if not is_unknown and classify(error) is not BucketProblem.NOT_IMPLEMENTED:
                     raise
                 self._note_unconditional()
         self._obstore.put(

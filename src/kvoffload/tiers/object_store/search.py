@@ -24,7 +24,7 @@ def group_of(name: str) -> int:
         return -1
 
 
-class Search:
+class ObjectSearch:
     """Finds the existing values of ``names`` in rounds of requests for objects.
 
     ``names`` are the names of chains, head first. Servers store a chain of one of the ``groups`` in objects of up to

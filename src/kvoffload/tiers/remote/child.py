@@ -20,8 +20,8 @@ from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import Rows, SeparateBuffers, ValueMemory
-from kvoffload.tiers.remote.messages import Kind, Op, Request, Setup, Unframer, frame
+from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
+from kvoffload.tiers.remote.messages import Kind, Op, Setup, StoreRequest, Unframer, frame
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
@@ -133,7 +133,7 @@ class _Server:
     def _new_worker(self) -> StoreWorker:
         memory: ValueMemory = SeparateBuffers(self._pools)
         if self._client.registers_memory:
-            memory = rows = Rows(self._pools)
+            memory = rows = ValueRows(self._pools)
             self._watch.allow(rows.memory.nbytes)
             self._client.register(rows.memory)
         return StoreWorker(self._client, memory, self._values, pause=time.sleep)
@@ -142,7 +142,7 @@ class _Server:
         self._lookups.submit_read(self._announce)
         for kind, body in messages:
             if kind is Kind.REQUEST:
-                request = Request.unpack(body)
+                request = StoreRequest.unpack(body)
                 threads = self._threads_for(request)
                 is_nice = threads in (self._reads, self._writes)
                 if not threads.submit_read(partial(self._run, request, is_nice)):
@@ -152,12 +152,12 @@ class _Server:
             threads.close(max(0.0, deadline - time.monotonic()))
         self._client.close()
 
-    def _threads_for(self, request: Request) -> IOThreads:
+    def _threads_for(self, request: StoreRequest) -> IOThreads:
         if request.op is Op.READ:
             return self._small_reads if len(request.keys) <= SMALL_READ_BLOCKS else self._reads
         return self._writes if request.op is Op.WRITE else self._lookups
 
-    def _run(self, request: Request, is_nice: bool) -> None:
+    def _run(self, request: StoreRequest, is_nice: bool) -> None:
         if is_nice:
             # On Linux, 0 is the calling thread.
             os.setpriority(os.PRIO_PROCESS, 0, self._niceness + TRANSFER_NICENESS)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvoffload.abc import OffloadKey
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
-from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Request, Response, Status
+from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Response, Status, StoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class StoreChannel(ABC):
         DOWN again."""
 
     @abstractmethod
-    def submit(self, request: Request) -> bool:
+    def submit(self, request: StoreRequest) -> bool:
         """Sends a request. Returns False if the process is not READY or too much is waiting to be sent; the request is
         then dropped."""
 
@@ -90,7 +90,7 @@ class StoreChannel(ABC):
 class Answer:
     """A request and its response: None if the process was ended, or ended by itself, before it responded."""
 
-    request: Request
+    request: StoreRequest
     response: Response | None
 
 
@@ -110,7 +110,7 @@ class StoreLink:
         self._name = name
         self._clock = clock
         self._random = random
-        self._under_way: dict[int, tuple[Request, float]] = {}
+        self._under_way: dict[int, tuple[StoreRequest, float]] = {}
         """Requests without an answer and their deadlines, by number."""
         self._last_number = 0
         self._pause = FIRST_PAUSE_S
@@ -130,7 +130,7 @@ class StoreLink:
 
     def send(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int] = ()) -> bool:
         """Returns whether the request was sent: ``poll`` returns its answer, or that there is none."""
-        request = Request(self._last_number + 1, op, list(keys), list(slots))
+        request = StoreRequest(self._last_number + 1, op, list(keys), list(slots))
         if not self._channel.submit(request):
             return False
         self._last_number += 1

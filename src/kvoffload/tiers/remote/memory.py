@@ -41,7 +41,7 @@ class SeparateBuffers(ValueMemory):
         return Value(self._records[row], [pool[slot] for pool in self._pools])
 
 
-class Rows(ValueMemory):
+class ValueRows(ValueMemory):
     """A value is one buffer in memory of its own, as long as the record and the slots together. The format of the
     values copies between it and the slots. ``memory``: all of it."""
 

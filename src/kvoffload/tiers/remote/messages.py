@@ -64,7 +64,7 @@ class MessageError(KVOffloadError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StoreRequest:
     """``slots``: one host slot per key for reads and writes, else empty. ``number``: the response repeats it."""
 
     number: int
@@ -78,7 +78,7 @@ class Request:
         return b"".join([_REQUEST.pack(self.number, self.op, len(self.keys)), *keys, slots])
 
     @classmethod
-    def unpack(cls, data: bytes) -> Request:
+    def unpack(cls, data: bytes) -> StoreRequest:
         """Raises MessageError."""
         try:
             number, op, count = _REQUEST.unpack_from(data)

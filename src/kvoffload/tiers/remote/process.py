@@ -15,7 +15,7 @@ from collections import deque
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.link import ChannelState, StoreChannel
-from kvoffload.tiers.remote.messages import Kind, MessageError, Request, Response, Setup, Unframer, frame
+from kvoffload.tiers.remote.messages import Kind, MessageError, Response, Setup, StoreRequest, Unframer, frame
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ProcessChannel(StoreChannel):
         self._unsent += frame(Kind.SETUP, self._setup.pack())
         self._send()
 
-    def submit(self, request: Request) -> bool:
+    def submit(self, request: StoreRequest) -> bool:
         if self._state is not ChannelState.READY or len(self._unsent) > MAX_UNSENT_BYTES:
             return False
         self._unsent += frame(Kind.REQUEST, request.pack())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvoffload.abc import OffloadKey
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.memory import ValueMemory
-from kvoffload.tiers.remote.messages import Op, Request, Response, Status
+from kvoffload.tiers.remote.messages import Op, Response, Status, StoreRequest
 from kvoffload.tiers.remote.record import ValueFormat, Verdict
 
 RETRY_WITHIN_S = 1.0
@@ -55,7 +55,7 @@ class StoreWorker:
         self._random = random
         self._pause = pause
 
-    def run(self, request: Request) -> Response:
+    def run(self, request: StoreRequest) -> Response:
         """Returns the response to ``request``. Does not raise: an exception of the client fails the keys."""
         begun = self._clock()
         statuses, problem = self._try(request.op, request.keys, request.slots, begun)

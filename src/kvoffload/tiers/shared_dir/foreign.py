@@ -21,7 +21,7 @@ from kvoffload.abc import IntegrityError, Slots
 from kvoffload.tiers.disk.format import Header, slab_name
 from kvoffload.tiers.disk.journal import UInt64s
 from kvoffload.tiers.disk.storage import Storage, StoredFile
-from kvoffload.tiers.shared_dir.table import BlockTable, Places
+from kvoffload.tiers.shared_dir.table import ForeignTable, Places
 
 MAX_FOREIGN_BLOCKS = 8 << 20
 """Blocks of other seats that a process knows of; about 100 bytes of memory per block. Others are misses."""
@@ -66,7 +66,7 @@ class ForeignBlocks:
         self._max_blocks = max_blocks
         self._views: dict[int, SeatView] = {}
         """By number of the seat."""
-        self._table = BlockTable(0)
+        self._table = ForeignTable(0)
         """One place per digest: number of the seat and slot in one number."""
         self._copies: dict[int, list[int]] = {}
         """Further places of the digests that have several."""
@@ -126,7 +126,7 @@ class ForeignBlocks:
             self._remove(view, np.arange(len(view.digests)))
             self.slabs.close(view)
 
-    def _insert(self, table: BlockTable, view: SeatView, slots: Slots) -> None:
+    def _insert(self, table: ForeignTable, view: SeatView, slots: Slots) -> None:
         """Adds the blocks in ``slots``."""
         slots = slots[view.digests[slots] != 0]
         digests, places = view.digests[slots], _places(view, slots)
@@ -152,7 +152,7 @@ class ForeignBlocks:
 
     def _rebuild(self) -> None:
         """Makes a larger table of all views."""
-        table = BlockTable(sum(int(np.count_nonzero(view.digests)) for view in self._views.values()))
+        table = ForeignTable(sum(int(np.count_nonzero(view.digests)) for view in self._views.values()))
         self._copies.clear()
         for view in self._views.values():
             self._insert(table, view, np.arange(len(view.digests)))

@@ -24,7 +24,7 @@ _SHARE = 4096
 looks up waits for no single long call."""
 
 
-class BlockTable:
+class ForeignTable:
     """At most one place per digest, for about ``capacity`` digests. A digest is not 0, a place not negative."""
 
     def __init__(self, capacity: int) -> None:

@@ -71,7 +71,7 @@ class Surroundings:
     repeat: Repeat | None = Repeating
 
 
-class _State(enum.Enum):
+class _SeatUse(enum.Enum):
     SERVING = enum.auto()
     LOST = enum.auto()
     """The seat's files have vanished, or another process has it: foreign blocks are read. A new seat is taken in the
@@ -106,7 +106,7 @@ class SharedDirTier(Tier):
         self._runs_on = on = surroundings or Surroundings()
         self._compares_identities = bool(context.identity)
         """Whether other identities are still to be compared with this one, once."""
-        self._state = _State.SERVING
+        self._state = _SeatUse.SERVING
         try:
             self._writer = self._open_writer(root)
         except BaseException:
@@ -178,7 +178,7 @@ class SharedDirTier(Tier):
         """Writes heartbeat and journal, empties seats of servers that are gone, and takes a new seat in place of a lost
         one; each when it is due."""
         self._writer.keep()
-        self._renewal.work(self._writer if self._state is _State.LOST else None)
+        self._renewal.work(self._writer if self._state is _SeatUse.LOST else None)
 
     def _end_keeping(self) -> None:
         self._writer.end()
@@ -210,7 +210,7 @@ class SharedDirTier(Tier):
     def stats(self) -> TierStats:
         stats = self.own.stats()
         return stats._replace(
-            num_blocks=0 if self._state is _State.FORGOTTEN else stats.num_blocks,
+            num_blocks=0 if self._state is _SeatUse.FORGOTTEN else stats.num_blocks,
             num_evicted=self._num_evicted_before + stats.num_evicted,
         )
 
@@ -230,7 +230,7 @@ class SharedDirTier(Tier):
         return self.own.is_busy or bool(self._reading)
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
-        if self._state in (_State.FORGOTTEN, _State.CLOSED):
+        if self._state in (_SeatUse.FORGOTTEN, _SeatUse.CLOSED):
             return np.full(len(keys), MISS, dtype=np.uint8)
         states = self.own.contains(keys)
         if len(self.blocks):
@@ -249,7 +249,7 @@ class SharedDirTier(Tier):
         return digests, places
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        if self._state in (_State.FORGOTTEN, _State.CLOSED) or not keys:
+        if self._state in (_SeatUse.FORGOTTEN, _SeatUse.CLOSED) or not keys:
             return []
         absent = self.own.contains(keys) == MISS if len(self.blocks) else np.zeros(len(keys), dtype=np.bool_)
         if not absent.any():
@@ -274,7 +274,7 @@ class SharedDirTier(Tier):
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         """See ``Tier.write``. Blocks that another seat holds are not taken on."""
-        if self._state is not _State.SERVING or not keys:
+        if self._state is not _SeatUse.SERVING or not keys:
             return []
         if len(self.blocks):
             _, places = self._find(keys)
@@ -315,21 +315,21 @@ class SharedDirTier(Tier):
                 del self._handed_over[key]
             if written:
                 self._write_journal_now()
-        if self._state is _State.LOST and not self.own.has_jobs:
+        if self._state is _SeatUse.LOST and not self.own.has_jobs:
             self._use_new_seat()
         for result in foreign:
             is_deleted = self._reading.pop(result.key)
             if not result.ok:
                 self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
             results.append(_gone(result) if is_deleted else result)
-        return list(map(_gone, results)) if self._state is _State.FORGOTTEN else results
+        return list(map(_gone, results)) if self._state is _SeatUse.FORGOTTEN else results
 
     def _give_up(self) -> None:
         self.own.give_up()
         self._follower.own = None
-        if self._state is not _State.SERVING:
+        if self._state is not _SeatUse.SERVING:
             return
-        self._state = _State.LOST
+        self._state = _SeatUse.LOST
         logger.warning(
             "kvoffload: shared directory: %s is lost: its files have vanished, or another server has taken it because "
             "this one was silent for too long. This server reads the others' blocks, and writes none until it has a "
@@ -345,7 +345,7 @@ class SharedDirTier(Tier):
         self._num_evicted_before += self.own.stats().num_evicted
         self._writer = writer
         self._follower.move(self._writer.root, self.seat.name)
-        self._state = _State.SERVING
+        self._state = _SeatUse.SERVING
         logger.warning("kvoffload: shared directory: this server writes into %s from now on", self.seat.name)
 
     def wait(self, timeout_s: float) -> None:
@@ -364,17 +364,17 @@ class SharedDirTier(Tier):
     def reset(self) -> None:
         """Forgets all blocks, and writes nothing from now on. What the process has written stays: it was computed with
         the weights that its fingerprint says."""
-        if self._state is not _State.CLOSED:
-            self._state = _State.FORGOTTEN
+        if self._state is not _SeatUse.CLOSED:
+            self._state = _SeatUse.FORGOTTEN
 
     def take_evicted(self) -> list[OffloadKey]:
         return self.own.take_evicted()
 
     def close(self) -> None:
-        if self._state is _State.CLOSED:
+        if self._state is _SeatUse.CLOSED:
             return
-        is_forgotten = self._state is _State.FORGOTTEN
-        self._state = _State.CLOSED
+        is_forgotten = self._state is _SeatUse.FORGOTTEN
+        self._state = _SeatUse.CLOSED
         if self._keeping is None or self._following is None:
             self._end_keeping()
             self._follower.close()

@@ -10,7 +10,7 @@ from kvoffload.abc import PageGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LayerRun:
     """Bytes that each device block has in one piece: block ``i`` has ``nbytes`` of them at ``base + i * stride``.
 
     In a row they are at ``offset``.
@@ -31,7 +31,7 @@ class PageTable:
     group has no runs.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[LayerRun, ...]
     row_bytes: int
     num_blocks: int
     factor: int = 1
@@ -78,8 +78,8 @@ def page_table(group: PageGroup) -> PageTable:
     return PageTable(runs, group.row_bytes, counts.pop() if counts else 0, group.factor)
 
 
-def _runs(views: Sequence[Any], offsets: Sequence[int]) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _runs(views: Sequence[Any], offsets: Sequence[int]) -> tuple[LayerRun, ...]:
+    runs: list[LayerRun] = []
     for view, offset in zip(views, offsets, strict=True):
         base, stride, nbytes = _address(view), _stride(view), int(view.shape[1])
         last = runs[-1] if runs else None
@@ -88,9 +88,9 @@ def _runs(views: Sequence[Any], offsets: Sequence[int]) -> tuple[Run, ...]:
             last.stride,
             last.offset + last.nbytes,
         ):
-            runs[-1] = Run(last.base, stride, last.nbytes + nbytes, last.offset)
+            runs[-1] = LayerRun(last.base, stride, last.nbytes + nbytes, last.offset)
         else:
-            runs.append(Run(base, stride, nbytes, offset))
+            runs.append(LayerRun(base, stride, nbytes, offset))
     return tuple(runs)
 
 

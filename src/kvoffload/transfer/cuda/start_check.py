@@ -14,7 +14,7 @@ from kvoffload.abc import ByteArray
 from kvoffload.transfer.cuda.calls import Kernel
 from kvoffload.transfer.cuda.driver import Driver, DriverError
 from kvoffload.transfer.cuda.kernels import launch
-from kvoffload.transfer.cuda.pages import PageTable, Run
+from kvoffload.transfer.cuda.pages import LayerRun, PageTable
 
 CHECK_DEADLINE_S = 5.0
 NUM_BLOCKS = 3
@@ -50,7 +50,7 @@ class StartCheck:
         address = self._driver.allocate(ends[-1])
         offsets = accumulate((run.nbytes for run in table.runs), initial=0)
         runs = [
-            Run(address + end - NUM_BLOCKS * stride, stride, run.nbytes, offset)
+            LayerRun(address + end - NUM_BLOCKS * stride, stride, run.nbytes, offset)
             for run, stride, end, offset in zip(table.runs, strides, ends, offsets, strict=False)
         ]
         yield PageTable(tuple(runs), table.device_block_bytes, NUM_BLOCKS, table.factor)

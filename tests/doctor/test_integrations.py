@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvoffload.doctor import doors, machine
+from kvoffload.doctor import integrations, machine
 from kvoffload.doctor.configuration import PlannedServer
-from kvoffload.doctor.doors import Door
 from kvoffload.doctor.engine import cpu_findings, version_findings
 from kvoffload.doctor.findings import Level
+from kvoffload.doctor.integrations import Integration
 from tests.doctor.rig import diagnose, findings_of, judge, private
 
 GIB = 1 << 30
@@ -188,45 +188,45 @@ def test_tiers_behind_a_door_are_checked_like_all_others(tmp_path: Path) -> None
 
 def test_a_container_with_little_shared_memory(tmp_path: Path) -> None:
     """vLLM puts its host memory into a file there, and ends if it does not fit."""
-    plan = PlannedServer(Door.VLLM, 1 << 60, shared_memory_bytes=1 << 60)
+    plan = PlannedServer(Integration.VLLM, 1 << 60, shared_memory_bytes=1 << 60)
     assert "--shm-size" in findings_of(partial(machine.check, plan))["memory.shm_small"].fix
     assert findings_of(lambda report: machine.check_shared_memory(plan, report, tmp_path / "none")) == {}
 
 
 @pytest.mark.parametrize(
-    ("version", "door", "id"),
+    ("version", "integration", "id"),
     [
-        ("0.30.0", Door.VLLM, "engine.too_old"),
-        ("0.31.0", Door.VLLM, "engine.tested"),
-        ("0.34.0", Door.VLLM, "engine.untested"),
-        (None, Door.SGLANG, "engine.missing"),
-        ("0.6.0", Door.SGLANG, "engine.untested"),
+        ("0.30.0", Integration.VLLM, "engine.too_old"),
+        ("0.31.0", Integration.VLLM, "engine.tested"),
+        ("0.34.0", Integration.VLLM, "engine.untested"),
+        (None, Integration.SGLANG, "engine.missing"),
+        ("0.6.0", Integration.SGLANG, "engine.untested"),
     ],
 )
-def test_versions_of_engines(version: str | None, door: Door, id: str) -> None:
-    (found,) = version_findings(version, PlannedServer(door))
+def test_versions_of_engines(version: str | None, integration: Integration, id: str) -> None:
+    (found,) = version_findings(version, PlannedServer(integration))
     assert found.id == id
-    assert "SGLang" in found.text if door is Door.SGLANG else "vLLM" in found.text
+    assert "SGLang" in found.text if integration is Integration.SGLANG else "vLLM" in found.text
 
 
 def test_own_offloading_on_cpus_needs_a_spec_that_copies_there() -> None:
-    (found,) = cpu_findings(True, PlannedServer(Door.VLLM, is_for_cpus=False, shared_memory_bytes=1))
+    (found,) = cpu_findings(True, PlannedServer(Integration.VLLM, is_for_cpus=False, shared_memory_bytes=1))
     assert '"HostTieringSpec"' in found.fix
     for is_for_cpus, plan in (
-        (False, PlannedServer(Door.VLLM, is_for_cpus=False)),
-        (True, PlannedServer(Door.VLLM, is_for_cpus=True)),
+        (False, PlannedServer(Integration.VLLM, is_for_cpus=False)),
+        (True, PlannedServer(Integration.VLLM, is_for_cpus=True)),
     ):
         assert list(cpu_findings(is_for_cpus, plan)) == []
     assert list(cpu_findings(True, PlannedServer())) == []
 
 
 def test_the_names_are_those_of_the_classes() -> None:
-    source = Path(doors.__file__).parents[1]
+    source = Path(integrations.__file__).parents[1]
     for module, names in (
-        (doors.TIER_MODULE, (doors.TIER,)),
-        (doors.POLICY_MODULE, doors.POLICIES),
-        (doors.SPEC_MODULE, (doors.TIERING_SPEC_ON_CPUS, doors.SPEC_ON_CPUS)),
-        (doors.STORAGE_MODULE, (doors.STORAGE,)),
+        (integrations.TIER_MODULE, (integrations.TIER,)),
+        (integrations.POLICY_MODULE, integrations.POLICIES),
+        (integrations.SPEC_MODULE, (integrations.TIERING_SPEC_ON_CPUS, integrations.SPEC_ON_CPUS)),
+        (integrations.STORAGE_MODULE, (integrations.STORAGE,)),
     ):
         path = source.joinpath(*module.split(".")[1:])
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()

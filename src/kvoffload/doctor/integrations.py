@@ -46,7 +46,7 @@ Say = Callable[..., None]
 """Reports a finding: the end of its id, its text, its fix, and ``level``, by default Level.PROBLEM."""
 
 
-class Door(enum.StrEnum):
+class Integration(enum.StrEnum):
     """The way in by which an engine reaches kvoffload."""
 
     CONNECTOR = "connector"
@@ -75,13 +75,13 @@ class Given:
     is_for_cpus: bool | None = None
 
 
-def door_of(options: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> Door:
+def integration_of(options: Mapping[str, Any], transfer: Mapping[str, Any] | None) -> Integration:
     """Returns whose configuration this is. ``transfer``: see ``ConfigSource``."""
     if transfer is not None:
-        return Door.VLLM if transfer.get("kv_connector") == CONNECTOR else Door.CONNECTOR
+        return Integration.VLLM if transfer.get("kv_connector") == CONNECTOR else Integration.CONNECTOR
     if any(name in options for name in _OF_VLLM):
-        return Door.VLLM
-    return Door.SGLANG if any(name in options for name in _STORAGE_KEYS) else Door.CONNECTOR
+        return Integration.VLLM
+    return Integration.SGLANG if any(name in options for name in _STORAGE_KEYS) else Integration.CONNECTOR
 
 
 # vLLM.
