@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -181,6 +182,25 @@ def trimmed_dicts(sources: dict[str, str]) -> list[str]:
 def test_no_table_is_trimmed_by_deleting_the_first_key_of_a_dict() -> None:
     assert trimmed_dicts(modules()) == []
     assert trimmed_dicts({"a": "while len(table) > 3:\n    del table[next(iter(table))]"}) == ["a, line 2"]
+
+
+def repeated_classes(sources: dict[str, str]) -> list[str]:
+    """Returns the names of classes that stand more than once, without ``native``, whose reference has the names of what
+    is compiled."""
+    names = Counter(
+        node.name
+        for name, source in sources.items()
+        if room(name) != "native"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    )
+    return [name for name, count in names.items() if count > 1]
+
+
+def test_a_class_name_stands_once_in_the_package() -> None:
+    assert repeated_classes(modules()) == []
+    planted = modules() | {"kvoffload.cache.planted": "class WritePlan: ..."}
+    assert repeated_classes(planted) == ["WritePlan"]
 
 
 def loaded_by(statement: str) -> set[str]:
