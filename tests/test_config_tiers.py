@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvoffload import ConfigError, OffloadConfig, Tier, TierConfig, TierContext
-from kvoffload.config import DoorConfig
+from kvoffload.config import IntegrationConfig
 from kvoffload.tiers.config import BUILTIN
 from kvoffload.tiers.disk.config import DiskConfig
 
@@ -244,12 +244,12 @@ def test_two_tiers_that_are_the_same() -> None:
 
 def test_one_tier_behind_another_engine_is_named_as_it_was_given() -> None:
     disk = {"kind": "disk", "dir": "/cache", "bytes": "1GiB"}
-    single = DoorConfig.from_mapping({"tier": disk, "policy": None}, "secondary_tiers[2].")
-    several = DoorConfig.from_mapping({"tiers": [disk]}, "secondary_tiers[2].")
+    single = IntegrationConfig.from_mapping({"tier": disk, "policy": None}, "secondary_tiers[2].")
+    several = IntegrationConfig.from_mapping({"tiers": [disk]}, "secondary_tiers[2].")
     assert single.tiers == several.tiers == (DiskConfig("/cache", GIB),)
     assert [entry.setting for entry in single.tier_entries] == ["secondary_tiers[2].tier.dir='/cache'"]
     assert [entry.setting for entry in several.tier_entries] == ["secondary_tiers[2].tiers[0].dir='/cache'"]
-    assert DoorConfig(several.tiers).names == ("tiers[0]",)
+    assert IntegrationConfig(several.tiers).names == ("tiers[0]",)
     for wrong, said in (
         ({"tier": disk | {"bytes": 0}}, "x.tier.bytes=0: "),
         ({"tiers": [disk, disk]}, "x.tiers[1].dir='/cache': x.tiers[0].dir='/cache' has the same directory"),
@@ -258,7 +258,7 @@ def test_one_tier_behind_another_engine_is_named_as_it_was_given() -> None:
         ({"tiers": []}, "x.tier is not set; add a tier"),
     ):
         with pytest.raises(ConfigError) as error:
-            DoorConfig.from_mapping(wrong, "x.")
+            IntegrationConfig.from_mapping(wrong, "x.")
         assert str(error.value).startswith(said)
 
 

@@ -264,7 +264,7 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorConfig:
+class IntegrationConfig:
     """What a user can set where kvoffload keeps what lies below the host memory of an engine's own offloading.
 
     The fields are options of OffloadConfig with the same meaning. Every value is checked: the constructor raises
@@ -281,7 +281,7 @@ class DoorConfig:
     """What errors call each of the tiers, by default "tiers[0]" and so on."""
 
     @classmethod
-    def from_mapping(cls, options: Mapping[str, Any], prefix: str = "") -> DoorConfig:
+    def from_mapping(cls, options: Mapping[str, Any], prefix: str = "") -> IntegrationConfig:
         """Returns the configuration with these keys: the names of the fields, and ``tier`` for a single tier. A key
         that is None counts as not set. ``prefix`` is put in front of every key in errors.
 

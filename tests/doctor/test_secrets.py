@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvoffload.abc import ConfigError
 from kvoffload.abc.shown import shown
-from kvoffload.config import DoorConfig, OffloadConfig
+from kvoffload.config import IntegrationConfig, OffloadConfig
 from kvoffload.doctor import configuration
 from kvoffload.doctor.findings import Report
 from kvoffload.doctor.source import ConfigSource, read_source
@@ -84,7 +84,7 @@ def test_a_secret_in_an_unknown_place_is_shown_nowhere(options: Mapping[str, Any
             texts += [str(error), repr(error), str(vars(error)), str(error.__cause__)]
     with suppress(ConfigError):
         try:
-            DoorConfig.from_mapping({"tier": options.get("tiers")}, "secondary_tiers[0].")
+            IntegrationConfig.from_mapping({"tier": options.get("tiers")}, "secondary_tiers[0].")
         except ConfigError as error:
             texts.append(str(error))
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}

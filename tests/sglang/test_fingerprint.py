@@ -11,7 +11,7 @@ from tests.sglang import parts
 from tests.sglang.parts import mha_pool, mla_pool, storage_config
 
 from kvoffload.abc import ConfigError  # isort: skip
-from kvoffload.config import DoorConfig  # isort: skip
+from kvoffload.config import IntegrationConfig  # isort: skip
 from kvoffload.fingerprints import fingerprint  # isort: skip
 from kvoffload.sglang import engine  # isort: skip
 from kvoffload.sglang.fingerprint import SETTINGS, describe_parts, fingerprint_parts  # isort: skip
@@ -27,7 +27,7 @@ def identity_of(
     """Returns the fingerprint of a rank, and it in words."""
     given = arguments or {}
     kv = HostPages("kv", pool or mha_pool())
-    made = fingerprint_parts(DoorConfig.from_mapping(options), storage_config(**fields), kv, kv.nbytes, given)
+    made = fingerprint_parts(IntegrationConfig.from_mapping(options), storage_config(**fields), kv, kv.nbytes, given)
     return fingerprint(made), describe_parts(made, given, None)
 
 

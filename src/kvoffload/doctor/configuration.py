@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload.abc import ConfigError
 from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import TenantConfig
-from kvoffload.config import DoorConfig, OffloadConfig
+from kvoffload.config import IntegrationConfig, OffloadConfig
 from kvoffload.doctor.findings import Level, Report
 from kvoffload.doctor.integrations import Given, Integration, Say, TierOptions, integration_of, read_sglang, read_vllm
 from kvoffload.doctor.source import OPTIONS_KEY, ConfigSource
@@ -152,10 +152,10 @@ def check(source: ConfigSource, report: Report) -> PlannedServer:
 
 def read_config(
     integration: Integration, options: Mapping[str, Any], prefix: str = ""
-) -> tuple[OffloadConfig | DoorConfig | None, list[TierEntry], list[ConfigError]]:
+) -> tuple[OffloadConfig | IntegrationConfig | None, list[TierEntry], list[ConfigError]]:
     """Returns the configuration that a server would read from ``options``, its tiers, and the errors for which the
     server would refuse it: that of each entry of ``tiers``, and the first one of everything else. ``prefix``: the words
-    before the settings of a DoorConfig in errors.
+    before the settings of a IntegrationConfig in errors.
 
     With a wrong entry, everything that depends on tiers is left out. The configuration is None if the rest is wrong.
     """
@@ -172,11 +172,11 @@ def read_config(
         options = {name: value for name, value in options.items() if name not in ("tiers", "tenants")}
     try:
         if integration is Integration.CONNECTOR:
-            found: OffloadConfig | DoorConfig = OffloadConfig.from_mapping(options)
+            found: OffloadConfig | IntegrationConfig = OffloadConfig.from_mapping(options)
         elif errors:
             return None, entries, errors
         else:
-            found = DoorConfig.from_mapping(options, prefix)
+            found = IntegrationConfig.from_mapping(options, prefix)
     except ConfigError as error:
         return None, entries, [*errors, error]
     return found, [*found.tier_entries, *(entries if errors else [])], errors
@@ -187,7 +187,7 @@ def _plan(
 ) -> tuple[PlannedServer, list[ConfigError]]:
     """Returns the plan, and the errors that a server would give."""
     planned, deadlines, errors = list[TierEntry](), list[float](), list[ConfigError]()
-    config: OffloadConfig | DoorConfig | None = None
+    config: OffloadConfig | IntegrationConfig | None = None
     for part in given.parts:
         config, entries, found = read_config(integration, part.options, part.prefix)
         errors += found

@@ -15,7 +15,7 @@ from kvoffload.tiers.identity import MODEL, digest
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-    from kvoffload.config import DoorConfig
+    from kvoffload.config import IntegrationConfig
     from kvoffload.sglang.pools import HostPages
 
 PAGES_VERSION = 1
@@ -99,7 +99,11 @@ FILES = ("quantization_param_path", "speculative_token_map")
 
 
 def fingerprint_parts(
-    options: DoorConfig, config: HiCacheStorageConfig, kv: HostPages, block_bytes: int, arguments: Mapping[str, Any]
+    options: IntegrationConfig,
+    config: HiCacheStorageConfig,
+    kv: HostPages,
+    block_bytes: int,
+    arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns everything that shapes the bytes of this rank's pages in the pool ``kv``, and their blocks of
     ``block_bytes``. ``kvoffload.fingerprint`` makes its fingerprint from that. Keys of other pools contain what shapes
@@ -152,7 +156,7 @@ def describe_parts(parts: Mapping[str, Any], arguments: Mapping[str, Any], model
 
 
 def _weights(
-    options: DoorConfig, config: HiCacheStorageConfig, arguments: Mapping[str, Any], digests: DigestCache
+    options: IntegrationConfig, config: HiCacheStorageConfig, arguments: Mapping[str, Any], digests: DigestCache
 ) -> str:
     """Returns text that identifies the weights of the model. Reads every byte of them unless the user identifies them.
 
@@ -171,7 +175,7 @@ def _weights(
     raise _unidentified(str(model), reason)
 
 
-def _draft(options: DoorConfig, arguments: Mapping[str, Any], digests: DigestCache) -> str | None:
+def _draft(options: IntegrationConfig, arguments: Mapping[str, Any], digests: DigestCache) -> str | None:
     """Returns text that identifies the weights of the draft model, whose KV some pools hold too; None without one."""
     model = arguments.get("speculative_draft_model_path")
     if not arguments.get("speculative_algorithm") or not model or options.model_fingerprint is not None:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvoffload.abc import NOT_SET, ConfigError, KVGroup, Miss
-from kvoffload.config import DoorConfig
+from kvoffload.config import IntegrationConfig
 from kvoffload.fingerprints import fingerprint
 from kvoffload.sglang import engine
 from kvoffload.sglang.fingerprint import describe_parts, fingerprint_parts
@@ -87,7 +87,7 @@ class KVOffloadStorage(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
-        """``storage_config.extra_config`` has the keys of DoorConfig beside SGLang's own. Raises ConfigError."""
+        """``storage_config.extra_config`` has the keys of IntegrationConfig beside SGLang's own. Raises ConfigError."""
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ConfigError(
@@ -96,7 +96,7 @@ class KVOffloadStorage(HiCacheStorage):
                 fix='write "interface_v1": 1',
             )
         options = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
-        self._options = DoorConfig.from_mapping({"load_deadline_ms": LOAD_DEADLINE_MS, **options})
+        self._options = IntegrationConfig.from_mapping({"load_deadline_ms": LOAD_DEADLINE_MS, **options})
         self._config = storage_config
         self._arguments = engine.arguments()
         self._refuse_unserved()

@@ -35,7 +35,7 @@ from kvoffload.vllm.nesting import page_layout
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
-    from kvoffload.config import DoorConfig, OffloadConfig
+    from kvoffload.config import IntegrationConfig, OffloadConfig
     from kvoffload.vllm.layout import ModelLayout
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,9 @@ def _model(model: ModelConfig) -> list[Any]:
     ]
 
 
-def _identity(config: OffloadConfig | DoorConfig, model: ModelConfig, load: LoadConfig, digests: DigestCache) -> str:
+def _identity(
+    config: OffloadConfig | IntegrationConfig, model: ModelConfig, load: LoadConfig, digests: DigestCache
+) -> str:
     """Returns text that identifies the weights of ``model``. Reads every byte of them only if blocks outlive this
     process. Raises ConfigError if they do and nothing identifies the weights."""
     if config.model_fingerprint is not None:

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvoffload.abc import NOT_SET, ConfigError, KVGroup
-from kvoffload.config import DoorConfig, OffloadConfig
+from kvoffload.config import IntegrationConfig, OffloadConfig
 from kvoffload.connector.parts import Parts
 from kvoffload.connector.ranks import LayerPages
 from kvoffload.host.pool import PoolHandle
@@ -89,7 +89,7 @@ def layers_of(infos: Sequence[RankInfo]) -> list[list[list[Any]]]:
 class ModelLayout:
     """What is served of a model, and its place on the node."""
 
-    config: OffloadConfig | DoorConfig
+    config: OffloadConfig | IntegrationConfig
     groups: tuple[GroupLayout, ...]
     hash_block_size: int
     engine: int

@@ -3,7 +3,7 @@
 vLLM's OffloadingConnector copies between the device and its host memory. With ``"spec_name": "TieringOffloadingSpec"``
 it stores every chunk in its secondary tiers as well, and promotes from them what a request asks for. An entry of
 ``secondary_tiers`` with ``"type": "KVOffloadTier"`` and ``"module_path": "kvoffload.vllm.secondary_tier"`` names this
-class; its other keys are those of ``kvoffload.config.DoorConfig``.
+class; its other keys are those of ``kvoffload.config.IntegrationConfig``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from kvoffload.abc import ByteArray, ConfigError, OffloadKey
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.keys import key_group_idx
-from kvoffload.config import DoorConfig
+from kvoffload.config import IntegrationConfig
 from kvoffload.connector.guarded import guarded
 from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.metrics import METRICS, PREFIX, Metrics
@@ -84,12 +84,12 @@ class KVOffloadTier(SecondaryTierManager):
         backpressure_detector: BackpressureDetector | None = None,
         **options: Any,
     ) -> None:
-        """``primary_kv_view``: vLLM's host memory, a row per chunk. ``options``: see DoorConfig.
+        """``primary_kv_view``: vLLM's host memory, a row per chunk. ``options``: see IntegrationConfig.
 
         Raises ConfigError for a wrong option, and for a model or a setting that is not served.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        config = DoorConfig.from_mapping(options, _setting(offloading_spec, tier_type, options))
+        config = IntegrationConfig.from_mapping(options, _setting(offloading_spec, tier_type, options))
         vllm_config, kv_cache_config = calling_engine()
         versions.warn_if_untested()
         row_bytes = self.block_size_bytes
@@ -119,7 +119,7 @@ class KVOffloadTier(SecondaryTierManager):
         engine_id = vllm_config.kv_transfer_config.engine_id
         self._server = RecordServer(lambda: self._records.records, engine_id or "0", self.metrics.totals)
 
-    def _open(self, config: DoorConfig) -> TierBridge:
+    def _open(self, config: IntegrationConfig) -> TierBridge:
         layout = self.layout
         made = fingerprint(layout.fingerprint_parts)
         bridge = build_bridge(

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from kvoffload.abc import ConfigError, KVGroup
-from kvoffload.config import DoorConfig
+from kvoffload.config import IntegrationConfig
 from kvoffload.connector.parts import Parts
 from kvoffload.fingerprints import package_version
 from kvoffload.tiers.config import TierEntry
@@ -57,7 +57,7 @@ class TierLayout(ModelLayout):
     """What a tier of vLLM's own offloading serves. A block is a chunk of vLLM's, which has one row of its host
     memory."""
 
-    config: DoorConfig
+    config: IntegrationConfig
     block_bytes: int
     """Bytes at the beginning of a row that hold KV, of all ranks together."""
     fingerprint_parts: dict[str, Any]
@@ -66,7 +66,7 @@ class TierLayout(ModelLayout):
     @classmethod
     def from_vllm(
         cls,
-        config: DoorConfig,
+        config: IntegrationConfig,
         spec: OffloadingSpec,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
