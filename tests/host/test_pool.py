@@ -265,9 +265,9 @@ def reserving(num_blocks: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
-    """Pretends that the machine has ``num_blocks`` pages of memory, minus those that pools have allocated. Ignores the
-    reservations of processes other than this one and its children, which may run the same tests."""
-    here = os.getpid()
+    """Pretends that the machine has ``num_blocks`` pages of memory, minus those that pools allocate from now on. Ignores
+    the reservations of processes other than this one and its children, which may run the same tests."""
+    here, before = os.getpid(), allocated_by_pools().keys()
 
     def is_mine(pid: int) -> bool:
         with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
 
     def field(file: Path, name: str) -> int:
         assert name == "MemAvailable"
-        return num_blocks * 4096 - sum(allocated_by_pools().values())
+        return num_blocks * 4096 - sum(nbytes for inode, nbytes in allocated_by_pools().items() if inode not in before)
 
     monkeypatch.setattr(memory, "meminfo_field", field)
     monkeypatch.setattr(memory, "cgroup_limits", list)
