@@ -265,8 +265,8 @@ def reserving(num_blocks: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
-    """Pretends that the machine has ``num_blocks`` pages of memory, minus those that pools allocate from now on. Ignores
-    the reservations of processes other than this one and its children, which may run the same tests."""
+    """Pretends that the machine has ``num_blocks`` pages of memory, minus those that pools allocate from now on.
+    Ignores the reservations of processes other than this one and its children, which may run the same tests."""
     here, before = os.getpid(), allocated_by_pools().keys()
 
     def is_mine(pid: int) -> bool:
