@@ -97,9 +97,8 @@ class Index:
     def load(self, num_slots: int) -> Iterator[Entries]:
         """Yields the blocks in the first ``num_slots`` slots, in pieces. Records that cannot be read are left out."""
         for first in range(0, num_slots, RECORDS_AT_ONCE):
-            data = np.zeros(min(RECORDS_AT_ONCE, num_slots - first) * RECORD_BYTES, dtype=np.uint8)
             try:
-                done = self._file.read([data], record_offset(first))
+                entries = read_piece(self._file, self.header, first, num_slots)
             except OSError as error:
                 logger.warning(
                     "kvoffload: disk tier: a part of its index cannot be read (%s), so the blocks in it are misses; "
@@ -107,7 +106,7 @@ class Index:
                     error,
                 )
                 continue
-            yield parse_records(self.header, data[:done], first)
+            yield entries
 
     def resize(self, num_slots: int) -> None:
         self._file.resize(record_offset(num_slots))
@@ -119,6 +118,13 @@ class Index:
     def close(self) -> bool:
         """Ends the journal. Returns False if a thread hangs in it."""
         return self._journal is None or self._journal.close()
+
+
+def read_piece(file: StoredFile, header: Header, first: int, num_slots: int) -> Entries:
+    """Returns the blocks in RECORDS_AT_ONCE slots of an index from ``first`` on, of ``num_slots`` in all. Raises
+    OSError."""
+    data = np.zeros(min(RECORDS_AT_ONCE, num_slots - first) * RECORD_BYTES, dtype=np.uint8)
+    return parse_records(header, data[: file.read([data], record_offset(first))], first)
 
 
 def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:

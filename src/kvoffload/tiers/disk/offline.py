@@ -36,11 +36,11 @@ from kvoffload.tiers.disk.format import (
     slab_name,
 )
 from kvoffload.tiers.disk.identities import read_identity
+from kvoffload.tiers.disk.index import RECORDS_AT_ONCE, read_piece
 from kvoffload.tiers.disk.storage import StoredFile, aligned_buffer
 from kvoffload.tiers.shared_dir.seats import CLOCK_NAME, HEARTBEAT_NAME, SILENT_S, SeatState, look, seat_number
 from kvoffload.units import counted
 
-RECORDS_AT_ONCE = 1 << 16
 TRIES = 3
 """Attempts to read a block that changes meanwhile."""
 MAX_NAMES = 5
@@ -472,8 +472,7 @@ def _read_blocks(file: StoredFile, header: Header, num_records: int) -> tuple[li
     newest: dict[OffloadKey, _RecordedBlock] = {}
     num_damaged = 0
     for first in range(0, num_records, RECORDS_AT_ONCE):
-        data = np.zeros(min(RECORDS_AT_ONCE, num_records - first) * RECORD_BYTES, dtype=np.uint8)
-        entries = parse_records(header, data[: file.read([data], record_offset(first))], first)
+        entries = read_piece(file, header, first, num_records)
         num_damaged += entries.num_damaged
         for block in _blocks(entries):
             if block.key not in newest or newest[block.key].sequence <= block.sequence:
