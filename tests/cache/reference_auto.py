@@ -56,93 +56,61 @@ class Ghosts:
         self.entries.append((name, stamp))
 
 
-class ReferenceTwoLists:
-    """Names in two lists that follow one rule, as ``policies.tournament.Shadow`` does, and ``AutoPolicy`` if every
-    request is served at once."""
+class ReferenceShadows:
+    """Names on a device, and those that have left it in one shadow per rule, as ``policies.tournament.PlainShadows``
+    has them; and what ``AutoPolicy`` holds if every request is served at once and there is no device."""
 
-    def __init__(self, capacity: int, rule: Rule) -> None:
-        self.capacity = capacity
-        self.rule = rule
-        self.once: list[int] = []
-        self.again: list[int] = []
-        self.ghosts: list[int] = []
-        self.stamp: dict[int, int] = {}
-        self.clock = 0
+    def __init__(self, host: int, device: int, rules: Sequence[Rule]) -> None:
+        self.host, self.device, self.rules = host, device, rules
+        self.on_device: list[int] = []
+        self.off_device: list[int] = []
+        self.once: list[list[int]] = [[] for _ in rules]
+        self.again: list[list[int]] = [[] for _ in rules]
+        self.was_used_again: dict[int, bool] = {}
+        """Of each known name."""
 
-    def access(self, names: Sequence[int]) -> int:
-        here = [name for name in names if name in self.once or name in self.again]
-        found = next((n for n, name in enumerate(names) if name not in here), len(names))
-        self.clock += len(names)
-        share, capacity = self.rule.share, self.capacity
-        floor = -1
-        if share is not None and self.rule.tests_distance and self.again:
-            is_full = len(self.again) >= capacity - max(1.0, min(share, 0.5) * capacity)
-            floor = self.stamp[self.again[0]] if is_full else -1
-        new_once: list[int] = []
-        new_again: list[int] = []
-        for i, name in reversed(list(enumerate(names))):
-            known = self.stamp[name] if name in self.ghosts else -1
-            self.stamp[name] = self.clock - i
-            if name in here:
-                (self.once if name in self.once else self.again).remove(name)
-                self.again.append(name)
-            elif known > floor:
-                new_again.insert(0, name)
+    def access(self, names: Sequence[int]) -> list[int]:
+        """Returns how many leading names each shadow had beyond the device."""
+        on_device = leading(names, self.on_device)
+        found = [
+            leading(names, [*self.on_device, *once, *again]) - on_device
+            for once, again in zip(self.once, self.again, strict=True)
+        ]
+        for name in reversed(names):
+            self.was_used_again[name] = name in self.was_used_again
+            for members in (self.on_device, self.off_device, *self.once, *self.again):
+                if name in members:
+                    members.remove(name)
+            self.on_device.append(name)
+        while len(self.on_device) > self.device:
+            left = self.on_device.pop(0)
+            self.off_device.append(left)
+            for members in self.again if self.was_used_again[left] else self.once:
+                members.append(left)
+        for rule, once, again in zip(self.rules, self.once, self.again, strict=True):
+            while len(once) + len(again) > self.host:
+                self.make_room(rule, once, again)
+        most = max(0, tournament.SHADOW_NAMES * (self.host + self.device) - len(self.on_device))
+        for _ in range(len(self.off_device) - most):
+            name = self.off_device.pop(0)
+            if any(name in members for members in (*self.once, *self.again)):
+                self.off_device.append(name)
             else:
-                new_once.insert(0, name)
-        self.left_once: list[int] = []
-        self.left_again: list[int] = []
-        self.stayed_out: list[int] = []
-        while len(self.once) + len(self.again) + len(new_once) + len(new_again) > capacity:
-            if not self.make_room(here, new_once, new_again):
-                break
-        left = self.left_once + self.left_again
-        if share is None:
-            left.sort(key=lambda name: self.stamp[name])
-        for name in sorted(self.stayed_out, key=lambda name: self.stamp[name]) + left:
-            if name in self.ghosts:
-                self.ghosts.remove(name)
-            self.ghosts.append(name)
-        self.ghosts = self.ghosts[-tournament.SHADOW_GHOSTS * capacity :]
-        for new, members in ((new_once, self.once), (new_again, self.again)):
-            for name in new:
-                if name in self.ghosts:
-                    self.ghosts.remove(name)
-                members.append(name)
-        for members in (self.once, self.again):
-            members.sort(key=lambda name: self.stamp[name])
+                del self.was_used_again[name]
         return found
 
-    def make_room(self, here: list[int], new_once: list[int], new_again: list[int]) -> bool:
-        """Lets one name leave or stay out. Returns False if there is none."""
-        idle_again = [name for name in self.again if name not in here]
-        if self.rule.share is None:
-            oldest = min(self.once + self.again + new_once + new_again, key=lambda name: self.stamp[name])
-            new = new_once if oldest in new_once else new_again
-            return self.stay_out(new) if oldest in new else self.leave(oldest)
-        quota = max(1, int(self.rule.share * self.capacity))
-        if len(self.once) + len(new_once) > quota:
-            if self.rule.holds and len(self.once) > quota and new_once:
-                return self.stay_out(new_once)
-            return self.leave(self.once[0]) if self.once else self.stay_out(new_once)
-        if idle_again:
-            return self.leave(idle_again[0])
-        return self.stay_out(new_once) or (bool(self.once) and self.leave(self.once[0])) or self.stay_out(new_again)
-
-    def leave(self, name: int) -> bool:
-        if name in self.once:
-            self.once.remove(name)
-            self.left_once.append(name)
+    def make_room(self, rule: Rule, once: list[int], again: list[int]) -> None:
+        if rule.share is None:
+            oldest = next(name for name in self.off_device if name in once or name in again)
+            (once if oldest in once else again).remove(oldest)
+        elif len(once) > max(1, int(rule.share * self.host)) or not again:
+            once.pop(0)
         else:
-            self.again.remove(name)
-            self.left_again.append(name)
-        return True
+            again.pop(0)
 
-    def stay_out(self, new: list[int]) -> bool:
-        if new:
-            self.stayed_out.append(new.pop())
-            return True
-        return False
+
+def leading(names: Sequence[int], members: Sequence[int]) -> int:
+    return next((n for n, name in enumerate(names) if name not in members), len(names))
 
 
 class ReferenceAutoManager(ReferenceManager):
@@ -154,7 +122,7 @@ class ReferenceAutoManager(ReferenceManager):
         self.order_clear()
 
     def order_clear(self) -> None:
-        self.shadows = [ReferenceTwoLists(self.capacity, rule) for rule in TEXTBOOK]
+        self.shadows = ReferenceShadows(self.capacity, 0, TEXTBOOK)
         self.scores = [0.0] * len(TEXTBOOK)
         self.rule = TEXTBOOK[TextbookTournament.first]
         self.once: set[OffloadKey] = set()
@@ -180,17 +148,13 @@ class ReferenceAutoManager(ReferenceManager):
         names = [int(h) for h in key_hashes(unique(keys))]
         decay = 0.5 ** min(len(names) / (tournament.HALF_LIFE * self.capacity), 1 / tournament.HALF_LIFE_REQUESTS)
         if names:
-            self.scores = [
-                s * decay + shadow.access(names) for s, shadow in zip(self.scores, self.shadows, strict=True)
-            ]
+            self.scores = [s * decay + n for s, n in zip(self.scores, self.shadows.access(names), strict=True)]
         best = self.scores.index(max(self.scores))
         if self.scores[best] > tournament.MARGIN * self.scores[TEXTBOOK.index(self.rule)]:
             self.rule = TEXTBOOK[best]
-        ordered = [self.stamp[key] for key in self.again if key not in self.skipped]
-        floor = min(ordered, default=-1) if self.rule.is_tested(self.capacity, len(self.again)) else -1
         for key in unique(keys):
             if key not in self.blocks:
-                self.marked[key] = self.ghosts.stamp(key) > floor
+                self.marked[key] = self.ghosts.stamp(key) >= 0
         for key in reversed(unique(keys)):
             if key in self.blocks:
                 if key in self.once and self.blocks[key].ref_cnt != BEING_WRITTEN:
@@ -212,7 +176,7 @@ class ReferenceAutoManager(ReferenceManager):
         out: list[OffloadKey] = []
         for _ in range(len(keys) - len(self.free_slots)):
             crowded = once + len(new_once) > quota
-            if new_once and ((crowded and ((self.rule.holds and once > quota) or not once)) or not (crowded or again)):
+            if new_once and not (once if crowded else again):
                 out.append(new_once.pop())
             elif crowded and once:
                 once -= 1
@@ -225,8 +189,9 @@ class ReferenceAutoManager(ReferenceManager):
         return [key for key in keys if key not in out]
 
     def order_refuse(self, key: OffloadKey) -> None:
+        if self.ghosts.stamp(key) < 0:
+            self.marked.pop(key, None)
         self.ghosts.enter(key, self.clock)
-        self.marked.pop(key, None)
         self.clock += 1
 
     def order_insert(self, key: OffloadKey) -> None:

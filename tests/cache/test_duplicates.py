@@ -8,12 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.abc import Hints, OffloadKey, ReqContext
+from kvoffload.abc import Hints, MissReason, OffloadKey, ReqContext
 from kvoffload.cache.duplicates import MAX_PASSED, Duplicates
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.table import BlockTable
+from kvoffload.native.structures import GapLists
 from kvoffload.testing.conformance import keys, letters
 
 
@@ -96,18 +97,68 @@ def test_a_block_that_hints_name_too_leaves_once() -> None:
     assert len(store(manager, "zu")) == 2
 
 
-@pytest.mark.parametrize(("device_blocks", "num_again"), [(8, 0), (0, 2)])
-def test_a_block_that_leaves_the_device_is_new_here(device_blocks: int, num_again: int) -> None:
-    """Without a device in front, a block that returns soon counts as used again."""
-    manager = make(8, "auto", device_blocks)
-    manager.touch(keys("ab"))
-    store(manager, "ab")
-    store(manager, "cdefgh")
-    assert store(manager, "xy") == "ba"
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_use_that_the_device_has_served_counts_when_a_block_leaves_it(uses: int) -> None:
+    manager = make(8, "auto")
+    for _ in range(uses):
+        manager.touch(keys("ab"))
+        manager.end_chain(keys("ab"), ())
+    store_leaving(manager, "ab")
+    assert num_again(manager) == (2 if uses == 2 else 0)
+
+
+def test_what_is_known_of_a_block_moves_with_it_between_host_and_device() -> None:
+    """However long it was in host memory, and whatever the policy has forgotten of others meanwhile."""
+    manager = make(8, "auto", device_blocks=2)
+    for _ in range(2):
+        manager.touch(keys("ab"))
+        manager.end_chain(keys("ab"), ())
+    store_leaving(manager, "ab")
+    for n in range(200):
+        other = [OffloadKey(b"%08d" % n)]
+        manager.touch(other)
+        manager.end_chain(other, ())
     manager.touch(keys("ab"))
     manager.end_chain(keys("ab"), ())
-    store(manager, "ab")
-    assert manager.policy._lists.num_again == num_again  # type: ignore[attr-defined]
+    manager.note_device(held=keys("ab"))
+    assert num_again(manager) == 0, "the policy does not order what the device holds"
+    manager.check_integrity()
+    manager.note_device(left=keys("ab"))
+    assert num_again(manager) == 2
+    manager.check_integrity()
+
+
+def test_a_block_that_leaves_the_device_is_refused_if_others_are_worth_more() -> None:
+    """Blocks used once do not take the place of blocks used again, and cost no copy. A caller that must store what is
+    computed may still refuse what leaves the device."""
+    manager = make(8, "auto")
+    for _ in range(2):
+        manager.touch(keys("abcdefgh"))
+        manager.end_chain(keys("abcdefgh"), ())
+    store_leaving(manager, "abcdefgh")
+    manager.touch(keys("uvwxyz"))
+    manager.end_chain(keys("uvwxyz"), ())
+    output = manager.store_leaving(keys("uvwxyz"))
+    assert output is not None
+    assert letters(output.refused_keys) == "vwxyz"
+    assert letters(output.evicted_keys) == "h"
+    assert manager.explain_miss(keys("z")[0]).reason is MissReason.NOT_ADMITTED
+    manager.complete_store(output.store_spec)
+    stored = manager.prepare_store(keys("vwxyz"))
+    assert stored is not None
+    assert letters(stored.keys_to_store) == "vwxyz"
+
+
+def store_leaving(manager: PolicyOffloadingManager, names: str) -> None:
+    output = manager.store_leaving(keys(names))
+    assert output is not None
+    manager.complete_store(output.store_spec)
+    manager.check_integrity()
+
+
+def num_again(manager: PolicyOffloadingManager) -> int:
+    lists: GapLists = manager.policy._lists  # type: ignore[attr-defined]
+    return lists.num_again
 
 
 def test_no_tenant_loses_a_block_because_another_ones_is_on_the_device() -> None:
@@ -117,6 +168,7 @@ def test_no_tenant_loses_a_block_because_another_ones_is_on_the_device() -> None
     duplicates = Duplicates(table, np.array([0, 0, 1, 1], dtype=np.int8))
     duplicates.add(np.array([0, 2]))
     assert duplicates.take(2, table.busy, 0).tolist() == [0]
+    duplicates.discard([0])
     assert duplicates.take(2, table.busy, 0).tolist() == []
     assert duplicates.take(2, table.busy, 1).tolist() == [2]
 

@@ -18,7 +18,7 @@ from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, 
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import auto, tournament
 from kvoffload.cache.policies.auto import PlainAutoPolicy
-from kvoffload.cache.policies.tournament import RULES, SHADOW_GHOSTS, PlainShadows
+from kvoffload.cache.policies.tournament import RULES, PlainShadows
 from kvoffload.cache.slots import HostBackend
 from kvoffload.native import load, reference
 from tests.native.twins import make_key, same_answer
@@ -96,7 +96,7 @@ class Tables:
 
     def seen(self, hashes: np.ndarray) -> None:
         """Compares what is remembered of ``hashes``."""
-        for name in ("stamps", "is_marked"):
+        for name in ("stamps", "classes"):
             answers = [getattr(table, name)(hashes).tolist() for table in (self.plain, self.native)]
             # As one bool: where CI is set, pytest takes minutes to describe how long lists differ.
             same = answers[0] == answers[1]
@@ -114,7 +114,7 @@ class Tables:
             if remove:
                 table.remove(hashes)
             else:
-                table.mark_above(hashes, self.clock - self.plain._capacity // 2)
+                table.use(hashes, 100 * self.clock)
 
 
 names = st.lists(st.integers(0, 300), unique=True, max_size=60)
@@ -147,7 +147,7 @@ def test_ghosts_are_the_same_on_a_long_walk(capacity: int) -> None:
 
 
 class OverwritesTheLatest(reference.GhostTable):
-    def add(self, hashes: Any, stamps: Any) -> None:
+    def add(self, hashes: Any, stamps: Any, classes: Any = None) -> None:
         for i in range(len(hashes)):
             ((home, _),) = self._homes(hashes[i : i + 1])
             if len(self._buckets[home]) == self._ways:
@@ -186,9 +186,11 @@ def test_stamps_of_32_bits_keep_their_order_for_ever() -> None:
         old, early, late = table.stamps(hashes).tolist()
         assert (early, late) == (latest - 10, latest)
         assert old <= early
-    table.mark_above(hashes, -1)
+    table.use(hashes, latest + 1)
+    classes = table.classes(hashes).tolist()
+    assert classes[1:] == [1, 1]
     table.add(hashes[1:2], np.array([latest * 4]))
-    assert table.is_marked(hashes).tolist() == [True, False, True]
+    assert table.classes(hashes).tolist() == classes
 
 
 def test_native_ghosts_refuse_what_they_cannot_take() -> None:
@@ -196,7 +198,10 @@ def test_native_ghosts_refuse_what_they_cannot_take() -> None:
     hashes = plain_key_hashes([b"a", b"b"])
     with pytest.raises(IndexError):
         table.add(hashes, np.array([1]))
-    for call in (table.stamps, table.is_marked, table.remove, lambda hashes: table.mark_above(hashes, 0)):
+    for classes in ([1], [1, 7], [-1, 0]):
+        with pytest.raises(IndexError):
+            table.add(hashes, np.array([1, 2]), np.array(classes))
+    for call in (table.stamps, table.classes, table.remove, lambda hashes: table.use(hashes, 0)):
         with pytest.raises(TypeError):
             call(np.array([0.5]))
     with pytest.raises(ValueError, match="capacity"):
@@ -206,9 +211,8 @@ def test_native_ghosts_refuse_what_they_cannot_take() -> None:
 # Shadows.
 
 
-def both_shadows(capacity: int, plain: type[PlainShadows] = PlainShadows) -> tuple[Any, Any]:
-    arguments = capacity, RULES, SHADOW_GHOSTS * capacity
-    return plain(*arguments), native.Shadows(*arguments)
+def both_shadows(host: int, device: int, plain: type[PlainShadows] = PlainShadows) -> tuple[Any, Any]:
+    return plain(host, device, RULES), native.Shadows(host, device, RULES)
 
 
 def follow(pair: tuple[Any, Any], chains: list[np.ndarray], limit: int = MOST) -> None:
@@ -218,10 +222,10 @@ def follow(pair: tuple[Any, Any], chains: list[np.ndarray], limit: int = MOST) -
         plain, other = (shadows.access(chain, limit, now) for shadows in pair)
         assert (plain[0], list(plain[1])) == (other[0], list(other[1]))
     for rule in range(len(RULES)):
-        plain, other = (shadows.lists(rule) for shadows in pair)
-        assert plain[:-1] == other[:-1]
-        if RULES[rule].share is not None:
-            assert plain[-1] == other[-1]
+        plain, other = (shadows.held(rule) for shadows in pair)
+        assert plain == other
+    same = pair[0].known() == pair[1].known()
+    assert same
     assert values(pair[0].rates) == values(pair[1].rates)
 
 
@@ -232,9 +236,9 @@ def values(rates: Any) -> list[float]:
 short_chains = st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=40)
 
 
-@given(st.integers(1, 20), short_chains)
-def test_shadows_are_the_same(capacity: int, chains: list[list[int]]) -> None:
-    follow(both_shadows(capacity), [np.array(chain, dtype=np.uint64) for chain in chains])
+@given(st.integers(1, 20), st.integers(0, 20), short_chains)
+def test_shadows_are_the_same(host: int, device: int, chains: list[list[int]]) -> None:
+    follow(both_shadows(host, device), [np.array(chain, dtype=np.uint64) for chain in chains])
 
 
 def long_chains(seed: int, num: int) -> list[np.ndarray]:
@@ -250,20 +254,23 @@ def long_chains(seed: int, num: int) -> list[np.ndarray]:
     return known
 
 
-@pytest.mark.parametrize("capacity", [40, 300])
-def test_shadows_are_the_same_on_a_long_walk(capacity: int) -> None:
-    follow(both_shadows(capacity), long_chains(capacity, 600))
+@pytest.mark.parametrize(("host", "device"), [(40, 0), (40, 200), (300, 0), (300, 40)])
+def test_shadows_are_the_same_on_a_long_walk(host: int, device: int) -> None:
+    follow(both_shadows(host, device), long_chains(host + device, 600))
 
 
 def test_shadows_see_the_same_sample() -> None:
-    follow(both_shadows(50), long_chains(3, 200), limit=2**62)
+    follow(both_shadows(50, 30), long_chains(3, 200), limit=2**62)
 
 
-class KeepsMoreGhosts(PlainShadows):
-    """The ghosts of all shadows are never forgotten."""
+class ForgetsNothing(PlainShadows):
+    def _forget(self) -> None:
+        pass
 
-    def __init__(self, capacity: int, rules: Any, max_ghosts: int) -> None:
-        super().__init__(capacity, rules, 25 * max_ghosts)
+
+class HasNoDevice(PlainShadows):
+    def __init__(self, host: int, device: int, rules: Any) -> None:
+        super().__init__(host, 0, rules)
 
 
 class SeesTheTailFirst(PlainShadows):
@@ -271,20 +278,20 @@ class SeesTheTailFirst(PlainShadows):
         return super().access(hashes[::-1], limit, now)
 
 
-@pytest.mark.parametrize("planted", [KeepsMoreGhosts, SeesTheTailFirst])
+@pytest.mark.parametrize("planted", [ForgetsNothing, HasNoDevice, SeesTheTailFirst])
 def test_a_planted_difference_of_shadows_is_found(planted: type[PlainShadows]) -> None:
     with pytest.raises(AssertionError):
-        follow(both_shadows(40, planted), long_chains(40, 300))
+        follow(both_shadows(40, 20, planted), long_chains(40, 300))
 
 
 def test_native_shadows_refuse_what_they_cannot_take() -> None:
-    _, shadows = both_shadows(10)
+    _, shadows = both_shadows(10, 5)
     with pytest.raises(TypeError):
         shadows.access(np.array([0.5]), MOST, 0)
     with pytest.raises(OverflowError):
         shadows.access(np.array([1], dtype=np.uint64), -1, 0)
     with pytest.raises(IndexError):
-        shadows.lists(len(RULES))
+        shadows.held(len(RULES))
     assert shadows.access(np.array([], dtype=np.uint64), MOST, 0)[0] == 0
 
 

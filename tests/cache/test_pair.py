@@ -64,7 +64,8 @@ def apply(pair: Any, call: tuple[str, list[int], int], members: set[int]) -> obj
     elif name == "begin":
         pair.begin(number)
     elif name == "num_refused":
-        return pair.num_refused(array([slot % GAP_CLASSES for slot in slots]), number, rates_of(pair))
+        classes, stamps = array([slot % GAP_CLASSES for slot in slots]), array([1000 * slot for slot in slots])
+        return pair.num_refused(classes, stamps, number, rates_of(pair))
     elif name.startswith("pop"):
         busy = np.zeros(CAPACITY, dtype=np.bool_)
         busy[slots] = True
@@ -89,7 +90,9 @@ def follow(pairs: list[Any], script: list[tuple[str, list[int], int]]) -> None:
             members -= set(slots)
         elif isinstance(answers[0], tuple):
             members -= set(answers[0][0])
-        seen = [(pair.num_once, pair.num_again, pair.oldest_again(), pair.tick(1).tolist()) for pair in pairs]
+        inside = array(sorted(members))
+        assert all(pair.classes(inside).tolist() == pairs[0].classes(inside).tolist() for pair in pairs)
+        seen = [(pair.num_once, pair.num_again, pair.tick(1).tolist()) for pair in pairs]
         assert all(each == seen[0] for each in seen)
         for pair in pairs:
             pair.check_integrity(array(sorted(members)))

@@ -167,7 +167,8 @@ def test_host_memory_repeats_the_device_unless_it_is_told_not_to(
     exclusive = config(host_contents="exclusive")
     half = make(exclusive, **keeping)
     assert half.stores.device is not None
-    assert host_of(half).policy.beside == 4
+    shadows = host_of(half).policy._tournament.shadows  # type: ignore[attr-defined]
+    assert (shadows.host, shadows.device) == (BLOCKS, 4)
     text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens beyond the device's {4 * TOKENS}"
     assert text in caplog.messages
     for change, why in (

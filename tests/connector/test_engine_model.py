@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvoffload.abc import (
     KVGroup,
     LoadStoreSpec,
+    MissReason,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -393,12 +394,13 @@ def watch_the_device(engine: ModelEngine) -> None:
         meta = build(step)
         known.update(key for state in scheduler.requests.values() for key in state.blocks.keys[0])
         left = {key for key in before if key not in device and key not in manager.table}
+        left = {key for key in left if manager.explain_miss(key).reason is not MissReason.NOT_ADMITTED}
         if scheduler.changes.resets == resets[0] and len(left) and room >= len(handed_out) and not scheduler.off:
             raise Lost(f"step {engine.steps}: {len(left)} blocks")
         resets[0] = scheduler.changes.resets
-        for of_tenant in manager.room.duplicates._keys.values():
-            if any(key not in device and key in manager.table for key in of_tenant):
-                raise Kept(f"step {engine.steps}")
+        duplicates = manager.table.key_of[manager.room.duplicates.holds]
+        if any(key not in device for key in duplicates.tolist()):
+            raise Kept(f"step {engine.steps}")
         return meta
 
     known: set[OffloadKey] = set()

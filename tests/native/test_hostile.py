@@ -30,7 +30,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "BlockTable": lambda: cache.BlockTable(8),
     "RecencyList": lambda: ghosts.RecencyList(8),
     "GhostTable": lambda: ghosts.GhostTable(8),
-    "Shadows": lambda: ghosts.Shadows(8, RULES, 32),
+    "Shadows": lambda: ghosts.Shadows(8, 4, RULES),
     "KeyQueue": lambda: ghosts.KeyQueue(8),
     "GapLists": lambda: ghosts.GapLists(8),
     "BlockCopier": lambda: copies.BlockCopier([np.zeros((1, 2, 3), np.uint8)], np.zeros((1, 1, 3), np.uint8)),
@@ -49,12 +49,12 @@ def test_no_object_exists_without_its_memory(name: str) -> None:
 
 def test_an_object_is_not_made_again() -> None:
     shadows, pair = MAKERS["Shadows"](), MAKERS["GapLists"]()
-    for made, arguments in ((shadows, (8, RULES * 50, 32)), (pair, (2**40,))):
+    for made, arguments in ((shadows, (8, 2**40, RULES * 50)), (pair, (2**40,))):
         with contextlib.suppress(MemoryError, TypeError, ValueError):
             made.__init__(*arguments)
     with pytest.raises(IndexError):
-        shadows.lists(100)
-    assert shadows.access(np.arange(20, dtype=np.uint64), MOST, 0) == (20, (0, 0, 0, 0, 0))
+        shadows.held(100)
+    assert shadows.access(np.arange(20, dtype=np.uint64), MOST, 0) == (20, (0, 0, 0))
     with pytest.raises(IndexError):
         pair.discard(np.array([10**9]))
 
@@ -122,9 +122,10 @@ def test_arrays_of_any_kind_mean_the_same(kind: str) -> None:
         pair.insert(change(slots), change(flags.astype(np.int64)))
         pair.use(change(slots[:2]), change(flags[:2]))
         table.add(change(hashes), change(slots))
-        table.mark_above(change(hashes), 4)
-        marked, stamps = table.is_marked(change(hashes)), table.stamps(change(hashes))
-        answers.append([each.tolist() for each in (*pair.pop_oldest(9, change(none)), marked, stamps)])
+        table.add(change(hashes[:1]), change(slots[:1]), change(slots[:1]))
+        table.use(change(hashes[1:]), 10**6)
+        classes, stamps = table.classes(change(hashes)), table.stamps(change(hashes))
+        answers.append([each.tolist() for each in (*pair.pop_oldest(9, change(none)), classes, stamps)])
     assert answers[0] == answers[1]
     blocks = cache.BlockTable(8)
     blocks.insert([b"a", b"b", b"c", b"d"], change(slots))
@@ -272,7 +273,7 @@ def test_names_that_are_chosen_to_collide_cost_no_more_than_others() -> None:
     low = np.random.default_rng(0).integers(0, 2**32, CHOSEN, dtype=np.uint64)
     together, apart = low * inverse, np.random.default_rng(1).integers(0, MOST, CHOSEN, dtype=np.uint64)
     assert not (together * np.uint64(FACTOR) >> np.uint64(32)).any(), "without a secret all are in one place"
-    shadows = [ghosts.Shadows(2048, RULES, 8192) for _ in range(2)]
+    shadows = [ghosts.Shadows(2048, 0, RULES) for _ in range(2)]
     times = [cpu_s(partial(s.access, n, MOST, 0)) for s, n in zip(shadows, (together, apart), strict=True)]
     assert times[0] < 15 * times[1] + 0.001
 

@@ -80,11 +80,16 @@ class CachePolicy(ABC):
         """How many blocks the policy holds when room is short. The caller sets it, at any time: to fewer than
         ``capacity`` where tenants share the slots. A policy that divides its blocks into parts should divide so many;
         it may hold more for a while."""
-        self.beside = 0
-        """How many blocks an engine's device cache holds that do not take slots here. The caller sets it. A policy that
-        judges rules by what they would find should judge them for ``full`` and ``beside`` together."""
         self.must_store = False
         """Whether the caller stores every block, and never calls ``admit``. The caller sets it."""
+
+    def put_behind(self, device_blocks: int) -> None:
+        """Tells, before any block is inserted, that an engine's device cache of so many blocks is in front.
+
+        Then the policy holds the blocks that the device does not hold. One that leaves the device is inserted, if it is
+        admitted. One that the device holds again is lent, and inserted when it has left it. Uses that the device serves
+        reach the policy by ``access`` as all others. By default, nothing changes.
+        """
 
     @abstractmethod
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
@@ -100,6 +105,10 @@ class CachePolicy(ABC):
     @abstractmethod
     def remove(self, slots: Slots) -> None:
         """Removes blocks that vanished for another reason than eviction. They may be busy."""
+
+    def lend(self, slots: Slots) -> None:
+        """Removes blocks that the device holds again. What is known of them counts when they come back."""
+        self.remove(slots)
 
     @abstractmethod
     def clear(self) -> None:
@@ -125,8 +134,8 @@ class CachePolicy(ABC):
         return None
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        """Records that absent ``keys`` were not stored, because ``admit`` refused them or a block before them in their
-        chain. By default, that is forgotten."""
+        """Records that absent ``keys`` were used last now and are not stored: ``admit`` refused them or a block before
+        them in their chain, or the device holds them. By default, that is forgotten."""
 
     def mark_evictable(self, slots: Slots) -> None:
         """Tells that these blocks are not busy any more: ``evict`` may have passed over them. Their places stay.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,48 +25,57 @@ class Duplicates:
     def __init__(self, table: BlockTable, tenant_of: npt.NDArray[np.int8]) -> None:
         self._table = table
         self._tenant_of = tenant_of
-        self._keys: dict[int, dict[OffloadKey, None]] = {}
-        """By tenant, the least recently used first. Some may have left host memory."""
+        self._slots: dict[int, dict[int, None]] = {}
+        """By tenant, the least recently used first."""
+        self.holds = np.zeros(table.num_blocks, dtype=np.bool_)
+        """Of each slot, whether its block is one of them. Read only."""
+        self.num = 0
 
-    def __len__(self) -> int:
-        return sum(map(len, self._keys.values()))
+    def others(self, found: Slots) -> Slots:
+        """Returns ``found`` with -1 in place of duplicates."""
+        return np.where((found >= 0) & self.holds[found], -1, found) if self.num else found
 
-    def add(self, slots: Slots) -> None:
-        """Adds the blocks in ``slots``, tail first, which were used just now."""
-        keys = self._table.key_of[slots].tolist()
-        for key, tenant in zip(keys, self._tenant_of[slots].tolist(), strict=True):
-            of_tenant = self._keys.setdefault(tenant, {})
-            of_tenant.pop(key, None)
-            of_tenant[key] = None
+    def add(self, slots: Slots) -> Slots:
+        """Adds the blocks in ``slots``, tail first, each once, which were used just now. Returns those that are new."""
+        for slot, tenant in zip(slots.tolist(), self._tenant_of[slots].tolist(), strict=True):
+            of_tenant = self._slots.setdefault(tenant, {})
+            of_tenant.pop(slot, None)
+            of_tenant[slot] = None
+        new: Slots = slots[~self.holds[slots]]
+        self.holds[slots] = True
+        self.num += len(new)
+        return new
 
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Removes the blocks that the device does not hold any more."""
-        for key in keys:
-            for of_tenant in self._keys.values():
-                of_tenant.pop(key, None)
+    def find(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Returns the slots of those of ``keys``, each once, that are duplicates."""
+        found = self._table.find(keys) if self.num else np.empty(0, dtype=np.int64)
+        found = found[found >= 0]
+        return self._table.distinct(found[self.holds[found]])
+
+    def discard(self, slots: Iterable[int]) -> None:
+        """Removes the blocks that the device does not hold any more, or that leave host memory."""
+        for slot in slots if self.num else ():
+            if self.holds[slot]:
+                self.holds[slot] = False
+                self.num -= 1
+                for of_tenant in self._slots.values():
+                    of_tenant.pop(slot, None)
 
     def take(self, n: int, busy: npt.NDArray[np.bool_], tenant: int = 0) -> Slots:
         """Returns up to ``n`` blocks of ``tenant`` that leave now, in the order in which they leave. None of them is
         busy."""
-        keys = self._keys.get(tenant)
-        if not keys:
-            return np.empty(0, dtype=np.int64)
         found: list[int] = []
-        gone: list[OffloadKey] = []
         num_passed = 0
-        for key in reversed(keys):
+        for slot in reversed(self._slots.get(tenant, {})):
             if len(found) == n or num_passed == MAX_PASSED:
                 break
-            slot = self._table.get(key)
-            if slot >= 0 and busy[slot]:
+            if busy[slot]:
                 num_passed += 1
-                continue
-            gone.append(key)
-            if slot >= 0:
+            else:
                 found.append(slot)
-        for key in gone:
-            del keys[key]
         return np.array(found, dtype=np.int64)
 
     def clear(self) -> None:
-        self._keys.clear()
+        self._slots.clear()
+        self.holds.fill(False)
+        self.num = 0

@@ -70,10 +70,10 @@ class StoreAll(Admission):
 class PolicyOffloadingManager(HostOffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
-    With ``must_store`` the policy may not refuse new blocks. ``admission``, if given, decides which of them are stored
-    at all. ``misses`` remembers why blocks left, by default in a table of fixed size. ``device_blocks``: the capacity
-    of the engine's device cache, if the caller stores a block only when it leaves that, and says with ``note_device``
-    what the device holds; 0 if blocks are stored as they are computed.
+    With ``must_store`` the policy may refuse new blocks only when they leave the device. ``admission``, if given,
+    decides which of them are stored at all. ``misses`` remembers why blocks left, by default in a table of fixed size.
+    ``device_blocks``: the capacity of the engine's device cache, if the caller stores a block only when it leaves that,
+    and says with ``note_device`` what the device holds; 0 if blocks are stored as they are computed.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """Whether blocks leave first that the device holds too."""
         policy.must_store = must_store
         if device_blocks:
-            policy.beside = device_blocks
+            policy.put_behind(device_blocks)
         self.admission = StoreAll() if admission is None else admission
         """Decides which new blocks are stored. May be set."""
         self.table = BlockTable(backend.num_blocks)
@@ -172,13 +172,21 @@ class PolicyOffloadingManager(HostOffloadingManager):
 
     def _unpin(self, slots: Slots) -> None:
         idle, freed = self.table.unpin(slots)
-        self.policy.mark_evictable(idle)
+        self.room.mark_evictable(idle)
         self.backend.free(freed)
 
     # Stores.
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+    ) -> PrepareStoreOutput | None:
+        return self._prepare_store(keys, req_context, behind_refused, self._must_store)
+
+    def store_leaving(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        return self._prepare_store(keys, None, False, False)
+
+    def _prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None, behind_refused: bool, must_store: bool
     ) -> PrepareStoreOutput | None:
         present, absent, homes = self.table.split(keys)
         # What its tenant pays for, or another server waits for, is stored, whatever it seems to be worth.
@@ -192,7 +200,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
             nothing = self.backend.get_load_store_spec([], NO_SLOTS)
             return PrepareStoreOutput([], nothing, [], [*new_keys, *refused])
         tail_first, worthless = new_keys[::-1], []
-        admitted = None if self._must_store or is_wanted else self.room.admitted(tail_first)
+        admitted = None if must_store or is_wanted else self.room.admitted(tail_first)
         if admitted is not None and len(admitted) != len(tail_first):
             raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
         if admitted is not None and not admitted.all():
@@ -228,7 +236,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         if isinstance(plan, MissReason):
             self.history.misses.record(new_keys, plan)
             return None
-        if worthless:
+        if worthless and not self.is_behind_device:
             self.policy.refuse(worthless)
         evicted = self.room.evict(plan, tail_first) if plan.n > 0 else []
         if evicted:
@@ -249,7 +257,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self.table.find_in_transfer(blocks)
         if success:
             ready, freed = self.table.set_ready(slots)
-            self.policy.mark_evictable(ready)
+            self.room.mark_evictable(ready)
             self.history.entered(ready)
             if self.retention.num_absent:
                 self.retention.entered(ready)
@@ -266,7 +274,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """Frees ``slots``, which are being written. Returns the keys of those that were not dropped meanwhile."""
         freed = self.table.being_written(slots)
         known = freed[~self.table.is_dropped(freed)]
-        self.policy.remove(known)
+        self.room.remove(known)
         failed: list[OffloadKey] = self.table.key_of[known].tolist()
         self.table.remove(freed)
         if self.retention.num_absent:
@@ -311,8 +319,11 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.admission.count(keys if chain is None else chain, req_context)
         if found is None:
             found = self.table.find(keys)
-        slots, ready = self.table.used(found)
-        self.policy.access(Access(keys, found, slots, ready, self._clock()))
+        ordered = self.room.duplicates.others(found)
+        slots, ready = self.table.used(ordered)
+        self.policy.access(Access(keys, ordered, slots, ready, self._clock()))
+        if ordered is not found:
+            slots, _ = self.table.used(found)
         self._hints.used(slots, None if req_context is None else req_context.hints)
 
     def end_chain(
@@ -326,15 +337,19 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         if found is None:
             found = self.table.find(keys)
-        slots, new = self.table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
+        stored = stored if isinstance(stored, list | tuple) else list(stored)
+        ordered = self.room.duplicates.others(found)
+        slots, new = self.table.chain(ordered, stored)
         hints = None if req_context is None else req_context.hints
         if self.retention.num_absent and hints is not None and hints.retain_s:
             # Its last stores have begun: what is not being written now does not come any more.
             self.retention.give_up(list(compress(keys, (found < 0).tolist())))
-        if self.is_behind_device and (absent := list(compress(keys, (found < 0).tolist()))):
-            # The device has served this use. When they leave it they are new here, whatever the policy knows of them.
+        if self.is_behind_device and (absent := list(compress(keys, (ordered < 0).tolist()))):
+            # The device holds them, and was the last to use them.
             self.policy.refuse(absent[::-1])
         self.policy.reorder(slots, new)
+        if ordered is not found:
+            slots, new = self.table.chain(found, stored)
         self._hints.ended(slots, new, hints)
 
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
@@ -349,9 +364,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         return Retained(refusal) if refusal is not None else Retained(None, HOST, len(keys))
 
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
-        self.room.duplicates.discard(left)
-        slots = self.table.find(held)
-        self.room.duplicates.add(slots[slots >= 0][::-1])
+        self.room.note_device(held, left)
 
     # Removal.
 
@@ -361,7 +374,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
         slots = self.table.find(keys)
         slots = self.table.distinct(slots[slots >= 0])
         self.history.dropped(slots)
-        self.policy.remove(slots)
+        self.room.remove(slots)
         self.backend.free(self.table.drop(slots))
 
     def reset(self, keep_shared: bool = False) -> bool:
@@ -415,7 +428,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
 
     def check_integrity(self) -> None:
         self.table.check_integrity()
-        self.policy.check_integrity(self.table.slots())
+        self.room.check_integrity()
         self.backend.check_integrity()
         self.admission.check_integrity()
         self._hints.check_integrity()

@@ -48,7 +48,7 @@ class Evictor:
 
     def admitted(self, keys: Sequence[OffloadKey]) -> Flags | None:
         """Returns which of ``keys``, absent and tail first, the policy admits; None for all."""
-        shortage = len(keys) - self.backend.get_num_free_blocks() - self._hints.num_dropped
+        shortage = len(keys) - self.backend.get_num_free_blocks() - self._hints.num_dropped - self.duplicates.num
         return self._policy.admit(keys, shortage) if shortage > 0 else None
 
     def plan(self, entering: Sequence[OffloadKey], present: Slots) -> EvictionPlan | MissReason:
@@ -66,7 +66,7 @@ class Evictor:
         if len(protected):
             self._table.mark_busy(protected, True)
             self.mark_busy(protected)
-        has_early = self._hints.has_begun or len(self.duplicates) > 0
+        has_early = self._hints.has_begun or self.duplicates.num > 0
         victims = self._evict_early(n, entering) if has_early else NO_SLOTS
         if len(victims) < n:
             eviction = Eviction(n - len(victims), self._busy, self._key_of, entering)
@@ -77,24 +77,26 @@ class Evictor:
             raise IntegrityError(f"policy {type(self._policy).__name__} chose blocks that it may not evict")
         if len(protected):
             self._table.mark_busy(protected, False)
-            self._policy.mark_evictable(protected)
+            self.mark_evictable(protected)
         self.backend.free(victims)
         return keys
 
     def _evict_early(self, n: int, entering: Sequence[OffloadKey]) -> Slots:
         """Removes up to ``n`` blocks that are to leave early from the policy, and returns their slots. Of each tenant
         no more leave than it must lose."""
-        chosen = []
+        chosen, learned = [NO_SLOTS], [NO_SLOTS]
         for tenant, most in self._leaving(n, entering).items():
             hinted = self._hints.take(most, self._busy, tenant) if self._hints.has_begun else NO_SLOTS
             self._num_early += len(hinted)
+            learned.append(hinted)
             duplicates = self.duplicates.take(most - len(hinted), self._busy, tenant)
             chosen += [hinted, duplicates[~np.isin(duplicates, hinted)] if len(hinted) else duplicates]
-        early = np.concatenate(chosen)
+        early, dropped = np.concatenate(chosen), np.concatenate(learned)
         if len(early):
             self._remove_early(early)
+        if len(dropped):
             # So that the policy learns from their return.
-            self._policy.refuse(self._key_of[early].tolist())
+            self._policy.refuse(self._key_of[dropped].tolist())
         return early
 
     def _leaving(self, n: int, entering: Sequence[OffloadKey]) -> dict[int, int]:
@@ -102,10 +104,52 @@ class Evictor:
         return {0: n}
 
     def _remove_early(self, slots: Slots) -> None:
-        self._policy.remove(slots)
+        self.remove(slots)
+
+    def remove(self, slots: Slots) -> None:
+        """Removes blocks that leave for another reason than eviction."""
+        self._policy.remove(self._without_duplicates(slots))
+        self.duplicates.discard(slots.tolist())
+
+    def _without_duplicates(self, slots: Slots) -> Slots:
+        return slots[~self.duplicates.holds[slots]] if self.duplicates.num else slots
 
     def mark_busy(self, slots: Slots) -> None:
         """Marks blocks that must not be evicted any more. The table knows them."""
+
+    def mark_evictable(self, slots: Slots) -> None:
+        """Tells that blocks are not busy any more."""
+        self._policy.mark_evictable(self._without_duplicates(slots))
+
+    def note_device(self, held: Sequence[OffloadKey], left: Sequence[OffloadKey]) -> None:
+        """Takes the blocks that the device ``held``, head first, out of the policy's order, and puts in again those
+        that have ``left`` it."""
+        slots = self.duplicates.find(left)
+        if len(slots):
+            self.duplicates.discard(slots.tolist())
+            self._take_back(slots)
+        slots = self._table.find(held)
+        slots = self._table.distinct(slots[slots >= 0])[::-1]
+        if len(slots) and len(new := self.duplicates.add(slots)):
+            self._lend(new)
+
+    def _take_back(self, slots: Slots) -> None:
+        self._policy.insert(slots, self._key_of[slots].tolist())
+
+    def _lend(self, slots: Slots) -> None:
+        self._policy.lend(slots)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the policy orders all blocks but the duplicates."""
+        slots = self._table.slots()
+        if np.count_nonzero(self.duplicates.holds) != self.duplicates.num:
+            raise IntegrityError("the number of duplicates is wrong")
+        if np.count_nonzero(self.duplicates.holds[slots]) != self.duplicates.num:
+            raise IntegrityError("a duplicate is no block")
+        self._check_policy(slots)
+
+    def _check_policy(self, slots: Slots) -> None:
+        self._policy.check_integrity(self._without_duplicates(slots))
 
     def num_storable(self, key: OffloadKey) -> int:
         """Returns how many blocks of the tenant of ``key`` could be stored now."""
@@ -157,9 +201,26 @@ class SharedRoom(Evictor):
 
     def _remove_early(self, slots: Slots) -> None:
         self._tenants.evict_early(slots)
+        self.duplicates.discard(slots.tolist())
+
+    def remove(self, slots: Slots) -> None:
+        self._tenants.remove(slots)
+        self.duplicates.discard(slots.tolist())
 
     def mark_busy(self, slots: Slots) -> None:
         self._tenants.mark_busy(slots)
+
+    def mark_evictable(self, slots: Slots) -> None:
+        self._tenants.mark_evictable(slots)
+
+    def _take_back(self, slots: Slots) -> None:
+        self._tenants.take_back(slots)
+
+    def _lend(self, slots: Slots) -> None:
+        self._tenants.lend(slots)
+
+    def _check_policy(self, slots: Slots) -> None:
+        self._tenants.check_integrity(slots)
 
     def num_storable(self, key: OffloadKey) -> int:
         return self._tenants.num_storable(key, self.backend.get_num_free_blocks())

@@ -115,7 +115,7 @@ def _make_manager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
         make_policy(config.policy, pools.num_blocks, shares),
         engine.enable_events,
-        must_store=bool(tiers) or is_exclusive,
+        must_store=bool(tiers),
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
         # One device block, the null block, is never used.
         device_blocks=(engine.device_blocks or 1) - 1 if is_exclusive else 0,

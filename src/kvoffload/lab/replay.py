@@ -441,9 +441,8 @@ class Run:
         self.host = PolicyOffloadingManager(
             backend,
             policy,
-            # As in service: with a disk below, a refused block would end the chain there too; and the tail of a chain
-            # leaves the device before its head.
-            must_store=bool(config.disk_blocks) or is_exclusive,
+            # As in service: with a disk below, a refused block would end the chain there too.
+            must_store=bool(config.disk_blocks),
             misses=ExactMisses(trace),
             clock=self.clock,
             device_blocks=config.device_blocks if is_exclusive else 0,

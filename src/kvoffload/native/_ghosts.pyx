@@ -124,6 +124,50 @@ def same_starts(keys, Py_ssize_t n):
     return True
 
 
+# Gaps between uses.
+
+cdef enum:
+    CLASS_BITS = 3
+    MAX_CLASS = 7
+    CLASSES = 7
+    AGES = 48
+
+cdef int64_t[CLASSES - 2] GAP_BOUNDS
+cdef int64_t[AGES + 1] AGE_BOUNDS
+cdef int64_t STAMPS = <int64_t>1 << (32 - CLASS_BITS)
+"""How far a stamp of a ghost may be from the base."""
+cdef double RATES_HALF_LIFE = reference.RATES_HALF_LIFE
+cdef double PRIOR = reference.PRIOR
+cdef double TICKS_PER_S = reference.TICKS_PER_S
+cdef double MAX_TICKS = reference.MAX_TICKS
+
+cdef int take_bounds() except -1:
+    assert (reference.GAP_CLASSES, reference.NUM_AGES) == (CLASSES, AGES)
+    for i, ticks in enumerate(reference.GAP_BOUNDS):
+        GAP_BOUNDS[i] = ticks
+    for i, ticks in enumerate(reference.AGE_BOUNDS):
+        AGE_BOUNDS[i] = ticks
+    return 0
+
+take_bounds()
+
+
+cdef inline int gap_class(int64_t ticks) noexcept:
+    cdef int gap = 1
+    while gap < CLASSES - 1 and ticks >= GAP_BOUNDS[gap - 1]:
+        gap += 1
+    return gap
+
+
+cdef inline int age_bin(int64_t ticks) noexcept:
+    cdef int at = 0, step = 32
+    while step:
+        if at + step < AGES and AGE_BOUNDS[at + step] <= ticks:
+            at += step
+        step >>= 1
+    return at
+
+
 # Ghosts.
 
 cdef enum:
@@ -144,8 +188,8 @@ cdef class GhostTable:
     them. Ages and stamps take 32 bits.
 
     ``added`` is the number of hashes that had been added before, modulo 2**32; a bucket is freed of what is forgotten
-    before that is ambiguous. A stamp is counted from ``_base``, and shifted by one for the mark. Stamps more than 2**30
-    before the latest count as equally early. A table for at most 32 hashes is one bucket in two structs.
+    before that is ambiguous. A stamp is counted from ``_base``, and shifted by CLASS_BITS for the class. Stamps more
+    than 2**28 ticks, 18 hours, before the latest count as equally early. A table for at most 32 hashes is one bucket in two structs.
     """
 
     cdef readonly Py_ssize_t _capacity, _ways, _num_buckets
@@ -227,14 +271,17 @@ cdef class GhostTable:
             entries[i] = self._find(hs[i]) if entries[i] >= 0 else -1
 
     cdef inline int64_t _stamp(self, int64_t entry) noexcept:
-        return self._base + (self._buckets[entry // WAYS].times[entry % WAYS].stamp >> 1)
+        return self._base + (self._buckets[entry // WAYS].times[entry % WAYS].stamp >> CLASS_BITS)
 
-    cdef inline bint _is_marked(self, int64_t entry) noexcept:
-        return entry >= 0 and self._buckets[entry // WAYS].times[entry % WAYS].stamp & 1
+    cdef inline int _class(self, int64_t entry) noexcept:
+        """Returns the class of an entry, 0 of none."""
+        return self._buckets[entry // WAYS].times[entry % WAYS].stamp & MAX_CLASS if entry >= 0 else 0
 
-    cdef inline void _mark(self, int64_t entry, bint mark) noexcept:
-        cdef uint32_t* stamp = &self._buckets[entry // WAYS].times[entry % WAYS].stamp
-        stamp[0] = stamp[0] & ~<uint32_t>1 | mark
+    cdef inline void _set(self, int64_t entry, int64_t stamp, int gap) noexcept:
+        """``stamp`` must be below ``_base`` plus STAMPS."""
+        self._buckets[entry // WAYS].times[entry % WAYS].stamp = (
+            <uint32_t>(stamp - self._base if stamp > self._base else 0) << CLASS_BITS | <uint32_t>gap
+        )
 
     cdef cnp.ndarray _entries(self, object hashes):
         cdef cnp.ndarray given = hashes_of(hashes)
@@ -250,23 +297,29 @@ cdef class GhostTable:
             at[i] = self._stamp(at[i]) if at[i] >= 0 else -1
         return result
 
-    def is_marked(self, hashes):
-        cdef cnp.ndarray entries = self._entries(hashes)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(entries, 0), i
-        cdef cnp.ndarray result = new_flags(n)
-        for i in range(n):
-            bools(result)[i] = self._is_marked(int64s(entries)[i])
+    def classes(self, hashes):
+        cdef cnp.ndarray result = self._entries(hashes)
+        cdef int64_t* at = int64s(result)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(result, 0)):
+            at[i] = self._class(at[i])
         return result
 
-    def mark_above(self, hashes, int64_t floor):
+    def use(self, hashes, int64_t now):
         cdef cnp.ndarray entries = self._entries(hashes)
-        self._mark_above(int64s(entries), cnp.PyArray_DIM(entries, 0), floor)
+        self._use(int64s(entries), cnp.PyArray_DIM(entries, 0), now)
 
-    cdef void _mark_above(self, const int64_t* entries, Py_ssize_t n, int64_t floor) noexcept:
+    cdef void _use(self, const int64_t* entries, Py_ssize_t n, int64_t now) noexcept:
         cdef Py_ssize_t i
+        self._reach(now)
         for i in range(n):
             if entries[i] >= 0:
-                self._mark(entries[i], self._stamp(entries[i]) > floor)
+                self._set(entries[i], now, gap_class(now - self._stamp(entries[i])))
+
+    cdef inline void _reach(self, int64_t stamp) noexcept:
+        """Moves the base, if ``stamp`` is too far from it."""
+        if stamp - self._base >= STAMPS:
+            self._move_base(stamp - STAMPS // 2)
 
     def remove(self, hashes):
         cdef cnp.ndarray entries = self._entries(hashes)
@@ -282,48 +335,53 @@ cdef class GhostTable:
     cdef inline Py_ssize_t _entries_per_bucket(self) noexcept:
         return WAYS if self._num_buckets > 1 else 2 * WAYS
 
-    def add(self, hashes, stamps):
+    def add(self, hashes, stamps, classes=None):
         cdef cnp.ndarray given = hashes_of(hashes), times = numbers(stamps)
+        cdef cnp.ndarray gaps = None if classes is None else numbers(classes)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
         if cnp.PyArray_DIM(times, 0) != n:
             raise IndexError("there must be as many stamps as hashes")
-        self._add(uint64s(given), int64s(times), n, False)
+        if gaps is not None:
+            check_classes(gaps, n)
+        self._add(uint64s(given), int64s(times), NULL if gaps is None else int64s(gaps), n, False)
 
-    cdef void _add(self, const uint64_t* hs, const int64_t* ts, Py_ssize_t n, bint new) noexcept:
+    cdef void _add(
+        self, const uint64_t* hs, const int64_t* ts, const int64_t* classes, Py_ssize_t n, bint new
+    ) noexcept:
         cdef Py_ssize_t begin = max(0, n - self._capacity), start, stop, i
         cdef uint64_t homes[CHUNK]
-        cdef int64_t entry, stamp, latest = self._base
+        cdef uint8_t gaps[CHUNK]
+        cdef int64_t entry, latest = self._base
         cdef Bucket* bucket
         cdef uint8_t way
         for i in range(begin, n):
             latest = max(latest, ts[i])
-        if latest - self._base >= <int64_t>1 << 31:
-            self._move_base(latest - (<int64_t>1 << 30))
+        self._reach(latest)
         if (self._num_added + n) >> 30 != self._num_added >> 30:
             self._free_forgotten()
-        if not new:
-            for i in range(begin, n):
-                entry = self._locate(self._bucket_of(hs[i]), hs[i])
-                if entry >= 0:
-                    self._remove(entry)
         start = begin
         while start < n:
             stop = min(n, start + CHUNK)
             for i in range(start, stop):
                 homes[i - start] = self._bucket_of(hs[i])
+                gaps[i - start] = classes[i] if classes != NULL else 0
                 bucket = &self._buckets[homes[i - start]]
                 kvo_prefetch_write(bucket.tags)
                 kvo_prefetch_write(&bucket.times[self._next_way[homes[i - start]] % WAYS])
             for i in range(start, stop):
+                entry = -1 if new else self._locate(homes[i - start], hs[i])
+                if entry >= 0:
+                    if classes == NULL and not self._is_forgotten(entry):
+                        gaps[i - start] = self._class(entry)
+                    self._remove(entry)
                 if self._next_way[homes[i - start]] & DISORDERED:
                     self._put_in_order(homes[i - start])
                 way = self._next_way[homes[i - start]]
                 self._next_way[homes[i - start]] = 0 if way + 1 == self._ways else way + 1
                 bucket = &self._buckets[homes[i - start] + way // WAYS]
-                stamp = ts[i] - self._base if ts[i] > self._base else 0
                 bucket.tags[way % WAYS] = <uint32_t>hs[i] | 1
                 bucket.times[way % WAYS].added = <uint32_t>self._num_added
-                bucket.times[way % WAYS].stamp = <uint32_t>stamp << 1
+                self._set(homes[i - start] * WAYS + way, ts[i], gaps[i - start])
                 self._num_added += 1
             start = stop
 
@@ -356,8 +414,8 @@ cdef class GhostTable:
         for i in range(max(2, self._num_buckets)):
             for way in range(WAYS):
                 at = &self._buckets[i].times[way].stamp
-                stamp = max(<int64_t>0, (at[0] >> 1) + self._base - base)
-                at[0] = <uint32_t>stamp << 1 | at[0] & 1
+                stamp = max(<int64_t>0, (at[0] >> CLASS_BITS) + self._base - base)
+                at[0] = <uint32_t>stamp << CLASS_BITS | at[0] & MAX_CLASS
         self._base = base
 
     cdef void _free_forgotten(self) noexcept:
@@ -370,47 +428,6 @@ cdef class GhostTable:
 cdef inline void copy_entry(Bucket* to, Py_ssize_t to_way, Bucket* of, Py_ssize_t way) noexcept:
     to[to_way // WAYS].tags[to_way % WAYS] = of[way // WAYS].tags[way % WAYS]
     to[to_way // WAYS].times[to_way % WAYS] = of[way // WAYS].times[way % WAYS]
-
-
-# Gaps between uses.
-
-cdef enum:
-    CLASS_BITS = 3
-    CLASSES = 7
-    AGES = 48
-
-cdef int64_t[CLASSES - 2] GAP_BOUNDS
-cdef int64_t[AGES + 1] AGE_BOUNDS
-cdef double RATES_HALF_LIFE = reference.RATES_HALF_LIFE
-cdef double PRIOR = reference.PRIOR
-cdef double TICKS_PER_S = reference.TICKS_PER_S
-cdef double MAX_TICKS = reference.MAX_TICKS
-
-cdef int take_bounds() except -1:
-    assert (reference.GAP_CLASSES, reference.NUM_AGES) == (CLASSES, AGES)
-    for i, ticks in enumerate(reference.GAP_BOUNDS):
-        GAP_BOUNDS[i] = ticks
-    for i, ticks in enumerate(reference.AGE_BOUNDS):
-        AGE_BOUNDS[i] = ticks
-    return 0
-
-take_bounds()
-
-
-cdef inline int gap_class(int64_t ticks) noexcept:
-    cdef int gap = 1
-    while gap < CLASSES - 1 and ticks >= GAP_BOUNDS[gap - 1]:
-        gap += 1
-    return gap
-
-
-cdef inline int age_bin(int64_t ticks) noexcept:
-    cdef int at = 0, step = 32
-    while step:
-        if at + step < AGES and AGE_BOUNDS[at + step] <= ticks:
-            at += step
-        step >>= 1
-    return at
 
 
 cdef class ReturnRates:
@@ -485,11 +502,10 @@ cdef int check_class(int gap) except -1:
 # Shadows.
 
 cdef enum:
-    MAX_RULES = 5
+    MAX_RULES = 3
     NOWHERE = 0
-    GHOST = 1
-    ONCE = 2
-    AGAIN = 3
+    ONCE = 1
+    AGAIN = 2
     LISTS = ONCE + CLASSES
     END = -1
 
@@ -497,17 +513,16 @@ cdef struct Node:
     uint64_t name
     int64_t stamp
     int64_t seen
-    int32_t older[MAX_RULES]
-    int32_t newer[MAX_RULES]
+    int32_t older[1 + MAX_RULES]
+    int32_t newer[1 + MAX_RULES]
     uint8_t where[MAX_RULES]
     uint8_t gap
+    uint8_t is_on_device
 
 cdef struct RuleNumbers:
     bint by_gap
     bint has_share
-    bint holds
     int64_t quota
-    double tested_from
 
 cdef struct Plan:
     int64_t evict_once
@@ -516,33 +531,27 @@ cdef struct Plan:
     int64_t drop_again
 
 
-
 cdef RuleNumbers numbers_of(rule, capacity) except *:
     cdef RuleNumbers result
     result.by_gap = rule.by_gap
     result.has_share = rule.share is not None
     result.quota = rule.quota(capacity) if result.has_share else 0
-    result.tested_from = rule.tested_from(capacity)
-    result.holds = rule.holds
     return result
 
 
 cdef Plan planned(
     const RuleNumbers* rule, int64_t capacity, int64_t once, int64_t again, int64_t new_once, int64_t new_again,
-    int64_t need, int64_t idle_again,
+    int64_t need,
 ) noexcept:
     """Does what ``tournament.plan`` does."""
     cdef Plan made
-    cdef int64_t quota = rule.quota, left, more
-    made.drop_once = min(need, new_once) if rule.holds and once > quota else 0
-    made.evict_once = min(need - made.drop_once, once, max(<int64_t>0, once + new_once - made.drop_once - quota))
-    made.drop_once += min(
-        need - made.drop_once - made.evict_once,
-        new_once - made.drop_once,
-        max(<int64_t>0, once - made.evict_once + new_once - made.drop_once - quota),
+    cdef int64_t left, more
+    made.evict_once = min(need, once, max(<int64_t>0, once + new_once - rule.quota))
+    made.drop_once = min(
+        need - made.evict_once, new_once, max(<int64_t>0, once - made.evict_once + new_once - rule.quota)
     )
     left = need - made.drop_once - made.evict_once
-    made.evict_again = min(left, idle_again)
+    made.evict_again = min(left, again)
     left -= made.evict_again
     more = min(left, new_once - made.drop_once)
     made.drop_once += more
@@ -554,12 +563,12 @@ cdef Plan planned(
 
 
 cdef class Shadows:
-    """One table of names for all shadows: a name has one stamp and one gap, because every shadow that knows it saw the
-    same requests."""
+    """One table of names for all shadows. All names are in two lists: on the device, and off it in the order in which
+    they left. What a shadow holds is in lists of its own: one for LRU, two for rules with a share, or one per class."""
 
-    cdef readonly Py_ssize_t capacity
+    cdef readonly Py_ssize_t host, device
     cdef readonly ReturnRates rates
-    cdef Py_ssize_t _num_rules, _ghost_limit, _num_nodes, _table_size
+    cdef Py_ssize_t _num_rules, _num_nodes, _table_size
     cdef RuleNumbers _rules[MAX_RULES]
     cdef cnp.ndarray _node_memory, _table_memory, _chain_memory
     cdef Node* _nodes
@@ -568,46 +577,51 @@ cdef class Shadows:
     cdef int32_t _free
     """The first of the free nodes, which ``newer[0]`` links."""
     cdef int64_t _clock, _request, _num_accesses, _next_update
-    cdef int32_t _oldest[MAX_RULES][LISTS]
-    cdef int32_t _newest[MAX_RULES][LISTS]
-    cdef int64_t _size[MAX_RULES][LISTS]
+    cdef int64_t _most_names
+    cdef int32_t _oldest[1 + MAX_RULES][LISTS]
+    cdef int32_t _newest[1 + MAX_RULES][LISTS]
+    """Of each list. The last row is of all names: off the device (0) and on it (1)."""
+    cdef int64_t _size[1 + MAX_RULES][LISTS]
+    cdef int64_t _held[MAX_RULES]
 
-    def __cinit__(self, Py_ssize_t capacity, rules, Py_ssize_t ghosts):
-        """``ghosts``: how many of a shadow there can be."""
-        self.capacity = capacity
-        self._ghost_limit = ghosts
+    def __cinit__(self, Py_ssize_t host, Py_ssize_t device, rules):
+        from kvoffload.cache.policies.tournament import SHADOW_NAMES
+
+        self.host, self.device = host, device
+        self._most_names = SHADOW_NAMES * (host + device)
         rules = tuple(rules)
         self._num_rules = len(rules)
         if self._num_rules > MAX_RULES:
             raise ValueError(f"{len(rules)} rules: there can be {MAX_RULES}")
         for r, rule in enumerate(rules):
-            self._rules[r] = numbers_of(rule, capacity)
-        self.clear()
-
-    def clear(self):
+            self._rules[r] = numbers_of(rule, host)
         self._resize(64, 0)
         self._clock = self._request = self._num_accesses = 0
-        self._next_update = reference.next_update(0, self.capacity)
+        self._next_update = reference.next_update(0, host + device)
         self.rates = ReturnRates()
-        for r in range(MAX_RULES):
+        for r in range(1 + MAX_RULES):
             for where in range(LISTS):
                 self._oldest[r][where] = self._newest[r][where] = END
                 self._size[r][where] = 0
+        for r in range(MAX_RULES):
+            self._held[r] = 0
 
-    def lists(self, Py_ssize_t r):
-        """Returns the names in each list of a shadow, oldest first, and its ghosts."""
+    def held(self, Py_ssize_t r):
         if not 0 <= r < self._num_rules:
             raise IndexError(f"rule {r} of {self._num_rules}")
-        result = []
-        cdef int32_t node
-        for where in (*range(ONCE, LISTS), GHOST):
-            names = []
-            node = self._oldest[r][where]
-            while node != END:
-                names.append(self._nodes[node].name)
-                node = self._nodes[node].newer[r]
-            result.append(names)
-        return result
+        return [name for _, name in sorted([pair for where in range(ONCE, LISTS) for pair in self._names(r, where)])]
+
+    def known(self):
+        return [name for where in range(2) for _, name in self._names(MAX_RULES, where)]
+
+    cdef list _names(self, Py_ssize_t r, int where):
+        """Returns stamp and name of the members of a list, oldest first."""
+        cdef int32_t node = self._oldest[r][where]
+        names = []
+        while node != END:
+            names.append((self._nodes[node].stamp, self._nodes[node].name))
+            node = self._nodes[node].newer[r]
+        return names
 
     cdef int _resize(self, Py_ssize_t num_nodes, Py_ssize_t before) except -1:
         """Makes room for this many nodes, of which the first ``before`` are those that there are, all in use. If there
@@ -655,12 +669,9 @@ cdef class Shadows:
         self._table[at] = node
         return node
 
-    cdef void _drop_if_nowhere(self, int32_t node) noexcept:
+    cdef void _drop(self, int32_t node) noexcept:
         """Frees a node that is in no list."""
         cdef uint64_t at, hole, home, mask = self._table_size - 1
-        for r in range(self._num_rules):
-            if self._nodes[node].where[r] != NOWHERE:
-                return
         hole = at = self._place(self._nodes[node].name)
         while True:
             # The entries behind the hole move into it, unless they would be before their home.
@@ -675,11 +686,8 @@ cdef class Shadows:
         self._nodes[node].newer[0] = self._free
         self._free = node
 
-    cdef inline void _unlink(self, Py_ssize_t r, int32_t node) noexcept:
-        cdef int where = self._nodes[node].where[r]
+    cdef inline void _unlink(self, Py_ssize_t r, int where, int32_t node) noexcept:
         cdef int32_t older = self._nodes[node].older[r], newer = self._nodes[node].newer[r]
-        if where == NOWHERE:
-            return
         if older == END:
             self._oldest[r][where] = newer
         else:
@@ -688,13 +696,10 @@ cdef class Shadows:
             self._newest[r][where] = older
         else:
             self._nodes[newer].older[r] = older
-        self._nodes[node].where[r] = NOWHERE
         self._size[r][where] -= 1
 
     cdef inline void _append(self, Py_ssize_t r, int where, int32_t node) noexcept:
-        """Moves a node to the recent end of a list."""
-        self._unlink(r, node)
-        self._nodes[node].where[r] = where
+        """Adds a node to the recent end of a list."""
         self._nodes[node].older[r] = self._newest[r][where]
         self._nodes[node].newer[r] = END
         if self._newest[r][where] == END:
@@ -704,31 +709,17 @@ cdef class Shadows:
         self._newest[r][where] = node
         self._size[r][where] += 1
 
-    cdef inline void _cut(self, Py_ssize_t r, int where, int64_t limit) noexcept:
-        """Forgets the oldest names of a list, until ``limit`` are left."""
-        cdef int32_t node
-        while self._size[r][where] > limit:
-            node = self._oldest[r][where]
-            self._unlink(r, node)
-            self._forget_if_nowhere(node)
-
-    cdef inline void _forget_if_nowhere(self, int32_t node) noexcept:
-        """Forgets a node, unless it is in a list or belongs to the present request."""
-        cdef int r
-        if self._nodes[node].seen == self._request:
-            return
-        for r in range(self._num_rules):
-            if self._nodes[node].where[r] != NOWHERE:
-                return
-        self.rates._add(self._nodes[node].gap, self._clock - self._nodes[node].stamp, False)
-        self._drop_if_nowhere(node)
+    cdef inline void _lose(self, Py_ssize_t r, int32_t node) noexcept:
+        """Takes a node out of a shadow, if it is in it."""
+        if self._nodes[node].where[r] != NOWHERE:
+            self._unlink(r, self._nodes[node].where[r], node)
+            self._nodes[node].where[r] = NOWHERE
+            self._held[r] -= 1
 
     def access(self, hashes, uint64_t limit, int64_t now):
-        """Serves a request for a chain at time ``now``: those of ``hashes`` that are at most ``limit``, head first.
-        Returns how many distinct ones these are, and of each shadow how many leading ones were present."""
         cdef cnp.ndarray given = hashes_of(hashes)
         cdef uint64_t* hs = uint64s(given)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, num = 0
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, r, num = 0, on_device = 0
         cdef int32_t node
         cdef int32_t* chain
         cdef Py_ssize_t found[MAX_RULES]
@@ -736,179 +727,125 @@ cdef class Shadows:
             num += hs[i] <= limit
         if num == 0:
             return 0, ()
-        if self._chain_memory is None or cnp.PyArray_DIM(self._chain_memory, 0) < 3 * num:
-            self._chain_memory = new_array(3 * num, cnp.NPY_INT32)
+        if self._chain_memory is None or cnp.PyArray_DIM(self._chain_memory, 0) < num:
+            self._chain_memory = new_array(num, cnp.NPY_INT32)
         chain = <int32_t*>cnp.PyArray_DATA(self._chain_memory)
         self._request += 1
         self._clock = max(self._clock, now)
         num = 0
         for i in range(n):
-            if hs[i] > limit:
-                continue
-            node = self._node_of(hs[i])
-            if self._nodes[node].seen != self._request:
-                self._nodes[node].seen = self._request
-                chain[num] = node
-                num += 1
-                self._learn(&self._nodes[node])
-        for i in range(self._num_rules):
-            if self._rules[i].by_gap:
-                found[i] = self._access_by_gap(i, chain, num)
-            else:
-                found[i] = self._access(i, chain, num) if self._rules[i].has_share else self._access_lru(i, chain, num)
+            if hs[i] <= limit:
+                node = self._node_of(hs[i])
+                if self._nodes[node].seen != self._request:
+                    self._nodes[node].seen = self._request
+                    chain[num] = node
+                    num += 1
+        while on_device < num and self._nodes[chain[on_device]].is_on_device:
+            on_device += 1
+        for r in range(self._num_rules):
+            i = on_device
+            while i < num and (self._nodes[chain[i]].is_on_device or self._nodes[chain[i]].where[r] != NOWHERE):
+                i += 1
+            found[r] = i - on_device
         for i in range(num):
+            self._learn(chain[i])
+        for i in range(num - 1, -1, -1):
             self._nodes[chain[i]].stamp = self._clock + num - i
-            self._drop_if_nowhere(chain[i])
+            self._nodes[chain[i]].is_on_device = True
+            self._append(MAX_RULES, 1, chain[i])
         self._clock += num
+        while self._size[MAX_RULES][1] > self.device:
+            self._leave(self._oldest[MAX_RULES][1])
+        for r in range(self._num_rules):
+            self._make_room(r)
+        self._forget()
         self._num_accesses += num
         if self._num_accesses >= self._next_update:
             self._update()
         return num, tuple([found[i] for i in range(self._num_rules)])
 
+    cdef inline void _learn(self, int32_t at) noexcept:
+        """Counts that a name returns, if it is known, and takes note of the gap. Takes it out of all lists."""
+        cdef Node* node = &self._nodes[at]
+        cdef int64_t gap = self._clock - node.stamp
+        cdef Py_ssize_t r
+        if node.stamp < 0:
+            return
+        for r in range(self._num_rules):
+            self._lose(r, at)
+        self._unlink(MAX_RULES, node.is_on_device, at)
+        self.rates._add(node.gap, gap, True)
+        node.gap = gap_class(gap)
+
+    cdef inline void _leave(self, int32_t at) noexcept:
+        """Moves a name from the device to the shadows."""
+        cdef Node* node = &self._nodes[at]
+        cdef Py_ssize_t r
+        self._unlink(MAX_RULES, 1, at)
+        node.is_on_device = False
+        self._append(MAX_RULES, 0, at)
+        for r in range(self._num_rules):
+            if self._rules[r].by_gap:
+                node.where[r] = ONCE + node.gap
+            else:
+                node.where[r] = AGAIN if self._rules[r].has_share and node.gap else ONCE
+            self._append(r, node.where[r], at)
+            self._held[r] += 1
+
+    cdef void _make_room(self, Py_ssize_t r) noexcept:
+        cdef int which
+        while self._held[r] > self.host:
+            if self._rules[r].by_gap:
+                which = self._least(r)
+            elif self._rules[r].has_share:
+                which = ONCE if self._size[r][ONCE] > self._rules[r].quota or not self._size[r][AGAIN] else AGAIN
+            else:
+                which = ONCE
+            self._lose(r, self._oldest[r][which])
+
+    cdef int _least(self, Py_ssize_t r) noexcept:
+        """Returns the list whose oldest name has the lowest value."""
+        cdef int which, least = ONCE
+        cdef double worth, lowest = INFINITY
+        cdef int32_t node
+        cdef int64_t stamp = NO_END
+        for which in range(ONCE, LISTS):
+            node = self._oldest[r][which]
+            if node == END:
+                continue
+            worth = self.rates._values[which - ONCE][age_bin(self._clock - self._nodes[node].stamp)]
+            if worth < lowest or (worth == lowest and self._nodes[node].stamp < stamp):
+                least, lowest, stamp = which, worth, self._nodes[node].stamp
+        return least
+
+    cdef void _forget(self) noexcept:
+        """Forgets the names that left the device first, unless a shadow holds them."""
+        cdef int64_t limit = max(<int64_t>0, self._most_names - self._size[MAX_RULES][1])
+        cdef int64_t i
+        cdef int32_t at
+        cdef Py_ssize_t r
+        for i in range(self._size[MAX_RULES][0] - limit):
+            at = self._oldest[MAX_RULES][0]
+            self._unlink(MAX_RULES, 0, at)
+            for r in range(self._num_rules):
+                if self._nodes[at].where[r] != NOWHERE:
+                    self._append(MAX_RULES, 0, at)
+                    break
+            else:
+                self.rates._add(self._nodes[at].gap, self._clock - self._nodes[at].stamp, False)
+                self._drop(at)
+
     cdef int _update(self) except -1:
         cdef Py_ssize_t i
         cdef Node* node
-        cdef int64_t before = self._next_update
+        cdef int64_t before = self._next_update, capacity = self.host + self.device
         for i in range(self._table_size):
             if self._table[i] != END:
                 node = &self._nodes[self._table[i]]
                 self.rates._waiting[node.gap][age_bin(self._clock - node.stamp)] += 1
-        self._next_update = reference.next_update(self._num_accesses, self.capacity)
-        self.rates._update(0.5 ** (<double>(self._next_update - before) / (RATES_HALF_LIFE * self.capacity)))
+        self._next_update = reference.next_update(self._num_accesses, capacity)
+        self.rates._update(0.5 ** (<double>(self._next_update - before) / (RATES_HALF_LIFE * capacity)))
         return 0
-
-    cdef inline void _learn(self, Node* node) noexcept:
-        """Counts that a name returns, if it was known, and takes note of the gap."""
-        cdef int64_t gap = self._clock - node.stamp
-        if node.stamp >= 0:
-            self.rates._add(node.gap, gap, True)
-            node.gap = gap_class(gap)
-
-    cdef Py_ssize_t _access_by_gap(self, Py_ssize_t r, int32_t* chain, Py_ssize_t num) noexcept:
-        cdef int32_t* new = chain + num
-        cdef double worth[CLASSES]
-        cdef Py_ssize_t found = 0, num_new = 0, refused = 0, i
-        cdef int64_t held = 0, need
-        cdef int least, gap
-        cdef int32_t node
-        while found < num and self._nodes[chain[found]].where[r] >= ONCE:
-            found += 1
-        for i in range(num - 1, -1, -1):
-            if self._nodes[chain[i]].where[r] < ONCE:
-                new[num_new] = <int32_t>i
-                num_new += 1
-            else:
-                self._unlink(r, chain[i])
-        for gap in range(CLASSES):
-            held += self._size[r][ONCE + gap]
-            worth[gap] = self._worth(r, gap)
-        for need in range(held + num - self.capacity):
-            least = 0
-            for gap in range(1, CLASSES):
-                if worth[gap] < worth[least] or (
-                    worth[gap] == worth[least] != INFINITY and self._oldest_stamp(r, gap) < self._oldest_stamp(r, least)
-                ):
-                    least = gap
-            if refused < num_new:
-                gap = self._nodes[chain[new[refused]]].gap
-                if self.rates._values[gap][0] < worth[least]:
-                    refused += 1
-                    continue
-            if worth[least] == INFINITY:
-                break
-            node = self._oldest[r][ONCE + least]
-            self._unlink(r, node)
-            self._forget_if_nowhere(node)
-            worth[least] = self._worth(r, least)
-        for i in range(refused):
-            chain[new[i]] = -1 - chain[new[i]]
-        for i in range(num - 1, -1, -1):
-            if chain[i] >= 0:
-                self._append(r, ONCE + self._nodes[chain[i]].gap, chain[i])
-            else:
-                chain[i] = -1 - chain[i]
-        return found
-
-    cdef inline int64_t _oldest_stamp(self, Py_ssize_t r, int gap) noexcept:
-        return self._nodes[self._oldest[r][ONCE + gap]].stamp
-
-    cdef inline double _worth(self, Py_ssize_t r, int gap) noexcept:
-        """Returns the value of the oldest name of a list, infinity if there is none."""
-        cdef int32_t node = self._oldest[r][ONCE + gap]
-        if node == END:
-            return INFINITY
-        return self.rates._values[gap][age_bin(self._clock - self._nodes[node].stamp)]
-
-    cdef Py_ssize_t _access_lru(self, Py_ssize_t r, int32_t* chain, Py_ssize_t num) noexcept:
-        cdef Py_ssize_t found = 0, i
-        while found < num and self._nodes[chain[found]].where[r] == AGAIN:
-            found += 1
-        for i in range(num - 1, -1, -1):
-            self._append(r, AGAIN, chain[i])
-        self._cut(r, AGAIN, self.capacity)
-        return found
-
-    cdef Py_ssize_t _access(self, Py_ssize_t r, int32_t* chain, Py_ssize_t num) noexcept:
-        cdef int32_t* new_once = chain + num
-        """Places in the chain, the last one first."""
-        cdef int32_t* new_again = chain + 2 * num
-        cdef Py_ssize_t found = 0, num_once = 0, num_again = 0, drop_once = 0, drop_again = 0, i
-        cdef int64_t floor = -1
-        cdef Node* node
-        while found < num and ONCE <= self._nodes[chain[found]].where[r] <= AGAIN:
-            found += 1
-        if self._size[r][AGAIN] and self._size[r][AGAIN] >= self._rules[r].tested_from:
-            floor = self._nodes[self._oldest[r][AGAIN]].stamp
-        for i in range(num - 1, -1, -1):
-            node = &self._nodes[chain[i]]
-            if ONCE <= node.where[r] <= AGAIN:
-                self._append(r, AGAIN, chain[i])
-            elif node.where[r] == GHOST and node.stamp > floor:
-                new_again[num_again] = <int32_t>i
-                num_again += 1
-            else:
-                new_once[num_once] = <int32_t>i
-                num_once += 1
-        self._make_room(r, chain, num, num_once, num_again, &drop_once, &drop_again)
-        for i in range(drop_once, num_once):
-            self._append(r, ONCE, chain[new_once[i]])
-        for i in range(drop_again, num_again):
-            self._append(r, AGAIN, chain[new_again[i]])
-        if drop_again < num_again:
-            for i in range(num - 1, -1, -1):
-                if self._nodes[chain[i]].where[r] == AGAIN:
-                    self._append(r, AGAIN, chain[i])
-        return found
-
-    cdef void _make_room(
-        self, Py_ssize_t r, int32_t* chain, Py_ssize_t num, Py_ssize_t new_once, Py_ssize_t new_again,
-        Py_ssize_t* drop_once, Py_ssize_t* drop_again,
-    ) noexcept:
-        """Makes room for new names, and says how many of the deepest ones of each kind the rule refuses."""
-        cdef int64_t once = self._size[r][ONCE], again = self._size[r][AGAIN], i = 0, k = 0
-        cdef int64_t need = once + again + new_once + new_again - self.capacity
-        cdef int32_t* at_once = chain + num
-        cdef int32_t* at_again = chain + 2 * num
-        cdef Plan made
-        if need <= 0:
-            return
-        made = planned(
-            &self._rules[r], self.capacity, once, again, new_once, new_again, need, again - (num - new_once - new_again)
-        )
-        drop_once[0], drop_again[0] = made.drop_once, made.drop_again
-        # Those that are refused become ghosts in the order of the chain, the last one first.
-        while i < made.drop_once or k < made.drop_again:
-            if k == made.drop_again or (i < made.drop_once and at_once[i] > at_again[k]):
-                self._append(r, GHOST, chain[at_once[i]])
-                i += 1
-            else:
-                self._append(r, GHOST, chain[at_again[k]])
-                k += 1
-        for i in range(made.evict_once):
-            self._append(r, GHOST, self._oldest[r][ONCE])
-        for i in range(made.evict_again):
-            self._append(r, GHOST, self._oldest[r][AGAIN])
-        self._cut(r, GHOST, self._ghost_limit)
 
 
 # Keys in order.
@@ -1374,10 +1311,6 @@ cdef class Lists:
         else:
             self._unlink(slot)
 
-    cdef int64_t _oldest_position(self, int which) noexcept:
-        cdef int64_t slot = self._oldest_of(which)
-        return self._position(slot) if slot >= 0 else -1
-
     cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again, ReturnRates rates=None):
         cdef cnp.ndarray marks = flags(busy, self._capacity)
         n = max(0, min(n, from_once * self.num_once + from_again * self.num_again))
@@ -1514,6 +1447,14 @@ cdef class GapLists(Lists):
             self._append(int64s(given)[i], <int>int64s(gaps)[i], self._clock + i)
         self._clock += n
 
+    def classes(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.ndarray result = new_int64(n)
+        for i in range(n):
+            int64s(result)[i] = self._which(int64s(given)[i]) if self._members[int64s(given)[i]].stamp != ABSENT else 0
+        return result
+
     def move_to_end(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef int64_t* at = int64s(given)
@@ -1524,31 +1465,19 @@ cdef class GapLists(Lists):
                 self._append(at[i], self._which(at[i]), self._clock + i)
         self._clock += n
 
-    def oldest_again(self):
-        return self._oldest_again()
-
-    cdef int64_t _oldest_again(self) noexcept:
-        cdef int which
-        cdef int64_t at, oldest = NO_END
-        for which in range(1, CLASSES):
-            at = self._oldest_position(which)
-            if 0 <= at < oldest:
-                oldest = at
-        return oldest if oldest < NO_END else -1
-
     def pop_oldest(self, Py_ssize_t n, busy):
         return self._pop(n, busy, True, True)
 
     def pop_least(self, Py_ssize_t n, busy, ReturnRates rates not None):
         return self._pop(n, busy, True, True, rates)
 
-    def num_refused(self, classes, Py_ssize_t shortage, ReturnRates rates not None):
-        cdef cnp.ndarray gaps = numbers(classes)
-        check_classes(gaps, cnp.PyArray_DIM(gaps, 0))
-        return self._num_refused(int64s(gaps), cnp.PyArray_DIM(gaps, 0), shortage, rates)
+    def num_refused(self, classes, stamps, Py_ssize_t shortage, ReturnRates rates not None):
+        cdef cnp.ndarray gaps = numbers(classes), times = numbers(stamps)
+        check_classes(gaps, cnp.PyArray_DIM(times, 0))
+        return self._num_refused(int64s(gaps), int64s(times), cnp.PyArray_DIM(gaps, 0), shortage, rates)
 
     cdef Py_ssize_t _num_refused(
-        self, const int64_t* gaps, Py_ssize_t n, Py_ssize_t shortage, ReturnRates rates
+        self, const int64_t* gaps, const int64_t* stamps, Py_ssize_t n, Py_ssize_t shortage, ReturnRates rates
     ) noexcept:
         cdef int64_t fronts[CLASSES]
         cdef int64_t ticks[CLASSES]
@@ -1559,7 +1488,7 @@ cdef class GapLists(Lists):
             ticks[which] = self._position_or_end(fronts[which])
         for i in range(shortage):
             which = self._least(ticks, 0, CLASSES, rates)
-            if refused < n and rates._values[gaps[refused]][0] < self._value(which, ticks[which], rates):
+            if refused < n and self._value(<int>gaps[refused], stamps[refused], rates) < self._value(which, ticks[which], rates):
                 refused += 1
             elif ticks[which] == NO_END:
                 break
@@ -1665,7 +1594,7 @@ cdef class AutoSteps:
     cdef uint64_t* _hashes
     """In ``_hash_of``."""
     cdef Py_ssize_t _capacity
-    cdef public int64_t full, beside
+    cdef public int64_t full
     cdef public bint must_store
     cdef object _rule
     cdef int64_t _rule_full
@@ -1680,6 +1609,12 @@ cdef class AutoSteps:
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         self._hashes = uint64s(self._hash_of)
+
+    def put_behind(self, device_blocks):
+        from kvoffload.cache.policies.tournament import GHOSTS
+
+        self._ghosts = GhostTable(GHOSTS * (self._capacity + device_blocks))
+        self._tournament.begin(self._capacity, device_blocks)
 
     cdef RuleNumbers* _current(self) except NULL:
         """Returns the numbers of the rule that the tournament has chosen."""
@@ -1714,7 +1649,7 @@ cdef class AutoSteps:
         if k == 0:
             for i in range(n):
                 hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full + self.beside, now, self.must_store)
+            self._tournament.observe(chain, self.full, now, self.must_store)
         else:
             for i in range(n):
                 if at[i] < 0:
@@ -1729,16 +1664,9 @@ cdef class AutoSteps:
                     hashes[i] = absent.hashes[k]
                 else:
                     hashes[i] = self._hashes[at[i]]
-            self._tournament.observe(chain, self.full + self.beside, now, self.must_store)
-            self._mark_returning(absent)
+            self._tournament.observe(chain, self.full, now, self.must_store)
+            self._ghosts._use(absent.entries, absent.n, now)
         self._lists.use(access.slots, access.ready)
-
-    cdef int _mark_returning(self, Absent absent) except -1:
-        cdef int64_t floor = -1
-        if self._lists.num_again >= self._current().tested_from:
-            floor = self._lists._oldest_again()
-        self._ghosts._mark_above(absent.entries, absent.n, floor)
-        return 0
 
     def insert(self, slots, keys):
         cdef cnp.ndarray given = numbers(slots)
@@ -1753,16 +1681,12 @@ cdef class AutoSteps:
             raise IndexError(f"{absent.n} keys need as many slots, not {cnp.PyArray_DIM(given, 0)}")
         for i in range(absent.n):
             self._lists._prefetch(at, i, absent.n)
-            gap = self._class_of(absent.entries[i])
+            gap = self._ghosts._class(absent.entries[i])
             if absent.entries[i] >= 0 and not self._has_shared_names:
                 self._ghosts._remove(absent.entries[i])
             self._hashes[at[i]] = absent.hashes[i]
             self._lists._append(at[i], gap, self._lists._clock + i)
         self._lists._clock += absent.n
-
-    cdef inline int _class_of(self, int64_t entry) noexcept:
-        """Returns the class of a block with this ghost that is stored now."""
-        return gap_class(self._lists._clock - self._ghosts._stamp(entry)) if self._ghosts._is_marked(entry) else 0
 
     def reorder(self, slots, new):
         self._lists.move_to_end(slots)
@@ -1779,7 +1703,7 @@ cdef class AutoSteps:
         cdef Absent absent = self._absent(keys)
         cdef int64_t again = self._lists.num_again, new_again = self._num_returning(absent)
         cdef Plan made = planned(
-            rule, self.full, self._lists.num_once, again, absent.n - new_again, new_again, shortage, again
+            rule, self.full, self._lists.num_once, again, absent.n - new_again, new_again, shortage
         )
         if not (made.drop_once or made.drop_again):
             return None
@@ -1788,17 +1712,18 @@ cdef class AutoSteps:
         cdef Py_ssize_t i
         cdef int64_t* left
         for i in range(absent.n):
-            left = &made.drop_again if self._ghosts._is_marked(absent.entries[i]) else &made.drop_once
+            left = &made.drop_again if self._ghosts._class(absent.entries[i]) else &made.drop_once
             to[i] = left[0] <= 0
             left[0] -= 1
         return admitted
 
     cdef cnp.ndarray _admit_by_gap(self, Absent absent, int64_t shortage, ReturnRates rates):
-        cdef cnp.ndarray gaps = new_int64(absent.n), admitted
+        cdef cnp.ndarray gaps = new_int64(absent.n), stamps = new_int64(absent.n), admitted
         cdef Py_ssize_t i, refused
         for i in range(absent.n):
-            int64s(gaps)[i] = self._class_of(absent.entries[i])
-        refused = self._lists._num_refused(int64s(gaps), absent.n, shortage, rates)
+            int64s(gaps)[i] = self._ghosts._class(absent.entries[i])
+            int64s(stamps)[i] = self._ghosts._stamp(absent.entries[i]) if absent.entries[i] >= 0 else self._lists._clock
+        refused = self._lists._num_refused(int64s(gaps), int64s(stamps), absent.n, shortage, rates)
         if refused == 0:
             return None
         admitted = new_array(absent.n, cnp.NPY_BOOL)
@@ -1810,7 +1735,7 @@ cdef class AutoSteps:
         cdef int64_t num = 0
         cdef Py_ssize_t i
         for i in range(absent.n):
-            num += self._ghosts._is_marked(absent.entries[i])
+            num += self._ghosts._class(absent.entries[i]) > 0
         return num
 
     def evict(self, eviction):
@@ -1855,7 +1780,7 @@ cdef class AutoSteps:
             self._remember(hashes, positions)
         else:
             self._ghosts._add(
-                uint64s(hashes), int64s(positions), cnp.PyArray_DIM(positions, 0), new
+                uint64s(hashes), int64s(positions), NULL, cnp.PyArray_DIM(positions, 0), new
             )
         return 0
 

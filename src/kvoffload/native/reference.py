@@ -556,6 +556,10 @@ class GapLists:
             members.discard(slots[~chosen])
             members.put(slots[chosen], positions[chosen])
 
+    def classes(self, slots: Slots) -> Positions:
+        """Returns the class of each of ``slots``, which are members."""
+        return array(np.argmax([members.holds(slots) for members in self._lists], axis=0))
+
     def move_to_end(self, slots: Slots) -> None:
         """Makes members the most recent of the list that each is in. Ignores other slots."""
         positions = self.tick(len(slots))
@@ -572,11 +576,6 @@ class GapLists:
         """Puts members that were passed over back into the order. Ignores other slots."""
         for members in self._lists:
             members.mark_evictable(slots)
-
-    def oldest_again(self) -> int:
-        """Returns the position of the oldest member of ``again`` that is in the order, -1 if there is none."""
-        position = min(members.front() for members in self._again)
-        return position if position < NO_END else -1
 
     def pop_once(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
         """Removes the ``n`` oldest members of ``once`` that are not busy. Returns them and their positions, oldest
@@ -600,9 +599,10 @@ class GapLists:
 
         return pop(self._lists, n, busy, choose=lambda: self._lists[min(range(GAP_CLASSES), key=worth)])
 
-    def num_refused(self, classes: Positions, shortage: int, rates: ReturnRates) -> int:
-        """Returns how many of the first of new blocks, of ``classes``, are worth less than the members that would leave
-        for them, if ``shortage`` of them or of the members must go. Members that were passed over do not count."""
+    def num_refused(self, classes: Positions, stamps: Positions, shortage: int, rates: ReturnRates) -> int:
+        """Returns how many of the first of new blocks, of ``classes`` and last used at ``stamps``, are worth less than
+        the members that would leave for them, if ``shortage`` of them or of the members must go. Members that were
+        passed over do not count."""
         oldest = [iter(members.positions()) for members in self._lists]
         front = [next(each, NO_END) for each in oldest]
         num = 0
@@ -612,7 +612,8 @@ class GapLists:
                 for gap, position in enumerate(front)
             ]
             least = min(range(GAP_CLASSES), key=worth.__getitem__)
-            if num < len(classes) and rates.value(int(classes[num]), 0) < worth[least][0]:
+            value = rates.value(int(classes[num]), self._clock - int(stamps[num])) if num < len(classes) else inf
+            if value < worth[least][0]:
                 num += 1
             elif front[least] == NO_END:
                 break
@@ -638,7 +639,7 @@ _NO_GHOSTS: OrderedDict[int, list[int]] = OrderedDict()
 
 
 class GhostTable:
-    """The ``capacity`` hashes that were added last, each with a stamp and a mark.
+    """The ``capacity`` hashes that were added last, each with a stamp and the class of its last gap.
 
     An older hash is never found, so a chain that is half forgotten has lost one end, and has no holes. There are twice
     as many places as remembered hashes, in buckets. A new hash takes a free place or the earliest one of its bucket, so
@@ -657,7 +658,7 @@ class GhostTable:
     def clear(self) -> None:
         """Forgets everything."""
         self._buckets: defaultdict[int, OrderedDict[int, list[int]]] = defaultdict(OrderedDict)
-        """By tag: how many hashes were added before, stamp and mark; the earliest first."""
+        """By tag: how many hashes were added before, stamp and class; the earliest first."""
         self._num_added = 0
 
     def __len__(self) -> int:
@@ -678,30 +679,35 @@ class GhostTable:
         """Returns the stamp of each hash, -1 if it is not remembered."""
         return array([-1 if entry is None else entry[1] for entry in self._entries(hashes)])
 
-    def is_marked(self, hashes: Hashes) -> Flags:
-        """Returns which hashes are remembered with a mark."""
-        return np.array([entry is not None and entry[2] for entry in self._entries(hashes)], dtype=np.bool_)
+    def classes(self, hashes: Hashes) -> Positions:
+        """Returns the class of each hash, 0 if it is not remembered."""
+        return array([0 if entry is None else entry[2] for entry in self._entries(hashes)])
 
-    def mark_above(self, hashes: Hashes, floor: int) -> None:
-        """Marks the remembered ones of ``hashes`` whose stamp is above ``floor``, and no others of them."""
+    def use(self, hashes: Hashes, now: int) -> None:
+        """Takes note that the remembered ones of ``hashes`` are used now. How long they are remembered is as before."""
         for entry in self._entries(hashes):
             if entry is not None:
-                entry[2] = entry[1] > floor
+                entry[1:] = now, gap_class(now - entry[1])
 
     def remove(self, hashes: Hashes) -> None:
         """Forgets hashes."""
         for bucket, tag in self._homes(hashes):
             self._buckets.get(bucket, _NO_GHOSTS).pop(tag, None)
 
-    def add(self, hashes: Hashes, stamps: Positions) -> None:
-        """Adds distinct hashes in this order, without marks. Those that are remembered are added again."""
+    def add(self, hashes: Hashes, stamps: Positions, classes: Positions | None = None) -> None:
+        """Adds distinct hashes in this order. Those that are remembered are added again. Without ``classes`` they keep
+        theirs; that of the others is 0."""
         last = slice(-self._capacity, None)
-        for (home, tag), stamp in zip(self._homes(hashes[last]), stamps[last].tolist(), strict=True):
+        given = [None] * len(hashes) if classes is None else classes.tolist()
+        for (home, tag), stamp, gap in zip(self._homes(hashes[last]), stamps[last].tolist(), given[last], strict=True):
             bucket = self._buckets[home]
-            bucket.pop(tag, None)
+            before = bucket.pop(tag, None)
             if len(bucket) == self._ways:
                 bucket.popitem(last=False)
-            bucket[tag] = [self._num_added, stamp, False]
+            if gap is None:
+                is_known = before is not None and before[0] >= self._num_added - self._capacity
+                gap = before[2] if before is not None and is_known else 0
+            bucket[tag] = [self._num_added, stamp, gap]
             self._num_added += 1
 
 

@@ -351,7 +351,7 @@ class TieredOffloadingManager(OffloadingManager):
         return True
 
     def store_leaving(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        return self.host.prepare_store(keys)
+        return self.host.store_leaving(keys)
 
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
         """Of what the device holds, blocks leave the host first when all tiers have them."""

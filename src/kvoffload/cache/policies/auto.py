@@ -1,4 +1,4 @@
-"""The self-tuning policy: lists, and the one of five rules that would have found most blocks recently."""
+"""The self-tuning policy: lists, and the one of three rules that would have found most blocks recently."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from kvoffload.native.structures import GapLists, GhostTable
 
 class PlainAutoPolicy(CachePolicy):
     """Blocks used by one request (``once``), and those used by several (``again``) by the gap between their last two
-    uses, each list oldest first, on one clock; and ghosts: blocks that left or were refused, with the time of their
-    last use.
+    uses, each list oldest first, on one clock; and ghosts: blocks that left, were refused, or are on the device only,
+    with the time of their last use and the class of its gap.
 
-    A rule (see ``tournament.RULES``) says from which list a block leaves, whether new blocks enter at all, and which
-    of the blocks that return count as used again. A ``Tournament`` chooses the rule. The lists are the same for all
-    rules, so that a change of rule costs nothing.
+    A rule (see ``tournament.RULES``) says from which list a block leaves, and whether new blocks enter at all. A
+    ``Tournament`` chooses the rule. The lists are the same for all rules, so that a change of rule costs nothing.
+
+    Behind a device the lists order what the device does not hold. A block enters when it leaves the device, as what it
+    has become there: a use that the device has served counts as any other.
 
     Blocks of several KV cache groups that end at one token share a ghost and a place in the sample of the shadows: a
     state and the attention block that ends there are of no use without each other.
@@ -42,6 +44,10 @@ class PlainAutoPolicy(CachePolicy):
         self._last: tuple[Sequence[OffloadKey], Hashes] = ((), np.zeros(0, dtype=np.uint64))
         """Keys and hashes of the last call, because the next call is often about the same keys."""
 
+    def put_behind(self, device_blocks: int) -> None:
+        self._ghosts = GhostTable(GHOSTS * (self.capacity + device_blocks))
+        self._tournament.begin(self.capacity, device_blocks)
+
     def state(self) -> Mapping[str, Any]:
         scores = zip((rule.name for rule in self._tournament.rules), self._tournament.scores, strict=True)
         return {"rule": self._tournament.rule.name, "scores": dict(scores)}
@@ -51,23 +57,18 @@ class PlainAutoPolicy(CachePolicy):
         missing = access.found < 0
         absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1])
         chain[missing] = absent[::-1]
-        self._tournament.observe(chain, self.full + self.beside, self._lists.begin(access.time), self.must_store)
-        tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
-        self._ghosts.mark_above(absent, self._lists.oldest_again() if tested else -1)
+        now = self._lists.begin(access.time)
+        self._tournament.observe(chain, self.full, now, self.must_store)
+        self._ghosts.use(absent, now)
         self._lists.use(access.slots, access.ready)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         hashes = self._hashes(keys)
-        classes = self._classes(hashes)
+        classes = self._ghosts.classes(hashes)
         if not self._has_shared_names:
             self._ghosts.remove(hashes)
         self._hash_of[slots] = hashes
         self._lists.insert(slots, classes)
-
-    def _classes(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """Returns the classes of absent blocks that are stored now."""
-        since = self._lists.classes_since(self._ghosts.stamps(hashes))
-        return np.where(self._ghosts.is_marked(hashes), since, 0)
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
         self._lists.move_to_end(slots)
@@ -78,18 +79,25 @@ class PlainAutoPolicy(CachePolicy):
     def remove(self, slots: Slots) -> None:
         self._lists.discard(slots)
 
+    def lend(self, slots: Slots) -> None:
+        self._remember(self._hash_of[slots], self._lists.tick(len(slots)), self._lists.classes(slots))
+        self._lists.discard(slots)
+
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         rule = self._tournament.rule
         if rule.by_gap:
-            classes = self._classes(self._hashes(keys))
-            num_refused = self._lists.num_refused(classes, shortage, self._tournament.shadows.rates)
+            hashes, now = self._hashes(keys), self._lists.begin(0.0)
+            stamps = self._ghosts.stamps(hashes)
+            stamps[stamps < 0] = now
+            rates = self._tournament.shadows.rates
+            num_refused = self._lists.num_refused(self._ghosts.classes(hashes), stamps, shortage, rates)
             return np.arange(len(keys)) >= num_refused if num_refused else None
         if rule.share is None:
             return None
         returning = self._is_returning(keys)
         num_again = int(np.count_nonzero(returning))
         once, again = self._lists.num_once, self._lists.num_again
-        made = plan(rule, self.full, once, again, len(keys) - num_again, num_again, shortage, again)
+        made = plan(rule, self.full, once, again, len(keys) - num_again, num_again, shortage)
         if not (made.drop_once or made.drop_again):
             return None
         admitted = np.ones(len(keys), dtype=np.bool_)
@@ -117,13 +125,14 @@ class PlainAutoPolicy(CachePolicy):
         self._remember(self._hash_of[victims], positions)
         return victims
 
-    def _remember(self, hashes: Hashes, positions: npt.NDArray[np.int64]) -> None:
+    def _remember(self, hashes: Hashes, positions: Slots, classes: Slots | None = None) -> None:
         """Adds ghosts."""
         if self._has_shared_names:
             _, last = np.unique(hashes[::-1], return_index=True)
             chosen = np.sort(len(hashes) - 1 - last)
             hashes, positions = hashes[chosen], positions[chosen]
-        self._ghosts.add(hashes, positions)
+            classes = None if classes is None else classes[chosen]
+        self._ghosts.add(hashes, positions, classes)
 
     def clear(self) -> None:
         self._lists.clear()
@@ -137,7 +146,7 @@ class PlainAutoPolicy(CachePolicy):
 
     def _is_returning(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
         """Returns which absent keys will count as used again if they are stored now."""
-        return self._ghosts.is_marked(self._hashes(keys))
+        return self._ghosts.classes(self._hashes(keys)) > 0
 
     def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
         if self._last[0] != keys:

@@ -31,6 +31,8 @@ class _Blocks:
         self.slot_of = np.zeros(quota, dtype=np.int64)
         self.key_of = np.full(quota, None, dtype=np.object_)
         self.busy = np.zeros(quota, dtype=np.bool_)
+        self.lent = np.zeros(quota, dtype=np.bool_)
+        """Which blocks the device holds too: ``policy`` does not."""
         self.num_evicted = 0
         self.num_refused = 0
         self.clear()
@@ -40,6 +42,7 @@ class _Blocks:
         self.free.add(np.arange(self.quota))
         self.num_held = self.num_busy = 0
         self.busy.fill(False)
+        self.lent.fill(False)
         self.policy.full = self.quota
         self.policy.clear()
 
@@ -65,7 +68,12 @@ class _Blocks:
     def mark_evictable(self, places: Slots) -> None:
         self.num_busy -= int(np.count_nonzero(self.busy[places]))
         self.busy[places] = False
-        self.policy.mark_evictable(places)
+        self.policy.mark_evictable(places[~self.lent[places]])
+
+    def remove(self, places: Slots) -> None:
+        self.policy.remove(places[~self.lent[places]])
+        self.lent[places] = False
+        self.forget(places)
 
     def forget(self, places: Slots) -> None:
         self.num_held -= len(places)
@@ -185,7 +193,25 @@ class TenantPolicy(CachePolicy):
             kept[at[: max(0, len(own) - self.tenants[t].quota)]] = False
         return kept
 
+    def lend(self, slots: Slots) -> None:
+        """Tells that the device holds these blocks too. Each still counts for its tenant."""
+        for blocks, places, _ in self._by_tenant(slots):
+            blocks.policy.lend(places)
+            blocks.lent[places] = True
+
+    def take_back(self, slots: Slots) -> None:
+        """Tells that blocks which were lent have left the device."""
+        for blocks, places, _ in self._by_tenant(slots):
+            blocks.lent[places] = False
+            blocks.policy.insert(places, blocks.key_of[places].tolist())
+
     # The contract of a policy, tenant by tenant.
+
+    def put_behind(self, device_blocks: int) -> None:
+        """Each tenant is taken to have a share of the device as of these slots."""
+        total = sum(blocks.quota for blocks in self.tenants)
+        for blocks in self.tenants:
+            blocks.policy.put_behind(max(1, device_blocks * blocks.quota // total))
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         for t, own, chosen in self._keys_by_tenant(keys):
@@ -219,6 +245,7 @@ class TenantPolicy(CachePolicy):
         for t, own, chosen in self._keys_by_tenant(keys):
             blocks = self.tenants[t]
             short = blocks.num_held + len(own) - blocks.quota if isinstance(plan, MissReason) else plan[t]
+            short -= int(np.count_nonzero(blocks.lent))
             if short <= 0:
                 continue
             blocks.policy.full = max(1, blocks.num_held + len(own) - short)
@@ -298,8 +325,7 @@ class TenantPolicy(CachePolicy):
 
     def remove(self, slots: Slots) -> None:
         for blocks, places, _ in self._by_tenant(slots):
-            blocks.policy.remove(places)
-            blocks.forget(places)
+            blocks.remove(places)
         self.tenant_of[slots] = _NOBODY
 
     def clear(self) -> None:
@@ -330,7 +356,7 @@ class TenantPolicy(CachePolicy):
             if any(self.shares.tenant(key) != t for key in blocks.key_of[places].tolist()):
                 raise IntegrityError(f"tenant {name} holds a block of another one")
             check_slots(blocks.free, blocks.quota)
-            blocks.policy.check_integrity(places)
+            blocks.policy.check_integrity(places[~blocks.lent[places]])
 
 
 def _from_the_top(excess: Sequence[int], most: Sequence[int], n: int) -> list[int]:
