@@ -168,7 +168,7 @@ def test_no_tenant_loses_a_block_because_another_ones_is_on_the_device() -> None
     duplicates = Duplicates(table, np.array([0, 0, 1, 1], dtype=np.int8))
     duplicates.add(np.array([0, 2]))
     assert duplicates.take(2, table.busy, 0).tolist() == [0]
-    duplicates.discard([0])
+    duplicates.discard(np.array([0]))
     assert duplicates.take(2, table.busy, 0).tolist() == []
     assert duplicates.take(2, table.busy, 1).tolist() == [2]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,14 @@ class Duplicates:
 
     def add(self, slots: Slots) -> Slots:
         """Adds the blocks in ``slots``, tail first, each once, which were used just now. Returns those that are new."""
-        for slot, tenant in zip(slots.tolist(), self._tenant_of[slots].tolist(), strict=True):
-            of_tenant = self._slots.setdefault(tenant, {})
-            of_tenant.pop(slot, None)
-            of_tenant[slot] = None
-        new: Slots = slots[~self.holds[slots]]
+        is_new = ~self.holds[slots]
+        new: Slots = slots[is_new]
+        for slot in () if len(new) == len(slots) else slots[~is_new].tolist():
+            self._slots[int(self._tenant_of[slot])].pop(slot)
+        tenants = self._tenant_of[slots].tolist()
+        for tenant in set(tenants):
+            own = slots[self._tenant_of[slots] == tenant] if tenants.count(tenant) < len(tenants) else slots
+            self._slots.setdefault(tenant, {}).update(dict.fromkeys(own.tolist()))
         self.holds[slots] = True
         self.num += len(new)
         return new
@@ -52,14 +55,16 @@ class Duplicates:
         found = found[found >= 0]
         return self._table.distinct(found[self.holds[found]])
 
-    def discard(self, slots: Iterable[int]) -> None:
-        """Removes the blocks that the device does not hold any more, or that leave host memory."""
-        for slot in slots if self.num else ():
-            if self.holds[slot]:
-                self.holds[slot] = False
-                self.num -= 1
-                for of_tenant in self._slots.values():
-                    of_tenant.pop(slot, None)
+    def discard(self, slots: Slots) -> None:
+        """Removes the blocks that the device does not hold any more, or that leave host memory, each once."""
+        if not self.num:
+            return
+        slots = slots[self.holds[slots]]
+        self.holds[slots] = False
+        self.num -= len(slots)
+        for of_tenant in self._slots.values():
+            for slot in slots.tolist():
+                of_tenant.pop(slot, None)
 
     def take(self, n: int, busy: npt.NDArray[np.bool_], tenant: int = 0) -> Slots:
         """Returns up to ``n`` blocks of ``tenant`` that leave now, in the order in which they leave. None of them is

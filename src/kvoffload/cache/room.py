@@ -109,7 +109,7 @@ class Evictor:
     def remove(self, slots: Slots) -> None:
         """Removes blocks that leave for another reason than eviction."""
         self._policy.remove(self._without_duplicates(slots))
-        self.duplicates.discard(slots.tolist())
+        self.duplicates.discard(slots)
 
     def _without_duplicates(self, slots: Slots) -> Slots:
         return slots[~self.duplicates.holds[slots]] if self.duplicates.num else slots
@@ -126,7 +126,7 @@ class Evictor:
         that have ``left`` it."""
         slots = self.duplicates.find(left)
         if len(slots):
-            self.duplicates.discard(slots.tolist())
+            self.duplicates.discard(slots)
             self._take_back(slots)
         slots = self._table.find(held)
         slots = self._table.distinct(slots[slots >= 0])[::-1]
@@ -201,11 +201,11 @@ class SharedRoom(Evictor):
 
     def _remove_early(self, slots: Slots) -> None:
         self._tenants.evict_early(slots)
-        self.duplicates.discard(slots.tolist())
+        self.duplicates.discard(slots)
 
     def remove(self, slots: Slots) -> None:
         self._tenants.remove(slots)
-        self.duplicates.discard(slots.tolist())
+        self.duplicates.discard(slots)
 
     def mark_busy(self, slots: Slots) -> None:
         self._tenants.mark_busy(slots)
