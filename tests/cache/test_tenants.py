@@ -565,3 +565,64 @@ def test_native_and_plain_auto_serve_tenants_alike() -> None:
         num_evicted += len(outputs[0][1])
     assert num_evicted > 500
     assert pair[0].room.uses() == pair[1].room.uses()
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_on_the_device_count_for_their_tenant_and_are_in_no_order(policy: str, seed: int) -> None:
+    """Loads, stores, drops, hints and notes of what the device holds, in any order: no tenant holds more than its
+    quota, none falls below its guarantee for another one, pinned blocks stay, and slots, tables and policies agree."""
+    rng, made = random.Random(seed), shares(14, (4, 2, 0), (9, 8, 7))
+    host = PolicyOffloadingManager(HostBackend(16, 14), make_policy(policy, 14, made), device_blocks=10)
+    leases: list[LoadStoreSpec] = []
+    num_lent = 0
+    for _ in range(500):
+        tenant = rng.choice(NAMES)
+        keys = [key(tenant, number) for number in rng.sample(range(12), rng.randint(1, 5))]
+        before = [max(0, use - own) for use, own in zip(held(host), made.guaranteed, strict=True)]
+        action = rng.randrange(7)
+        if action == 0:
+            host.note_device(held=keys)
+        elif action == 1:
+            host.note_device(left=keys)
+        elif action == 2:
+            context = ReqContext("r", hints=Hints(2, drop=True)) if rng.random() < 0.2 else None
+            host.touch(keys, context)
+            host.end_chain(keys, (), context)
+        elif action == 3:
+            host.drop(keys)
+        elif action == 4:
+            leases.append(host.prepare_load([key for key in keys if host.lookup([key])]))
+        elif action == 5 and leases:
+            host.complete_load(leases.pop(rng.randrange(len(leases))))
+        else:
+            output = host.store_leaving(keys) if rng.random() < 0.7 else host.prepare_store(keys)
+            if output is not None:
+                losers = {
+                    NAMES.index(OTHER if name[7:8] == b"o" else name[7:8].decode()) for name in output.evicted_keys
+                }
+                assert all(before[loser] or loser == NAMES.index(tenant) for loser in losers)
+                host.complete_store(output.store_spec, success=rng.random() < 0.9)
+        host.check_integrity()
+        num_lent += int(np.count_nonzero(tenant_policy(host).tenants[0].lent))
+        assert all(n <= quota for n, quota in zip(held(host), made.quota, strict=True))
+    assert num_lent > 100
+
+
+def test_a_tenant_behind_a_device_has_what_it_knows_of_its_blocks() -> None:
+    host = PolicyOffloadingManager(HostBackend(16, 12), make_policy("auto", 12, shares(12, (0, 0, 0))), device_blocks=6)
+    for _ in range(2):
+        host.touch(chain("a", 0, 3))
+        host.end_chain(chain("a", 0, 3), ())
+    output = host.store_leaving(chain("a", 0, 3))
+    assert output is not None
+    host.complete_store(output.store_spec)
+    own = tenant_policy(host).tenants[0].policy
+    assert isinstance(own, AutoPolicy)
+    assert own._lists.num_again == 3
+    host.touch(chain("a", 0, 3))
+    host.note_device(held=chain("a", 0, 3))
+    assert (own._lists.num_again, held(host)) == (0, [3, 0, 0])
+    host.note_device(left=chain("a", 0, 3))
+    assert (own._lists.num_again, held(host)) == (3, [3, 0, 0])
+    host.check_integrity()
