@@ -77,6 +77,8 @@ class ModelShape:
     """FLOPs per pair of query and key, in all layers whose tokens attend to the whole prompt."""
     notes: tuple[str, ...] = ()
     """The assumptions that were made, one sentence each."""
+    why_inclusive: str | None = None
+    """Why the host memory of a server must repeat what the device holds; None if it need not."""
 
     def prefill_flops(self, start: Amount, end: Amount) -> Amount:
         """Returns the FLOPs to compute tokens [start, end) of a prompt whose first ``start`` tokens have their KV.
@@ -213,6 +215,7 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
         2.0 * parameters + windows,
         float(pairs),
         tuple(notes),
+        None if set(kinds) == {LayerKind.FULL} else "the model has layers other than full attention",
     )
 
 
