@@ -37,8 +37,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "slow": 2,
         "engine": {"enable_prefix_caching": False},
     },
-    "stored when leaving the device, slow copies, chunked prefill": {
-        "connector": POOL | {"host_contents": "exclusive"},
+    "stored when computed, slow copies, chunked prefill": {
+        "connector": POOL | {"host_contents": "inclusive"},
         "slow": 1,
         "force_async": True,
         "engine": {"max_num_batched_tokens": 96},
