@@ -60,6 +60,7 @@ def contents_of(asked: HostContents | None, why_inclusive: str | None) -> HostCo
 
 
 LARGE_BLOCKS = "a block has several device blocks (block_size, block_size_factor)"
+OTHER_LAYERS = "the model has layers other than full attention"
 """Why contents are inclusive."""
 
 

@@ -180,7 +180,8 @@ def test_host_memory_repeats_the_device_only_where_it_must(
         ({"adapter_of": nothing}, "adapters"),
         ({"groups": [KVGroup(TOKENS, sliding_window=64)]}, "full attention"),
         ({"groups": [KVGroup(TOKENS), KVGroup(TOKENS, state=True)]}, "full attention"),
-        ({"parts": Parts((2,))}, "other KV"),
+        ({"groups": [KVGroup(TOKENS, lookahead=1)], "following": nothing}, "drafter"),
+        ({"parts": Parts((2,))}, "in parts"),
     ):
         caplog.clear()
         assert make(config(), **{**keeping, **change}).stores.device is None

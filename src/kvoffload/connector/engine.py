@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeAlias
 
 from kvoffload.abc import ConfigError, Following, KVGroup
-from kvoffload.config import LARGE_BLOCKS
+from kvoffload.config import LARGE_BLOCKS, OTHER_LAYERS
 from kvoffload.connector.adapters import AdapterOf
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.options import EngineOptions
@@ -107,9 +107,11 @@ class EngineSpec:
         layout = self.layout
         if max(layout.factors) > 1:
             return LARGE_BLOCKS
-        if layout.windows or layout.states or layout.ahead or layout.parts.is_divided:
-            return "the model has layers other than full attention, or ranks with other KV"
-        return None
+        if layout.windows or layout.states:
+            return OTHER_LAYERS
+        if layout.ahead:
+            return "the KV of a drafter depends on later tokens"
+        return "blocks are stored in parts" if layout.parts.is_divided else None
 
     def _check_groups(self) -> None:
         groups, parts = self.groups, self.parts

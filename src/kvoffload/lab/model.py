@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.abc.shown import MAX_SHOWN
+from kvoffload.config import OTHER_LAYERS
 from kvoffload.printable import printable
 
 DTYPE_BYTES = {
@@ -215,7 +216,7 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
         2.0 * parameters + windows,
         float(pairs),
         tuple(notes),
-        None if set(kinds) == {LayerKind.FULL} else "the model has layers other than full attention",
+        None if set(kinds) == {LayerKind.FULL} else OTHER_LAYERS,
     )
 
 
