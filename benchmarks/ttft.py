@@ -253,9 +253,11 @@ def _in_child(config: dict[str, Any], environment: dict[str, str]) -> dict[str, 
 def _measure(config: dict[str, Any]) -> dict[str, float]:
     usual = config["connector"] == "KVOffloadConnector"
     module = "kvoffload.vllm" if usual else "benchmarks.connectors"
+    # After a reset host memory has the prompt already.
+    options = {"host_bytes": "2GiB", "host_contents": "inclusive"}
     llm = start_llm(
         config["model"],
-        connector({"host_bytes": "2GiB"}, config["connector"], module),
+        connector(options, config["connector"], module),
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=64,
         max_model_len=PROMPT_TOKENS + BLOCK_SIZE,

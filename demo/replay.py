@@ -12,6 +12,7 @@ import numpy as np
 from demo.process import DemoError
 from demo.protocol import RequestResult
 from kvoffload.abc import KVOffloadError
+from kvoffload.config import HostContents
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
 
@@ -55,8 +56,10 @@ def replay_act(trace: Path, requests: Sequence[RequestResult]) -> Agreement | No
         if recorded.info["groups"] != 1:
             return None
         # The pool holds everything, so nothing is read from disk.
-        policy, pool, device = (recorded.info[name] for name in ("policy", "pool_blocks", "device_blocks"))
-        result = replay(recorded, ReplayConfig(str(policy), int(str(pool)), int(str(device))))
+        names = "policy", "pool_blocks", "device_blocks", "host_contents"
+        policy, pool, device, contents = (str(recorded.info[name]) for name in names)
+        config = ReplayConfig(policy, int(pool), int(device), host_contents=HostContents(contents))
+        result = replay(recorded, config)
     except KVOffloadError as error:
         raise DemoError(f"the trace of the second act cannot be replayed: {error}") from error
     warm_up = recorded.num_requests - len(requests)

@@ -16,7 +16,7 @@ from kvoffload import config as config_module
 from kvoffload.abc import CachePolicy, ConfigError
 from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.config import HOST_CONTENTS, HostContents, OffloadConfig
+from kvoffload.config import LARGE_BLOCKS, HostContents, OffloadConfig, contents_of
 from kvoffload.units import parse_bytes
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -449,8 +449,18 @@ def test_a_policy_that_cannot_be_made_is_named() -> None:
 
 
 def test_host_contents() -> None:
-    assert make().host_contents is HOST_CONTENTS is HostContents.INCLUSIVE
+    assert make().host_contents is None
     assert make(host_contents="exclusive").host_contents is HostContents.EXCLUSIVE
     for wrong in ("Exclusive", "", 1, True, ["exclusive"]):
         with pytest.raises(ConfigError, match=r"host_contents=.*leave it out"):
             make(host_contents=wrong)
+    with pytest.raises(ConfigError, match=r"host_contents='exclusive': .*block_size_factor.*; leave it out"):
+        make(host_contents="exclusive", block_size_factor=2)
+    make(host_contents="exclusive", block_size_factor=1)
+
+
+def test_contents_that_nobody_asks_for_are_exclusive_where_they_can_be() -> None:
+    inclusive, exclusive = HostContents
+    assert [contents_of(None, why) for why in (None, LARGE_BLOCKS)] == [exclusive, inclusive]
+    assert [contents_of(inclusive, why) for why in (None, LARGE_BLOCKS)] == [inclusive] * 2
+    assert contents_of(exclusive, None) is exclusive

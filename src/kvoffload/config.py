@@ -50,11 +50,23 @@ class HostContents(enum.StrEnum):
     """Those that leave the device. The blocks that the device holds too leave host memory first."""
 
 
-HOST_CONTENTS = HostContents.INCLUSIVE
-"""The default, of a server and of what is computed for one."""
+def contents_of(asked: HostContents | None, why_inclusive: str | None) -> HostContents:
+    """Returns the contents of host memory, of a server and of what is computed for one: those that are ``asked`` for,
+    or else exclusive ones, unless ``why_inclusive`` says why they cannot be. Raises ConfigError if these are asked for.
+    """
+    if asked is HostContents.EXCLUSIVE and why_inclusive is not None:
+        raise ConfigError("host_contents", asked.value, why_inclusive, "leave it out")
+    return asked or (HostContents.EXCLUSIVE if why_inclusive is None else HostContents.INCLUSIVE)
 
 
-def _host_contents(value: object) -> HostContents:
+LARGE_BLOCKS = "a block has several device blocks (block_size, block_size_factor)"
+OTHER_LAYERS = "the model has layers other than full attention"
+"""Why contents are inclusive."""
+
+
+def _host_contents(value: object) -> HostContents | None:
+    if value is None:
+        return None
     if isinstance(value, str) and value in set(HostContents):
         return HostContents(value)
     raise ConfigError("host_contents", value, 'must be "inclusive" or "exclusive"', "or leave it out")
@@ -73,9 +85,9 @@ class OffloadConfig:
     policy: str = "auto"
     """The eviction policy: "auto", which tunes itself, "lru", "arc", or a
     CachePolicy as "package.module:Class"."""
-    host_contents: HostContents = HOST_CONTENTS
-    """"inclusive": a block is stored when it is computed. "exclusive": a block is stored when it leaves the device, so
-    host memory adds its whole size to the device's; for full attention only."""
+    host_contents: HostContents | None = None
+    """"exclusive": a block is stored when it leaves the device, so host memory adds its whole size to the device's.
+    "inclusive": a block is stored when it is computed. By default exclusive where the engine and the model allow it."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None
@@ -154,6 +166,7 @@ class OffloadConfig:
             check_whole_number(name, getattr(self, name), least)
         if self.block_size_factor is not None and self.block_size is not None:
             raise ConfigError("block_size", self.block_size, "block_size_factor sets the same", "remove one of the two")
+        contents_of(self.host_contents, LARGE_BLOCKS if (self.block_size_factor or 1) > 1 else None)
         self._check_disk()
         object.__setattr__(self, "tiers", load_tiers(self.tiers))
         check_distinct(self.tier_entries)

@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -140,36 +141,39 @@ def test_tokens_per_block_come_from_the_groups(groups: Sequence[KVGroup], tokens
 def test_the_log_says_what_the_pools_hold(make: Builder, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     make(config(), device_blocks=4)
-    assert f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache" in caplog.messages
+    assert f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache; " in caplog.text
     assert f"kvoffload: model fingerprint {'ab' * 32}" in caplog.messages
     make(config(), pools=[pool(), pool()], engine=1, engines=2)
     wanted = f"kvoffload: host pool of 64 KiB on 2 ranks, one of 2 engines' shares, = {BLOCKS * TOKENS} tokens"
-    assert wanted in caplog.messages
+    assert wanted in caplog.text
     hybrid = [KVGroup(TOKENS), KVGroup(TOKENS, state=True), KVGroup(TOKENS, state=True)]
     make(config(), groups=hybrid, device_blocks=4)
     wanted = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache; "
-    assert wanted + f"each position with states takes the place of {2 * TOKENS} of them" in caplog.messages
+    assert wanted + f"each position with states takes the place of {2 * TOKENS} of them; " in caplog.text
     make(config(), pools=[pool()], num_workers=2)
-    assert f"kvoffload: host pool of 32 KiB in 1 pool for 2 ranks = {BLOCKS * TOKENS} tokens" in caplog.messages
+    assert f"kvoffload: host pool of 32 KiB in 1 pool for 2 ranks = {BLOCKS * TOKENS} tokens; " in caplog.text
     make(config(), pools=[pool(), pool()], num_workers=4)
-    assert f"kvoffload: host pool of 64 KiB in 2 pools for 4 ranks = {BLOCKS * TOKENS} tokens" in caplog.messages
+    assert f"kvoffload: host pool of 64 KiB in 2 pools for 4 ranks = {BLOCKS * TOKENS} tokens; " in caplog.text
 
 
-def test_host_memory_repeats_the_device_unless_it_is_told_not_to(
+def test_host_memory_repeats_the_device_only_where_it_must(
     make: Builder, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
     keeping: dict[str, Any] = {"device_blocks": 5, "keeps_blocks": True}
-    for unset in (config(), config(host_contents="inclusive"), with_disk(tmp_path / "unset")):
-        half = make(unset, **keeping)
-        assert half.stores.device is None
-        assert not host_of(half).is_behind_device
     exclusive = config(host_contents="exclusive")
-    half = make(exclusive, **keeping)
-    assert half.stores.device is not None
-    shadows = host_of(half).policy._tournament.shadows  # type: ignore[attr-defined]
-    assert (shadows.host, shadows.device) == (BLOCKS, 4)
-    text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens beyond the device's {4 * TOKENS}"
+    for each in (config(), exclusive, with_disk(tmp_path / "unset"), with_disk(tmp_path, host_contents="exclusive")):
+        half = make(each, **keeping)
+        assert half.stores.device is not None
+        shadows = host_of(half).policy._tournament.shadows  # type: ignore[attr-defined]
+        assert (shadows.host, shadows.device) == (BLOCKS, 4)
+        text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens beyond the device's {4 * TOKENS}"
+        assert f"{text}; exclusive contents" in caplog.messages
+        caplog.clear()
+    half = make(config(host_contents="inclusive"), **keeping)
+    assert half.stores.device is None
+    assert not host_of(half).is_behind_device
+    text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 1.6x the device cache; inclusive contents"
     assert text in caplog.messages
     for change, why in (
         ({"keeps_blocks": False}, "keeps_blocks"),
@@ -177,17 +181,19 @@ def test_host_memory_repeats_the_device_unless_it_is_told_not_to(
         ({"adapter_of": nothing}, "adapters"),
         ({"groups": [KVGroup(TOKENS, sliding_window=64)]}, "full attention"),
         ({"groups": [KVGroup(TOKENS), KVGroup(TOKENS, state=True)]}, "full attention"),
-        ({"parts": Parts((2,))}, "other KV"),
+        ({"groups": [KVGroup(TOKENS, lookahead=1)], "following": nothing}, "drafter"),
+        ({"parts": Parts((2,))}, "in parts"),
     ):
+        caplog.clear()
         assert make(config(), **{**keeping, **change}).stores.device is None
+        (said,) = (text for text in caplog.messages if "host pool of" in text)
+        assert re.search(f"; inclusive contents, because .*{why}", said)
         with pytest.raises(ConfigError, match=f"host_contents='exclusive': .*{why}"):
             make(exclusive, **{**keeping, **change})
     factor = {**keeping, "groups": [KVGroup(TOKENS, 4)]}
-    with pytest.raises(ConfigError, match="block_size_factor"):
-        make(config(host_contents="exclusive", block_size_factor=4), **factor)
-    with_tier = make(with_disk(tmp_path, host_contents="exclusive"), **keeping)
-    assert with_tier.stores.device is not None
-    assert host_of(with_tier).is_behind_device
+    assert make(config(block_size=4 * TOKENS), **factor).stores.device is None
+    with pytest.raises(ConfigError, match=r"host_contents='exclusive': .*block_size, "):
+        make(config(host_contents="exclusive", block_size=4 * TOKENS), **factor)
 
 
 def test_a_store_counts_when_all_ranks_of_a_pool_have_reported_it(make: Builder) -> None:
@@ -215,8 +221,8 @@ def test_each_node_has_the_budget_for_its_own_pools(
         there = dataclasses.replace(here, **other)
         half = make(config(host_bytes=2 * BLOCKS * SLOT), pools=[here, here, there, there])
         assert half.manager.num_blocks == BLOCKS
-        text = f"kvoffload: host pool of 128 KiB on 4 ranks of 2 nodes = {BLOCKS * TOKENS} tokens"
-        assert text in caplog.messages
+        text = f"kvoffload: host pool of 128 KiB on 4 ranks of 2 nodes = {BLOCKS * TOKENS} tokens; "
+        assert text in caplog.text
         for pools in ([here, here, there], [here, there, there]):
             with pytest.raises(ConfigError, match=r"host_bytes=32768 .* take 64 KiB; make .* 2\) slots"):
                 make(config(host_bytes=BLOCKS * SLOT), pools=pools)
@@ -429,6 +435,7 @@ def test_a_trace_has_the_sizes_of_the_server(make: Builder, tmp_path: Path) -> N
     half.shutdown()
     header = json.loads(path.read_text().splitlines()[0])
     wanted = {"device_blocks": 4, "pool_blocks": BLOCKS, "policy": "arc", "store_threshold": 3, "groups": 1}
+    wanted |= {"host_contents": "inclusive"}
     assert {name: header[name] for name in wanted} == wanted
     assert header["block_tokens"] == TOKENS
 

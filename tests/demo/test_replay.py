@@ -22,7 +22,7 @@ BLOCK = 16
 
 def record(path: Path, documents: list[int], groups: int = 1) -> None:
     """Records one prompt of 100 tokens per document, on a server whose device cache holds one prompt and one block."""
-    header = {"device_blocks": 8, "pool_blocks": 64, "policy": "lru", "store_threshold": None, "groups": groups}
+    header = {"device_blocks": 8, "pool_blocks": 64, "policy": "lru", "groups": groups} | {"host_contents": "exclusive"}
     recorder = TraceRecorder(str(path), BLOCK, header)
     for document in documents:
         keys = hash_blocks([document] * 100, BLOCK)

@@ -163,6 +163,21 @@ def test_a_share_without_room_for_a_block(tmp_path: Path, amount: str, is_refuse
     assert not is_refused or found.one("model.shares")["text"].startswith("tenants.a.guaranteed.host=8 (8 bytes): has")
 
 
+def test_contents_that_a_server_would_refuse(tmp_path: Path) -> None:
+    options = {"host_bytes": "64MiB", "host_contents": "exclusive"}
+    (tmp_path / "windows").mkdir()
+    windows = model_file(tmp_path / "windows", LLAMA | {"sliding_window": 64})
+    found = diagnose(options, "--model", windows).one("model.contents")
+    assert (found["level"], found["fix"]) == ("problem", "leave it out")
+    assert found["text"] == "host_contents='exclusive': the model has layers other than full attention"
+    for allowed, model in ((options, model_file(tmp_path, LLAMA)), ({"host_bytes": "64MiB"}, windows)):
+        assert "model.contents" not in diagnose(allowed, "--model", model).ids()
+    assert (
+        "host_contents='exclusive': a block has several"
+        in judge(options | {"block_size_factor": 2})["config.refused"].text
+    )
+
+
 @pytest.mark.parametrize(("mode", "is_open"), [(0o600, False), (0o644, True)])
 def test_a_password_that_others_may_read(tmp_path: Path, mode: int, is_open: bool) -> None:
     password = tmp_path / "password"

@@ -172,6 +172,10 @@ def test_bytes_and_write_amplification() -> None:
 # Tiers.
 
 
+def inclusive(policy: str, capacity: int, device: int) -> ReplayConfig:
+    return ReplayConfig(policy, capacity, device, host_contents=HostContents.INCLUSIVE)
+
+
 def test_a_device_cache_serves_the_first_part_of_a_hit() -> None:
     # [7, 8] evicts the tail of [1, 2, 3] from the device.
     trace = make([[1, 2, 3], [7, 8], [1, 2, 3, 4]])
@@ -182,22 +186,23 @@ def test_a_device_cache_serves_the_first_part_of_a_hit() -> None:
 
 
 def test_the_device_leaves_a_token_to_compute_and_ignores_incomplete_blocks() -> None:
-    result = replay(make([[1, 2]] * 2), ReplayConfig("lru", 8, device_blocks=8))
+    result = replay(make([[1, 2]] * 2), inclusive("lru", 8, 8))
     assert (result.device_tokens[1], result.host_tokens[1]) == (SIZE, SIZE)
-    result = replay(make([[1, 2]] * 2, [2 * SIZE - 4] * 2), ReplayConfig("lru", 8, device_blocks=8))
+    result = replay(make([[1, 2]] * 2, [2 * SIZE - 4] * 2), inclusive("lru", 8, 8))
     assert (result.device_tokens[1], result.host_tokens[1]) == (SIZE, SIZE - 4)
 
 
 def test_blocks_on_the_device_that_the_host_has_evicted_are_stored_again() -> None:
     # [2, 3] evicts [1] from a pool of two blocks; the device still has it.
     trace = make([[1], [2, 3], [1, 4]])
-    result = replay(trace, ReplayConfig("lru", 2, device_blocks=8))
+    result = replay(trace, inclusive("lru", 2, 8))
     assert result.device_tokens.tolist() == [0, 0, SIZE]
     assert result.stored_blocks == 5
 
 
 def exclusive(policy: str, capacity: int, device: int, threshold: int | None = None) -> ReplayConfig:
-    return ReplayConfig(policy, capacity, device, 0, threshold, HostContents.EXCLUSIVE)
+    """The default, if there is a device."""
+    return ReplayConfig(policy, capacity, device, 0, threshold)
 
 
 def test_exclusive_contents_are_what_has_left_the_device() -> None:
@@ -209,7 +214,7 @@ def test_exclusive_contents_are_what_has_left_the_device() -> None:
     # 3; 8 and 7; 4 and 3, and of these 3 is in host memory already.
     assert (result.stored_blocks, result.evicted_blocks) == (4, 1)
     # The control: inclusive contents repeat the device, and neither 3 nor 7 is left when it returns.
-    result = replay(trace, ReplayConfig("lru", 3, device_blocks=4))
+    result = replay(trace, inclusive("lru", 3, 4))
     assert result.host_tokens.tolist() == [0, 0, 0, 0]
 
 
@@ -258,12 +263,14 @@ def test_exclusive_contents_add_up_with_those_of_the_device(seed: int) -> None:
     device = host = max(16, trace.num_distinct // 12)
     one = replay(trace, ReplayConfig("lru", device + host)).prefix_hit_tokens
     apart = replay(trace, exclusive("lru", host, device)).prefix_hit_tokens
-    repeating = replay(trace, ReplayConfig("lru", host, device_blocks=device)).prefix_hit_tokens
+    repeating = replay(trace, inclusive("lru", host, device)).prefix_hit_tokens
     assert repeating < 0.93 * one < apart
 
 
 def test_exclusive_contents_need_a_device() -> None:
-    with pytest.raises(ConfigError, match="give a device"):
+    assert ReplayConfig("lru", 8, 0, 8).host_contents is HostContents.INCLUSIVE
+    assert ReplayConfig("lru", 8, 8, 8).host_contents is HostContents.EXCLUSIVE
+    with pytest.raises(ConfigError, match="host_contents='exclusive': the size of the device's own cache is not given"):
         ReplayConfig("lru", 8, 0, 8, None, HostContents.EXCLUSIVE)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.synthetic import generate
 from kvoffload.abc import ConfigError
-from kvoffload.config import HostContents, OffloadConfig
+from kvoffload.config import HostContents
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.replay import ReplayConfig, replay
@@ -76,11 +76,9 @@ def test_with_a_disk_the_result_is_close_to_a_replay(chat: Trace, policy: str, r
 @pytest.mark.parametrize("ram", [120, 240, 400])
 def test_ram_adds_to_the_device_as_in_a_replay(chat: Trace, ram: int) -> None:
     """One cache of both sizes finds nearly what device and RAM do that do not repeat each other."""
-    choices = Choices(ram=[ram * GIB], device=60 * GIB, host_contents=HostContents.EXCLUSIVE)
-    sizing = size(chat, MODEL, choices, speeds=SPEEDS)
+    sizing = size(chat, MODEL, Choices(ram=[ram * GIB], device=60 * GIB), speeds=SPEEDS)
     (setting,) = sizing.settings
-    exclusive = ReplayConfig("lru", ram, 60, host_contents=HostContents.EXCLUSIVE)
-    result = replay(chat, exclusive, model=MODEL, speeds=SPEEDS)
+    result = replay(chat, ReplayConfig("lru", ram, 60), model=MODEL, speeds=SPEEDS)
     assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=2.0)
     alone = size(chat, MODEL, Choices(ram=[ram * GIB]), speeds=SPEEDS).settings[0]
     assert setting.served_pct > alone.served_pct + 1.0
@@ -89,33 +87,34 @@ def test_ram_adds_to_the_device_as_in_a_replay(chat: Trace, ram: int) -> None:
     assert "RAM does not repeat what the device holds" in footnote(SPEEDS, sizing)
 
 
-def test_exclusive_contents_need_a_device() -> None:
-    with pytest.raises(
-        ConfigError, match=r"host_contents='exclusive': there is nothing to leave out without a device; give a device"
-    ):
-        Choices(ram=[GIB], host_contents=HostContents.EXCLUSIVE)
+def test_exclusive_contents_need_a_device_and_a_model_that_allows_them(chat: Trace) -> None:
+    windows = dataclasses.replace(MODEL, why_inclusive="the model has windows")
+    for model, device, why in ((MODEL, 0, "the device's own cache is not given"), (windows, 60 * GIB, "has windows")):
+        choices = Choices(ram=[240 * GIB], device=device)
+        assert size(chat, model, choices).choices.host_contents is HostContents.INCLUSIVE
+        with pytest.raises(ConfigError, match=f"host_contents='exclusive': .*{why}; leave it out"):
+            size(chat, model, dataclasses.replace(choices, host_contents=HostContents.EXCLUSIVE))
 
 
 @pytest.mark.parametrize("disk", [0, 400], ids=["no disk", "disk"])
 def test_each_tier_serves_what_it_does_in_a_server(chat: Trace, disk: int) -> None:
-    """Nothing says what host memory holds, so the default of a server does. The device of a replay needs room for
-    outputs too, which moves up to 3 points from the device to RAM."""
-    server = OffloadConfig(host_bytes=1 << 20).host_contents
+    """Nothing says what host memory holds, so it is what a server's does. The device of a replay needs room for outputs
+    too, which moves up to 3 points from the device to RAM, and host memory less of what the device has lost."""
     choices = Choices(ram=[120 * GIB], disk=[disk * GIB] if disk else (), device=60 * GIB)
     sizing = size(chat, MODEL, choices, speeds=SPEEDS)
     (setting,) = sizing.settings
     config = ReplayConfig("lru", 120, 60, disk)
-    assert config.host_contents is choices.host_contents is server
+    assert config.host_contents is sizing.choices.host_contents is HostContents.EXCLUSIVE
     result = replay(chat, config)
     tokens = (result.device_hit_tokens, result.host_hit_tokens, result.disk_hit_tokens)
     shares = [100 * each / result.prompt_tokens for each in tokens]
     assert [setting.device_pct, setting.ram_pct, setting.disk_pct] == pytest.approx(shares, abs=3.0)
-    assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=0.1)
-    assert "RAM repeats what the device holds" in footnote(SPEEDS, sizing)
-    # The control: with other contents RAM finds more than the tolerance.
-    exclusive = dataclasses.replace(choices, host_contents=HostContents.EXCLUSIVE)
-    (other,) = size(chat, MODEL, exclusive, speeds=SPEEDS).settings
-    assert other.ram_pct > setting.ram_pct + 6.0
+    assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=2.0)
+    # The control: with other contents RAM finds less, by more than the tolerance.
+    inclusive = dataclasses.replace(choices, host_contents=HostContents.INCLUSIVE)
+    other = size(chat, MODEL, inclusive, speeds=SPEEDS)
+    assert "RAM repeats what the device holds" in footnote(SPEEDS, other)
+    assert other.settings[0].ram_pct < setting.ram_pct - 6.0
 
 
 def test_ram_limits_how_much_a_request_gets_from_disk(chat: Trace) -> None:

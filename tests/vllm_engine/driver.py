@@ -677,7 +677,7 @@ def service(config: dict[str, Any]) -> dict[str, Any]:
     cleared = engine.llm.reset_prefix_cache(reset_connector=True)
     used_after_reset = engine.offload.manager.num_used_blocks
     outputs.append(engine.round())
-    after = engine.state()
+    after, announced = engine.state(), [event for event in events if event]
     remote = _remote_decode(engine)
     result = {
         "outputs": outputs,
@@ -685,7 +685,7 @@ def service(config: dict[str, Any]) -> dict[str, Any]:
         "cleared": cleared,
         "used_after_reset": used_after_reset,
         "after": after,
-        "events": [event for event in events if event],
+        "events": announced,
         "recomputes_failed_loads": scheduler.recompute_kv_load_failures,
         "policy": engine.llm.llm_engine.vllm_config.kv_transfer_config.kv_load_failure_policy,
         "remote": remote,

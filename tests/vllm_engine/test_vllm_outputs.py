@@ -37,8 +37,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "slow": 2,
         "engine": {"enable_prefix_caching": False},
     },
-    "stored when leaving the device, slow copies, chunked prefill": {
-        "connector": POOL | {"host_contents": "exclusive"},
+    "stored when computed, slow copies, chunked prefill": {
+        "connector": POOL | {"host_contents": "inclusive"},
         "slow": 1,
         "force_async": True,
         "engine": {"max_num_batched_tokens": 96},
@@ -60,6 +60,10 @@ def check_identical(run: Run, expected: list[Any]) -> None:
 def test_outputs_are_identical(run: Runner, expected: list[Any], config: dict[str, Any]) -> None:
     result = run("rounds", **config)
     check_identical(result, expected)
+    keeps = config.get("engine", {}).get("enable_prefix_caching", True)
+    set_to = config["connector"].get("host_contents", "exclusive")
+    said = set_to if keeps else "inclusive contents, because the device cache does not keep blocks"
+    assert f"; {said}" in result.log
     assert result["metrics"]["host_hit_tokens"] > 0
     assert result["metrics"]["load_bytes"] > 0
     assert result["async_scheduling"] == config.get("force_async", False)

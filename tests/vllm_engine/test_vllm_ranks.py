@@ -31,8 +31,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_two_ranks(run: Runner, kind: str, parallel: str, expected: list[Any], gemma3_expected: list[Any]) -> None:
     """The copies of each rank end, or fail, at other times."""
-    contents = {"host_contents": "exclusive"} if kind == "llama" else {}
-    config = {"connector": POOL | contents, "connector_class": "SlowKVOffloadConnector", "environment": TWO_RANKS}
+    config = {"connector": POOL, "connector_class": "SlowKVOffloadConnector", "environment": TWO_RANKS}
     engine = PARALLEL[parallel]
     if kind == "gemma3":
         # In a pipeline two steps may be in progress, which need more blocks.

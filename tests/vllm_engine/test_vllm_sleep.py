@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,19 @@ from driver import SHORT
 from test_vllm_disk import with_disk
 from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
+from kvoffload.vllm import versions
+
 pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "caches", "keeps"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_a_device_cache_that_may_lose_its_blocks_is_repeated(sleeps: bool, caches: bool, keeps: bool) -> None:
+    model, cache = SimpleNamespace(enable_sleep_mode=sleeps), SimpleNamespace(enable_prefix_caching=caches)
+    config: Any = SimpleNamespace(model_config=model, cache_config=cache)
+    assert versions.keeps_blocks(config) is keeps
+
 
 MAX_TOKENS = 48
 """Answers are long enough that stores are in progress when the engine falls asleep."""

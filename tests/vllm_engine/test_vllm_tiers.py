@@ -22,7 +22,7 @@ def with_tiers(*tiers: dict[str, Any]) -> dict[str, Any]:
     """Returns options with which requests wait for blocks of ``tiers``, however slow this machine is. Host memory does
     not repeat the device; the tiers get every block."""
     patient = {"load_deadline_ms": 1000 * DEADLINE_S, "load_only_if_faster": False}
-    return POOL | patient | {"tiers": list(tiers), "host_contents": "exclusive"}
+    return POOL | patient | {"tiers": list(tiers)}
 
 
 def disk(directory: Path, nbytes: str = "32MiB") -> dict[str, Any]:

@@ -574,7 +574,7 @@ def test_a_restart_finds_nothing_of_an_engine_whose_weights_were_changed(
 def test_weights_that_come_back_do_not_find_what_others_computed(run: Runner) -> None:
     """Host memory that does not repeat the device copies nothing while the others compute. The last rounds are the
     control."""
-    connector = POOL | {"host_contents": "exclusive", "load_deadline_ms": 1000 * DEADLINE_S}
+    connector = POOL | {"load_deadline_ms": 1000 * DEADLINE_S}
     result = run("swapped", connector=connector, prompts=3, engine={"num_gpu_blocks_override": 200})
     answers, counts = result["answers"], result["counts"]
     wrong = [
@@ -633,6 +633,7 @@ def adapters(run: Runner, adapter_store: dict[str, Any]) -> Run:
 
 
 def test_kv_belongs_to_the_bytes_of_an_adapter(adapters: Run) -> None:
+    assert "; inclusive contents, because the engine serves adapters" in adapters.log
     answers, counts = adapters["answers"], adapters["counts"]
     assert set(wrong(adapters).values()) == {0}, wrong(adapters)
     for name, *_, how in PLAYS:

@@ -22,7 +22,7 @@ from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.cache.tenants import load_tenants
 from kvoffload.cli import EXTRA
 from kvoffload.cli.terminal import Decorator, console_of, json_option, progress_bar, say, table_of
-from kvoffload.config import HOST_CONTENTS, HostContents
+from kvoffload.config import HostContents
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Origin, Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
@@ -58,9 +58,8 @@ OPTIONS = {
 contents_option = click.option(
     "--host-contents",
     type=click.Choice([each.value for each in HostContents]),
-    default=HOST_CONTENTS.value,
-    show_default=True,
-    help="Whether host memory repeats what the device holds or, with --device, does not.",
+    callback=lambda context, option, value: value and HostContents(value),
+    help="Whether host memory repeats what the device holds, or does not.  [default: as in a server]",
 )
 
 

@@ -32,7 +32,7 @@ from kvoffload.cli.lab import (
     trace_options,
 )
 from kvoffload.cli.terminal import console_of, print_json, table_of
-from kvoffload.config import HostContents
+from kvoffload.config import HostContents, contents_of
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.replay import (
@@ -44,6 +44,7 @@ from kvoffload.lab.replay import (
     TierUse,
     least_device_blocks,
     replay_many,
+    why_inclusive,
 )
 from kvoffload.lab.trace import Trace
 from kvoffload.units import counted, format_bytes
@@ -64,7 +65,7 @@ class Grid:
     device: str | None
     disk: str | None
     store_threshold: int | None
-    host_contents: str
+    host_contents: HostContents | None
 
 
 @click.command(short_help="Compare policies and capacities on a trace.")
@@ -202,7 +203,7 @@ class _Sizes:
                 f"--device={grid.device}: the longest request needs {needed} at once, so no engine could serve it in "
                 f"{given}; give that or more, or leave the device out"
             )
-        self.host_contents = HostContents(grid.host_contents)
+        self.host_contents = contents_of(grid.host_contents, why_inclusive(self.device, model))
 
     def configs(self, policies: Sequence[str], store_threshold: int | None, contract: Contract) -> list[ReplayConfig]:
         """Returns every policy with every capacity. Raises ConfigError if there are too many."""

@@ -53,7 +53,7 @@ class Tried:
     device: str | None
     ram: str | None
     disk: str | None
-    host_contents: str
+    host_contents: HostContents | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +196,7 @@ def _choices(tried: Tried, trace: Trace, model: ModelShape) -> Choices:
         ]
 
     device = 0 if tried.device is None else parse_size(tried.device, trace, model, "--device")
-    contents = HostContents(tried.host_contents)
-    return Choices(tried.policy, sizes("--ram", tried.ram), sizes("--disk", tried.disk), device, contents)
+    return Choices(tried.policy, sizes("--ram", tried.ram), sizes("--disk", tried.disk), device, tried.host_contents)
 
 
 def _price(option: str, value: float) -> float:

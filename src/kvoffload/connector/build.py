@@ -18,7 +18,7 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
-from kvoffload.config import HostContents, OffloadConfig
+from kvoffload.config import HostContents, OffloadConfig, contents_of
 from kvoffload.connector.engine import EngineSpec, TraceHeaders
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
@@ -52,13 +52,14 @@ def build_scheduler(
     """
     if not isinstance(fingerprint, str) or not is_fingerprint(fingerprint):
         raise ConfigError("fingerprint", fingerprint, "must be 64 hex digits", "make it with kvoffload.fingerprint")
+    contents = contents_of(config.host_contents, engine.why_inclusive)
     host_pools = _HostPools(engine, pools)
     host_pools.check(config)
     if tiers or config.tier_entries:
         host_pools.check_reachable()
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
-        recorder = _make_recorder(config, host_pools)
+        recorder = _make_recorder(config, host_pools, contents)
         if recorder is not None:
             opened.callback(recorder.close)
         below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
@@ -69,7 +70,7 @@ def build_scheduler(
             below += open_tiers(entries, context, opened, shares)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
         below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
-        is_exclusive = config.host_contents is HostContents.EXCLUSIVE
+        is_exclusive = contents is HostContents.EXCLUSIVE
         scheduler = OffloadingConnectorScheduler(
             _make_manager(config, host_pools, below, tenants, is_exclusive),
             replace(engine, num_workers=host_pools.num_workers),
@@ -81,7 +82,10 @@ def build_scheduler(
             block_bytes=host_pools.block_bytes,
         )
         opened.pop_all()
-    logger.info("kvoffload: host pool of %s", host_pools.describe(is_exclusive))
+    # What is set needs no reason.
+    why = engine.why_inclusive if config.host_contents is None else None
+    said = f"{contents} contents" + (f", because {why}" if why else "")
+    logger.info("kvoffload: host pool of %s; %s", host_pools.describe(is_exclusive), said)
     if config.tenants:
         configured = ", ".join(name for name in tenants.names if name != OTHER)
         logger.info("kvoffload: tenants: %s; all other requests are of the tenant %s", configured or "none", OTHER)
@@ -208,9 +212,6 @@ class _HostPools:
                     f"the host pools of this node take {format_bytes(nbytes)}",
                     f"make each pool with config.num_blocks(block_bytes, {len(shapes) * engines}) slots",
                 )
-        reason = self.engine.why_inclusive
-        if config.host_contents is HostContents.EXCLUSIVE and reason is not None:
-            raise ConfigError("host_contents", "exclusive", reason, "leave it out")
         for group in self.layout.groups:
             factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
@@ -297,7 +298,7 @@ def _make_spans(trace_headers: TraceHeaders | None, block_bytes: int) -> Request
         return None
 
 
-def _make_recorder(config: OffloadConfig, pools: _HostPools) -> TraceRecorder | None:
+def _make_recorder(config: OffloadConfig, pools: _HostPools, contents: HostContents) -> TraceRecorder | None:
     """Returns the recorder of the trace that ``config`` asks for. Each of several engines has a file of its own.
 
     Raises ConfigError if the file cannot be written.
@@ -315,6 +316,7 @@ def _make_recorder(config: OffloadConfig, pools: _HostPools) -> TraceRecorder | 
         "device_blocks": device_tokens // block_tokens,
         "pool_blocks": pools.layout.chains.tokens(pools.num_blocks) // block_tokens,
         "policy": config.policy,
+        "host_contents": contents,
         "store_threshold": config.store_threshold,
         "groups": len(pools.layout.engine_groups),
     }

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeAlias
 
 from kvoffload.abc import ConfigError, Following, KVGroup
+from kvoffload.config import LARGE_BLOCKS, OTHER_LAYERS
 from kvoffload.connector.adapters import AdapterOf
 from kvoffload.connector.layout import KeyLayout
 from kvoffload.connector.options import EngineOptions
@@ -100,15 +101,17 @@ class EngineSpec:
     def why_inclusive(self) -> str | None:
         """Why host memory must repeat what the device holds; None if it need not."""
         if not self.keeps_blocks or self.device_blocks is None:
-            return "the device cache does not keep blocks (keeps_blocks, device_blocks; vLLM's does without sleep mode)"
+            return "the device cache does not keep blocks (keeps_blocks, device_blocks; sleep mode, no prefix caching)"
         if self.adapter_of is not None:
             return "the engine serves adapters"
         layout = self.layout
         if max(layout.factors) > 1:
-            return "its blocks have several device blocks (block_size, block_size_factor)"
-        if layout.windows or layout.states or layout.ahead or layout.parts.is_divided:
-            return "the model has layers other than full attention, or ranks with other KV"
-        return None
+            return LARGE_BLOCKS
+        if layout.windows or layout.states:
+            return OTHER_LAYERS
+        if layout.ahead:
+            return "the KV of a drafter depends on later tokens"
+        return "blocks are stored in parts" if layout.parts.is_divided else None
 
     def _check_groups(self) -> None:
         groups, parts = self.groups, self.parts

@@ -12,7 +12,7 @@ from typing import Any
 from kvoffload.abc import ConfigError
 from kvoffload.abc.shown import shown
 from kvoffload.cache.tenants import TenantConfig
-from kvoffload.config import IntegrationConfig, OffloadConfig
+from kvoffload.config import HostContents, IntegrationConfig, OffloadConfig
 from kvoffload.doctor.findings import Level, Report
 from kvoffload.doctor.integrations import Given, Integration, Say, TierOptions, integration_of, read_sglang, read_vllm
 from kvoffload.doctor.source import OPTIONS_KEY, ConfigSource
@@ -78,6 +78,7 @@ class PlannedServer:
     is_for_cpus: bool | None = None
     """Whether copies are made for an engine on CPUs. None: kvoffload finds out."""
     policy: str = "auto"
+    host_contents: HostContents | None = None
     block_tokens: int = DEVICE_BLOCK_TOKENS
     tiers: Sequence[PlannedTier] = ()
     is_beside_others: bool = False
@@ -223,6 +224,7 @@ def _plan(
     return PlannedServer(
         host_bytes=config.host_bytes,
         policy=config.policy,
+        host_contents=config.host_contents,
         block_tokens=_block_tokens(config.block_size, config.block_size_factor),
         tiers=tiers,
         tenants=config.tenants,

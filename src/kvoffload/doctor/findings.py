@@ -70,6 +70,7 @@ CHECKS = {
     "engine.cpus": "vLLM's own offloading does not start on CPUs without a spec of kvoffload",
     "engine.port_variable": "a variable such as VLLM_PORT is not a number",
     "engine.plugin": "this vLLM does not know the plugin",
+    "model.contents": "the model does not allow exclusive contents",
     "model.room": "tokens that fit in host memory and in each tier",
     "model.shares": "a share of a tenant has no room for one block",
     "doctor.hung": "a check did not end in time; the text names the step",

@@ -1,7 +1,9 @@
-"""How many tokens of a model fit in host memory and in each tier."""
+"""What a model allows, and how many of its tokens fit in host memory and in each tier."""
 
 from __future__ import annotations
 
+from kvoffload.abc import ConfigError
+from kvoffload.config import contents_of
 from kvoffload.doctor.configuration import PlannedServer
 from kvoffload.doctor.findings import Figure, Level, Report
 from kvoffload.host.pool import padded_slot_bytes
@@ -10,7 +12,11 @@ from kvoffload.units import format_bytes
 
 
 def check(plan: PlannedServer, shape: ModelShape, report: Report) -> None:
-    """Reports the room for tokens, and the shares of tenants that have room for none."""
+    """Reports the room for tokens, the shares of tenants that have room for none, and contents that cannot be."""
+    try:
+        contents_of(plan.host_contents, shape.why_inclusive)
+    except ConfigError as error:
+        report.found("model.contents", Level.PROBLEM, error.wrong, error.fix)
     tokens = plan.block_tokens
     block = padded_slot_bytes(round(shape.bytes_per_token * tokens))
     if not block:

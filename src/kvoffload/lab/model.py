@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import NOT_SET, ConfigError
 from kvoffload.abc.shown import MAX_SHOWN
+from kvoffload.config import OTHER_LAYERS
 from kvoffload.printable import printable
 
 DTYPE_BYTES = {
@@ -77,6 +78,8 @@ class ModelShape:
     """FLOPs per pair of query and key, in all layers whose tokens attend to the whole prompt."""
     notes: tuple[str, ...] = ()
     """The assumptions that were made, one sentence each."""
+    why_inclusive: str | None = None
+    """Why the host memory of a server must repeat what the device holds; None if it need not."""
 
     def prefill_flops(self, start: Amount, end: Amount) -> Amount:
         """Returns the FLOPs to compute tokens [start, end) of a prompt whose first ``start`` tokens have their KV.
@@ -213,6 +216,7 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
         2.0 * parameters + windows,
         float(pairs),
         tuple(notes),
+        None if set(kinds) == {LayerKind.FULL} else OTHER_LAYERS,
     )
 
 

@@ -43,7 +43,7 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
-from kvoffload.config import HOST_CONTENTS, HostContents
+from kvoffload.config import HostContents, contents_of
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.device import DeviceCache
@@ -118,8 +118,8 @@ class ReplayConfig:
     """Capacity of the disk; 0: none."""
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it."""
-    host_contents: HostContents = HOST_CONTENTS
-    """Exclusive contents need a device."""
+    host_contents: HostContents | None = None
+    """None stands for those of a server with full attention and this device."""
     contract: Contract = DEFAULT_CONTRACT
 
     def __post_init__(self) -> None:
@@ -131,15 +131,13 @@ class ReplayConfig:
         if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
             fault = "this policy is replayed with host memory alone"
             raise ConfigError("policy", self.policy, fault, "leave device and disk out")
-        check_contents(self.host_contents, self.device_blocks)
+        contents = contents_of(self.host_contents, why_inclusive(self.device_blocks))
+        object.__setattr__(self, "host_contents", contents)
 
 
-def check_contents(contents: HostContents, device: int) -> None:
-    """Raises ConfigError for exclusive contents without a device."""
-    if contents is HostContents.EXCLUSIVE and not device:
-        raise ConfigError(
-            "host_contents", "exclusive", "there is nothing to leave out without a device", "give a device"
-        )
+def why_inclusive(device: int, model: ModelShape = DEFAULT_MODEL) -> str | None:
+    """Returns why host memory repeats what a device cache of this size holds; None if it need not."""
+    return model.why_inclusive if device else "the size of the device's own cache is not given"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import HOST
-from kvoffload.config import HOST_CONTENTS, HostContents
+from kvoffload.config import HostContents, contents_of
 from kvoffload.lab.capacity import slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
@@ -22,10 +22,10 @@ from kvoffload.lab.replay import (
     Contract,
     ReplayConfig,
     ReplayResult,
-    check_contents,
     least_device_blocks,
     part,
     replay_many,
+    why_inclusive,
 )
 from kvoffload.lab.trace import Floats, Ints, Progress, Trace
 from kvoffload.tiering.promoter import PROMOTION_SHARE
@@ -66,11 +66,8 @@ class Choices:
     """In bytes; 0: none. By default powers of two; with only ``ram``, no disk."""
     device: int = 0
     """The engine's own cache on the device, in bytes; 0: counted as a part of RAM."""
-    host_contents: HostContents = HOST_CONTENTS
-    """Exclusive: RAM does not repeat what the device holds. This needs a device."""
-
-    def __post_init__(self) -> None:
-        check_contents(self.host_contents, self.device)
+    host_contents: HostContents | None = None
+    """Exclusive: RAM does not repeat what the device holds. None stands for those of a server."""
 
     def caches(self, ram_bytes: int, disk_bytes: int) -> tuple[int, int]:
         """Returns the size of the cache that device and RAM are together, and that of the disk."""
@@ -254,6 +251,8 @@ def size(
     ``block_bytes``. Default sizes that have no room for them are left out. Raises ConfigError, also if sizes that are
     given have no room for the shares.
     """
+    contents = contents_of(choices.host_contents, why_inclusive(choices.device, model))
+    choices = dataclasses.replace(choices, host_contents=contents)
     block_bytes = slot_bytes(trace, model)
     for name, sizes in (("ram", choices.ram), ("disk", choices.disk), ("device", [choices.device])):
         for amount in sizes:
