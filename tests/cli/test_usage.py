@@ -93,7 +93,7 @@ def test_sums_agree_with_the_metrics_to_the_token(
     is_tiered: bool, usage_of: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observer, "MIN_PREFILL_SAMPLE", 1)
-    options: dict[str, Any] = {"tenants": TENANTS, "block_bytes": BLOCK_BYTES}
+    options: dict[str, Any] = {"tenants": TENANTS, "slot_bytes": [BLOCK_BYTES]}
     used = TieredRig(**options) if is_tiered else Rig(options=dict(options))
 
     def settle() -> None:

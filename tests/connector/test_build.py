@@ -162,11 +162,11 @@ def test_host_memory_repeats_the_device_unless_it_is_told_not_to(
     keeping: dict[str, Any] = {"device_blocks": 5, "keeps_blocks": True}
     for unset in (config(), config(host_contents="inclusive"), with_disk(tmp_path / "unset")):
         half = make(unset, **keeping)
-        assert half.stores.device is None
+        assert half.stores.leaving is None
         assert not host_of(half).is_behind_device
     exclusive = config(host_contents="exclusive")
     half = make(exclusive, **keeping)
-    assert half.stores.device is not None
+    assert half.stores.leaving is not None
     assert host_of(half).policy.beside == 4
     text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens beyond the device's {4 * TOKENS}"
     assert text in caplog.messages
@@ -178,14 +178,14 @@ def test_host_memory_repeats_the_device_unless_it_is_told_not_to(
         ({"groups": [KVGroup(TOKENS), KVGroup(TOKENS, state=True)]}, "full attention"),
         ({"parts": Parts((2,))}, "other KV"),
     ):
-        assert make(config(), **{**keeping, **change}).stores.device is None
+        assert make(config(), **{**keeping, **change}).stores.leaving is None
         with pytest.raises(ConfigError, match=f"host_contents='exclusive': .*{why}"):
             make(exclusive, **{**keeping, **change})
     factor = {**keeping, "groups": [KVGroup(TOKENS, 4)]}
     with pytest.raises(ConfigError, match="block_size_factor"):
         make(config(host_contents="exclusive", block_size_factor=4), **factor)
     with_tier = make(with_disk(tmp_path, host_contents="exclusive"), **keeping)
-    assert with_tier.stores.device is not None
+    assert with_tier.stores.leaving is not None
     assert host_of(with_tier).is_behind_device
 
 

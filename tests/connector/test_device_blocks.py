@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvoffload.abc import OffloadingEvent, ScheduledStep
+import numpy as np
+
+from kvoffload.abc import MissReason, OffloadingEvent, PrepareStoreOutput, ScheduledStep, TransferSpec
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.stores import MAX_LEAVING
+from kvoffload.connector.leaving import LEAST_OFFERED, MAX_LEAVING_BYTES, MAX_LEAVING_S, MIN_SPEED_SAMPLE
+from kvoffload.connector.messages import WorkerReport
 from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
 
 
@@ -17,13 +20,15 @@ def rig_of(
     next_free: Callable[[int], Iterable[int]] | None = None,
     enable_events: bool = False,
     device_blocks: int = 16,
+    block_bytes: int = 1,
 ) -> Rig:
     backend = HostBackend(TOKENS, num_host_blocks)
     manager = PolicyOffloadingManager(
         backend, LRUPolicy(num_host_blocks), enable_events, must_store=True, device_blocks=device_blocks
     )
     engine = {"keeps_blocks": True, "device_blocks": device_blocks, "next_free": next_free}
-    return Rig(manager=manager, options={"is_exclusive": True, "enable_events": enable_events, **engine})
+    options = {"misses": manager.history.misses, "enable_events": enable_events, "slot_bytes": [1, block_bytes]}
+    return Rig(manager=manager, options=options | engine)
 
 
 def finish(rig: Rig, name: str, tokens: list[int], ids: list[int]) -> None:
@@ -204,12 +209,95 @@ def test_blocks_for_a_remote_decoder_are_stored_at_once() -> None:
     assert rig.step().releases == ["a"]
 
 
-def test_a_burst_is_bounded_and_keeps_heads() -> None:
-    n = MAX_LEAVING + 3
-    rig = rig_of(num_host_blocks=n, device_blocks=n)
-    finish(rig, "a", prompt(n * TOKENS), list(range(1, n + 1)))
-    _, spec = only(rig.start(FakeRequest("b", prompt(n * TOKENS, start=-n * TOKENS)), list(range(n, 0, -1))).stores)
-    assert sorted(device_ids(spec)) == list(range(1, MAX_LEAVING + 1))
+def burst(num_blocks: int, block_bytes: int) -> tuple[Rig, TransferSpec]:
+    """A chain fills the device, and leaves it in one step. Returns the store."""
+    rig = rig_of(num_host_blocks=num_blocks, device_blocks=num_blocks, block_bytes=block_bytes)
+    finish(rig, "a", prompt(num_blocks * TOKENS), list(range(1, num_blocks + 1)))
+    other = FakeRequest("b", prompt(num_blocks * TOKENS, start=-num_blocks * TOKENS))
+    job, spec = only(rig.start(other, list(range(num_blocks, 0, -1))).stores)
+    rig.report(job)
+    return rig, spec
+
+
+def test_a_burst_is_bounded_in_bytes_and_keeps_heads() -> None:
+    n = LEAST_OFFERED + 10
+    for most in (LEAST_OFFERED, LEAST_OFFERED + 7):
+        rig, spec = burst(n, MAX_LEAVING_BYTES // most)
+        assert sorted(device_ids(spec)) == list(range(1, most + 1))
+        assert rig.half.metrics.snapshot()["lost_blocks"] == n - most
+    rig, spec = burst(n, MAX_LEAVING_BYTES // n)
+    assert len(device_ids(spec)) == n
+    assert "lost_blocks" not in rig.half.metrics.snapshot()
+
+
+def test_what_is_lost_is_no_text_that_was_never_stored() -> None:
+    rig, _ = burst(LEAST_OFFERED + 1, MAX_LEAVING_BYTES)
+    rig.half.request_finished(rig.half.requests["b"].request)
+    request = FakeRequest("c", [*prompt((LEAST_OFFERED + 1) * TOKENS), 99])
+    assert rig.look_up(request) == (LEAST_OFFERED * TOKENS, True)
+    rig.allocate(request, rig.new_blocks(LEAST_OFFERED), LEAST_OFFERED * TOKENS)
+    assert rig.half.records[-1].reason is MissReason.LEFT_UNSTORED
+
+
+def test_what_may_be_overwritten_is_lost() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    rig.half.build_connector_meta(ScheduledStep({}, overwritten={1}))
+    assert rig.half.metrics.snapshot()["lost_blocks"] == 1
+    assert rig.manager.explain_miss(rig.keys(prompt(4))[0]).reason is MissReason.LEFT_UNSTORED
+
+
+def test_a_burst_is_bounded_by_the_time_that_its_copy_takes() -> None:
+    """If large copies were measured."""
+    for nbytes, most in ((MIN_SPEED_SAMPLE, 70), (MIN_SPEED_SAMPLE - 1, 80)):
+        rig = rig_of(num_host_blocks=80, device_blocks=80, block_bytes=1000)
+        finish(rig, "a", prompt(80 * TOKENS), list(range(1, 81)))
+        seconds = nbytes / 1000 * MAX_LEAVING_S / 70.5
+        rig.half.update_connector_output(WorkerReport(store_bytes=nbytes, store_seconds=seconds))
+        spec = rig.start(FakeRequest("b", prompt(80 * TOKENS, start=-500)), list(range(80, 0, -1))).stores
+        assert len(device_ids(only(spec)[1])) == most
+
+
+def test_what_the_load_of_a_waiting_request_takes_is_stored_ahead() -> None:
+    """Without a step that hands anything out, and once."""
+    free = list(range(1, 17))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(16 * TOKENS), free[::-1])
+    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
+    request = FakeRequest("b", [*prompt(24, start=500), 99])
+    assert rig.look_up(request) == (24, True)
+    stores = rig.step().stores
+    assert [device_ids(spec) for spec in stores.values()] == [[6, 5, 4, 3, 2, 1]]
+    rig.report(*stores)
+    assert rig.look_up(request) == (24, True)
+    assert not rig.step().stores
+    meta = rig.load(request, ids=[1, 2, 3, 4, 5, 6])
+    assert not meta.stores, "all that leaves is stored"
+    assert not meta.fences
+    del free[:6]
+    assert not rig.step().stores
+
+
+def test_a_request_that_ends_takes_nothing_any_more() -> None:
+    free = list(range(1, 17))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(16 * TOKENS), free[::-1])
+    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
+    request = FakeRequest("b", [*prompt(24, start=500), 99])
+    rig.look_up(request)
+    rig.half.request_finished(request)
+    free.remove(1)
+    stores = rig.start(FakeRequest("c", prompt(4, start=600)), [1]).stores
+    assert [device_ids(spec) for spec in stores.values()] == [[1], [2]], "as many as the step has handed out"
+
+
+def test_what_the_policy_refuses_is_not_lost() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    nothing = rig.manager.backend.get_load_store_spec([], np.zeros(0, dtype=np.int64))
+    rig.manager.store_leaving = lambda keys: PrepareStoreOutput([], nothing, [], keys)
+    assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
+    assert "lost_blocks" not in rig.half.metrics.snapshot()
 
 
 def test_without_room_for_all_the_head_of_a_chain_is_stored() -> None:

@@ -382,8 +382,8 @@ def exclusive(seed: int) -> Scenario:
 def watch_the_device(engine: ModelEngine) -> None:
     """Raises Lost or Kept in the step in which it happens."""
     scheduler, build, manager = engine.scheduler, engine.scheduler.build_connector_meta, engine.policy_manager
-    device = scheduler.stores.device
-    assert device is not None
+    assert scheduler.stores.leaving is not None
+    device = scheduler.stores.leaving.device
 
     def watched(step: ScheduledStep) -> StepMeta:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
@@ -447,8 +447,9 @@ def test_blocks_that_the_engine_has_forgotten_on_the_device() -> None:
 
 def left_blocks_read_too_late(engine: ModelEngine) -> None:
     """What leaves the device is stored behind the step's forward pass, as everything else is."""
-    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
-    late = scheduler.stores.store_leaving
+    scheduler, build, leaving = engine.scheduler, engine.scheduler.build_connector_meta, engine.scheduler.stores.leaving
+    assert leaving is not None
+    late = leaving.store
     unfenced: list[int] = []
 
     def store(*args: Any) -> dict[int, TransferSpec]:
@@ -461,7 +462,7 @@ def left_blocks_read_too_late(engine: ModelEngine) -> None:
         meta = build(step)
         return dataclasses.replace(meta, fences=[job for job in meta.fences if job not in unfenced])
 
-    scheduler.stores.store_leaving = store  # type: ignore[assignment, method-assign]
+    leaving.store = store  # type: ignore[assignment, method-assign]
     scheduler.build_connector_meta = without_their_fences  # type: ignore[method-assign]
 
 
@@ -470,13 +471,12 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
     scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
 
     def forgetful(step: ScheduledStep) -> StepMeta:
-        loading = frozenset(scheduler._next.handed_out)
-        device = scheduler.stores.device
-        assert device is not None
-        held = {block: device._held[block] for block in loading if block in device._held}
+        assert scheduler.stores.leaving is not None
+        device, loading = scheduler.stores.leaving.device, frozenset(scheduler._next.handed_out)
+        held = {block: device._keys[block] for block in loading if block < len(device._keys) and device._keys[block]}
         meta = build(step)
-        for block, each in held.items():
-            device._held[block] = device._latest[each.block.key] = each
+        for block, key in held.items():
+            device._keys[block], device._latest[key] = key, block
         return meta
 
     scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
@@ -497,8 +497,10 @@ def test_planted_bug_of_leaving_blocks_is_caught(bug: Bug) -> None:
 
 def forgets_what_leaves_in_a_burst(engine: ModelEngine) -> None:
     watch_the_device(engine)
-    stores, held = engine.scheduler.stores, engine.scheduler.stores._store_held
-    stores._store_held = lambda blocks, specs: held(blocks[:3], specs)  # type: ignore[method-assign]
+    leaving = engine.scheduler.stores.leaving
+    assert leaving is not None
+    store = leaving._store
+    leaving._store = lambda blocks, most, specs: store(blocks[:3], most, specs)  # type: ignore[method-assign]
 
 
 def believes_that_the_device_keeps_blocks(engine: ModelEngine) -> None:
