@@ -3,7 +3,6 @@ that."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvoffload.abc import MissReason, OffloadingManager, OffloadKey, TransferSpec
@@ -85,7 +84,7 @@ class LeavingBlocks:
     def drop(self, device_blocks: Iterable[int]) -> None:
         """Forgets what these device blocks hold: the engine has taken tokens back, and may have computed others in
         them."""
-        self._note_left([held.key for held in self.device.leave(device_blocks)])
+        self._note_left([held[0] for held in self.device.leave(device_blocks)])
 
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
@@ -123,8 +122,9 @@ class LeavingBlocks:
         if not handed_out and not overwritten and not self._looks_ahead:
             return specs
         most = most_leaving(self._slot_bytes, self._speed.seconds_for(self._slot_bytes))
-        lost, left = self.device.leave(overwritten), self.device.leave(handed_out)
-        self._note_left([held.key for held in (*lost, *left)])
+        lost = self.device.leave(overwritten) if overwritten else []
+        left = self.device.leave(handed_out)
+        self._note_left([held[0] for held in (*lost, *left)])
         # Engines free a chain from its tail. If there is not room for all, its head is stored.
         num_stored, unstored = self._store(left[::-1], most, specs)
         self._lose([*lost, *unstored])
@@ -142,7 +142,7 @@ class LeavingBlocks:
         given them when they were computed."""
         if not blocks or self._manager.wants_every_block:
             return
-        missing = (held.key for held in blocks)
+        missing = (held[0] for held in blocks)
         keys = [key for key in missing if self._manager.explain_miss(key).reason is not MissReason.BEING_WRITTEN]
         if keys:
             self._misses.record(keys, MissReason.LEFT_UNSTORED)
@@ -195,7 +195,7 @@ class LeavingBlocks:
         of that."""
         by_namespace: dict[bytes, list[HeldBlock]] = {}
         for held in blocks:
-            by_namespace.setdefault(held.namespace, []).append(held)
+            by_namespace.setdefault(held[1], []).append(held)
         num_stored, left = 0, list[HeldBlock]()
         for of_tenant in by_namespace.values():
             while of_tenant and num_stored < most:
@@ -208,18 +208,20 @@ class LeavingBlocks:
     def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec]) -> int:
         """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
         number."""
-        output = self._manager.store_leaving([held.key for held in blocks])
+        output = self._manager.store_leaving([held[0] for held in blocks])
         if output is None:
             self._jobs.refused()
         while output is None and (blocks := blocks[: len(blocks) // 2]):
-            output = self._manager.store_leaving([held.key for held in blocks])
+            output = self._manager.store_leaving([held[0] for held in blocks])
         if output is None:
             return 0
-        wanted = frozenset(output.keys_to_store)
-        stored = [held for held in blocks if held.key in wanted]
-        new = [
-            (held.state, Block(key_group_idx(held.key), held.ordinal, held.key, held.ordinal, [held.device_block]))
-            for held in stored
-        ]
-        self._jobs.add(new, [], output, specs, Counter(held.number for held in stored))
-        return len(stored)
+        wanted, has_groups = frozenset(output.keys_to_store), len(self._layout.groups) > 1
+        new: list[tuple[RequestState | None, Block]] = []
+        blocks_of: dict[int, int] = {}
+        for key, _, device_block, ordinal, number, state in blocks:
+            if key in wanted:
+                group = key_group_idx(key) if has_groups else 0
+                new.append((state, Block(group, ordinal, key, ordinal, [device_block])))
+                blocks_of[number] = blocks_of.get(number, 0) + 1
+        self._jobs.add(new, [], output, specs, blocks_of)
+        return len(new)

@@ -257,13 +257,16 @@ class RequestObserver:
             if tokens or record.retained_in or record.retain_refused:
                 log_record(record)
 
-    def _count_left(self, number: int, tokens: int) -> None:
-        """Adds what was stored for a request when it left the device to the record with this number. Records that were
-        made long ago are not kept."""
-        at = number - self._num_records + len(self.records)
-        if number >= 0 and at >= 0:
-            self.records[at].stored_tokens += tokens
-            log_record(self.records[at])
+    def _count_left(self, blocks_of: Mapping[int, int]) -> None:
+        """Adds what was stored for requests when it left the device to their records, see ``Job.blocks_of``. Records
+        that were made long ago are not kept."""
+        records, block_tokens = self.records, self._layout.block_tokens[self._layout.traced]
+        num_gone = self._num_records - len(records)
+        for number, num_blocks in blocks_of.items():
+            if number >= num_gone:
+                record = records[number - num_gone]
+                record.stored_tokens += num_blocks * block_tokens
+                log_record(record)
 
     def _record(
         self,
@@ -375,8 +378,7 @@ class RequestObserver:
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        for number, num_blocks in job.blocks_of.items():
-            self._count_left(number, num_blocks * self._layout.block_tokens[self._layout.traced])
+        self._count_left(job.blocks_of)
         self._stored.update((block.key, (state, block)) for state, block in job.blocks)
         while len(self._stored) > MAX_PENDING_EVENTS:
             self._stored.popitem(last=False)
