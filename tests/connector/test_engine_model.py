@@ -478,10 +478,10 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
     def forgetful(step: ScheduledStep) -> StepMeta:
         assert scheduler.stores.leaving is not None
         device, loading = scheduler.stores.leaving.device, frozenset(scheduler._next.handed_out)
-        held = {block: device._keys[block] for block in loading if block < len(device._keys) and device._keys[block]}
+        held = {block: device._held[block] for block in loading if block < len(device._held) and device._held[block]}
         meta = build(step)
-        for block, key in held.items():
-            device._keys[block], device._latest[key] = key, block
+        for block, each in held.items():
+            device._held[block], device._latest[each[0]] = each, block
         return meta
 
     scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]

@@ -79,7 +79,8 @@ class LeavingBlocks:
 
     def hold(self, state: RequestState, blocks: Iterable[Block]) -> None:
         """Notes that the device holds these blocks of a request."""
-        self._note_left(self.device.hold(state, blocks))
+        if left := self.device.hold(state, blocks):
+            self._note_left(left)
 
     def drop(self, device_blocks: Iterable[int]) -> None:
         """Forgets what these device blocks hold: the engine has taken tokens back, and may have computed others in
@@ -215,13 +216,16 @@ class LeavingBlocks:
             output = self._manager.store_leaving([held[0] for held in blocks])
         if output is None:
             return 0
-        wanted, has_groups = frozenset(output.keys_to_store), len(self._layout.groups) > 1
+        wanted, group = frozenset(output.keys_to_store), 0
+        has_groups, state_of = len(self._layout.groups) > 1, self.device.state_of
         new: list[tuple[RequestState | None, Block]] = []
         blocks_of: dict[int, int] = {}
-        for key, _, device_block, ordinal, number, state in blocks:
+        for key, _, device_block, ordinal, number in blocks if wanted else ():
             if key in wanted:
-                group = key_group_idx(key) if has_groups else 0
-                new.append((state, Block(group, ordinal, key, ordinal, [device_block])))
+                if has_groups:
+                    group = key_group_idx(key)
+                block = Block._make((group, ordinal, key, ordinal, [device_block]))
+                new.append((state_of(device_block), block))
                 blocks_of[number] = blocks_of.get(number, 0) + 1
         self._jobs.add(new, [], output, specs, blocks_of)
         return len(new)
