@@ -120,7 +120,13 @@ class DeviceBlocks:
         """Returns the blocks that would leave if these device blocks were handed out, in this order, without those that
         it has returned before: those of the first ``most`` device blocks that have any."""
         found: list[HeldBlock] = []
-        all_held, latest, is_early, size = self._held, self._latest, self._is_early, len(self._held)
+        all_held, latest, others, is_early, size = (
+            self._held,
+            self._latest,
+            self._others,
+            self._is_early,
+            len(self._held),
+        )
         for at in device_blocks:
             if at >= size or is_early[at] or (first := all_held[at]) is None:
                 continue
@@ -128,8 +134,10 @@ class DeviceBlocks:
                 break
             most -= 1
             is_early[at] = 1
-            names = self._names(at) if at in self._others else (first,)
-            found += [held for held in names if latest.get(held[0]) == at]
+            if latest.get(first[0]) == at:
+                found.append(first)
+            if at in others:
+                found += [held for held in others[at] if latest.get(held[0]) == at]
         return found
 
     def get(self, keys: Iterable[OffloadKey]) -> list[HeldBlock]:

@@ -68,6 +68,8 @@ class LeavingBlocks:
         self._slot_bytes = max(slot_bytes, default=0)
         self._speed = MovingRate()
         """Of stores, in bytes per second of one rank."""
+        self._most = most_leaving(self._slot_bytes, None)
+        """Blocks that are stored in the step in which they leave."""
         self._num_ahead = 0
         self._expected: dict[str, int] = {}
         """Device blocks that requests take soon, by request: those that wait, or were offered a load and did not get
@@ -77,28 +79,24 @@ class LeavingBlocks:
         self._forgotten: dict[OffloadKey, None] = {}
         """Blocks on the device that requests need and the engine does not find there any more."""
 
-    def hold(self, state: RequestState, blocks: Iterable[Block]) -> None:
-        """Notes that the device holds these blocks of a request."""
-        if left := self.device.hold(state, blocks):
-            self._note_left(left)
-
     def drop(self, device_blocks: Iterable[int]) -> None:
         """Forgets what these device blocks hold: the engine has taken tokens back, and may have computed others in
         them."""
-        self._note_left([held[0] for held in self.device.leave(device_blocks)])
+        self.note_left([held[0] for held in self.device.leave(device_blocks)])
 
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
         keys = self.device.clear()
         self._misses.record(keys, MissReason.RESET)
-        self._note_left(keys)
+        self.note_left(keys)
 
     def clear(self) -> None:
         self.device.clear()
         self._expected.clear()
         self._forgotten.clear()
 
-    def _note_left(self, keys: Sequence[OffloadKey]) -> None:
+    def note_left(self, keys: Sequence[OffloadKey]) -> None:
+        """Tells the manager that the device does not hold these blocks any more."""
         if keys:
             self._manager.note_device(left=keys)
 
@@ -106,6 +104,7 @@ class LeavingBlocks:
         """Measures how fast workers store."""
         if report.store_bytes >= MIN_SPEED_SAMPLE:
             self._speed.add(report.store_bytes, report.store_seconds)
+            self._most = most_leaving(self._slot_bytes, self._speed.seconds_for(self._slot_bytes))
 
     def expect(self, req_id: str, num_tokens: int) -> None:
         """A request will be given device blocks for ``num_tokens`` tokens at once; 0: it will not, or was given
@@ -122,26 +121,29 @@ class LeavingBlocks:
         specs: dict[int, TransferSpec] = {}
         if not handed_out and not overwritten and not self._looks_ahead:
             return specs
-        most = most_leaving(self._slot_bytes, self._speed.seconds_for(self._slot_bytes))
         lost = self.device.leave(overwritten) if overwritten else []
-        left = self.device.leave(handed_out)
-        self._note_left([held[0] for held in (*lost, *left)])
-        # Engines free a chain from its tail. If there is not room for all, its head is stored.
-        num_stored, unstored = self._store(left[::-1], most, specs)
-        self._lose([*lost, *unstored])
+        left, num_stored = self.device.leave(handed_out), 0
+        self.note_left([held[0] for held in lost + left])
+        if left:
+            # Engines free a chain from its tail. If there is not room for all, its head is stored.
+            num_stored, unstored = self._store(left[::-1], self._most, specs)
+            lost += unstored
+        if lost:
+            self._lose(lost)
         if self._next_free is not None:
             self._num_ahead = max(len(handed_out), int(self._num_ahead * AHEAD_DECAY))
             ahead = min(self._num_ahead, max(1, int(len(self.device) * AHEAD_SHARE)))
             ahead = min(max(ahead, sum(self._expected.values())), MAX_AHEAD)
-            early = self.device.soon(self._next_free(ahead), max(1, most - num_stored))
+            early = self.device.soon(self._next_free(ahead), max(1, self._most - num_stored))
             self._looks_ahead = bool(early and self._expected)
-            self._store(early[::-1], len(early), specs)
+            if early:
+                self._store(early[::-1], len(early), specs)
         return specs
 
     def _lose(self, blocks: Sequence[HeldBlock]) -> None:
         """Counts blocks that have left the device and are not stored, unless host memory has them, or lower tiers were
         given them when they were computed."""
-        if not blocks or self._manager.wants_every_block:
+        if self._manager.wants_every_block:
             return
         missing = (held[0] for held in blocks)
         keys = [key for key in missing if self._manager.explain_miss(key).reason is not MissReason.BEING_WRITTEN]
@@ -214,13 +216,13 @@ class LeavingBlocks:
             self._jobs.refused()
         while output is None and (blocks := blocks[: len(blocks) // 2]):
             output = self._manager.store_leaving([held[0] for held in blocks])
-        if output is None:
+        if output is None or not output.keys_to_store:
             return 0
         wanted, group = frozenset(output.keys_to_store), 0
         has_groups, state_of = len(self._layout.groups) > 1, self.device.state_of
         new: list[tuple[RequestState | None, Block]] = []
         blocks_of: dict[int, int] = {}
-        for key, _, device_block, ordinal, number in blocks if wanted else ():
+        for key, _, device_block, ordinal, number in blocks:
             if key in wanted:
                 if has_groups:
                     group = key_group_idx(key)

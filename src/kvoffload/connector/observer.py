@@ -378,7 +378,8 @@ class RequestObserver:
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        self._count_left(job.blocks_of)
+        if job.blocks_of:
+            self._count_left(job.blocks_of)
         self._stored.update((block.key, (state, block)) for state, block in job.blocks)
         while len(self._stored) > MAX_PENDING_EVENTS:
             self._stored.popitem(last=False)

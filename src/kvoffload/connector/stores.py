@@ -269,10 +269,11 @@ class StorePlanner:
         depth."""
         single: list[Due] = []
         chains: list[Due] = []
-        factors = self._layout.factors
+        factors, leaving = self._layout.factors, self.leaving
         for due in dues:
-            if self.leaving is not None and due.state.context.hints is None:
-                self.leaving.hold(due.state, due.blocks)
+            if leaving is not None and due.state.context.hints is None:
+                if left := leaving.device.hold(due.state, due.blocks):
+                    leaving.note_left(left)
                 if self._is_late and not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
