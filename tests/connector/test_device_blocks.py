@@ -163,6 +163,7 @@ def test_a_reset_forgets_what_the_device_holds() -> None:
         finish(rig, "a", prompt(8), [1, 2])
         rig.half.reset(is_pause)
         assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
+        assert rig.manager.explain_miss(rig.keys(prompt(4))[0]).reason is MissReason.RESET
 
 
 def test_a_request_gets_what_its_engine_has_forgotten_on_the_device() -> None:

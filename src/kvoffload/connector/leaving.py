@@ -87,7 +87,8 @@ class LeavingBlocks:
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
         keys = self.device.clear()
-        self._misses.record(keys, MissReason.RESET)
+        if not self._manager.wants_every_block:
+            self._misses.record(keys, MissReason.RESET)
         self.note_left(keys)
 
     def clear(self) -> None:
@@ -109,7 +110,8 @@ class LeavingBlocks:
     def expect(self, req_id: str, num_tokens: int) -> None:
         """A request will be given device blocks for ``num_tokens`` tokens at once; 0: it will not, or was given
         them."""
-        if num_blocks := sum(num_tokens // size for size in self._layout.block_tokens):
+        num_blocks = sum(num_tokens // size for size in self._layout.block_tokens)
+        if num_blocks and self._next_free is not None:
             self._looks_ahead |= self._expected.get(req_id) != num_blocks
             self._expected[req_id] = num_blocks
         else:
