@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.report import Row, publish
 from kvoffload.abc import KVGroup, OffloadingManager, PageGroup, ScheduledStep
 from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.engine import EngineSpec
@@ -81,7 +82,7 @@ class Engine:
     ) -> None:
         self.block_tokens = block_tokens
         spec = EngineSpec([KVGroup(block_tokens)], next_free=self._next_free)
-        self.scheduler = OffloadingConnectorScheduler(manager, spec, is_exclusive=is_exclusive)
+        self.scheduler = OffloadingConnectorScheduler(manager, spec, misses=MissMemory() if is_exclusive else None)
         self.worker = make_worker() if has_worker else None
         rng = np.random.default_rng(0)
         self.requests = []

@@ -164,14 +164,14 @@ def test_host_memory_repeats_the_device_only_where_it_must(
     exclusive = config(host_contents="exclusive")
     for each in (config(), exclusive, with_disk(tmp_path / "unset"), with_disk(tmp_path, host_contents="exclusive")):
         half = make(each, **keeping)
-        assert half.stores.device is not None
+        assert half.stores.leaving is not None
         shadows = host_of(half).policy._tournament.shadows  # type: ignore[attr-defined]
         assert (shadows.host, shadows.device) == (BLOCKS, 4)
         text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens beyond the device's {4 * TOKENS}"
         assert f"{text}; exclusive contents" in caplog.messages
         caplog.clear()
     half = make(config(host_contents="inclusive"), **keeping)
-    assert half.stores.device is None
+    assert half.stores.leaving is None
     assert not host_of(half).is_behind_device
     text = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 1.6x the device cache; inclusive contents"
     assert text in caplog.messages
@@ -185,13 +185,13 @@ def test_host_memory_repeats_the_device_only_where_it_must(
         ({"parts": Parts((2,))}, "in parts"),
     ):
         caplog.clear()
-        assert make(config(), **{**keeping, **change}).stores.device is None
+        assert make(config(), **{**keeping, **change}).stores.leaving is None
         (said,) = (text for text in caplog.messages if "host pool of" in text)
         assert re.search(f"; inclusive contents, because .*{why}", said)
         with pytest.raises(ConfigError, match=f"host_contents='exclusive': .*{why}"):
             make(exclusive, **{**keeping, **change})
     factor = {**keeping, "groups": [KVGroup(TOKENS, 4)]}
-    assert make(config(block_size=4 * TOKENS), **factor).stores.device is None
+    assert make(config(block_size=4 * TOKENS), **factor).stores.leaving is None
     with pytest.raises(ConfigError, match=r"host_contents='exclusive': .*block_size, "):
         make(config(host_contents="exclusive", block_size=4 * TOKENS), **factor)
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from kvoffload.abc import OffloadingEvent, ScheduledStep
+import numpy as np
+
+from kvoffload.abc import KVGroup, MissReason, OffloadingEvent, PrepareStoreOutput, ScheduledStep, TransferSpec
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.stores import MAX_LEAVING
+from kvoffload.cache.tenants import TenantConfig, Tenants
+from kvoffload.connector.device_blocks import MAX_NAMES, DeviceBlocks
+from kvoffload.connector.layout import Block, KeyLayout
+from kvoffload.connector.leaving import LEAST_OFFERED, MAX_LEAVING_BYTES, MAX_LEAVING_S, MIN_SPEED_SAMPLE
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.request import RequestState
 from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
+
+LAYOUT = KeyLayout([KVGroup(TOKENS)], None)
 
 
 def rig_of(
@@ -17,18 +29,26 @@ def rig_of(
     next_free: Callable[[int], Iterable[int]] | None = None,
     enable_events: bool = False,
     device_blocks: int = 16,
+    block_bytes: int = 1,
+    tenants: Tenants | None = None,
 ) -> Rig:
     backend = HostBackend(TOKENS, num_host_blocks)
     manager = PolicyOffloadingManager(
         backend, LRUPolicy(num_host_blocks), enable_events, must_store=True, device_blocks=device_blocks
     )
     engine = {"keeps_blocks": True, "device_blocks": device_blocks, "next_free": next_free}
-    return Rig(manager=manager, options={"is_exclusive": True, "enable_events": enable_events, **engine})
+    options: dict[str, Any] = {
+        "misses": manager.history.misses,
+        "enable_events": enable_events,
+        "slot_bytes": [1, block_bytes],
+    }
+    options["tenants"] = tenants
+    return Rig(manager=manager, options=options | engine)
 
 
-def finish(rig: Rig, name: str, tokens: list[int], ids: list[int]) -> None:
+def finish(rig: Rig, name: str, tokens: list[int], ids: list[int], tenant: str | None = None) -> None:
     """A request computes ``tokens`` in device blocks ``ids``, and ends."""
-    request = FakeRequest(name, tokens)
+    request = FakeRequest(name, tokens, None if tenant is None else {"kvoffload": {"tenant": tenant}})
     assert not rig.start(request, ids).stores, "the device holds what was computed"
     rig.half.request_finished(request)
     assert not rig.step().stores
@@ -143,6 +163,7 @@ def test_a_reset_forgets_what_the_device_holds() -> None:
         finish(rig, "a", prompt(8), [1, 2])
         rig.half.reset(is_pause)
         assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
+        assert rig.manager.explain_miss(rig.keys(prompt(4))[0]).reason is MissReason.RESET
 
 
 def test_a_request_gets_what_its_engine_has_forgotten_on_the_device() -> None:
@@ -204,12 +225,188 @@ def test_blocks_for_a_remote_decoder_are_stored_at_once() -> None:
     assert rig.step().releases == ["a"]
 
 
-def test_a_burst_is_bounded_and_keeps_heads() -> None:
-    n = MAX_LEAVING + 3
-    rig = rig_of(num_host_blocks=n, device_blocks=n)
-    finish(rig, "a", prompt(n * TOKENS), list(range(1, n + 1)))
-    _, spec = only(rig.start(FakeRequest("b", prompt(n * TOKENS, start=-n * TOKENS)), list(range(n, 0, -1))).stores)
-    assert sorted(device_ids(spec)) == list(range(1, MAX_LEAVING + 1))
+def burst(num_blocks: int, block_bytes: int) -> tuple[Rig, TransferSpec]:
+    """A chain fills the device, and leaves it in one step. Returns the store."""
+    rig = rig_of(num_host_blocks=num_blocks, device_blocks=num_blocks, block_bytes=block_bytes)
+    finish(rig, "a", prompt(num_blocks * TOKENS), list(range(1, num_blocks + 1)))
+    other = FakeRequest("b", prompt(num_blocks * TOKENS, start=-num_blocks * TOKENS))
+    job, spec = only(rig.start(other, list(range(num_blocks, 0, -1))).stores)
+    rig.report(job)
+    return rig, spec
+
+
+def test_a_burst_is_bounded_in_bytes_and_keeps_heads() -> None:
+    n = LEAST_OFFERED + 10
+    for most in (LEAST_OFFERED, LEAST_OFFERED + 7):
+        rig, spec = burst(n, MAX_LEAVING_BYTES // most)
+        assert sorted(device_ids(spec)) == list(range(1, most + 1))
+        assert rig.half.metrics.snapshot()["lost_blocks"] == n - most
+    rig, spec = burst(n, MAX_LEAVING_BYTES // n)
+    assert len(device_ids(spec)) == n
+    assert "lost_blocks" not in rig.half.metrics.snapshot()
+
+
+def test_what_is_lost_is_no_text_that_was_never_stored() -> None:
+    rig, _ = burst(LEAST_OFFERED + 1, MAX_LEAVING_BYTES)
+    rig.half.request_finished(rig.half.requests["b"].request)
+    request = FakeRequest("c", [*prompt((LEAST_OFFERED + 1) * TOKENS), 99])
+    assert rig.look_up(request) == (LEAST_OFFERED * TOKENS, True)
+    rig.allocate(request, rig.new_blocks(LEAST_OFFERED), LEAST_OFFERED * TOKENS)
+    assert rig.half.records[-1].reason is MissReason.LEFT_UNSTORED
+
+
+def test_what_may_be_overwritten_is_lost() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    rig.half.build_connector_meta(ScheduledStep({}, overwritten={1}))
+    assert rig.half.metrics.snapshot()["lost_blocks"] == 1
+    assert rig.manager.explain_miss(rig.keys(prompt(4))[0]).reason is MissReason.LEFT_UNSTORED
+
+
+def test_a_burst_is_bounded_by_the_time_that_its_copy_takes() -> None:
+    """If large copies were measured."""
+    for nbytes, most in ((MIN_SPEED_SAMPLE, 70), (MIN_SPEED_SAMPLE - 1, 80)):
+        rig = rig_of(num_host_blocks=80, device_blocks=80, block_bytes=1000)
+        finish(rig, "a", prompt(80 * TOKENS), list(range(1, 81)))
+        seconds = nbytes / 1000 * MAX_LEAVING_S / 70.5
+        rig.half.update_connector_output(WorkerReport(store_bytes=nbytes, store_seconds=seconds))
+        spec = rig.start(FakeRequest("b", prompt(80 * TOKENS, start=-500)), list(range(80, 0, -1))).stores
+        assert len(device_ids(only(spec)[1])) == most
+
+
+def test_what_the_load_of_a_waiting_request_takes_is_stored_ahead() -> None:
+    """Without a step that hands anything out, and once."""
+    free = list(range(1, 17))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(16 * TOKENS), free[::-1])
+    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
+    request = FakeRequest("b", [*prompt(24, start=500), 99])
+    assert rig.look_up(request) == (24, True)
+    stores = rig.step().stores
+    assert [device_ids(spec) for spec in stores.values()] == [[6, 5, 4, 3, 2, 1]]
+    rig.report(*stores)
+    assert rig.look_up(request) == (24, True)
+    assert not rig.step().stores
+    meta = rig.load(request, ids=[1, 2, 3, 4, 5, 6])
+    assert not meta.stores, "all that leaves is stored"
+    assert not meta.fences
+    del free[:6]
+    assert not rig.step().stores
+
+
+def test_a_request_that_ends_takes_nothing_any_more() -> None:
+    free = list(range(1, 17))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(16 * TOKENS), free[::-1])
+    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
+    request = FakeRequest("b", [*prompt(24, start=500), 99])
+    rig.look_up(request)
+    rig.half.request_finished(request)
+    free.remove(1)
+    stores = rig.start(FakeRequest("c", prompt(4, start=600)), [1]).stores
+    assert [device_ids(spec) for spec in stores.values()] == [[1], [2]], "as many as the step has handed out"
+
+
+def test_a_block_of_two_tenants_without_salts_is_stored_for_both() -> None:
+    """Whoever uses it last, and as often as they like. The engine's block hashes do not depend on the tenant."""
+    rig = rig_of(tenants=Tenants(b"space", [TenantConfig("a"), TenantConfig("b")]))
+    finish(rig, "a", prompt(8), [1, 2], tenant="a")
+    for name in ("b1", "b2"):
+        other = FakeRequest(name, [*prompt(8), 99], {"kvoffload": {"tenant": "b"}}, num_computed_tokens=8)
+        rig.look_up(other, computed=8)
+        rig.allocate(other, [1, 2, 3])
+        assert not rig.step({other: 1}, new={name: [1, 2, 3]}).stores
+        rig.half.request_finished(other)
+        rig.step()
+    meta = rig.start(FakeRequest("c", prompt(4, start=50)), [1])
+    assert [device_ids(spec) for spec in meta.stores.values()] == [[1], [1]]
+    assert meta.fences == list(meta.stores)
+    rig.report(*meta.stores)
+    for tenant in "ab":
+        again = FakeRequest(f"{tenant}3", [*prompt(4), 99], {"kvoffload": {"tenant": tenant}})
+        assert rig.look_up(again) == (4, True)
+    by_record = {record.req_id: record.stored_tokens for record in rig.half.records}
+    assert by_record == {"a": TOKENS, "b1": TOKENS, "b2": 0, "c": 0}
+
+
+def test_names_of_a_device_block_are_bounded_and_the_first_one_stays() -> None:
+    rig = rig_of(num_host_blocks=64)
+    finish(rig, "t0", prompt(4), [1], tenant="t0")
+    for i in range(1, 2 * MAX_NAMES):
+        request = FakeRequest(f"t{i}", [*prompt(4), 99], {"kvoffload": {"tenant": f"t{i}"}}, num_computed_tokens=4)
+        rig.look_up(request, computed=4)
+        rig.allocate(request, [1, 2])
+        rig.step({request: 1}, new={f"t{i}": [1, 2]})
+        rig.half.request_finished(request)
+    rig.step()
+    rig.report(*rig.start(FakeRequest("c", prompt(4, start=50)), [1]).stores)
+    found = []
+    for i in range(2 * MAX_NAMES):
+        again = FakeRequest(f"again{i}", [*prompt(4), 99], {"kvoffload": {"tenant": f"t{i}"}})
+        found.append(bool(rig.look_up(again)[0]))
+    assert found == [True, *[False] * MAX_NAMES, *[True] * (MAX_NAMES - 1)]
+
+
+def test_what_is_stored_for_a_request_is_counted_after_it_has_ended() -> None:
+    """For the one that has computed it, and only if the store has succeeded."""
+    rig = rig_of()
+    finish(rig, "a", prompt(12), [1, 2, 3])
+    sharer = FakeRequest("b", [*prompt(12), 99], num_computed_tokens=12)
+    rig.look_up(sharer, computed=12)
+    rig.allocate(sharer, [1, 2, 3, 4])
+    rig.step({sharer: 1}, new={"b": [1, 2, 3, 4]})
+    rig.half.request_finished(sharer)
+    rig.step()
+    rig.report(*rig.start(FakeRequest("c", prompt(4, start=50)), [3]).stores)
+    rig.report(*rig.start(FakeRequest("d", prompt(4, start=60)), [2]).stores, failed=True)
+    assert {record.req_id: record.stored_tokens for record in rig.half.records} == {"a": TOKENS, "b": 0, "c": 0, "d": 0}
+
+
+def test_what_is_stored_for_a_preempted_request_is_counted_once() -> None:
+    rig = rig_of()
+    request = FakeRequest("a", prompt(8))
+    rig.start(request, [1, 2])
+    request.num_computed_tokens = 0
+    other = FakeRequest("b", prompt(4, start=50))
+    rig.look_up(other)
+    rig.allocate(other, [2])
+    rig.report(*rig.step({other: 4}, new={"b": [2]}, preempted=["a"]).stores)
+    rig.half.request_finished(request)
+    rig.step()
+    assert [record.stored_tokens for record in rig.half.records] == [TOKENS, 0]
+
+
+def test_the_garbage_collector_visits_no_object_per_device_block() -> None:
+    """A collection would stop the engine's scheduler for as long as it looks at them."""
+
+    def num_tracked(num_blocks: int) -> int:
+        keys = [os.urandom(36) for _ in range(num_blocks)]
+        states = [RequestState.new(FakeRequest(str(i), []), LAYOUT, Tenants(b""), lambda key: 1) for i in range(2)]
+        for i, state in enumerate(states):
+            state.blocks.namespace = bytes([i])
+        device = DeviceBlocks()
+        gc.collect()
+        before = len(gc.get_objects())
+        for i in range(num_blocks):
+            for state in states[: 1 + (i % 2)]:
+                key = state.blocks.namespace + keys[i]
+                assert not device.hold(state, [Block(0, i, key, i, [i + 1])])
+        assert len(device) == num_blocks * 3 // 2
+        # A collection finds out which tuples refer to nothing that it must visit.
+        gc.collect()
+        gc.collect()
+        return len(gc.get_objects()) - before
+
+    assert abs(num_tracked(20_000) - num_tracked(1000)) < 50
+
+
+def test_what_the_policy_refuses_is_not_lost() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    nothing = rig.manager.backend.get_load_store_spec([], np.zeros(0, dtype=np.int64))
+    rig.manager.store_leaving = lambda keys: PrepareStoreOutput([], nothing, [], keys)
+    assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
+    assert "lost_blocks" not in rig.half.metrics.snapshot()
 
 
 def test_without_room_for_all_the_head_of_a_chain_is_stored() -> None:

@@ -18,8 +18,8 @@ from kvoffload.cache.keys import hash_blocks
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.request import RequestBlocks
-from kvoffload.connector.stores import StorePlanner
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.transfer.inline import InlineTransfer
 from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, prompt
@@ -136,7 +136,7 @@ def test_for_a_request_that_does_not_find_it() -> None:
 
 
 def test_old_device_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StorePlanner, "_leave_if_other", lambda planner, state: None)
+    monkeypatch.setattr(LeavingBlocks, "drop_if_other", lambda leaving, state: None)
     assert for_a_request_that_does_not_find_it() == [6, 7]
 
 

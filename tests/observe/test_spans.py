@@ -357,7 +357,7 @@ def run_traced(
     engine.run()
     totals = engine.scheduler.metrics.snapshot()
     # Blocks that are stored because they leave the device belong to no request.
-    names = ("load", "store") if engine.scheduler.stores.device is None else ("load",)
+    names = ("load", "store") if engine.scheduler.stores.leaving is None else ("load",)
     good = {name: counted.blocks[f"kvoffload.{name}"] - counted.failed[f"kvoffload.{name}"] for name in names}
     faults = {
         "a request has several lookups": not set(counted.lookups.values()) <= {1},

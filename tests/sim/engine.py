@@ -174,7 +174,7 @@ class ModelEngine:
             manager,
             spec,
             tenants=self.lower.tenants,
-            is_exclusive=is_exclusive,
+            misses=self.policy_manager.history.misses if is_exclusive else None,
             load_deadline_ms=s.load_deadline_ms,
             spans=spans,
             clock=self.clock,

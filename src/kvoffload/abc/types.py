@@ -178,6 +178,8 @@ class MissReason(enum.StrEnum):
     NO_ROOM = "no_room"
     OVER_QUOTA = "over_quota"
     """Its tenant had used up its quota, and all blocks of the tenant were in use."""
+    LEFT_UNSTORED = "left_unstored"
+    """It left the device together with more blocks than could be stored then."""
     RESET = "reset"
     COPY_FAILED = "copy_failed"
     CORRUPT = "corrupt"

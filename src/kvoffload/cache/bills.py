@@ -42,9 +42,11 @@ class TenantCounts:
 
 class MovedBytes:
     """The bytes that were moved for each of ``tenants`` since that was last taken, by names of METRICS: between device
-    and host memory, and from and to lower tiers. Some tenants are configured."""
+    and host memory, in blocks of ``block_bytes`` on all ranks, and from and to lower tiers. Some tenants are
+    configured."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: Tenants, block_bytes: int = 0) -> None:
+        self.block_bytes = block_bytes
         self._tenants = tenants
         self._moved: Counter[str] = Counter()
         """Bytes by "TENANT,TIER"."""

@@ -95,6 +95,11 @@ ADVICE = {
         "Raise the tenant's quota, or run fewer of its requests at a time.",
         True,
     ),
+    MissReason.LEFT_UNSTORED: Advice(
+        "the block was not stored: it left the device with more blocks than can be stored in one step",
+        "Set host_contents to inclusive if long prompts are common, or give the device cache more memory.",
+        True,
+    ),
     MissReason.RESET: Advice(
         "the cache had been reset",
         "Reset less often: new weights, and resets with reset_external=true, empty the cache.",

@@ -15,6 +15,7 @@ from kvoffload.abc import Admission, ByteArray, ConfigError, KVGroup, Offloading
 from kvoffload.cache.admission import ReuseFilter, TenantAdmission, tracker_size
 from kvoffload.cache.keys import namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, OTHER, Tenants
@@ -70,16 +71,16 @@ def build_scheduler(
             below += open_tiers(entries, context, opened, shares)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])[len(entries) :]
         below += [(named(tier, name), None) for tier, name in zip(tiers, names, strict=True)]
-        is_exclusive = contents is HostContents.EXCLUSIVE
+        is_exclusive, misses = contents is HostContents.EXCLUSIVE, MissMemory()
         scheduler = OffloadingConnectorScheduler(
-            _make_manager(config, host_pools, below, tenants, is_exclusive),
+            _make_manager(config, host_pools, below, tenants, is_exclusive, misses),
             replace(engine, num_workers=host_pools.num_workers),
             tenants=tenants,
-            is_exclusive=is_exclusive,
+            misses=misses if is_exclusive else None,
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
             spans=_make_spans(engine.trace_headers, host_pools.block_bytes),
-            block_bytes=host_pools.block_bytes,
+            slot_bytes=host_pools.slot_bytes,
         )
         opened.pop_all()
     # What is set needs no reason.
@@ -99,6 +100,7 @@ def _make_manager(
     tiers: Sequence[tuple[Tier, TierConfig | None]],
     tenants: Tenants,
     is_exclusive: bool,
+    misses: MissMemory,
 ) -> OffloadingManager:
     """Returns the manager of the host pools, in front of ``tiers`` if there are any. Each is beside its entry."""
     engine, groups, shares = pools.engine, pools.layout.groups, None
@@ -121,6 +123,7 @@ def _make_manager(
         engine.enable_events,
         must_store=bool(tiers),
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
+        misses=misses,
         # One device block, the null block, is never used.
         device_blocks=(engine.device_blocks or 1) - 1 if is_exclusive else 0,
     )
@@ -190,7 +193,9 @@ class _HostPools:
         self._pools = pools
         shapes = [(p.num_blocks, p.slot_bytes) if isinstance(p, PoolHandle) else p.shape for p in pools]
         self.num_blocks = min(num_blocks for num_blocks, _ in shapes)
-        self.block_bytes: int = sum(slot_bytes for _, slot_bytes in shapes)
+        self.slot_bytes = [slot_bytes for _, slot_bytes in shapes]
+        """Bytes of one block in each pool."""
+        self.block_bytes: int = sum(self.slot_bytes)
         """Bytes of one block on all ranks."""
         places = [pool.place if isinstance(pool, PoolHandle) else None for pool in pools]
         self._by_node = {

@@ -3,93 +3,164 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
+
+import numpy as np
 
 from kvoffload.abc import OffloadKey
 from kvoffload.connector.layout import Block
 from kvoffload.connector.request import RequestState
 
+MAX_NAMES = 8
+"""Tenants for which one device block is held: the one that has computed or loaded it, and the latest others."""
 
-class HeldBlock(NamedTuple):
-    """A whole block of computed, known tokens in the engine's device cache."""
-
-    block: Block
-    namespace: bytes
-    """What precedes its block hash: it differs between tenants."""
-    state: RequestState | None
-    """A request that has it, if events are to describe it."""
+HeldBlock: TypeAlias = tuple[OffloadKey, bytes, int, int, int]
+"""A whole block of computed, known tokens in the engine's device cache, as one tenant names it: its key; what precedes
+the block hash in that, which differs between tenants; the device block; its ordinal in its requests; and the ``number``
+of the tenant's request that computed, loaded or found it first."""
 
 
 class DeviceBlocks:
     """Knows which block each device block holds until that is handed out again.
 
     Each block has one device block. An entry may be missing: its block is then not stored when it leaves the device.
-    None may be wrong, or wrong bytes would be stored. ``keeps_states``: whether entries have their requests.
+    None may be wrong, or wrong bytes would be stored. ``keeps_states``: whether it has a request for each.
+
+    Engines have many thousands of device blocks. Python's garbage collector would stop the scheduler while it looks at
+    as many objects that may refer to others, so there are none: it looks neither into NumPy's arrays nor at tuples of
+    bytes and numbers.
     """
 
     def __init__(self, keeps_states: bool = False) -> None:
-        self._keeps_states = keeps_states
-        self._held: dict[int, HeldBlock] = {}
+        self._held = np.empty(0, dtype=object)
         """By device block."""
-        self._latest: dict[OffloadKey, HeldBlock] = {}
+        self._states = np.empty(0, dtype=object) if keeps_states else None
+        """A request that has, or had, what is in each device block."""
+        self._is_early = bytearray()
+        """Whether ``soon`` has returned what is in each device block."""
+        self._others: dict[int, tuple[HeldBlock, ...]] = {}
+        """By device block, what it holds as further tenants name it."""
+        self._latest: dict[OffloadKey, int] = {}
         """Of the copies of a block on the device, the one that was computed or found last."""
-        self._early: set[OffloadKey] = set()
-        """Blocks that ``soon`` has returned, and that are still there."""
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._latest
 
     def __len__(self) -> int:
-        return len(self._held)
+        """Blocks on the device."""
+        return len(self._latest)
 
-    def hold(self, state: RequestState, blocks: Iterable[Block]) -> list[HeldBlock]:
-        """Notes that the device holds these blocks of a request. Returns those that were in the same device blocks."""
-        namespace, kept = state.blocks.namespace, state if self._keeps_states else None
-        left = []
-        for block in blocks:
-            left += [held for held in self.leave(block.device_blocks) if held.block.key != block.key]
-            (device_block,) = block.device_blocks
-            self._held[device_block] = self._latest[block.key] = HeldBlock(block, namespace, kept)
+    def hold(self, state: RequestState, blocks: Iterable[Block]) -> list[OffloadKey]:
+        """Notes that the device holds these blocks of a request. Returns those that were in the same device blocks. If
+        a device block has the same tokens for another tenant, it holds the block for both."""
+        all_held, latest, namespace, number = self._held, self._latest, state.blocks.namespace, state.number
+        left: list[OffloadKey] = []
+        for _, ordinal, key, _, (at,) in blocks:
+            if at >= len(all_held):
+                self._grow(at + 1)
+                all_held = self._held
+            before: HeldBlock | None = all_held[at]
+            if before is None or before[0] != key:
+                held = (key, namespace, at, ordinal, number)
+                if before is not None and not self._is_named(before, held, left):
+                    left += [other[0] for other in self.leave((at,))]
+                    before = None
+                if before is None:
+                    all_held[at] = held
+                    if self._states is not None:
+                        self._states[at] = state
+            self._is_early[at] = 0
+            latest[key] = at
         return left
+
+    def _grow(self, least: int) -> None:
+        more = max(least, 2 * len(self._held)) - len(self._held)
+        nothing = np.full(more, None, dtype=object)
+        self._held = np.concatenate((self._held, nothing))
+        if self._states is not None:
+            self._states = np.concatenate((self._states, nothing))
+        self._is_early += bytes(more)
+
+    def _is_named(self, first: HeldBlock, held: HeldBlock, left: list[OffloadKey]) -> bool:
+        """Adds a further tenant's name for what a device block holds. Returns False if it holds something else. Adds to
+        ``left`` what is not held any more."""
+        if first[0][len(first[1]) :] != held[0][len(held[1]) :]:
+            return False
+        at = first[2]
+        others = self._others.get(at, ())
+        if all(other[0] != held[0] for other in others):
+            if len(others) == MAX_NAMES - 1:
+                if self._latest.get(others[0][0]) == at:
+                    del self._latest[others[0][0]]
+                    left.append(others[0][0])
+                others = others[1:]
+            self._others[at] = (*others, held)
+        return True
+
+    def _names(self, at: int) -> Sequence[HeldBlock]:
+        """Returns every block that device block ``at`` holds."""
+        return (self._held[at], *self._others.get(at, ()))
 
     def leave(self, device_blocks: Iterable[int]) -> list[HeldBlock]:
         """Removes what these device blocks hold. Returns the blocks of which no other copy is known, in this order."""
-        left = []
-        for device_block in device_blocks:
-            held = self._held.pop(device_block, None)
-            if held is None:
+        left: list[HeldBlock] = []
+        all_held, latest, others, size = self._held, self._latest, self._others, len(self._held)
+        for at in device_blocks:
+            if at >= size or (first := all_held[at]) is None:
                 continue
-            key = held.block.key
-            if self._latest.get(key) is held:
-                del self._latest[key]
-                self._early.discard(key)
-                left.append(held)
+            for held in self._names(at) if at in others else (first,):
+                if latest.get(held[0]) == at:
+                    del latest[held[0]]
+                    left.append(held)
+            all_held[at] = None
+            others.pop(at, None)
         return left
 
-    def soon(self, device_blocks: Iterable[int]) -> list[HeldBlock]:
+    def soon(self, device_blocks: Iterable[int], most: int) -> list[HeldBlock]:
         """Returns the blocks that would leave if these device blocks were handed out, in this order, without those that
-        it has returned before."""
-        found = []
-        for device_block in device_blocks:
-            held = self._held.get(device_block)
-            if held is not None and held.block.key not in self._early and self._latest.get(held.block.key) is held:
-                self._early.add(held.block.key)
-                found.append(held)
+        it has returned before: those of the first ``most`` device blocks that have any."""
+        found: list[HeldBlock] = []
+        all_held, latest, others, is_early, size = (
+            self._held,
+            self._latest,
+            self._others,
+            self._is_early,
+            len(self._held),
+        )
+        for at in device_blocks:
+            if at >= size or is_early[at] or (first := all_held[at]) is None:
+                continue
+            if not most:
+                break
+            most -= 1
+            is_early[at] = 1
+            if latest.get(first[0]) == at:
+                found.append(first)
+            if at in others:
+                found += [held for held in others[at] if latest.get(held[0]) == at]
         return found
 
     def get(self, keys: Iterable[OffloadKey]) -> list[HeldBlock]:
         """Returns those of the blocks that the device holds."""
-        return [held for key in keys if (held := self._latest.get(key)) is not None]
+        places = ((key, self._latest.get(key)) for key in keys)
+        return [held for key, at in places if at is not None for held in self._names(at) if held[0] == key]
+
+    def state_of(self, device_block: int) -> RequestState | None:
+        """Returns a request that has, or had, what this device block holds or has just held, if events are to describe
+        it."""
+        return None if self._states is None else self._states[device_block]
 
     def having(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Returns those of ``keys`` that the device holds."""
         latest = self._latest
         return [key for key in keys if key in latest]
 
-    def clear(self) -> list[HeldBlock]:
+    def clear(self) -> list[OffloadKey]:
         """Removes and returns everything."""
-        held = list(self._latest.values())
-        self._held.clear()
+        held = list(self._latest)
+        self._held.fill(None)
+        if self._states is not None:
+            self._states.fill(None)
+        self._others.clear()
         self._latest.clear()
-        self._early.clear()
         return held

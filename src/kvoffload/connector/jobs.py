@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey
@@ -33,6 +33,9 @@ class Job:
     """What a store copies, in more detail, if events are to describe it."""
     device_blocks: frozenset[int] = frozenset()
     """What a store reads."""
+    blocks_of: Mapping[int, int] = field(default_factory=dict)
+    """For how many of its blocks a store of what leaves the device was made, by ``RequestState.number``: the requests
+    may have ended."""
     began: int = field(default_factory=time.time_ns)
     """When it was made, in nanoseconds since 1970."""
     epoch: int = 0

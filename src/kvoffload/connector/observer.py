@@ -43,6 +43,43 @@ class _Prefill:
     """How many tokens it had when it first ran; 0 before."""
 
 
+class _Prefills:
+    """Measures how long requests take to compute their prompts beside other requests."""
+
+    def __init__(self, clock: Callable[[], float], report: Callable[[int, float], None]) -> None:
+        """``report`` gets the tokens and the seconds of each prompt."""
+        self.speed = MovingRate()
+        """At which prompts are computed, in tokens per second."""
+        self._clock = clock
+        self._report = report
+        self._running: dict[str, _Prefill] = {}
+
+    def begin(self, state: RequestState) -> None:
+        self._running[state.context.req_id] = _Prefill(state, self._clock())
+
+    def stop(self, req_id: str) -> None:
+        """Ends the measurement of a request without a result."""
+        self._running.pop(req_id, None)
+
+    def measure(self, scheduled: Mapping[str, int]) -> None:
+        """Called in every step. A measurement ends with the first new token."""
+        for req_id in list(self._running):
+            if req_id not in scheduled:
+                continue
+            prefill = self._running[req_id]
+            num_tokens = prefill.state.request.num_tokens
+            if prefill.tokens == 0:
+                prefill.tokens = num_tokens
+            elif num_tokens > prefill.tokens:
+                del self._running[req_id]
+                tokens = prefill.tokens - prefill.state.computed_at_load
+                if tokens >= MIN_PREFILL_SAMPLE:
+                    seconds = self._clock() - prefill.since
+                    self._report(tokens, seconds)
+                    self.speed.add(tokens, seconds)
+                    prefill.state.prefill = tokens, seconds
+
+
 @dataclass(slots=True, eq=False)
 class _Place:
     """A block of requests that wait: ``ordinal`` of ``group`` of one of them."""
@@ -97,8 +134,8 @@ class RequestObserver:
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
     ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription,
-    unless their requests have other tokens by now. ``moved``
-    counts the bytes that are copied for tenants, in blocks of ``block_bytes`` on all ranks; None if there are none.
+    unless their requests have other tokens by now. ``moved`` counts the bytes that are copied for tenants; None if
+    there are none.
     """
 
     def __init__(
@@ -111,10 +148,11 @@ class RequestObserver:
         describes_blocks: bool,
         clock: Callable[[], float],
         moved: MovedBytes | None,
-        block_bytes: int,
     ) -> None:
         self.metrics = metrics
         self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
+        self._num_records = 0
+        """Records that were made."""
         self.describes_blocks = describes_blocks
         self._manager = manager
         self._layout = layout
@@ -122,10 +160,7 @@ class RequestObserver:
         self._spans = spans
         self._clock = clock
         self._moved = moved
-        self._block_bytes = block_bytes
-        self._speed = MovingRate()
-        """At which prompts are computed, in tokens per second."""
-        self._prefills: dict[str, _Prefill] = {}
+        self.prefills = _Prefills(clock, manager.observe_prefill)
         self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
         """Blocks that became loadable since events were last taken, each with a request that can describe it."""
         self._coming = _ComingBlocks()
@@ -167,13 +202,9 @@ class RequestObserver:
             traced.waited_s += state.waited_s
             traced.loaded_tokens += num_external_tokens
         if match is not None and num_external_tokens == 0:
-            self._prefills[req_id] = _Prefill(state, self._clock())
+            self.prefills.begin(state)
         else:
-            self._prefills.pop(req_id, None)
-
-    def lost_blocks(self, req_id: str) -> None:
-        """Ends the measurement of a prefill, because the request was preempted."""
-        self._prefills.pop(req_id, None)
+            self.prefills.stop(req_id)
 
     def end(self, state: RequestState, retained: Retained | None = None, retained_tokens: int = 0) -> None:
         """Ends the observation of a request, and writes it to the trace. ``retained``: the answer, if it has asked for
@@ -184,7 +215,7 @@ class RequestObserver:
             state.record.retained_tokens = retained_tokens if retained.tier is not None else 0
         req_id, request = state.context.req_id, state.request
         self._coming.remove(req_id)
-        self._prefills.pop(req_id, None)
+        self.prefills.stop(req_id)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
         if self._recorder is not None and state.record is not None:
@@ -220,28 +251,22 @@ class RequestObserver:
         """Writes into its record how many tokens it has stored, and logs the record if the number or an answer is
         new."""
         if (record := state.record) is not None:
-            tokens, record.stored_tokens = record.stored_tokens, state.stored_tokens
-            if tokens != record.stored_tokens or record.retained_in or record.retain_refused:
+            tokens = state.uncounted_tokens
+            record.stored_tokens += tokens
+            state.uncounted -= tokens
+            if tokens or record.retained_in or record.retain_refused:
                 log_record(record)
 
-    def measure_prefills(self, scheduled: Mapping[str, int]) -> None:
-        """Measures how long requests take to compute their prompts beside other requests, and reports it to the manager
-        when they have their first new token. Called in every step."""
-        for req_id in list(self._prefills):
-            if req_id not in scheduled:
-                continue
-            prefill = self._prefills[req_id]
-            num_tokens = prefill.state.request.num_tokens
-            if prefill.tokens == 0:
-                prefill.tokens = num_tokens
-            elif num_tokens > prefill.tokens:
-                del self._prefills[req_id]
-                tokens = prefill.tokens - prefill.state.computed_at_load
-                if tokens >= MIN_PREFILL_SAMPLE:
-                    seconds = self._clock() - prefill.since
-                    self._manager.observe_prefill(tokens, seconds)
-                    self._speed.add(tokens, seconds)
-                    prefill.state.prefill = tokens, seconds
+    def _count_left(self, blocks_of: Mapping[int, int]) -> None:
+        """Adds what was stored for requests when it left the device to their records, see ``Job.blocks_of``. Records
+        that were made long ago are not kept."""
+        records, block_tokens = self.records, self._layout.block_tokens[self._layout.traced]
+        num_gone = self._num_records - len(records)
+        for number, num_blocks in blocks_of.items():
+            if number >= num_gone:
+                record = records[number - num_gone]
+                record.stored_tokens += num_blocks * block_tokens
+                log_record(record)
 
     def _record(
         self,
@@ -264,7 +289,7 @@ class RequestObserver:
             reason = MissReason.NOT_LOOKED_UP if state.adapter is None else MissReason.ADAPTER_UNKNOWN
         if reason is not None:
             self.metrics.add("misses", label=reason)
-        saved_s = self._speed.seconds_for(num_external_tokens)
+        saved_s = self.prefills.speed.seconds_for(num_external_tokens)
         if saved_s:
             self.metrics.add("saved_seconds", saved_s)
         if state.tenant is not None:
@@ -291,6 +316,8 @@ class RequestObserver:
             state.tenant,
             saved_s=saved_s,
         )
+        state.number = self._num_records
+        self._num_records += 1
         self.records.append(record)
         log_record(record)
 
@@ -335,7 +362,7 @@ class RequestObserver:
         moved = self._moved
         for job in jobs if moved is not None else ():
             if moved is not None and not job.failed:
-                moved.add(HOST, job.keys, repeat(self._block_bytes))
+                moved.add(HOST, job.keys, repeat(moved.block_bytes))
         if self._spans is None:
             return
         for job in jobs:
@@ -351,6 +378,8 @@ class RequestObserver:
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""
         self.metrics.add("store_blocks", len(job.lease.slots))
+        if job.blocks_of:
+            self._count_left(job.blocks_of)
         self._stored.update((block.key, (state, block)) for state, block in job.blocks)
         while len(self._stored) > MAX_PENDING_EVENTS:
             self._stored.popitem(last=False)

@@ -111,8 +111,8 @@ class RequestState:
     """Whether blocks that the engine has forgotten on the device were stored for it."""
     touched: bool = False
     """Whether its use was counted, which happens once."""
-    stored_before: int = 0
-    """Tokens of the blocks that it had stored before the last reset."""
+    uncounted: int = 0
+    """Tokens of the blocks that it had stored before the last reset, less those that its record counts."""
     state_ends: Collection[int] = ()
     """When it has ended: where it has continued from a state, and where states of it are kept."""
     computed_at_load: int = 0
@@ -125,6 +125,8 @@ class RequestState:
     """When it was first looked up, in seconds since 1970."""
     record: RequestRecord | None = None
     """Made when it is first given device blocks."""
+    number: int = -1
+    """How many records were made before its own; -1 if it has none."""
     prefill: tuple[int, float] | None = None
     """The tokens of its prompt that were computed, and in how many seconds, if that was measured."""
     traced: TracedRequest | None = None
@@ -256,7 +258,7 @@ class RequestState:
         ``unfinished`` stores count as failed."""
         self.match = None
         self.discard_stored(unfinished)
-        self.stored_before = self.stored_tokens
+        self.uncounted = self.uncounted_tokens
         self.blocks.stored.clear()
         self.blocks.restart_stores()
         self.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
@@ -266,9 +268,10 @@ class RequestState:
         self.blocks.stored = [key for key in self.blocks.stored if key not in keys]
 
     @property
-    def stored_tokens(self) -> int:
-        """Tokens of the blocks that it has stored, or is storing."""
-        return self.stored_before + self.blocks.layout.num_tokens(self.blocks.stored)
+    def uncounted_tokens(self) -> int:
+        """Tokens of the blocks that it has stored, or is storing, less those that its record counts. Negative if stores
+        have failed since it was counted."""
+        return self.uncounted + self.blocks.layout.num_tokens(self.blocks.stored)
 
 
 @dataclass(slots=True, eq=False)

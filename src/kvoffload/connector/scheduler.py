@@ -2,10 +2,10 @@
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` begin and end the copies, ``due``
-finds requests that may complete a block, ``device_blocks`` knows what the device holds, ``states`` says which states
-are kept, ``jobs`` has the copies in progress, ``upcoming`` the work for the next step, ``shelf`` keeps contents over a
-pause, ``adapters`` knows the bytes of adapters, ``observer`` makes records and metrics. The scheduler half takes
-the engine's calls and passes them on.
+finds requests that may complete a block, ``device_blocks`` knows what the device holds, ``leaving`` stores what leaves
+it, ``states`` says which states are kept, ``jobs`` has the copies in progress, ``upcoming`` the work for the next step,
+``shelf`` keeps contents over a pause, ``adapters`` knows the bytes of adapters, ``observer`` makes records and metrics.
+The scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvoffload.abc import (
     ScheduledStep,
 )
 from kvoffload.cache.bills import MovedBytes
+from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.device_blocks import DeviceBlocks
@@ -35,6 +36,7 @@ from kvoffload.connector.guarded import guarded
 from kvoffload.connector.handover import Handover
 from kvoffload.connector.jobs import HeldRequests, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
+from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups, locate
 from kvoffload.connector.messages import StepMeta, WorkerReport
@@ -44,6 +46,7 @@ from kvoffload.connector.queue import QueuedRequests
 from kvoffload.connector.request import RequestState, Storing
 from kvoffload.connector.shelf import BlockOrigins, PausedContents
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
+from kvoffload.connector.store_jobs import StoreJobs
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.connector.upcoming import UpcomingStep
 from kvoffload.observe.metrics import Metrics
@@ -87,9 +90,9 @@ def _has_tokens(step: ScheduledStep) -> bool:
 class OffloadingConnectorScheduler:
     """Decides, per request and step, what is loaded and stored; talks to ``manager`` in batches.
 
-    ``tenants`` says what precedes every block hash. ``is_exclusive``: blocks are stored when they leave the device, for
-    a ``manager`` made for that. ``recorder`` gets every request that was given device blocks, when it ends; ``spans``
-    gets every request. ``block_bytes``: of one block on all ranks, for the bills of tenants.
+    ``tenants`` says what precedes every block hash. With ``misses``, blocks are stored when they leave the device, for
+    a ``manager`` made for that, which explains misses from there. ``recorder`` gets every request that was given device
+    blocks, when it ends; ``spans`` gets every request. ``slot_bytes``: the bytes of a block in each host pool.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -102,11 +105,11 @@ class OffloadingConnectorScheduler:
         engine: EngineSpec,
         *,
         tenants: Tenants | None = None,
-        is_exclusive: bool = False,
+        misses: MissMemory | None = None,
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
         spans: RequestSpans | None = None,
-        block_bytes: int = 0,
+        slot_bytes: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -127,11 +130,13 @@ class OffloadingConnectorScheduler:
             spans,
             engine.enable_events,
             clock,
-            MovedBytes(self._tenants) if self._tenants.names else None,
-            block_bytes,
+            MovedBytes(self._tenants, sum(slot_bytes)) if self._tenants.names else None,
         )
-        device = DeviceBlocks(keeps_states=engine.enable_events) if is_exclusive else None
-        self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, device, engine.next_free)
+        jobs, leaving = StoreJobs(manager, self.layout, self.jobs, self.observer), None
+        if misses is not None:
+            device = DeviceBlocks(keeps_states=engine.enable_events)
+            leaving = LeavingBlocks(manager, self.layout, jobs, device, misses, engine.next_free, slot_bytes)
+        self.stores = StorePlanner(manager, self.layout, jobs, leaving)
         self.shelf = PausedContents(manager, self.jobs)
         deadline_s = load_deadline_ms / 1000
         adapter_of = engine.adapter_of
@@ -148,7 +153,7 @@ class OffloadingConnectorScheduler:
             self.changes,
             deadline_s,
             clock,
-            self.stores.bring_back,
+            (lambda state, end: False) if leaving is None else leaving.bring_back,
         )
         self.queued = QueuedRequests(manager, self._make_state)
         self._clock = clock
@@ -188,6 +193,9 @@ class OffloadingConnectorScheduler:
         match = locate(self.lookups, state, num_computed_tokens)
         if match.tokens is None:
             self.observer.waits(state)
+        if (leaving := self.stores.leaving) is not None:
+            behind = request.num_tokens - num_computed_tokens
+            leaving.expect(request.request_id, behind if match.tokens is None else match.tokens)
         return match.tokens, bool(match.tokens)
 
     # Loads.
@@ -282,17 +290,16 @@ class OffloadingConnectorScheduler:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
-        if (device := self.stores.device) is not None:
-            if leaving or step.overwritten:
-                meta.stores |= self.stores.store_leaving(device, leaving, step.overwritten)
-            meta.stores |= self.stores.store_forgotten(device, requests.values())
+        if (leaving_blocks := self.stores.leaving) is not None:
+            meta.stores |= leaving_blocks.store(leaving, step.overwritten)
+            meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
             for req_id in step.num_scheduled_tokens:
                 state = requests.get(req_id)
                 if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
                     handed_out.update(state.blocks.computed_again())
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
-        self.observer.measure_prefills(step.num_scheduled_tokens)
+        self.observer.prefills.measure(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)
         # A request may have lost its blocks and compute on new ones in the same step.
         lost = set(preempted) - step.replaced
@@ -315,7 +322,7 @@ class OffloadingConnectorScheduler:
         has_new_ones = req_id in self._next.allocated
         state.lose_blocks(has_new_ones)
         if not has_new_ones:
-            self.observer.lost_blocks(req_id)
+            self.observer.prefills.stop(req_id)
 
     def _take_meta(self, has_tokens: bool) -> StepMeta:
         meta, self._next = self._next.meta, UpcomingStep()
@@ -339,9 +346,14 @@ class OffloadingConnectorScheduler:
             self.sound.discard(self.adapters.take_report(report, states))
         self._poll()
         self.observer.reported(report)
+        if self.stores.leaving is not None:
+            self.stores.leaving.measure(report)
         ended = self.jobs.take_reports(report)
         for job in ended:
-            (self.stores if job.is_store else self.loads).end_job(job)
+            if job.is_store:
+                self.stores.jobs.end(job)
+            else:
+                self.loads.end_job(job)
         self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")

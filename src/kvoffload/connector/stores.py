@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from kvoffload.abc import (
     BoundaryState,
-    DeviceSpec,
-    IntegrityError,
-    LoadStoreSpec,
-    MissReason,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     Retained,
     TransferSpec,
 )
-from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
 from kvoffload.connector.due import DueList
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
-from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
-from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
+from kvoffload.connector.store_jobs import StoreJobs
 
 MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
-MAX_LEAVING = 1024
-"""Blocks that are stored in the step in which they leave the device, before its forward pass. The others are lost."""
-AHEAD_DECAY = 15 / 16
-AHEAD_SHARE = 1 / 8
-"""What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
-less with every further step, and at most of this share of all that are known."""
-STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
-NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
 @dataclass(slots=True, eq=False)
@@ -60,31 +45,23 @@ class StorePlanner:
     Blocks are due when their tokens are known and computed. If the manager has no room for them, they are offered again
     in the next step. If it has refused a block of a request, those after it are not stored either.
 
-    With ``device``, host memory does not repeat the device: a block that is due is only noted there, unless the manager
-    wants every block, and is stored when it leaves the device. Blocks of requests with hints are stored at once,
-    because hints concern blocks in host memory. ``next_free`` returns device blocks that are handed out next, see
-    EngineSpec.
+    With ``leaving``, host memory does not repeat the device: a block that is due is only noted there, unless the
+    manager wants every block, and is stored when it leaves the device. Blocks of requests with hints are stored at
+    once, because hints concern blocks in host memory.
     """
 
     def __init__(
         self,
         manager: OffloadingManager,
         layout: KeyLayout,
-        jobs: JobTable,
-        observer: RequestObserver,
-        device: DeviceBlocks | None = None,
-        next_free: Callable[[int], Iterable[int]] | None = None,
+        jobs: StoreJobs,
+        leaving: LeavingBlocks | None = None,
     ) -> None:
         self._manager = manager
         self._layout = layout
-        self._jobs = jobs
-        self._observer = observer
-        self.device = device
-        self._is_late = device is not None and not manager.wants_every_block
-        self._next_free = next_free
-        self._num_ahead = 0
-        self._forgotten: dict[OffloadKey, None] = {}
-        """Blocks on the device that requests need and the engine does not find there any more."""
+        self.jobs = jobs
+        self.leaving = leaving
+        self._is_late = leaving is not None and not manager.wants_every_block
         self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
         self.server = secrets.token_hex(SERVER_CHARS // 2)
@@ -98,11 +75,14 @@ class StorePlanner:
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
         self._due.remove(state.context.req_id)
-        self._leave_if_other(state)
+        if self.leaving is not None:
+            self.leaving.drop_if_other(state)
 
     def end(self, state: RequestState) -> None:
         """Forgets a request that has ended."""
         self.lose_blocks(state)
+        if self.leaving is not None:
+            self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None:
             state.state_ends = self._keeper.end(state.context.req_id)
 
@@ -160,35 +140,17 @@ class StorePlanner:
             stored.difference_update(keys[num_blocks:])
         return None
 
-    def end_job(self, job: Job) -> None:
-        """Ends a store that all workers have reported."""
-        self._manager.complete_store(job.lease, success=not job.failed)
-        if not job.states:
-            # Requests may wait for it, see ``bring_back``.
-            self._jobs.changes.loads += 1
-        if not job.failed:
-            self._jobs.changes.contents += 1
-            self._observer.stored(job)
-            return
-        keys = frozenset(job.keys)
-        for state in job.states:
-            state.discard_stored(keys)
-            self._observer.count_stored(state)
-        if self._jobs.is_current(job):
-            self._observer.metrics.add("store_failures")
-            self._observer.warn(STORE_FAILED)
-
     def reset(self) -> None:
         """Forgets which states are kept, and what the device holds."""
         if self._keeper is not None:
             self._keeper.clear()
-        if self.device is not None:
-            self._note_left(self.device.clear())
+        if self.leaving is not None:
+            self.leaving.reset()
 
     def clear(self) -> None:
         self._due.clear()
-        if self.device is not None:
-            self.device.clear()
+        if self.leaving is not None:
+            self.leaving.clear()
 
     def store_finished(self, finished: Sequence[tuple[RequestState, int]]) -> dict[int, TransferSpec]:
         """Returns the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
@@ -200,73 +162,9 @@ class StorePlanner:
                 blocks, chain = state.blocks, state.blocks.keys_in_order()
                 used = blocks.used_keys(state.state_ends) if self._layout.states else chain
                 self._manager.end_chain(used, blocks.stored, state.context, chain)
-                if self.device is not None and state.context.hints is None:
-                    self._manager.note_device(held=self.device.having(chain))
+                if self.leaving is not None and state.context.hints is None:
+                    self._manager.note_device(held=self.leaving.device.having(chain))
         return specs
-
-    def store_leaving(
-        self, device: DeviceBlocks, handed_out: Sequence[int], overwritten: Collection[int]
-    ) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that leave the device because their device blocks are ``handed_out``, and for
-        those that leave next. The first must be fenced. What may be ``overwritten`` before that is lost."""
-        self._note_left(device.leave(overwritten))
-        left = device.leave(handed_out)
-        self._note_left(left)
-        specs: dict[int, TransferSpec] = {}
-        # Engines free a chain from its tail. If there is not room for all, its head is stored.
-        self._store_held(left[: -MAX_LEAVING - 1 : -1], specs)
-        if self._next_free is not None:
-            self._num_ahead = max(len(handed_out), int(self._num_ahead * AHEAD_DECAY))
-            most = max(1, int(len(device) * AHEAD_SHARE))
-            self._store_held(device.soon(self._next_free(min(self._num_ahead, most)))[::-1], specs)
-        return specs
-
-    def bring_back(self, state: RequestState, end: int) -> bool:
-        """Whether the device still holds the request's block behind token ``end``, which its engine does not find there
-        any more: it has emptied its cache, or named another copy. The next step stores it, with those behind it, so
-        that it can be loaded."""
-        device, size = self.device, self._layout.block_tokens[0]
-        if device is None or end + size >= state.request.num_tokens:
-            return False
-        keys = state.blocks.keys[0][end // size :]
-        if not keys or keys[0] not in device:
-            return False
-        if state.was_brought_back:
-            return self._manager.explain_miss(keys[0]).reason is MissReason.BEING_WRITTEN
-        state.was_brought_back = True
-        for g, of_group in enumerate(state.blocks.keys):
-            self._forgotten |= dict.fromkeys(of_group[end // self._layout.block_tokens[g] :])
-        return True
-
-    def store_forgotten(self, device: DeviceBlocks, requests: Iterable[RequestState]) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that some of the ``requests`` wait for, see ``bring_back``."""
-        specs: dict[int, TransferSpec] = {}
-        if not self._forgotten:
-            return specs
-        for state in requests:
-            self._leave_if_other(state)
-        self._store_held(device.get(self._forgotten), specs)
-        self._forgotten.clear()
-        if not specs:
-            self._jobs.changes.loads += 1
-        return specs
-
-    def _store_held(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec]) -> None:
-        """Makes a job per tenant of those ``blocks``, the most valuable first, that host memory lacks."""
-        by_namespace: dict[bytes, list[HeldBlock]] = {}
-        for held in blocks:
-            by_namespace.setdefault(held.namespace, []).append(held)
-        for of_tenant in by_namespace.values():
-            output = self._manager.store_leaving([held.block.key for held in of_tenant])
-            if output is None:
-                self._refused()
-            while output is None and (of_tenant := of_tenant[: len(of_tenant) // 2]):
-                output = self._manager.store_leaving([held.block.key for held in of_tenant])
-            if output is not None:
-                self._count_evicted(output)
-                wanted = frozenset(output.keys_to_store)
-                new = [(held.state, held.block) for held in of_tenant if held.block.key in wanted]
-                self._add_job(new, [], output, specs)
 
     def store_running(
         self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]
@@ -296,6 +194,8 @@ class StorePlanner:
     def begin(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
         """Takes note of a request that is given device blocks after the lookup ``match``, and loads ``num_loaded``
         tokens."""
+        if self.leaving is not None:
+            self.leaving.expect(state.context.req_id, 0)
         if self._keeper is not None and match is not None:
             self._keeper.begin(state, match.computed + num_loaded, match.junction)
 
@@ -324,7 +224,7 @@ class StorePlanner:
                 if superseded:
                     self._manager.drop(superseded, only_host=True)
             elif keys and not is_refused:
-                self._refused()
+                self.jobs.refused()
         return specs
 
     def _states_of(self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper) -> list[Block]:
@@ -358,28 +258,10 @@ class StorePlanner:
             return None
         if state.phase is Phase.LOADING or not state.may_store:
             return None
-        self._extend_keys(state)
-        found, next_store = blocks.due(num_computed, num_before, with_loaded=self.device is not None)
+        if not state.extend_keys() and self.leaving is not None:
+            self.leaving.drop_tables(state)
+        found, next_store = blocks.due(num_computed, num_before, with_loaded=self.leaving is not None)
         return Due(state, num_computed, found, next_store)
-
-    def _extend_keys(self, state: RequestState) -> None:
-        if not state.extend_keys():
-            self._leave_tables(state)
-
-    def _leave_if_other(self, state: RequestState) -> None:
-        """Forgets the device blocks of a request whose tokens are others than when its keys were made."""
-        if self.device is not None and state.blocks.has_other_tokens():
-            self._leave_tables(state)
-
-    def _leave_tables(self, state: RequestState) -> None:
-        """The engine has taken tokens back, and may have computed others in the same device blocks."""
-        if self.device is not None:
-            for table in state.blocks.tables:
-                self._note_left(self.device.leave(table))
-
-    def _note_left(self, blocks: Sequence[HeldBlock]) -> None:
-        if blocks:
-            self._manager.note_device(left=[held.block.key for held in blocks])
 
     def _store(self, dues: list[Due]) -> dict[int, TransferSpec]:
         """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
@@ -387,10 +269,11 @@ class StorePlanner:
         depth."""
         single: list[Due] = []
         chains: list[Due] = []
-        factors = self._layout.factors
+        factors, leaving = self._layout.factors, self.leaving
         for due in dues:
-            if self.device is not None and due.state.context.hints is None:
-                self._note_left(self.device.hold(due.state, due.blocks))
+            if leaving is not None and due.state.context.hints is None:
+                if left := leaving.device.hold(due.state, due.blocks):
+                    leaving.note_left(left)
                 if self._is_late and not due.state.options.remote_decode:
                     due.state.blocks.stored_up_to(due.next_store)
                     continue
@@ -416,18 +299,13 @@ class StorePlanner:
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
-                self._refused()
+                self.jobs.refused()
             else:
                 self._start([due], output, specs)
         return specs
 
-    def _refused(self) -> None:
-        self._observer.metrics.add("refused_stores")
-        self._observer.warn(NO_ROOM)
-
     def _start(self, dues: list[Due], output: PrepareStoreOutput, specs: dict[int, TransferSpec]) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
-        self._count_evicted(output)
         refused = frozenset(output.refused_keys)
         new: list[tuple[RequestState | None, Block]] = []
         states: dict[int, RequestState] = {}
@@ -445,52 +323,7 @@ class StorePlanner:
                     state.blocks.stored.append(key)
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self._add_job(new, list(states.values()), output, specs)
-
-    def _count_evicted(self, output: PrepareStoreOutput) -> None:
-        if output.evicted_keys:
-            self._observer.metrics.add("evicted_blocks", len(output.evicted_keys))
-
-    def _add_job(
-        self,
-        new: list[tuple[RequestState | None, Block]],
-        states: Sequence[RequestState],
-        output: PrepareStoreOutput,
-        specs: dict[int, TransferSpec],
-    ) -> None:
-        """Adds the job that stores ``new`` blocks, each with a request that can describe it, for ``states``."""
-        # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
-        if [block.key for _, block in new] != output.keys_to_store:
-            raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
-        if new:
-            job_id, spec = self._new_job(new, states, output)
-            specs[job_id] = spec
-
-    def _new_job(
-        self, new: list[tuple[RequestState | None, Block]], states: Sequence[RequestState], output: PrepareStoreOutput
-    ) -> tuple[int, TransferSpec]:
-        lease = output.store_spec
-        num_groups, host = len(self._layout.groups), lease
-        if num_groups > 1:
-            order = sorted(range(len(new)), key=lambda i: new[i][1].group)
-            new = [new[i] for i in order]
-            host = LoadStoreSpec(lease.medium(), lease.slots[order])
-        if num_groups == 1:
-            ids = [device_block for _, block in new for device_block in block.device_blocks]
-            sizes, firsts = [len(ids)], [new[0][1].first_device_block]
-        else:
-            ids = []
-            sizes, firsts = [0] * num_groups, [0] * num_groups
-            for _, block in new:
-                if not sizes[block.group]:
-                    firsts[block.group] = block.first_device_block
-                sizes[block.group] += len(block.device_blocks)
-                ids += block.device_blocks
-        described = [(state, block) for state, block in new if state is not None]
-        described = described if self._observer.describes_blocks else []
-        job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids))
-        device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
-        return self._jobs.add(job), TransferSpec(states[0].context.req_id if states else "", host, device)
+        self.jobs.add(new, list(states.values()), output, specs)
 
 
 def _together(layout: KeyLayout) -> int:

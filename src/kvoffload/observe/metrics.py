@@ -46,6 +46,9 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "ignored_options": MetricSpec("counter", "Request options that were not valid or do not exist", "option"),
     "refused_stores": MetricSpec("counter", "Stores that were refused because no room could be made"),
+    "lost_blocks": MetricSpec(
+        "counter", "Blocks that left the device with more than can be stored in one step, and were not stored"
+    ),
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
     "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
     "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),

@@ -1,0 +1,235 @@
+"""Leaving blocks: what is stored when it leaves the device, or shortly before, for host memory that does not repeat
+that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvoffload.abc import MissReason, OffloadingManager, OffloadKey, TransferSpec
+from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.misses import MissMemory
+from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
+from kvoffload.connector.layout import Block, KeyLayout
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.request import RequestState
+from kvoffload.connector.store_jobs import StoreJobs
+from kvoffload.tiering.rates import MovingRate
+
+MAX_LEAVING_BYTES = 8 << 30
+MAX_LEAVING_S = 0.25
+"""What is stored per rank in the step in which it leaves the device: the step waits for it. The rest is lost."""
+MIN_SPEED_SAMPLE = 64 << 20
+"""Bytes. Smaller copies say little about how fast large ones are."""
+LEAST_OFFERED = 64
+"""Blocks that are offered to the manager at once, at least. It may have most of them."""
+MAX_AHEAD = 8192
+"""Device blocks at which one step looks because they are handed out next."""
+AHEAD_DECAY = 15 / 16
+AHEAD_SHARE = 1 / 8
+"""What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
+less with every further step, and at most of this share of all blocks on the device; or of as many as waiting requests
+have been offered to load."""
+LOST = (
+    "kvoffload: more blocks left the device in one step than can be stored in it, and the others are lost (metric "
+    "lost_blocks): requests that need them compute them again"
+)
+
+
+def most_leaving(block_bytes: float, seconds: float | None) -> int:
+    """Returns how many blocks, of ``block_bytes`` on each rank, are stored in the step in which they leave the device.
+    ``seconds``: how long the copy of one takes, if that is known."""
+    most = MAX_LEAVING_BYTES if block_bytes <= 0 else MAX_LEAVING_BYTES / block_bytes
+    return max(1, int(min(most, MAX_LEAVING_S / seconds) if seconds else most))
+
+
+class LeavingBlocks:
+    """Stores what leaves ``device``, and what leaves it next.
+
+    ``misses``: where the manager looks up why a block is missing. ``next_free`` returns device blocks that are handed
+    out next, see EngineSpec. ``slot_bytes``: the bytes of a block in each pool; none if they are not known.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        layout: KeyLayout,
+        jobs: StoreJobs,
+        device: DeviceBlocks,
+        misses: MissMemory,
+        next_free: Callable[[int], Iterable[int]] | None,
+        slot_bytes: Sequence[int],
+    ) -> None:
+        self.device = device
+        self._manager = manager
+        self._layout = layout
+        self._jobs = jobs
+        self._misses = misses
+        self._next_free = next_free
+        self._slot_bytes = max(slot_bytes, default=0)
+        self._speed = MovingRate()
+        """Of stores, in bytes per second of one rank."""
+        self._most = most_leaving(self._slot_bytes, None)
+        """Blocks that are stored in the step in which they leave."""
+        self._num_ahead = 0
+        self._expected: dict[str, int] = {}
+        """Device blocks that requests take soon, by request: those that wait, or were offered a load and did not get
+        any yet."""
+        self._looks_ahead = False
+        """Whether the next step looks ahead although it hands out nothing."""
+        self._forgotten: dict[OffloadKey, None] = {}
+        """Blocks on the device that requests need and the engine does not find there any more."""
+
+    def drop(self, device_blocks: Iterable[int]) -> None:
+        """Forgets what these device blocks hold: the engine has taken tokens back, and may have computed others in
+        them."""
+        self.note_left([held[0] for held in self.device.leave(device_blocks)])
+
+    def reset(self) -> None:
+        """Forgets what the device holds: it is stored no more."""
+        keys = self.device.clear()
+        if not self._manager.wants_every_block:
+            self._misses.record(keys, MissReason.RESET)
+        self.note_left(keys)
+
+    def clear(self) -> None:
+        self.device.clear()
+        self._expected.clear()
+        self._forgotten.clear()
+
+    def note_left(self, keys: Sequence[OffloadKey]) -> None:
+        """Tells the manager that the device does not hold these blocks any more."""
+        if keys:
+            self._manager.note_device(left=keys)
+
+    def measure(self, report: WorkerReport) -> None:
+        """Measures how fast workers store."""
+        if report.store_bytes >= MIN_SPEED_SAMPLE:
+            self._speed.add(report.store_bytes, report.store_seconds)
+            self._most = most_leaving(self._slot_bytes, self._speed.seconds_for(self._slot_bytes))
+
+    def expect(self, req_id: str, num_tokens: int) -> None:
+        """A request will be given device blocks for ``num_tokens`` tokens at once; 0: it will not, or was given
+        them."""
+        num_blocks = sum(num_tokens // size for size in self._layout.block_tokens)
+        if num_blocks and self._next_free is not None:
+            self._looks_ahead |= self._expected.get(req_id) != num_blocks
+            self._expected[req_id] = num_blocks
+        else:
+            self._expected.pop(req_id, None)
+
+    def store(self, handed_out: Sequence[int], overwritten: Collection[int]) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that leave the device because their device blocks are ``handed_out``, and for
+        those that leave next. The first must be fenced. What may be ``overwritten`` before that is lost."""
+        specs: dict[int, TransferSpec] = {}
+        if not handed_out and not overwritten and not self._looks_ahead:
+            return specs
+        lost = self.device.leave(overwritten) if overwritten else []
+        left, num_stored = self.device.leave(handed_out), 0
+        self.note_left([held[0] for held in lost + left])
+        if left:
+            # Engines free a chain from its tail. If there is not room for all, its head is stored.
+            num_stored, unstored = self._store(left[::-1], self._most, specs)
+            lost += unstored
+        if lost:
+            self._lose(lost)
+        if self._next_free is not None:
+            self._num_ahead = max(len(handed_out), int(self._num_ahead * AHEAD_DECAY))
+            ahead = min(self._num_ahead, max(1, int(len(self.device) * AHEAD_SHARE)))
+            ahead = min(max(ahead, sum(self._expected.values())), MAX_AHEAD)
+            early = self.device.soon(self._next_free(ahead), max(1, self._most - num_stored))
+            self._looks_ahead = bool(early and self._expected)
+            if early:
+                self._store(early[::-1], len(early), specs)
+        return specs
+
+    def _lose(self, blocks: Sequence[HeldBlock]) -> None:
+        """Counts blocks that have left the device and are not stored, unless host memory has them, or lower tiers were
+        given them when they were computed."""
+        if self._manager.wants_every_block:
+            return
+        missing = (held[0] for held in blocks)
+        keys = [key for key in missing if self._manager.explain_miss(key).reason is not MissReason.BEING_WRITTEN]
+        if keys:
+            self._misses.record(keys, MissReason.LEFT_UNSTORED)
+            self._jobs.observer.metrics.add("lost_blocks", len(keys))
+            self._jobs.observer.warn(LOST)
+
+    def bring_back(self, state: RequestState, end: int) -> bool:
+        """Whether the device still holds the request's block behind token ``end``, which its engine does not find there
+        any more: it has emptied its cache, or named another copy. The next step stores it, with those behind it, so
+        that it can be loaded."""
+        sizes, keys = self._layout.block_tokens, state.blocks.keys
+        behind = keys[0][end // sizes[0] :]
+        if end + sizes[0] >= state.request.num_tokens or not behind or behind[0] not in self.device:
+            return False
+        if state.was_brought_back:
+            return self._manager.explain_miss(behind[0]).reason is MissReason.BEING_WRITTEN
+        state.was_brought_back = True
+        for size, of_group in zip(sizes, keys, strict=True):
+            self._forgotten |= dict.fromkeys(of_group[end // size :])
+        return True
+
+    def store_forgotten(self, requests: Iterable[RequestState]) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that some of the ``requests`` wait for, see ``bring_back``."""
+        specs: dict[int, TransferSpec] = {}
+        if not self._forgotten:
+            return specs
+        for state in requests:
+            self.drop_if_other(state)
+        blocks = self.device.get(self._forgotten)
+        self._store(blocks, len(blocks), specs)
+        self._forgotten.clear()
+        if not specs:
+            self._jobs.table.changes.loads += 1
+        return specs
+
+    def drop_if_other(self, state: RequestState) -> None:
+        """Forgets the device blocks of a request whose tokens are others than when its keys were made."""
+        if state.blocks.has_other_tokens():
+            self.drop_tables(state)
+
+    def drop_tables(self, state: RequestState) -> None:
+        for table in state.blocks.tables:
+            self.drop(table)
+
+    def _store(
+        self, blocks: Sequence[HeldBlock], most: int, specs: dict[int, TransferSpec]
+    ) -> tuple[int, list[HeldBlock]]:
+        """Makes jobs for those of ``blocks``, the most valuable first, that host memory lacks, each of one tenant.
+        Returns how many these are, about ``most`` at most, and the blocks that were not offered to the manager because
+        of that."""
+        by_namespace: dict[bytes, list[HeldBlock]] = {}
+        for held in blocks:
+            by_namespace.setdefault(held[1], []).append(held)
+        num_stored, left = 0, list[HeldBlock]()
+        for of_tenant in by_namespace.values():
+            while of_tenant and num_stored < most:
+                n = max(most - num_stored, LEAST_OFFERED)
+                num_stored += self._offer(of_tenant[:n], specs)
+                of_tenant = of_tenant[n:]
+            left += of_tenant
+        return num_stored, left
+
+    def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec]) -> int:
+        """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
+        number."""
+        output = self._manager.store_leaving([held[0] for held in blocks])
+        if output is None:
+            self._jobs.refused()
+        while output is None and (blocks := blocks[: len(blocks) // 2]):
+            output = self._manager.store_leaving([held[0] for held in blocks])
+        if output is None or not output.keys_to_store:
+            return 0
+        wanted, group = frozenset(output.keys_to_store), 0
+        has_groups, state_of = len(self._layout.groups) > 1, self.device.state_of
+        new: list[tuple[RequestState | None, Block]] = []
+        blocks_of: dict[int, int] = {}
+        for key, _, device_block, ordinal, number in blocks:
+            if key in wanted:
+                if has_groups:
+                    group = key_group_idx(key)
+                block = Block._make((group, ordinal, key, ordinal, [device_block]))
+                new.append((state_of(device_block), block))
+                blocks_of[number] = blocks_of.get(number, 0) + 1
+        self._jobs.add(new, [], output, specs, blocks_of)
+        return len(new)
