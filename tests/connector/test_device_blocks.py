@@ -92,7 +92,8 @@ def test_blocks_of_a_load_leave_the_device_and_those_loaded_are_stored_no_second
     request = FakeRequest("c", [*prompt(8), 99])
     meta = rig.load(request, ids=[2, 1])
     job, spec = only(meta.stores)
-    assert meta.fences == [job], "its source is overwritten by the load"
+    (load,) = meta.loads
+    assert (meta.fences, meta.load_after) == ([], {load: [job]}), "only the load overwrites its source"
     assert sorted(device_ids(spec)) == [1, 2]
     rig.report(job, *meta.loads)
     rig.step({request: 1}, new={"c": [2, 1, 3]})

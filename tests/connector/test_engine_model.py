@@ -393,7 +393,7 @@ def watch_the_device(engine: ModelEngine) -> None:
 
     def watched(step: ScheduledStep) -> StepMeta:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
-        handed_out |= set(scheduler._next.handed_out)
+        handed_out |= {*scheduler._next.handed_out, *scheduler._next.loading}
         before = {key for key in known if key in device and key not in manager.table}
         room = manager.num_available_blocks
         meta = build(step)
@@ -473,13 +473,19 @@ def left_blocks_read_too_late(engine: ModelEngine) -> None:
     scheduler.build_connector_meta = without_their_fences  # type: ignore[method-assign]
 
 
+def loads_do_not_wait_for_what_leaves(engine: ModelEngine) -> None:
+    """A load may overwrite what has left the device for it before that was read."""
+    build = engine.scheduler.build_connector_meta
+    engine.scheduler.build_connector_meta = lambda step: dataclasses.replace(build(step), load_after={})  # type: ignore[method-assign]
+
+
 def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
     """What a load overwrites still counts as held by the device."""
     scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
 
     def forgetful(step: ScheduledStep) -> StepMeta:
         assert scheduler.stores.leaving is not None
-        device, loading = scheduler.stores.leaving.device, frozenset(scheduler._next.handed_out)
+        device, loading = scheduler.stores.leaving.device, frozenset(scheduler._next.loading)
         held = {block: device._held[block] for block in loading if block < len(device._held) and device._held[block]}
         meta = build(step)
         for block, each in held.items():
@@ -495,7 +501,12 @@ def resets_leave_the_device_alone(engine: ModelEngine) -> None:
 
 @pytest.mark.parametrize(
     "bug",
-    [left_blocks_read_too_late, loads_do_not_take_device_blocks, resets_leave_the_device_alone],
+    [
+        left_blocks_read_too_late,
+        loads_do_not_wait_for_what_leaves,
+        loads_do_not_take_device_blocks,
+        resets_leave_the_device_alone,
+    ],
     ids=lambda bug: bug.__name__,
 )
 def test_planted_bug_of_leaving_blocks_is_caught(bug: Bug) -> None:

@@ -101,11 +101,11 @@ def test_a_fence_names_the_blocks_that_were_handed_out_and_no_others() -> None:
     )
 
 
-def test_a_block_handed_to_a_load_fences_the_store_that_reads_it() -> None:
+def test_a_load_waits_for_the_store_that_reads_its_block_and_the_step_does_not() -> None:
     rig, job, _ = in_flight()
     meta = rig.load(FakeRequest("l", prompt(9, start=50)), ids=[1, 20])
-    assert meta.fences == [job]
-    assert meta.loads
+    (load,) = meta.loads
+    assert (meta.fences, meta.load_after) == ([], {load: [job]})
 
 
 def test_a_block_that_grows_another_request_fences_the_store_that_reads_it() -> None:

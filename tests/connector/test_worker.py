@@ -120,6 +120,58 @@ def worker(device: Device) -> OffloadingConnectorWorker:
 # Without failures.
 
 
+@pytest.mark.parametrize("store_is_new", [True, False])
+def test_a_load_waits_for_the_store_that_reads_its_blocks(device: Device, store_is_new: bool) -> None:
+    transfer = Sleeping(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    device.data[:, 5], device.pool[3] = 7, 9
+    store, loads = {1: job([2], [5])}, {2: job([3], [5], "l")}
+    if not store_is_new:
+        step(worker, StepMeta(stores=store))
+    assert step(worker, StepMeta(loads=loads, stores=store if store_is_new else {}, load_after={2: [1]}))[0] == set()
+    assert (transfer.tries, transfer.waited_for) == ({1: 1}, []), "the load is not submitted, and the step not fenced"
+    loaded: set[str] = set()
+    for _ in range(4):
+        loaded |= step(worker, IDLE)[0]
+    assert loaded == {"l"}
+    assert device.slot(2) == bytes([7]) * LAYERS * PAGE
+    assert device.block(5) == bytes([9]) * LAYERS * PAGE
+    assert report(worker) == ({1: 1, 2: 1}, set())
+
+
+def test_a_load_starts_at_once_if_the_store_has_ended(device: Device, worker: OffloadingConnectorWorker) -> None:
+    step(worker, StepMeta(stores={1: job([2], [5])}))
+    step(worker)
+    assert step(worker, StepMeta(loads={2: job([3], [5], "l")}, load_after={2: [1]}))[0] == {"l"}
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_load_waits_until_a_failing_store_is_tried_no_more(device: Device, failures: int) -> None:
+    transfer = Faulty(device.transfer, failures)
+    worker = OffloadingConnectorWorker(transfer)
+    device.data[:, 5] = 7
+    loaded = step(worker, StepMeta(loads={2: job([3], [5], "l")}, stores={1: job([2], [5])}, load_after={2: [1]}))[0]
+    for _ in range(4):
+        loaded |= step(worker)[0]
+    assert loaded == {"l"}
+    assert device.slot(2) == (bytes([7]) if failures == 1 else bytes(1)) * LAYERS * PAGE
+    assert 1 in transfer.tries
+
+
+def test_loads_that_wait_end_when_the_device_loses_its_memory_or_the_transfer_breaks(device: Device) -> None:
+    for breaks in (False, True):
+        transfer = Sleeping(device.transfer)
+        worker = OffloadingConnectorWorker(transfer)
+        step(worker, StepMeta(loads={2: job([3], [5], "l")}, stores={1: job([2], [5])}, load_after={2: [1]}))
+        if breaks:
+            worker._give_up()
+        else:
+            worker.suspend()
+        finished = worker.get_finished(IDLE)
+        assert finished.failed == {"l": [5]}
+        assert report(worker)[1] >= {2}
+
+
 def test_a_store_starts_at_the_next_step_and_is_reported_once(
     device: Device, worker: OffloadingConnectorWorker
 ) -> None:

@@ -125,6 +125,14 @@ class JobTable:
                 job.failed = True
         return fences, blocks
 
+    def readers(self, device_blocks: Collection[int]) -> list[int]:
+        """Returns the stores that read some of these device blocks."""
+        return [
+            job_id
+            for job_id, job in self.jobs.items()
+            if job.is_store and not job.device_blocks.isdisjoint(device_blocks)
+        ]
+
     def clear(self) -> None:
         """Forgets all jobs: their reports will be ignored."""
         self.jobs.clear()

@@ -17,7 +17,7 @@ from kvoffload.tiering.rates import MovingRate
 
 MAX_LEAVING_BYTES = 8 << 30
 MAX_LEAVING_S = 0.25
-"""What is stored per rank in the step in which it leaves the device: the step waits for it. The rest is lost."""
+"""What is stored per rank in the step that computes in its device blocks: the step waits for it. The rest is lost."""
 MIN_SPEED_SAMPLE = 64 << 20
 """Bytes. Smaller copies say little about how fast large ones are."""
 LEAST_OFFERED = 64
@@ -36,8 +36,8 @@ LOST = (
 
 
 def most_leaving(block_bytes: float, seconds: float | None) -> int:
-    """Returns how many blocks, of ``block_bytes`` on each rank, are stored in the step in which they leave the device.
-    ``seconds``: how long the copy of one takes, if that is known."""
+    """Returns how many blocks, of ``block_bytes`` on each rank, are stored in the step that computes in their device
+    blocks. ``seconds``: how long the copy of one takes, if that is known."""
     most = MAX_LEAVING_BYTES if block_bytes <= 0 else MAX_LEAVING_BYTES / block_bytes
     return max(1, int(min(most, MAX_LEAVING_S / seconds) if seconds else most))
 
@@ -69,7 +69,7 @@ class LeavingBlocks:
         self._speed = MovingRate()
         """Of stores, in bytes per second of one rank."""
         self._most = most_leaving(self._slot_bytes, None)
-        """Blocks that are stored in the step in which they leave."""
+        """Blocks that are stored in the step that computes in their device blocks."""
         self._num_ahead = 0
         self._expected: dict[str, int] = {}
         """Device blocks that requests take soon, by request: those that wait, or were offered a load and did not get
@@ -117,15 +117,20 @@ class LeavingBlocks:
         else:
             self._expected.pop(req_id, None)
 
-    def store(self, handed_out: Sequence[int], overwritten: Collection[int]) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that leave the device because their device blocks are ``handed_out``, and for
-        those that leave next. The first must be fenced. What may be ``overwritten`` before that is lost."""
+    def store(
+        self, loading: Sequence[int], handed_out: Sequence[int], overwritten: Collection[int]
+    ) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that leave the device because their device blocks are given to loads, which come
+        after these jobs, or ``handed_out`` to requests that compute, and for those that leave next. The second must be
+        fenced. What may be ``overwritten`` before that is lost."""
         specs: dict[int, TransferSpec] = {}
-        if not handed_out and not overwritten and not self._looks_ahead:
+        if not loading and not handed_out and not overwritten and not self._looks_ahead:
             return specs
         lost = self.device.leave(overwritten) if overwritten else []
-        left, num_stored = self.device.leave(handed_out), 0
-        self.note_left([held[0] for held in lost + left])
+        loaded, left, num_stored = self.device.leave(loading), self.device.leave(handed_out), 0
+        self.note_left([held[0] for held in lost + loaded + left])
+        if loaded:
+            self._store(loaded[::-1], len(loaded), specs)
         if left:
             # Engines free a chain from its tail. If there is not room for all, its head is stored.
             num_stored, unstored = self._store(left[::-1], self._most, specs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvoffload.abc import TransferSpec
 from kvoffload.connector.adapters import Adapter, AdapterNeed, Digests
@@ -13,13 +14,16 @@ class StepMeta:
     """The work of one step, from the scheduler half to every worker."""
 
     loads: dict[int, TransferSpec] = field(default_factory=dict)
-    """Specs by job id. Loads may start at once; their device blocks are not used before they are reported."""
+    """Specs by job id. Their device blocks are not used before they are reported. A load may start at once, unless
+    ``load_after`` says otherwise."""
+    load_after: dict[int, list[int]] = field(default_factory=dict)
+    """Ids of stores that must have read the device blocks which a load fills before it starts, by the load's id."""
     stores: dict[int, TransferSpec] = field(default_factory=dict)
     """Specs by job id. Their device blocks are complete when this step's forward pass is done."""
     fences: list[int] = field(default_factory=list)
     """Ids of stores that must have read ``fenced_blocks`` before this step's forward pass."""
     fenced_blocks: frozenset[int] | None = None
-    """Device blocks that belong to other requests, or to loads, from this step on. None: all blocks of the fences."""
+    """Device blocks that belong to other requests from this step on. None: all blocks of the fences."""
     broken_loads: dict[str, list[int]] = field(default_factory=dict)
     """Requests whose promised load cannot be done, with their device blocks. Workers report these loads as failed."""
     releases: list[str] = field(default_factory=list)
@@ -36,6 +40,11 @@ class StepMeta:
     """By the number of an adapter, the digests for which the keys of the requests stand that this step computes."""
     check_weights: int | None = None
     """The id of a job that compares all weights with those accepted before this epoch, and fails if they differ."""
+
+    def before_forward(self) -> frozenset[int]:
+        """Returns the stores that begin before the step's forward pass, because their device blocks have left their
+        requests."""
+        return frozenset(chain(self.fences, *self.load_after.values()))
 
 
 @dataclass(slots=True)

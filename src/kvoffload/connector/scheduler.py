@@ -291,13 +291,19 @@ class OffloadingConnectorScheduler:
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
-            meta.stores |= leaving_blocks.store(leaving, step.overwritten)
+            meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
             meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
             for req_id in step.num_scheduled_tokens:
                 state = requests.get(req_id)
                 if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
                     handed_out.update(state.blocks.computed_again())
+        if meta.loads:
+            # Only the loads overwrite these, so that the step need not wait.
+            handed_out.difference_update(upcoming.loading)
+            for job_id, spec in meta.loads.items():
+                if readers := self.jobs.readers(spec.device.block_ids.tolist()):
+                    meta.load_after[job_id] = readers
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.prefills.measure(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)

@@ -18,8 +18,10 @@ class UpcomingStep:
     meta: StepMeta = field(default_factory=StepMeta)
     allocated: set[str] = field(default_factory=set)
     """Requests that were given device blocks."""
-    handed_out: list[int] = field(default_factory=list)
+    loading: list[int] = field(default_factory=list)
     """Device blocks given to loads."""
+    handed_out: list[int] = field(default_factory=list)
+    """Device blocks that other connectors may fill before the step."""
     finished: list[tuple[RequestState, int]] = field(default_factory=list)
     """Requests that finished, with their computed tokens."""
 
@@ -29,7 +31,7 @@ class UpcomingStep:
         if state.adapter is not None and state.digests is not None:
             self.meta.needs[job_id] = AdapterNeed(state.adapter.number, state.digests, state.adapter.is_reread)
         device_blocks: list[int] = spec.device.block_ids.tolist()
-        self.handed_out += device_blocks
+        self.loading += device_blocks
         return device_blocks
 
     def break_loads(self, jobs: JobTable) -> list[Job]:

@@ -46,6 +46,8 @@ class _PendingJob:
     check: AdapterCheck | None = None
     """Of the adapter that a load needs."""
     tries_left: int = MAX_TRIES - 1
+    after: set[int] = field(default_factory=set)
+    """Stores that must have read the device blocks of a load before it starts."""
 
 
 class OffloadingConnectorWorker:
@@ -76,6 +78,8 @@ class OffloadingConnectorWorker:
         self.suspend_deadline_s = SUSPEND_DEADLINE_S
         self._jobs: dict[int, _PendingJob] = {}
         self._unsubmitted: list[int] = []
+        self._waiting: list[int] = []
+        """Loads that wait for stores."""
         self._finished = Finished()
         self._report = WorkerReport()
         self._broken = False
@@ -98,7 +102,7 @@ class OffloadingConnectorWorker:
         try:
             yield finished
         except BaseException:
-            not_computed = meta.stores.keys() - meta.fences
+            not_computed = meta.stores.keys() - meta.before_forward()
             self._report.done.update(dict.fromkeys(not_computed, 1))
             self._report.failed |= not_computed
             meta = replace(meta, stores={})
@@ -118,7 +122,7 @@ class OffloadingConnectorWorker:
             self.adapters.begin_step(meta.questions, self._report)
         elif meta.questions:
             answer_unreadable(meta.questions, self._report)
-        for job_id in meta.fences:
+        for job_id in meta.before_forward():
             if job_id in meta.stores:
                 self._accept_store(job_id, meta.stores[job_id])
         for job_id in self._unsubmitted:
@@ -137,19 +141,26 @@ class OffloadingConnectorWorker:
                 self._jobs[job_id].tries_left = 0
 
     def start_loads(self, meta: StepMeta) -> None:
-        """Starts the loads of the step. Nothing uses their device blocks before they are reported."""
+        """Starts the loads of the step, or lets them wait for the stores that read their device blocks. Nothing uses
+        these before the loads are reported."""
         for job_id, spec in meta.loads.items():
             check = AdapterCheck(self.adapters, meta.needs[job_id]) if job_id in meta.needs else None
-            self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest, check)
-            self._submit(job_id)
+            job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest, check)
+            unread = set(self._jobs).difference(result.job_id for result in self._unconfirmed)
+            job.after = unread.intersection(meta.load_after.get(job_id, ()))
+            if job.after:
+                self._waiting.append(job_id)
+            else:
+                self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
             self._finished.loaded.add(req_id)
             self._finished.failed[req_id] = blocks
 
     def end_step(self, meta: StepMeta) -> None:
         """Accepts the stores of the step: the forward pass has computed their blocks."""
+        accepted = meta.before_forward()
         for job_id, spec in meta.stores.items():
-            if job_id not in meta.fences:
+            if job_id not in accepted:
                 self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
         if meta.has_tokens and self.adapters is not None:
@@ -273,6 +284,7 @@ class OffloadingConnectorWorker:
             self.transfer.close()
         except Exception:
             logger.exception("kvoffload: the transfer engine could not be closed")
+        self._waiting.clear()
         for job_id in list(self._jobs):
             self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
 
@@ -307,8 +319,19 @@ class OffloadingConnectorWorker:
                 )
             ):
                 self._unconfirmed.append(result)
+                self._end_reading(result.job_id)
             else:
                 self._end(result, self._jobs.pop(result.job_id))
+
+    def _end_reading(self, job_id: int) -> None:
+        """Starts the loads that have waited for this store only."""
+        for load in self._waiting.copy():
+            job = self._jobs.get(load)
+            if job is not None:
+                job.after.discard(job_id)
+            if job is None or not job.after:
+                self._waiting.remove(load)
+                self._submit(load)
 
     def _end(self, result: TransferResult, job: _PendingJob) -> None:
         report = self._report
@@ -319,6 +342,7 @@ class OffloadingConnectorWorker:
         if job.is_store:
             report.store_bytes += result.nbytes
             report.store_seconds += result.seconds
+            self._end_reading(result.job_id)
         else:
             report.load_bytes += result.nbytes
             report.load_seconds += result.seconds

@@ -44,10 +44,9 @@ from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
 from kvoffload.config import HostContents, contents_of
-from kvoffload.connector.leaving import most_leaving
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.device import NOTHING, DeviceCache
+from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.tier import CatalogTier
@@ -276,12 +275,7 @@ def replay(
     if the device is too small or too large.
     """
     started = time.perf_counter()
-    if config.host_contents is HostContents.EXCLUSIVE:
-        block_bytes = model.bytes_per_token * trace.block_tokens
-        most = most_leaving(block_bytes, block_bytes / speeds.host_bytes_per_s)
-        run: Run = ExclusiveRun(trace, config, hints, most)
-    else:
-        run = Run(trace, config, hints)
+    run = (ExclusiveRun if config.host_contents is HostContents.EXCLUSIVE else Run)(trace, config, hints)
     done = 0
     try:
         for done in run.serve_all():
@@ -677,14 +671,10 @@ class Run:
 
 class ExclusiveRun(Run):
     """A replay in which host memory does not repeat what the device holds. As when serving, the blocks of requests with
-    hints are stored at once, because hints concern blocks in host memory, and not again when they leave the device.
+    hints are stored at once, because hints concern blocks in host memory, and not again when they leave the device."""
 
-    A load takes its device blocks in one step: of what leaves for it, ``most`` blocks are stored. What is computed
-    takes them step by step. A server may lose less, because it stores some of that before."""
-
-    def __init__(self, trace: Trace, config: ReplayConfig, hints: Sequence[Hints | None] | None, most: int) -> None:
-        super().__init__(trace, config, hints)
-        self._most = most
+    def make_managers(self) -> None:
+        super().make_managers()
         self._noted: set[int] = set()
         """What is stored when it leaves the device, by its ids in the trace."""
 
@@ -696,13 +686,16 @@ class ExclusiveRun(Run):
         loaded_to = self.find(prompt, use.hits, context)
         # As in an engine: the blocks that are loaded are pinned while others leave the device for them.
         lease = host.prepare_load(prompt[use.hits : loaded_to], context)
-        held, num_loaded = device.serve(*use), loaded_to - use.hits
-        manager.note_device(left=self._keys([block for block in held if block != NOTHING]))
-        at_once, later = self._leaving(held[:num_loaded], use), self._leaving(held[num_loaded:], use)
-        self._noted.difference_update(held)
-        if not manager.wants_every_block:
-            host.history.misses.record(at_once[self._most :], MissReason.LEFT_UNSTORED)
-        self.store([*later, *at_once[: self._most]][: host.num_available_blocks], None, leaving=True)
+        left = device.serve(*use)
+        manager.note_device(left=self._keys(left))
+        computed = set(use.chain)
+        # They leave from the tail of their chain. If there is not room for all, the heads are stored.
+        lost = self._keys([block for block in reversed(left) if block in self._noted and block not in computed])
+        self._noted.difference_update(left)
+        absent = [key for key in lost if key not in host.table]
+        if (room := host.num_available_blocks) < len(absent) and not manager.wants_every_block:
+            host.history.misses.record(absent[room:], MissReason.NO_ROOM)
+        self.store(absent[:room], None, leaving=True)
         host.complete_load(lease)
         has_hints = context is not None and context.hints is not None
         is_stored = manager.wants_every_block or has_hints
@@ -711,13 +704,6 @@ class ExclusiveRun(Run):
         if not has_hints:
             self._noted.update(use.chain)
             manager.note_device(held=self._keys(use.chain))
-
-    def _leaving(self, blocks: list[int], use: DeviceUse) -> list[OffloadKey]:
-        """Returns those of ``blocks``, which leave the device for a request, that host memory lacks. They leave from
-        the tail of their chain; if there is not room for all, the heads are stored, so these are first."""
-        computed = set(use.chain)
-        noted = self._keys([block for block in reversed(blocks) if block in self._noted and block not in computed])
-        return [key for key in noted if key not in self.host.table]
 
     def _keys(self, blocks: list[int]) -> list[OffloadKey]:
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
