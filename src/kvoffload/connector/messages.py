@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -41,10 +42,10 @@ class StepMeta:
     check_weights: int | None = None
     """The id of a job that compares all weights with those accepted before this epoch, and fails if they differ."""
 
-    def before_forward(self) -> frozenset[int]:
-        """Returns the stores that begin before the step's forward pass, because their device blocks have left their
-        requests."""
-        return frozenset(chain(self.fences, *self.load_after.values()))
+    def before_forward(self) -> Set[int]:
+        """Returns those of ``stores`` that begin before the step's forward pass, because their device blocks have left
+        their requests."""
+        return self.stores.keys() & chain(self.fences, *self.load_after.values())
 
 
 @dataclass(slots=True)

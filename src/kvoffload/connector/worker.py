@@ -122,9 +122,8 @@ class OffloadingConnectorWorker:
             self.adapters.begin_step(meta.questions, self._report)
         elif meta.questions:
             answer_unreadable(meta.questions, self._report)
-        for job_id in meta.before_forward():
-            if job_id in meta.stores:
-                self._accept_store(job_id, meta.stores[job_id])
+        for job_id in meta.before_forward() if meta.stores else ():
+            self._accept_store(job_id, meta.stores[job_id])
         for job_id in self._unsubmitted:
             self._submit(job_id)
         self._unsubmitted.clear()
@@ -158,10 +157,11 @@ class OffloadingConnectorWorker:
 
     def end_step(self, meta: StepMeta) -> None:
         """Accepts the stores of the step: the forward pass has computed their blocks."""
-        accepted = meta.before_forward()
-        for job_id, spec in meta.stores.items():
-            if job_id not in accepted:
-                self._accept_store(job_id, spec)
+        if meta.stores:
+            accepted = meta.before_forward()
+            for job_id, spec in meta.stores.items():
+                if job_id not in accepted:
+                    self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
         if meta.has_tokens and self.adapters is not None:
             self.adapters.end_step(meta.computes_with, self._report)
