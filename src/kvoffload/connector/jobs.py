@@ -125,7 +125,7 @@ class JobTable:
                 job.failed = True
         return fences, blocks
 
-    def readers(self, device_blocks: Collection[int]) -> list[int]:
+    def readers(self, device_blocks: frozenset[int]) -> list[int]:
         """Returns the stores that read some of these device blocks."""
         return [
             job_id

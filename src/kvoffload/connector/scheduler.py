@@ -302,7 +302,7 @@ class OffloadingConnectorScheduler:
             # Only the loads overwrite these, so that the step need not wait.
             handed_out.difference_update(upcoming.loading)
             for job_id, spec in meta.loads.items():
-                if readers := self.jobs.readers(spec.device.block_ids.tolist()):
+                if readers := self.jobs.readers(frozenset(spec.device.block_ids.tolist())):
                     meta.load_after[job_id] = readers
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.prefills.measure(step.num_scheduled_tokens)
