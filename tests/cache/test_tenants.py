@@ -609,6 +609,19 @@ def test_blocks_on_the_device_count_for_their_tenant_and_are_in_no_order(policy:
     assert num_lent > 100
 
 
+def test_blocks_on_the_device_do_not_raise_what_the_policy_of_their_tenant_may_hold() -> None:
+    made = shares(8, (0, 0, 0), (4, 8, 8))
+    host = PolicyOffloadingManager(HostBackend(16, 8), make_policy("lru", 8, made), device_blocks=4)
+    output = host.store_leaving(chain("a", 0, 4))
+    assert output is not None
+    host.complete_store(output.store_spec)
+    host.note_device(held=chain("a", 0, 2))
+    own, seen = tenant_policy(host).tenants[0].policy, list[tuple[int, int]]()
+    own.admit = lambda keys, shortage: seen.append((own.full, shortage))  # type: ignore[method-assign]
+    assert host.store_leaving(chain("a", 4, 4)) is not None
+    assert seen == [(4, 2)]
+
+
 def test_a_tenant_behind_a_device_has_what_it_knows_of_its_blocks() -> None:
     host = PolicyOffloadingManager(HostBackend(16, 12), make_policy("auto", 12, shares(12, (0, 0, 0))), device_blocks=6)
     for _ in range(2):

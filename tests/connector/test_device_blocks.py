@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from kvoffload.abc import KVGroup, MissReason, OffloadingEvent, PrepareStoreOutput, ScheduledStep, TransferSpec
+from kvoffload.abc import (
+    KVGroup,
+    MissReason,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ScheduledStep,
+    TransferSpec,
+)
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
@@ -32,11 +41,10 @@ def rig_of(
     device_blocks: int = 16,
     block_bytes: int = 1,
     tenants: Tenants | None = None,
+    policy: type[LRUPolicy] = LRUPolicy,
 ) -> Rig:
     backend = HostBackend(TOKENS, num_host_blocks)
-    manager = PolicyOffloadingManager(
-        backend, LRUPolicy(num_host_blocks), enable_events, must_store=True, device_blocks=device_blocks
-    )
+    manager = PolicyOffloadingManager(backend, policy(num_host_blocks), enable_events, device_blocks=device_blocks)
     engine = {"keeps_blocks": True, "device_blocks": device_blocks, "next_free": next_free}
     options: dict[str, Any] = {
         "misses": manager.history.misses,
@@ -158,7 +166,7 @@ def test_what_was_stored_early_is_offered_again_only_if_its_copy_has_failed(has_
     rig.report(early, failed=has_failed)
     offered: list[list[bytes]] = []
     ask = rig.manager.store_leaving
-    rig.manager.store_leaving = lambda keys: offered.append(keys) or ask(keys)  # type: ignore[func-returns-value, method-assign]
+    rig.manager.store_leaving = lambda keys, context: offered.append(keys) or ask(keys, context)  # type: ignore[func-returns-value]
     del free[:2]
     # 2 and 3 leave.
     meta = rig.start(FakeRequest("c", prompt(8, start=600)), [2, 3])
@@ -213,6 +221,26 @@ def test_a_request_does_not_wait_for_forgotten_blocks_that_cannot_be_stored() ->
     assert not rig.step().stores
     assert rig.look_up(request) == (0, False)
     rig.manager.complete_store(busy.store_spec)
+
+
+class Refusing(LRUPolicy):
+    """Takes nothing for which another block would leave."""
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_]:
+        return np.zeros(len(keys), dtype=np.bool_)
+
+
+def test_forgotten_blocks_that_a_request_waits_for_are_stored_whatever_they_seem_to_be_worth() -> None:
+    rig = rig_of(num_host_blocks=3, policy=Refusing)
+    finish(rig, "a", prompt(12), [1, 2, 3])
+    rig.report(*rig.start(FakeRequest("b", prompt(12, start=50)), [3, 2, 1]).stores)
+    rig.half.request_finished(rig.half.requests["b"].request)
+    assert not rig.start(FakeRequest("c", prompt(4, start=90)), [3]).stores, "it is not worth more than the others"
+    finish(rig, "e", prompt(8, start=70), [4, 5])
+    request = FakeRequest("f", [*prompt(8, start=70), 99])
+    assert rig.look_up(request) == (None, False)
+    rig.report(*rig.step().stores)
+    assert rig.look_up(request) == (8, True)
 
 
 def test_a_block_that_the_engine_computes_again_anyway_is_not_stored() -> None:
@@ -426,7 +454,7 @@ def test_what_the_policy_refuses_is_not_lost() -> None:
     rig = rig_of()
     finish(rig, "a", prompt(8), [1, 2])
     nothing = rig.manager.backend.get_load_store_spec([], np.zeros(0, dtype=np.int64))
-    rig.manager.store_leaving = lambda keys: PrepareStoreOutput([], nothing, [], keys)
+    rig.manager.store_leaving = lambda keys, context: PrepareStoreOutput([], nothing, [], keys)
     assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
     assert "lost_blocks" not in rig.half.metrics.snapshot()
 

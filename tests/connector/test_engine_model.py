@@ -522,7 +522,7 @@ def forgets_what_leaves_in_a_burst(engine: ModelEngine) -> None:
     leaving = engine.scheduler.stores.leaving
     assert leaving is not None
     store = leaving._store
-    leaving._store = lambda blocks, most, specs: store(blocks[:3], most, specs)  # type: ignore[method-assign]
+    leaving._store = lambda blocks, *rest: store(blocks[:3], *rest)  # type: ignore[method-assign]
 
 
 def believes_that_the_device_keeps_blocks(engine: ModelEngine) -> None:

@@ -159,9 +159,9 @@ class ModelEngine:
         self.policy_manager = PolicyOffloadingManager(
             self.backend,
             make_policy(s.policy, s.num_host_blocks),
-            must_store=lower is not None or is_exclusive,
+            must_store=lower is not None,
             clock=self.clock,
-            device_blocks=s.num_device_blocks if is_exclusive else 0,
+            device_blocks=s.num_device_blocks - 1 if is_exclusive else 0,
         )
         manager: OffloadingManager = self.policy_manager
         self.lower = lower or LowerTiers()

@@ -213,10 +213,12 @@ class OffloadingManager(ABC):
         because lower tiers are written from there."""
         return False
 
-    def store_leaving(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Does the same as ``prepare_store`` for blocks that host memory must have, such as those that leave the
-        device, whatever lower tiers hold."""
-        return self.prepare_store(keys)
+    def store_leaving(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        """Does the same as ``prepare_store`` for blocks that leave the device, whatever lower tiers hold. They may be
+        refused, unless somebody waits for them (``goes_on``)."""
+        return self.prepare_store(keys, req_context)
 
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
         """Tells what the engine's device cache holds, if blocks are stored when they leave it: the chain ``held``, head

@@ -144,7 +144,8 @@ class ReqContext:
     """The request that a manager call is made for, with the ``kv_transfer_params`` of its client.
 
     With ``may_wait`` False a lookup is answered at once, with the blocks that can be loaded now. With ``goes_on``
-    another server goes on with the request: its blocks are stored whatever an admission says and lower tiers hold.
+    somebody waits for its blocks, such as a server that goes on with it: they are stored whatever admission and policy
+    say and lower tiers hold.
     """
 
     req_id: str

@@ -182,14 +182,16 @@ class PolicyOffloadingManager(HostOffloadingManager):
     ) -> PrepareStoreOutput | None:
         return self._prepare_store(keys, req_context, behind_refused, self._must_store)
 
-    def store_leaving(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        return self._prepare_store(keys, None, False, False)
+    def store_leaving(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        return self._prepare_store(keys, req_context, False, False)
 
     def _prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None, behind_refused: bool, must_store: bool
     ) -> PrepareStoreOutput | None:
         present, absent, homes = self.table.split(keys)
-        # What its tenant pays for, or another server waits for, is stored, whatever it seems to be worth.
+        # What its tenant pays for, or somebody waits for, is stored, whatever it seems to be worth.
         hints = None if req_context is None else req_context.hints
         is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
         is_wanted = is_retained or (req_context is not None and req_context.goes_on)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvoffload.abc import MissReason, OffloadingManager, OffloadKey, TransferSpec
+from kvoffload.abc import MissReason, OffloadingManager, OffloadKey, ReqContext, TransferSpec
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
@@ -32,6 +32,8 @@ AHEAD_SHARE = 1 / 8
 """What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
 less with every further step, and at most of this share of all blocks on the device; or of as many as waiting requests
 have been offered to load."""
+AWAITED = ReqContext("", goes_on=True)
+"""Blocks that requests wait for are stored, whatever they seem to be worth."""
 LOST = (
     "kvoffload: more blocks left the device in one step than can be stored in it, and the others are lost (metric "
     "lost_blocks): requests that need them compute them again"
@@ -194,7 +196,7 @@ class LeavingBlocks:
         for state in requests:
             self.drop_if_other(state)
         blocks = self.device.get(self._forgotten)
-        self._store(blocks, len(blocks), specs)
+        self._store(blocks, len(blocks), specs, AWAITED)
         self._forgotten.clear()
         if not specs:
             self._jobs.table.changes.loads += 1
@@ -210,7 +212,11 @@ class LeavingBlocks:
             self.drop(table)
 
     def _store(
-        self, blocks: Sequence[HeldBlock], most: int, specs: dict[int, TransferSpec]
+        self,
+        blocks: Sequence[HeldBlock],
+        most: int,
+        specs: dict[int, TransferSpec],
+        context: ReqContext | None = None,
     ) -> tuple[int, list[HeldBlock]]:
         """Makes jobs for those of ``blocks``, the most valuable first, that host memory lacks, each of one tenant.
         Returns how many these are, about ``most`` at most, and the blocks that were not offered to the manager because
@@ -222,20 +228,20 @@ class LeavingBlocks:
         for of_tenant in by_namespace.values():
             while of_tenant and num_stored < most:
                 n = max(most - num_stored, LEAST_OFFERED)
-                num_stored += self._offer(of_tenant[:n], specs)
+                num_stored += self._offer(of_tenant[:n], specs, context)
                 of_tenant = of_tenant[n:]
             left += of_tenant
         return num_stored, left
 
-    def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec]) -> int:
+    def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec], context: ReqContext | None) -> int:
         """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
         number."""
-        output = self._manager.store_leaving([held[0] for held in blocks])
+        output = self._manager.store_leaving([held[0] for held in blocks], context)
         if output is None:
             self._jobs.refused()
             self.device.forget_early(held[2] for held in blocks)
         while output is None and (blocks := blocks[: len(blocks) // 2]):
-            output = self._manager.store_leaving([held[0] for held in blocks])
+            output = self._manager.store_leaving([held[0] for held in blocks], context)
         if output is None or not output.keys_to_store:
             return 0
         wanted, group = frozenset(output.keys_to_store), 0

@@ -37,7 +37,7 @@ class Lookups:
     deadline_s: float
     clock: Callable[[], float]
     bring_back: Callable[[RequestState, int], bool]
-    """See StorePlanner."""
+    """See LeavingBlocks."""
     patience: Patience = field(default_factory=Patience)
 
     @property

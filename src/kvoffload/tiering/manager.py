@@ -350,8 +350,10 @@ class TieredOffloadingManager(OffloadingManager):
     def wants_every_block(self) -> bool:
         return True
 
-    def store_leaving(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        return self.host.store_leaving(keys)
+    def store_leaving(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        return self.host.store_leaving(keys, req_context)
 
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
         """Of what the device holds, blocks leave the host first when all tiers have them."""

@@ -245,10 +245,11 @@ class TenantPolicy(CachePolicy):
         for t, own, chosen in self._keys_by_tenant(keys):
             blocks = self.tenants[t]
             short = blocks.num_held + len(own) - blocks.quota if isinstance(plan, MissReason) else plan[t]
+            full = blocks.num_held + len(own) - short
             short -= int(np.count_nonzero(blocks.lent))
             if short <= 0:
                 continue
-            blocks.policy.full = max(1, blocks.num_held + len(own) - short)
+            blocks.policy.full = max(1, full)
             answer = blocks.policy.admit(own, min(short, len(own)))
             if answer is not None:
                 admitted[slice(None) if chosen is None else chosen] = answer
