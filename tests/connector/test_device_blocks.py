@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvoffload.abc import KVGroup, MissReason, OffloadingEvent, PrepareStoreOutput, ScheduledStep, TransferSpec
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -157,6 +158,26 @@ def test_blocks_of_the_next_steps_are_stored_early_and_no_step_waits_for_them() 
     meta = rig.start(FakeRequest("c", prompt(4, start=600)), [2])
     assert [device_ids(spec) for spec in meta.stores.values()] == [[4]], "3 is stored already"
     assert not meta.fences
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_what_was_stored_early_is_offered_again_only_if_its_copy_has_failed(has_failed: bool) -> None:
+    free = list(range(1, 25))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(24 * TOKENS), free[::-1])
+    free.remove(1)
+    first, early = rig.start(FakeRequest("b", prompt(4, start=500)), [1]).stores
+    rig.report(first)
+    rig.report(early, failed=has_failed)
+    offered: list[list[bytes]] = []
+    ask = rig.manager.store_leaving
+    rig.manager.store_leaving = lambda keys: offered.append(keys) or ask(keys)  # type: ignore[func-returns-value, method-assign]
+    del free[:2]
+    # 2 and 3 leave.
+    meta = rig.start(FakeRequest("c", prompt(8, start=600)), [2, 3])
+    stored = [device_ids(spec) for spec in meta.stores.values()]
+    assert stored == ([[3, 2], [5, 4]] if has_failed else [[5, 4]])
+    assert sum(map(len, offered)) == (4 if has_failed else 2)
 
 
 def test_tokens_that_the_engine_takes_back_leave_nothing_to_store() -> None:

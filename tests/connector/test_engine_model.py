@@ -395,11 +395,15 @@ def watch_the_device(engine: ModelEngine) -> None:
         handed_out = {block for tables in step.block_ids.values() for table in tables for block in table}
         handed_out |= {*scheduler._next.handed_out, *scheduler._next.loading}
         before = {key for key in known if key in device and key not in manager.table}
+        early = {key for key in before if device._is_early[device._latest[key]]}
         room = manager.num_available_blocks
         meta = build(step)
         known.update(key for state in scheduler.requests.values() for key in state.blocks.keys[0])
         left = {key for key in before if key not in device and key not in manager.table}
-        left = {key for key in left if manager.explain_miss(key).reason is not MissReason.NOT_ADMITTED}
+        # Some are worth less than others; some were stored before, and have left host memory for others since.
+        reasons = {key: manager.explain_miss(key).reason for key in left}
+        left = {key for key, why in reasons.items() if why is not MissReason.NOT_ADMITTED}
+        left -= {key for key in early if reasons.get(key) is MissReason.EVICTED}
         if scheduler.changes.resets == resets[0] and len(left) and room >= len(handed_out) and not scheduler.off:
             raise Lost(f"step {engine.steps}: {len(left)} blocks")
         resets[0] = scheduler.changes.resets

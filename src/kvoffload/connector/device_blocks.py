@@ -116,6 +116,17 @@ class DeviceBlocks:
             others.pop(at, None)
         return left
 
+    def not_early(self, left: Sequence[HeldBlock]) -> list[HeldBlock]:
+        """Returns those of the blocks that have just left which ``soon`` had not returned."""
+        is_early = self._is_early
+        return [held for held in left if not is_early[held[2]]]
+
+    def forget_early(self, device_blocks: Iterable[int]) -> None:
+        """Makes ``soon`` return once more what these device blocks hold."""
+        for at in device_blocks:
+            if at < len(self._is_early):
+                self._is_early[at] = 0
+
     def soon(self, device_blocks: Iterable[int], most: int) -> list[HeldBlock]:
         """Returns the blocks that would leave if these device blocks were handed out, in this order, without those that
         it has returned before: those of the first ``most`` device blocks that have any."""

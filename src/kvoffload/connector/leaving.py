@@ -24,6 +24,9 @@ LEAST_OFFERED = 64
 """Blocks that are offered to the manager at once, at least. It may have most of them."""
 MAX_AHEAD = 8192
 """Device blocks at which one step looks because they are handed out next."""
+TOGETHER = 64
+"""Where steps hand out few device blocks, one step looks at up to as many more: a job costs as much as several
+blocks."""
 AHEAD_DECAY = 15 / 16
 AHEAD_SHARE = 1 / 8
 """What the next device blocks hold is stored early: of as many as one of the latest steps has handed out, which counts
@@ -70,7 +73,7 @@ class LeavingBlocks:
         """Of stores, in bytes per second of one rank."""
         self._most = most_leaving(self._slot_bytes, None)
         """Blocks that are stored in the step that computes in their device blocks."""
-        self._num_ahead = 0
+        self._num_ahead = self._num_looked = 0
         self._expected: dict[str, int] = {}
         """Device blocks that requests take soon, by request: those that wait, or were offered a load and did not get
         any yet."""
@@ -129,9 +132,9 @@ class LeavingBlocks:
         lost = self.device.leave(overwritten) if overwritten else []
         loaded, left, num_stored = self.device.leave(loading), self.device.leave(handed_out), 0
         self.note_left([held[0] for held in lost + loaded + left])
-        if loaded:
+        if loaded := self.device.not_early(loaded):
             self._store(loaded[::-1], len(loaded), specs)
-        if left:
+        if left := self.device.not_early(left):
             # Engines free a chain from its tail. If there is not room for all, its head is stored.
             num_stored, unstored = self._store(left[::-1], self._most, specs)
             lost += unstored
@@ -139,13 +142,22 @@ class LeavingBlocks:
             self._lose(lost)
         if self._next_free is not None:
             self._num_ahead = max(len(handed_out), int(self._num_ahead * AHEAD_DECAY))
-            ahead = min(self._num_ahead, max(1, int(len(self.device) * AHEAD_SHARE)))
-            ahead = min(max(ahead, sum(self._expected.values())), MAX_AHEAD)
-            early = self.device.soon(self._next_free(ahead), max(1, self._most - num_stored))
-            self._looks_ahead = bool(early and self._expected)
-            if early:
-                self._store(early[::-1], len(early), specs)
+            self._num_looked -= len(loading) + len(handed_out)
+            self._look_ahead(self._next_free, max(1, self._most - num_stored), specs)
         return specs
+
+    def _look_ahead(self, next_free: Callable[[int], Iterable[int]], most: int, specs: dict[int, TransferSpec]) -> None:
+        """Makes the jobs for what leaves the device next, unless that was looked at."""
+        share = max(1, int(len(self.device) * AHEAD_SHARE))
+        expected = sum(self._expected.values())
+        if self._num_looked >= max(min(self._num_ahead, share), expected) and not self._looks_ahead:
+            return
+        ahead = max(min(max(self._num_ahead, min(8 * self._num_ahead, TOGETHER)), share), expected)
+        self._num_looked = ahead = min(ahead, MAX_AHEAD)
+        early = self.device.soon(next_free(ahead), most)
+        self._looks_ahead = bool(early and self._expected)
+        if early:
+            self._store(early[::-1], len(early), specs)
 
     def _lose(self, blocks: Sequence[HeldBlock]) -> None:
         """Counts blocks that have left the device and are not stored, unless host memory has them, or lower tiers were
@@ -221,6 +233,7 @@ class LeavingBlocks:
         output = self._manager.store_leaving([held[0] for held in blocks])
         if output is None:
             self._jobs.refused()
+            self.device.forget_early(held[2] for held in blocks)
         while output is None and (blocks := blocks[: len(blocks) // 2]):
             output = self._manager.store_leaving([held[0] for held in blocks])
         if output is None or not output.keys_to_store:

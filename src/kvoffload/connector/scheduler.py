@@ -358,6 +358,8 @@ class OffloadingConnectorScheduler:
         for job in ended:
             if job.is_store:
                 self.stores.jobs.end(job)
+                if job.failed and self.stores.leaving is not None:
+                    self.stores.leaving.device.forget_early(job.device_blocks)
             else:
                 self.loads.end_job(job)
         self.observer.copied(ended)
