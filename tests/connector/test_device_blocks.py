@@ -171,7 +171,7 @@ def test_what_was_stored_early_is_offered_again_only_if_its_copy_has_failed(has_
     rig.report(early, failed=has_failed)
     offered: list[list[bytes]] = []
     ask = rig.manager.store_leaving
-    rig.manager.store_leaving = lambda keys: offered.append(keys) or ask(keys)  # type: ignore[func-returns-value, method-assign]
+    rig.manager.store_leaving = lambda keys: offered.append(keys) or ask(keys)  # type: ignore[func-returns-value]
     del free[:2]
     # 2 and 3 leave.
     meta = rig.start(FakeRequest("c", prompt(8, start=600)), [2, 3])
