@@ -172,6 +172,25 @@ def test_loads_that_wait_end_when_the_device_loses_its_memory_or_the_transfer_br
         assert report(worker)[1] >= {2}
 
 
+def test_a_transfer_that_takes_no_load_fails_all_that_wait_for_one_store(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = Sleeping(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    loads = {2: job([3], [5], "l"), 3: job([4], [6], "m")}
+    step(worker, StepMeta(loads=loads, stores={1: job([2, 1], [5, 6])}, load_after={2: [1], 3: [1]}))
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(transfer, "submit", broken)
+    loaded: set[str] = set()
+    for _ in range(4):
+        loaded |= step(worker, IDLE)[0]
+    assert loaded == {"l", "m"}
+    assert report(worker)[1] == {2, 3}
+
+
 def test_a_store_starts_at_the_next_step_and_is_reported_once(
     device: Device, worker: OffloadingConnectorWorker
 ) -> None:

@@ -299,8 +299,8 @@ class OffloadingConnectorScheduler:
                 if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
                     handed_out.update(state.blocks.computed_again())
         if meta.loads:
-            # Only the loads overwrite these, so that the step need not wait.
-            handed_out.difference_update(upcoming.loading)
+            # Only the loads overwrite these, unless the engine writes to them first, so that the step need not wait.
+            handed_out.difference_update(set(upcoming.loading).difference(step.written))
             for job_id, spec in meta.loads.items():
                 if readers := self.jobs.readers(frozenset(spec.device.block_ids.tolist())):
                     meta.load_after[job_id] = readers

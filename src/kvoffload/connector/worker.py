@@ -325,13 +325,13 @@ class OffloadingConnectorWorker:
 
     def _end_reading(self, job_id: int) -> None:
         """Starts the loads that have waited for this store only."""
-        for load in self._waiting.copy():
-            job = self._jobs.get(load)
-            if job is not None:
-                job.after.discard(job_id)
-            if job is None or not job.after:
-                self._waiting.remove(load)
-                self._submit(load)
+        for load in self._waiting:
+            self._jobs[load].after.discard(job_id)
+        ready = [load for load in self._waiting if not self._jobs[load].after]
+        if ready:
+            self._waiting = [load for load in self._waiting if self._jobs[load].after]
+        for load in ready:
+            self._submit(load)
 
     def _end(self, result: TransferResult, job: _PendingJob) -> None:
         report = self._report
