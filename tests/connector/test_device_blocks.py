@@ -110,6 +110,19 @@ def test_blocks_of_a_load_leave_the_device_and_those_loaded_are_stored_no_second
     assert not rig.start(FakeRequest("d", prompt(8, start=80)), [1, 2]).stores, "host memory has both"
 
 
+def test_a_step_that_writes_to_the_blocks_of_a_load_waits_for_what_leaves_them() -> None:
+    rig = rig_of()
+    finish(rig, "a", prompt(8), [1, 2])
+    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(8, start=50))).store_spec)
+    request = FakeRequest("b", [*prompt(8, start=50), 99])
+    assert rig.look_up(request) == (8, True)
+    rig.allocate(request, [1, 2], 8)
+    meta = rig.half.build_connector_meta(ScheduledStep({}, written={2}))
+    job, _ = only(meta.stores)
+    assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2}))
+    assert list(meta.load_after.values()) == [[job]]
+
+
 def test_blocks_that_the_device_holds_leave_host_memory_first() -> None:
     rig = rig_of(num_host_blocks=3)
     finish(rig, "a", prompt(8), [1, 2])
