@@ -146,12 +146,16 @@ def found(result: Run) -> int:
 
 
 def test_the_same_settings_share(run: Runner, expected: list[Any], serving: Path) -> None:
-    result = run("rounds", rounds=1, connector=shared(serving))
-    for answers in result["outputs"]:
-        assert differences(answers, expected) == []
-    assert_at_rest(result.result)
+    """A server that has just started may compute before it has read what others have: then another one is asked."""
+    for _ in range(ATTEMPTS):
+        result = run("rounds", rounds=1, connector=shared(serving))
+        for answers in result["outputs"]:
+            assert differences(answers, expected) == []
+        assert_at_rest(result.result)
+        assert UNUSABLE not in result.log
+        if found(result):
+            break
     assert found(result) > 0
-    assert UNUSABLE not in result.log
 
 
 @pytest.mark.soak
