@@ -97,7 +97,7 @@ ADVICE = {
     ),
     MissReason.LEFT_UNSTORED: Advice(
         "the block was not stored: it left the device with more blocks than can be stored in one step",
-        "Set host_contents to inclusive if long prompts are common, or give the device cache more memory.",
+        "Let a step compute fewer tokens (max_num_batched_tokens), or set host_contents to inclusive.",
         True,
     ),
     MissReason.RESET: Advice(
