@@ -82,5 +82,5 @@ class ScheduledStep:
     """Per request, the states that this step completes, for groups with ``KVGroup.state``. Each is offered once. Its
     device block does not change before it is freed, so the fences protect it as they protect blocks of KV."""
     written: Collection[int] = ()
-    """Device blocks, besides new ones, that the engine writes to after its workers have received
-    this step: stores that still read them are fenced."""
+    """Device blocks, besides new ones, that the engine writes to after its workers have received this step: stores that
+    still read them are fenced."""

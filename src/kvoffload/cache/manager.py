@@ -324,9 +324,10 @@ class PolicyOffloadingManager(HostOffloadingManager):
         ordered = self.room.duplicates.others(found)
         slots, ready = self.table.used(ordered)
         self.policy.access(Access(keys, ordered, slots, ready, self._clock()))
-        if ordered is not found:
+        hints = None if req_context is None else req_context.hints
+        if ordered is not found and (self._hints.has_begun or hints is not None):
             slots, _ = self.table.used(found)
-        self._hints.used(slots, None if req_context is None else req_context.hints)
+        self._hints.used(slots, hints)
 
     def end_chain(
         self,
@@ -350,7 +351,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
             # The device holds them, and was the last to use them.
             self.policy.refuse(absent[::-1])
         self.policy.reorder(slots, new)
-        if ordered is not found:
+        if ordered is not found and self._hints.has_begun:
             slots, new = self.table.chain(found, stored)
         self._hints.ended(slots, new, hints)
 

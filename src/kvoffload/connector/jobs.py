@@ -113,20 +113,16 @@ class JobTable:
         """Returns the stores that read some of the device blocks which now belong to others (``handed_out``), and these
         blocks: they must have been read before the step's forward pass. Stores that read blocks which may be
         ``overwritten`` before that count as failed, whatever the workers report."""
-        fences: list[int] = []
-        blocks: frozenset[int] = frozenset()
-        if not handed_out and not overwritten:
-            return fences, blocks
-        for job_id, job in self.jobs.items():
-            if job.is_store and not job.device_blocks.isdisjoint(handed_out):
-                fences.append(job_id)
-                blocks |= job.device_blocks.intersection(handed_out)
-            if job.is_store and not job.device_blocks.isdisjoint(overwritten):
-                job.failed = True
-        return fences, blocks
+        for job_id in self.readers(overwritten):
+            self.jobs[job_id].failed = True
+        fences = self.readers(handed_out)
+        read = (self.jobs[job_id].device_blocks.intersection(handed_out) for job_id in fences)
+        return fences, frozenset[int]().union(*read)
 
-    def readers(self, device_blocks: frozenset[int]) -> list[int]:
+    def readers(self, device_blocks: Collection[int]) -> list[int]:
         """Returns the stores that read some of these device blocks."""
+        if not device_blocks:
+            return []
         return [
             job_id
             for job_id, job in self.jobs.items()

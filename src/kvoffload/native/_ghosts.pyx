@@ -540,8 +540,7 @@ cdef RuleNumbers numbers_of(rule, capacity) except *:
 
 
 cdef Plan planned(
-    const RuleNumbers* rule, int64_t capacity, int64_t once, int64_t again, int64_t new_once, int64_t new_again,
-    int64_t need,
+    const RuleNumbers* rule, int64_t once, int64_t again, int64_t new_once, int64_t new_again, int64_t need
 ) noexcept:
     """Does what ``tournament.plan`` does."""
     cdef Plan made
@@ -765,7 +764,7 @@ cdef class Shadows:
         return num, tuple([found[i] for i in range(self._num_rules)])
 
     cdef inline void _learn(self, int32_t at) noexcept:
-        """Counts that a name returns, if it is known, and takes note of the gap. Takes it out of all lists."""
+        """Counts the return of a known name, and sets the class of the name's gap. No list holds the name then."""
         cdef Node* node = &self._nodes[at]
         cdef int64_t gap = self._clock - node.stamp
         cdef Py_ssize_t r
@@ -1703,7 +1702,7 @@ cdef class AutoSteps:
         cdef Absent absent = self._absent(keys)
         cdef int64_t again = self._lists.num_again, new_again = self._num_returning(absent)
         cdef Plan made = planned(
-            rule, self.full, self._lists.num_once, again, absent.n - new_again, new_again, shortage
+            rule, self._lists.num_once, again, absent.n - new_again, new_again, shortage
         )
         if not (made.drop_once or made.drop_again):
             return None

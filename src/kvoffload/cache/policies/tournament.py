@@ -141,7 +141,7 @@ class PlainShadows:
         return len(names), found
 
     def _learn(self, name: int) -> None:
-        """Counts that a name returns, if it is known, and takes note of the gap. The name is on the device now."""
+        """Counts the return of a known name, and sets the class of the name's gap. No shadow holds the name then."""
         if name in self._stamps:
             for held in self._held:
                 held[self._gaps[name]].pop(name, None)
