@@ -27,7 +27,7 @@ from kvoffload.cache.tenants import TenantConfig, Tenants
 from kvoffload.connector.device_blocks import MAX_NAMES, DeviceBlocks
 from kvoffload.connector.layout import Block, KeyLayout
 from kvoffload.connector.leaving import LEAST_OFFERED, MAX_LEAVING_BYTES, MAX_LEAVING_S, MIN_SPEED_SAMPLE
-from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import RequestState
 from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
 
@@ -92,7 +92,7 @@ def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
 
 
 def test_blocks_of_a_load_leave_the_device_and_those_loaded_are_stored_no_second_time() -> None:
-    rig = rig_of()
+    rig = rig_of(num_host_blocks=32)
     finish(rig, "a", prompt(8), [1, 2])
     finish_other = rig.start(FakeRequest("b", prompt(8, start=50)), [2, 1])
     rig.report(*finish_other.stores)
@@ -111,7 +111,7 @@ def test_blocks_of_a_load_leave_the_device_and_those_loaded_are_stored_no_second
 
 
 def test_a_step_that_writes_to_the_blocks_of_a_load_waits_for_what_leaves_them() -> None:
-    rig = rig_of()
+    rig = rig_of(num_host_blocks=32)
     finish(rig, "a", prompt(8), [1, 2])
     rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(8, start=50))).store_spec)
     request = FakeRequest("b", [*prompt(8, start=50), 99])
@@ -121,6 +121,108 @@ def test_a_step_that_writes_to_the_blocks_of_a_load_waits_for_what_leaves_them()
     job, _ = only(meta.stores)
     assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2}))
     assert list(meta.load_after.values()) == [[job]]
+
+
+class InPieces:
+    """A host of 16 blocks that has 8 blocks of each of two chains, and a device that is full of a third one. The first
+    chain is being loaded."""
+
+    def __init__(self) -> None:
+        self.rig = rig_of()
+        self.first, self.second, self.third = (prompt(8 * TOKENS, start=start) for start in (0, 500, 900))
+        self.ids = list(range(1, 9))
+        for tokens in (self.second, self.first):
+            keys = self.rig.keys(tokens)
+            self.rig.manager.complete_store(self.rig.manager.prepare_store(keys).store_spec)
+        finish(self.rig, "a", self.third, self.ids)
+        self.request = FakeRequest("b", [*self.first, 99])
+        self.meta = self.rig.load(self.request, ids=self.ids)
+
+    def go_on(self, failed: bool = False) -> StepMeta:
+        """The piece ends, and what leaves for it has been stored."""
+        self.rig.report(*self.meta.stores)
+        self.rig.report(*self.meta.loads, failed=failed)
+        self.meta = self.rig.step()
+        return self.meta
+
+    @property
+    def num_loading(self) -> int:
+        """Blocks that are pinned."""
+        return sum(status == 1 for status in self.rig.status(self.first))
+
+
+def test_what_leaves_for_a_large_load_takes_the_slots_of_what_was_loaded() -> None:
+    case = InPieces()
+    for i in range(8):
+        ((job, spec),) = case.meta.loads.items()
+        assert device_ids(spec) == [1 + i], "a sixteenth of host memory"
+        assert spec.device.block_indices == (i,)
+        assert case.meta.pieces == {job: case.ids if i == 7 else []}
+        assert case.meta.load_after == {job: list(case.meta.stores)}
+        assert [device_ids(each) for each in case.meta.stores.values()] == [[1 + i]]
+        assert case.num_loading == 8 - i
+        case.go_on()
+    assert not case.meta.loads
+    assert case.rig.status(case.third) == [0] * 8
+    assert case.rig.status(case.second) == [0] * 7 + [None], "before the first piece there was no room"
+    assert case.rig.half.metrics.snapshot()["load_blocks"] == 8
+    case.rig.step({case.request: 1}, new={"b": [*case.ids, 9]})
+    assert case.rig.half.stores.leaving is not None
+    assert len(case.rig.half.stores.leaving.device) == 8
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 6])
+def test_a_piece_that_fails_fails_its_load(num_before: int) -> None:
+    case = InPieces()
+    for _ in range(num_before):
+        case.go_on()
+    meta = case.go_on(failed=True)
+    assert (meta.broken_loads, meta.loads) == ({"b": case.ids}, {})
+    assert case.num_loading == 0
+    assert case.rig.half.metrics.snapshot()["load_failures"] == 1
+    assert not case.go_on().broken_loads
+    case.rig.manager.check_integrity()
+
+
+def test_the_last_piece_is_reported_by_the_workers() -> None:
+    case = InPieces()
+    for _ in range(7):
+        case.go_on()
+    assert case.go_on(failed=True).broken_loads == {}
+    assert case.num_loading == 0
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_reset_ends_a_load_in_pieces(is_sent: bool) -> None:
+    case = InPieces()
+    case.go_on()
+    case.rig.report(*case.meta.stores)
+    if is_sent:
+        case.rig.half.reset()
+        case.rig.report(*case.meta.loads)
+    else:
+        case.rig.report(*case.meta.loads)
+        case.rig.half.reset()
+    meta = case.rig.step()
+    assert (meta.broken_loads, meta.loads) == ({"b": case.ids}, {})
+    assert not case.rig.half.jobs.jobs
+    case.rig.manager.check_integrity()
+
+
+def test_switching_off_reports_a_load_in_pieces() -> None:
+    case = InPieces()
+    case.rig.half.switch_off("a test")
+    assert case.rig.step().broken_loads == {"b": case.ids}, "the worker waits for the piece in progress"
+
+
+def test_another_request_waits_for_a_load_in_pieces() -> None:
+    case = InPieces()
+    case.go_on()
+    other = FakeRequest("c", [*case.first, 98])
+    assert case.rig.look_up(other) == (None, False)
+    for _ in range(7):
+        case.go_on()
+    assert case.rig.look_up(other, computed=7 * TOKENS) == (TOKENS, True)
 
 
 def test_blocks_that_the_device_holds_leave_host_memory_first() -> None:
@@ -340,7 +442,7 @@ def test_a_burst_is_bounded_by_the_time_that_its_copy_takes() -> None:
 def test_what_the_load_of_a_waiting_request_takes_is_stored_ahead() -> None:
     """Without a step that hands anything out, and once."""
     free = list(range(1, 17))
-    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    rig = rig_of(num_host_blocks=96, next_free=lambda n: free[:n])
     finish(rig, "a", prompt(16 * TOKENS), free[::-1])
     rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
     request = FakeRequest("b", [*prompt(24, start=500), 99])

@@ -28,10 +28,12 @@ from kvoffload.abc import (
     TransferSpec,
 )
 from kvoffload.connector import request
+from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Phase, RequestState, Storing
 from kvoffload.connector.stores import Due
+from kvoffload.connector.upcoming import UpcomingStep
 from kvoffload.connector.weights import WeightWatch
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.transfer.follower import FollowerTransfer
@@ -499,6 +501,17 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
     scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
 
 
+def pieces_that_go_on_after_a_failure(engine: ModelEngine) -> None:
+    end = engine.scheduler.loads.end_job
+
+    def end_job(job: Job, upcoming: UpcomingStep) -> bool:
+        if job.rest is not None:
+            job.failed = False
+        return end(job, upcoming)
+
+    engine.scheduler.loads.end_job = end_job  # type: ignore[method-assign]
+
+
 def resets_leave_the_device_alone(engine: ModelEngine) -> None:
     engine.scheduler.stores.reset = lambda: None  # type: ignore[method-assign]
 
@@ -509,6 +522,7 @@ def resets_leave_the_device_alone(engine: ModelEngine) -> None:
         left_blocks_read_too_late,
         loads_do_not_wait_for_what_leaves,
         loads_do_not_take_device_blocks,
+        pieces_that_go_on_after_a_failure,
         resets_leave_the_device_alone,
     ],
     ids=lambda bug: bug.__name__,

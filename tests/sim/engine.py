@@ -191,6 +191,8 @@ class ModelEngine:
         self._unreported: list[_Results] = []
         """Results of steps that are not reported back yet, oldest first."""
         self._aborted_loading: list[EngineRequest] = []
+        self._in_pieces: set[str] = set()
+        """Requests with a load in pieces. If one fails, the scheduler half reports the load."""
         self._rank_reports = RankReports(s.num_ranks)
         if s.update_chance or s.sleep_chance:
             for rank in self.ranks:
@@ -317,7 +319,8 @@ class ModelEngine:
 
     def _execute(self, meta: StepMeta, batch: Batch) -> _Results:
         self.batcher.num_executed += 1
-        if meta.broken_loads and not self.scheduler.off:
+        self._in_pieces.update(meta.loads[job_id].req_id for job_id in meta.pieces)
+        if not self.scheduler.off and meta.broken_loads.keys() - self._in_pieces:
             raise BrokenPromise(f"seed {self.scenario.seed}, step {self.steps}: load of {sorted(meta.broken_loads)}")
         self._count_loads(meta)
         for request, _ in batch:

@@ -121,6 +121,11 @@ class DeviceBlocks:
         is_early = self._is_early
         return [held for held in left if not is_early[held[2]]]
 
+    def num_late(self, device_blocks: Iterable[int]) -> int:
+        """Returns how many of these device blocks hold something that ``soon`` has not returned."""
+        all_held, is_early, size = self._held, self._is_early, len(self._held)
+        return sum(at < size and not is_early[at] and all_held[at] is not None for at in device_blocks)
+
     def forget_early(self, device_blocks: Iterable[int]) -> None:
         """Makes ``soon`` return once more what these device blocks hold."""
         for at in device_blocks:

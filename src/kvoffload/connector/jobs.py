@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey
+from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey, TransferSpec
 from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Changes, RequestState
@@ -26,7 +26,8 @@ class Job:
     """The requests for which it reads or fills device blocks: a load has one, a store of blocks that leave the device
     none."""
     lease: LoadStoreSpec
-    """The host slots that it reads or fills, as the manager handed them out."""
+    """The host slots that it reads or fills, as the manager handed them out. Those that a load in pieces has read are
+    given back."""
     keys: Sequence[OffloadKey]
     """What it copies."""
     blocks: Sequence[tuple[RequestState, Block]] = ()
@@ -43,6 +44,10 @@ class Job:
     num_pending: int = 0
     """Workers that have not reported it yet."""
     failed: bool = False
+    rest: TransferSpec | None = None
+    """What a load in pieces copies behind the piece in progress. Each piece has an id of its own."""
+    fills: Sequence[int] = ()
+    """The device blocks of a load, with all its pieces."""
 
 
 @dataclass(slots=True)

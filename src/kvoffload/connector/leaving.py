@@ -20,6 +20,8 @@ MAX_LEAVING_S = 0.25
 """What is stored per rank in the step that computes in its device blocks: the step waits for it. The rest is lost."""
 MIN_SPEED_SAMPLE = 64 << 20
 """Bytes. Smaller copies say little about how fast large ones are."""
+PIECE_SHARE = 1 / 16
+"""Of the host's blocks: for no more, blocks leave the device for one piece of a load."""
 LEAST_OFFERED = 64
 """Blocks that are offered to the manager at once, at least. It may have most of them."""
 MAX_AHEAD = 8192
@@ -47,6 +49,11 @@ def most_leaving(block_bytes: float, seconds: float | None) -> int:
     return max(1, int(min(most, MAX_LEAVING_S / seconds) if seconds else most))
 
 
+def piece_blocks(num_blocks: int) -> int:
+    """Returns the number of blocks in one piece of a load, where host memory has ``num_blocks``."""
+    return max(1, int(num_blocks * PIECE_SHARE))
+
+
 class LeavingBlocks:
     """Stores what leaves ``device``, and what leaves it next.
 
@@ -65,6 +72,7 @@ class LeavingBlocks:
         slot_bytes: Sequence[int],
     ) -> None:
         self.device = device
+        self.piece_blocks = piece_blocks(manager.num_blocks)
         self._manager = manager
         self._layout = layout
         self._jobs = jobs
@@ -83,6 +91,19 @@ class LeavingBlocks:
         """Whether the next step looks ahead although it hands out nothing."""
         self._forgotten: dict[OffloadKey, None] = {}
         """Blocks on the device that requests need and the engine does not find there any more."""
+
+    def many_leave(self, device_blocks: Sequence[int]) -> bool:
+        """Whether more than one piece of a load leaves for these device blocks."""
+        return len(device_blocks) > self.piece_blocks < self.device.num_late(device_blocks)
+
+    def arrived(
+        self, state: RequestState, first: int, keys: Sequence[OffloadKey], device_blocks: Sequence[int]
+    ) -> None:
+        """Takes note of a piece that a request has loaded, from its block ``first`` on: the device has it now."""
+        if state.context.hints is None:
+            places = zip(range(first, first + len(keys)), keys, device_blocks, strict=True)
+            self.note_left(self.device.hold(state, (Block(0, i, key, i, [at]) for i, key, at in places)))
+            self._manager.note_device(held=keys)
 
     def drop(self, device_blocks: Iterable[int]) -> None:
         """Forgets what these device blocks hold: the engine has taken tokens back, and may have computed others in
@@ -151,7 +172,7 @@ class LeavingBlocks:
     def _look_ahead(self, next_free: Callable[[int], Iterable[int]], most: int, specs: dict[int, TransferSpec]) -> None:
         """Makes the jobs for what leaves the device next, unless that was looked at."""
         share = max(1, int(len(self.device) * AHEAD_SHARE))
-        expected = sum(self._expected.values())
+        expected = min(sum(self._expected.values()), self.piece_blocks)
         if self._num_looked >= max(min(self._num_ahead, share), expected) and not self._looks_ahead:
             return
         ahead = max(min(max(self._num_ahead, min(8 * self._num_ahead, TOGETHER)), share), expected)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 
 import numpy as np
 
 from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, OffloadingManager, TransferSpec
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, KeyLayout
+from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import Match, Phase, RequestState
 from kvoffload.connector.shelf import BlockOrigins
@@ -21,7 +23,11 @@ LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its r
 
 
 class LoadPlanner:
-    """Pins the blocks that a request takes from its offer until the job that loads them has ended."""
+    """Pins the blocks that a request takes from its offer until the job that loads them has ended.
+
+    Where host memory does not repeat the device, a load that takes many device blocks is done in pieces: what leaves
+    the device for a piece takes the slots of the pieces before it, so that it need not take those of other blocks.
+    """
 
     def __init__(
         self,
@@ -30,12 +36,14 @@ class LoadPlanner:
         jobs: JobTable,
         observer: RequestObserver,
         sound: BlockOrigins,
+        leaving: LeavingBlocks | None,
     ) -> None:
         self._manager = manager
         self._layout = layout
         self._jobs = jobs
         self._observer = observer
         self._sound = sound
+        self._leaving = leaving
 
     def begin(
         self,
@@ -54,15 +62,45 @@ class LoadPlanner:
                 logger.exception("kvoffload: a promised block is gone; the request computes instead")
             else:
                 state.loaded_end = state.computed_at_load + num_tokens
-                self._sound.add(state, upcoming.add_load(job_id, spec, state))
+                upcoming.add_load(job_id, spec, state)
+                self._sound.add(state, spec.device.block_ids.tolist())
                 self._jobs.changes.loads += 1
                 return True
         state.may_load = False
         self._observer.metrics.add("load_failures")
         return False
 
-    def end_job(self, job: Job) -> None:
-        """Ends a load that all workers have reported."""
+    def cut(self, upcoming: UpcomingStep, leaving: LeavingBlocks) -> None:
+        """Begins with a piece of those loads of the next step for which many blocks leave the device."""
+        for job_id, spec in list(upcoming.meta.loads.items()):
+            if len(self._layout.groups) == 1 and leaving.many_leave(spec.device.block_ids.tolist()):
+                self._next_piece(job_id, self._jobs.jobs[job_id], spec, leaving.piece_blocks, upcoming)
+
+    def _next_piece(self, job_id: int, job: Job, spec: TransferSpec, num_blocks: int, upcoming: UpcomingStep) -> None:
+        """Adds the first ``num_blocks`` of ``spec`` to the next step. The others are the rest of the job."""
+        job.rest = _part(spec, num_blocks, None) if num_blocks < len(spec.host.slots) else None
+        upcoming.add_load(job_id, _part(spec, 0, num_blocks), job.states[0])
+        upcoming.meta.pieces[job_id] = [] if job.rest else list(job.fills)
+
+    def _go_on(self, job: Job, rest: TransferSpec, upcoming: UpcomingStep) -> None:
+        """Gives back the host slots of a piece that was loaded, and adds the next one."""
+        slots, num_left = job.lease.slots, len(rest.host.slots)
+        num_read, start, end = len(slots) - num_left, len(job.keys) - len(slots), len(job.keys) - num_left
+        self._manager.complete_load(replace(job.lease, slots=slots[:num_read]))
+        if self._leaving is not None:
+            first = rest.device.block_indices[0] - num_read
+            self._leaving.arrived(job.states[0], first, job.keys[start:end], job.fills[start:end])
+        job.lease = rest.host
+        self._next_piece(self._jobs.add(job), job, rest, num_read, upcoming)
+
+    def end_job(self, job: Job, upcoming: UpcomingStep) -> bool:
+        """Ends a load that all workers have reported, or its piece in progress: then returns False."""
+        if job.rest is not None:
+            if not job.failed and self._jobs.is_current(job):
+                self._go_on(job, job.rest, upcoming)
+                return False
+            job.failed = True
+            upcoming.break_load(job)
         metrics = self._observer.metrics
         self._jobs.changes.loads += 1
         self._manager.complete_load(job.lease)
@@ -76,6 +114,7 @@ class LoadPlanner:
                 self._observer.warn(LOAD_FAILED)
         else:
             metrics.add("load_blocks", len(job.keys))
+        return True
 
     def was_offered(self, match: Match | None, num_tokens: int) -> bool:
         """Whether a request with this lookup may load ``num_tokens``. It may load fewer tokens than it was offered,
@@ -95,7 +134,7 @@ class LoadPlanner:
             raise BlockNotReadyError(f"the engine has no device block for the state at token {computed + num_tokens}")
         keys = [key for g, span in enumerate(spans) for key in state.blocks.keys[g][span.start : span.stop]]
         lease = self._manager.prepare_load(keys, state.context)
-        job_id = self._jobs.add(Job(False, [state], lease, keys))
+        job_id = self._jobs.add(Job(False, [state], lease, keys, fills=device.block_ids.tolist()))
         state.phase = Phase.LOADING
         if not state.options.remote_decode:
             state.blocks.loaded = tuple(spans)
@@ -137,3 +176,10 @@ class LoadPlanner:
             sizes.append(len(table[first:last]))
             firsts.append(first)
         return spans, DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
+
+
+def _part(spec: TransferSpec, start: int, stop: int | None) -> TransferSpec:
+    """Returns some blocks of a load of one group whose blocks are one device block each."""
+    host, device = replace(spec.host, slots=spec.host.slots[start:stop]), spec.device
+    ids = device.block_ids[start:stop]
+    return TransferSpec(spec.req_id, host, DeviceSpec(ids, (len(ids),), (device.block_indices[0] + start,)))

@@ -367,7 +367,7 @@ class RequestObserver:
             return
         for job in jobs:
             # Requests share a job only if each has one block in it.
-            blocks = len(job.lease.slots) // max(1, len(job.states))
+            blocks = len(job.keys) // max(1, len(job.states))
             for traced in (state.traced for state in job.states):
                 if traced is not None:
                     copies = traced.store if job.is_store else traced.load

@@ -34,7 +34,7 @@ from kvoffload.connector.device_blocks import DeviceBlocks
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.guarded import guarded
 from kvoffload.connector.handover import Handover
-from kvoffload.connector.jobs import HeldRequests, JobTable
+from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.loads import LoadPlanner
@@ -142,7 +142,7 @@ class OffloadingConnectorScheduler:
         adapter_of = engine.adapter_of
         self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, self.jobs, deadline_s, clock)
         self.sound = BlockOrigins(has_adapters=self.adapters is not None)
-        self.loads = LoadPlanner(manager, self.layout, self.jobs, self.observer, self.sound)
+        self.loads = LoadPlanner(manager, self.layout, self.jobs, self.observer, self.sound, leaving)
         loading = self.jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
             manager,
@@ -291,6 +291,7 @@ class OffloadingConnectorScheduler:
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
+            self.loads.cut(upcoming, leaving_blocks)
             meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
             meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
@@ -354,14 +355,15 @@ class OffloadingConnectorScheduler:
         self.observer.reported(report)
         if self.stores.leaving is not None:
             self.stores.leaving.measure(report)
-        ended = self.jobs.take_reports(report)
-        for job in ended:
+        reported, ended = self.jobs.take_reports(report), list[Job]()
+        for job in reported:
             if job.is_store:
                 self.stores.jobs.end(job)
                 if job.failed and self.stores.leaving is not None:
                     self.stores.leaving.device.forget_early(job.device_blocks)
-            else:
-                self.loads.end_job(job)
+            elif not self.loads.end_job(job, self._next):
+                continue
+            ended.append(job)
         self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")
@@ -464,7 +466,7 @@ class OffloadingConnectorScheduler:
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
         unsent = self._next.break_loads(self.jobs)
         for job in unsent:
-            self.loads.end_job(job)
+            self.loads.end_job(job, self._next)
         self.observer.copied(unsent)
         self._distrust_device()
         if is_pause:

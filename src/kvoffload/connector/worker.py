@@ -48,6 +48,10 @@ class _PendingJob:
     tries_left: int = MAX_TRIES - 1
     after: set[int] = field(default_factory=set)
     """Stores that must have read the device blocks of a load before it starts."""
+    piece: list[int] | None = None
+    """See StepMeta."""
+    broken: list[int] | None = None
+    """The device blocks of all pieces, if the others cannot be loaded."""
 
 
 class OffloadingConnectorWorker:
@@ -145,6 +149,7 @@ class OffloadingConnectorWorker:
         for job_id, spec in meta.loads.items():
             check = AdapterCheck(self.adapters, meta.needs[job_id]) if job_id in meta.needs else None
             job = self._jobs[job_id] = _PendingJob(spec, False, self._epoch, self.weights.latest, check)
+            job.piece = meta.pieces.get(job_id)
             unread = set(self._jobs).difference(result.job_id for result in self._unconfirmed)
             job.after = unread.intersection(meta.load_after.get(job_id, ()))
             if job.after:
@@ -152,8 +157,14 @@ class OffloadingConnectorWorker:
             else:
                 self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
-            self._finished.loaded.add(req_id)
-            self._finished.failed[req_id] = blocks
+            for job in self._jobs.values():
+                if not job.is_store and job.spec.req_id == req_id:
+                    # A piece of the load still writes to them.
+                    job.broken = blocks
+                    break
+            else:
+                self._finished.loaded.add(req_id)
+                self._finished.failed[req_id] = blocks
 
     def end_step(self, meta: StepMeta) -> None:
         """Accepts the stores of the step: the forward pass has computed their blocks."""
@@ -346,6 +357,9 @@ class OffloadingConnectorWorker:
         else:
             report.load_bytes += result.nbytes
             report.load_seconds += result.seconds
-            self._finished.loaded.add(job.spec.req_id)
-            if not ok:
-                self._finished.failed[job.spec.req_id] = job.spec.device.block_ids.tolist()
+            if job.broken is not None or job.piece != []:
+                self._finished.loaded.add(job.spec.req_id)
+            if job.broken is not None:
+                self._finished.failed[job.spec.req_id] = job.broken
+            elif not ok and job.piece != []:
+                self._finished.failed[job.spec.req_id] = job.piece or job.spec.device.block_ids.tolist()

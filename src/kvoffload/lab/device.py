@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_NONE = -1
+NOTHING = -1
+"""What an empty device block holds."""
 
 
 class DeviceCache:
@@ -23,16 +24,16 @@ class DeviceCache:
         self.num_blocks = num_blocks
         self.num_evicted = 0
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._held = [_NONE] * num_blocks
+        self._held = [NOTHING] * num_blocks
         """The trace's block in each device block."""
-        self._place = np.full(num_distinct, _NONE, dtype=np.int64)
+        self._place = np.full(num_distinct, NOTHING, dtype=np.int64)
         """The device block of each of the trace's blocks."""
 
     def lookup(self, chain: Sequence[int]) -> int:
         """Returns how many leading blocks of ``chain`` are in the cache."""
         hits = 0
         for place in self._place[chain].tolist():
-            if place == _NONE:
+            if place == NOTHING:
                 break
             hits += 1
         return hits
@@ -40,25 +41,25 @@ class DeviceCache:
     def serve(self, chain: Sequence[int], hits: int, num_held: int) -> list[int]:
         """Runs a request that reuses its first ``hits`` blocks, holds ``num_held`` blocks (at most ``num_blocks``) and
         computes or loads the rest of ``chain``, its whole blocks. Returns the contents that have left the cache for
-        them, in this order; the request may have computed some again."""
+        them, one per block, in this order, or NOTHING; the request may have computed some again."""
         queue, held, place = self._queue, self._held, self._place
         mine: list[int] = place[chain[:hits]].tolist()
         for block in mine:
             queue.pop(block, None)
         fresh = [queue.popitem(last=False)[0] for _ in range(num_held - hits)]
-        left = [held[block] for block in fresh if held[block] != _NONE]
+        left = [held[block] for block in fresh]
         for block in fresh:
-            if held[block] != _NONE:
+            if held[block] != NOTHING:
                 self._evict(block)
         for block, content in zip(fresh, chain[hits:], strict=False):
-            if place[content] != _NONE:
-                held[place[content]] = _NONE
+            if place[content] != NOTHING:
+                held[place[content]] = NOTHING
             held[block] = content
             place[content] = block
         queue.update(dict.fromkeys(reversed(mine + fresh)))
         return left
 
     def _evict(self, block: int) -> None:
-        self._place[self._held[block]] = _NONE
-        self._held[block] = _NONE
+        self._place[self._held[block]] = NOTHING
+        self._held[block] = NOTHING
         self.num_evicted += 1

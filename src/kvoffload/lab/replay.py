@@ -44,9 +44,10 @@ from kvoffload.cache.policies import BUILTIN, make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import HOST, RETAIN_SHARE, Shares, TenantConfig, Tenants
 from kvoffload.config import HostContents, contents_of
+from kvoffload.connector.leaving import piece_blocks
 from kvoffload.lab.capacity import MAX_BLOCKS
 from kvoffload.lab.clairvoyant import clairvoyant_policy
-from kvoffload.lab.device import DeviceCache
+from kvoffload.lab.device import NOTHING, DeviceCache
 from kvoffload.lab.latency import DEFAULT_SPEEDS, Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.tier import CatalogTier
@@ -684,19 +685,21 @@ class ExclusiveRun(Run):
         context = self.context(request) if self.has_contexts else None
         use = self.device_use(request, device)
         loaded_to = self.find(prompt, use.hits, context)
-        # As in an engine: the blocks that are loaded are pinned while others leave the device for them.
-        lease = host.prepare_load(prompt[use.hits : loaded_to], context)
-        left = device.serve(*use)
-        manager.note_device(left=self._keys(left))
-        computed = set(use.chain)
-        # They leave from the tail of their chain. If there is not room for all, the heads are stored.
-        lost = self._keys([block for block in reversed(left) if block in self._noted and block not in computed])
-        self._noted.difference_update(left)
-        absent = [key for key in lost if key not in host.table]
-        if (room := host.num_available_blocks) < len(absent) and not manager.wants_every_block:
-            host.history.misses.record(absent[room:], MissReason.NO_ROOM)
-        self.store(absent[:room], None, leaving=True)
-        host.complete_load(lease)
+        loading = prompt[use.hits : loaded_to]
+        lease = host.prepare_load(loading, context)
+        left, computed = device.serve(*use), set(use.chain)
+        # As in an engine: the blocks that are loaded are pinned while others leave the device for them. If these are
+        # many, it is done in pieces.
+        size, num_loaded = piece_blocks(host.num_blocks), len(loading)
+        if sum(block in self._noted for block in left[:num_loaded]) <= size:
+            size = max(1, num_loaded)
+        for start in range(0, num_loaded, size):
+            end = start + size
+            self._leave(left[start:end], computed)
+            host.complete_load(replace(lease, slots=lease.slots[start:end]))
+            if end < num_loaded and (context is None or context.hints is None):
+                manager.note_device(held=loading[start:end])
+        self._leave(left[num_loaded:], computed)
         has_hints = context is not None and context.hints is not None
         is_stored = manager.wants_every_block or has_hints
         stored = self.store(chain[: self.capacity], context)[0] if is_stored else ()
@@ -704,6 +707,18 @@ class ExclusiveRun(Run):
         if not has_hints:
             self._noted.update(use.chain)
             manager.note_device(held=self._keys(use.chain))
+
+    def _leave(self, left: list[int], computed: set[int]) -> None:
+        """Stores blocks that have left the device, unless the request has ``computed`` them again."""
+        host, manager, noted = self.host, self.manager, self._noted
+        manager.note_device(left=self._keys([block for block in left if block != NOTHING]))
+        # They leave from the tail of their chain. If there is not room for all, the heads are stored.
+        lost = self._keys([block for block in reversed(left) if block in noted and block not in computed])
+        noted.difference_update(left)
+        absent = [key for key in lost if key not in host.table]
+        if (room := host.num_available_blocks) < len(absent) and not manager.wants_every_block:
+            host.history.misses.record(absent[room:], MissReason.NO_ROOM)
+        self.store(absent[:room], None, leaving=True)
 
     def _keys(self, blocks: list[int]) -> list[OffloadKey]:
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []
