@@ -358,6 +358,16 @@ def test_forgotten_blocks_that_a_request_waits_for_are_stored_whatever_they_seem
     assert rig.look_up(request) == (8, True)
 
 
+def test_what_was_not_worth_storing_ahead_may_be_when_it_leaves() -> None:
+    rig = rig_of(num_host_blocks=2, next_free=lambda n: [1, 2][:n], policy=Refusing)
+    others = rig.keys(prompt(8, start=50))
+    rig.manager.complete_store(rig.manager.prepare_store(others).store_spec)
+    finish(rig, "a", prompt(8), [2, 1])
+    assert not rig.start(FakeRequest("b", prompt(4, start=90)), [3]).stores, "there is no room"
+    rig.manager.drop(others)
+    assert device_ids(only(rig.start(FakeRequest("c", prompt(4, start=70)), [1]).stores)[1]) == [1]
+
+
 def test_a_block_that_the_engine_computes_again_anyway_is_not_stored() -> None:
     """It finds all but one token, at most."""
     rig = rig_of()

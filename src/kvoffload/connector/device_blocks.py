@@ -11,6 +11,8 @@ from kvoffload.abc import OffloadKey
 from kvoffload.connector.layout import Block
 from kvoffload.connector.request import RequestState
 
+REFUSED = 2
+"""``soon`` has returned it, and the policy did not admit it."""
 MAX_NAMES = 8
 """Tenants for which one device block is held: the one that has computed or loaded it, and the latest others."""
 
@@ -37,7 +39,7 @@ class DeviceBlocks:
         self._states = np.empty(0, dtype=object) if keeps_states else None
         """A request that has, or had, what is in each device block."""
         self._is_early = bytearray()
-        """Whether ``soon`` has returned what is in each device block."""
+        """Whether ``soon`` has returned what is in each device block, or REFUSED."""
         self._others: dict[int, tuple[HeldBlock, ...]] = {}
         """By device block, what it holds as further tenants name it."""
         self._latest: dict[OffloadKey, int] = {}
@@ -117,14 +119,19 @@ class DeviceBlocks:
         return left
 
     def not_early(self, left: Sequence[HeldBlock]) -> list[HeldBlock]:
-        """Returns those of the blocks that have just left which ``soon`` had not returned."""
+        """Returns those of the blocks that have just left which ``soon`` had not returned, or were refused then."""
         is_early = self._is_early
-        return [held for held in left if not is_early[held[2]]]
+        return [held for held in left if is_early[held[2]] != 1]
 
     def num_late(self, device_blocks: Iterable[int]) -> int:
-        """Returns how many of these device blocks hold something that ``soon`` has not returned."""
+        """Returns how many of these device blocks hold something that was not stored early."""
         all_held, is_early, size = self._held, self._is_early, len(self._held)
-        return sum(at < size and not is_early[at] and all_held[at] is not None for at in device_blocks)
+        return sum(at < size and is_early[at] != 1 and all_held[at] is not None for at in device_blocks)
+
+    def refuse(self, device_blocks: Iterable[int]) -> None:
+        """Notes that what these device blocks hold was not worth its room. When it leaves, that may have changed."""
+        for at in device_blocks:
+            self._is_early[at] = REFUSED
 
     def forget_early(self, device_blocks: Iterable[int]) -> None:
         """Makes ``soon`` return once more what these device blocks hold."""

@@ -175,6 +175,9 @@ class LeavingBlocks:
         expected = min(sum(self._expected.values()), self.piece_blocks)
         if self._num_looked >= max(min(self._num_ahead, share), expected) and not self._looks_ahead:
             return
+        if any(len(job.fills) > self.piece_blocks for job in self._jobs.table.jobs.values()):
+            # What leaves for the pieces of a load needs the room.
+            return
         ahead = max(min(max(self._num_ahead, min(8 * self._num_ahead, TOGETHER)), share), expected)
         self._num_looked = ahead = min(ahead, MAX_AHEAD)
         early = self.device.soon(next_free(ahead), most)
@@ -263,6 +266,9 @@ class LeavingBlocks:
             self.device.forget_early(held[2] for held in blocks)
         while output is None and (blocks := blocks[: len(blocks) // 2]):
             output = self._manager.store_leaving([held[0] for held in blocks], context)
+        if output is not None and output.refused_keys:
+            refused = frozenset(output.refused_keys)
+            self.device.refuse(held[2] for held in blocks if held[0] in refused)
         if output is None or not output.keys_to_store:
             return 0
         wanted, group = frozenset(output.keys_to_store), 0
