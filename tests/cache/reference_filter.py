@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvoffload.abc import (
-    HostOffloadingManager,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
     Miss,
     Need,
+    Offer,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -22,7 +22,7 @@ from kvoffload.abc import (
 from tests.suites.reference import unique
 
 
-class ReferenceFilter(HostOffloadingManager):
+class ReferenceFilter(OffloadingManager):
     """Lets a key into ``backing`` once enough requests have looked it up or touched it.
 
     It remembers forever which request has used which key. A real filter must not.
@@ -82,14 +82,14 @@ class ReferenceFilter(HostOffloadingManager):
         self.backing.end_chain(keys, stored, req_context, chain)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         admitted = []
         for key in keys:
             present = self.backing.lookup_each([key])[0] != LookupState.MISS
             if present or self.counts.get(key, 0) >= self.store_threshold:
                 admitted.append(key)
-        return self.backing.prepare_store(admitted, req_context, behind_refused)
+        return self.backing.prepare_store(admitted, req_context, offer)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
@@ -122,9 +122,8 @@ class ReferenceFilter(HostOffloadingManager):
     def shutdown(self) -> None:
         self.backing.shutdown()
 
-    @property
-    def num_blocks(self) -> int:
-        return self.backing.num_blocks
+    def most_blocks(self, key: OffloadKey | None = None) -> int:
+        return self.backing.most_blocks(key)
 
     @property
     def num_removed(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import ConfigError, LookupState, MissReason, OffloadingManager, ReqContext
+from kvoffload.abc import ConfigError, LookupState, MissReason, Offer, OffloadingManager, ReqContext
 from kvoffload.cache import admission
 from kvoffload.cache.admission import FilterReusedOffloadingManager, ReuseFilter, tracker_size
 from kvoffload.cache.manager import LRUOffloadingManager
@@ -322,7 +322,7 @@ def test_what_was_stored_before_can_be_loaded_whatever_the_counts_say() -> None:
     assert manager.lookup_each(keys("ac"), R1).tolist() == [LookupState.HIT, LookupState.MISS]
     manager.prepare_load(keys("ab"), R1)
     manager.complete_load(keys("ab"), R1)
-    assert (manager.num_blocks, manager.take_counts()["pool_used_blocks"]) == (2, 2)
+    assert (manager.most_blocks(), manager.take_counts()["pool_used_blocks"]) == (2, 2)
 
 
 def test_a_key_kept_out_is_explained() -> None:
@@ -351,7 +351,7 @@ def test_a_key_that_the_tracker_has_forgotten_is_distinguished_from_one_that_was
     assert reason(manager, "a") is MissReason.FORGOTTEN, "three requests have asked, and the tracker knows of one"
     assert manager.explain_miss(keys("a")[0]).age_s is not None
     assert reason(manager, "b") is MissReason.NOT_ADMITTED
-    manager.prepare_store(keys("ac"), behind_refused=True)
+    manager.prepare_store(keys("ac"), offer=Offer.BEHIND_REFUSED)
     assert manager.explain_miss(keys("a")[0]).reason is MissReason.FORGOTTEN
 
 

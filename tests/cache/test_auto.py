@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvoffload.abc import LookupState, MissReason, OffloadingManager, OffloadKey
+from kvoffload.abc import LookupState, MissReason, Offer, OffloadingManager, OffloadKey
 from kvoffload.cache.keys import key_block_hash, key_hashes, make_offload_key, seem_of_several_groups, shared_names
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import tournament
@@ -240,7 +240,7 @@ def test_blocks_behind_a_refused_block_are_remembered_like_it() -> None:
         serve(manager, [100 * i, 100 * i + 1])
     new = list(range(5000, 5008))
     manager.touch([key(name) for name in new])
-    manager.prepare_store([key(name) for name in new], behind_refused=True)
+    manager.prepare_store([key(name) for name in new], offer=Offer.BEHIND_REFUSED)
     assert manager.explain_miss(key(5007)).reason is MissReason.NOT_ADMITTED
     serve(manager, new)
     assert manager.lookup([key(name) for name in new]) == 8

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.abc import Hints, MissReason, OffloadKey, ReqContext
+from kvoffload.abc import Hints, MissReason, Offer, OffloadKey, ReqContext
 from kvoffload.cache.duplicates import MAX_PASSED, Duplicates
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import BUILTIN, make_policy
@@ -138,7 +138,7 @@ def test_a_block_that_leaves_the_device_is_refused_if_others_are_worth_more() ->
     store_leaving(manager, "abcdefgh")
     manager.touch(keys("uvwxyz"))
     manager.end_chain(keys("uvwxyz"), ())
-    output = manager.store_leaving(keys("uvwxyz"))
+    output = manager.prepare_store(keys("uvwxyz"), offer=Offer.LEAVING)
     assert output is not None
     assert letters(output.refused_keys) == "vwxyz"
     assert letters(output.evicted_keys) == "h"
@@ -150,7 +150,7 @@ def test_a_block_that_leaves_the_device_is_refused_if_others_are_worth_more() ->
 
 
 def store_leaving(manager: PolicyOffloadingManager, names: str) -> None:
-    output = manager.store_leaving(keys(names))
+    output = manager.prepare_store(keys(names), offer=Offer.LEAVING)
     assert output is not None
     manager.complete_store(output.store_spec)
     manager.check_integrity()

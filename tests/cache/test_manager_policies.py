@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from kvoffload.abc import Access, CachePolicy, IntegrityError, OffloadingManager, OffloadKey, Slots
+from kvoffload.abc import Access, CachePolicy, IntegrityError, Offer, OffloadingManager, OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import BUILTIN, make_policy
@@ -224,10 +224,10 @@ def test_blocks_behind_a_refused_block_are_remembered_like_it(asked: bool) -> No
         for number in [*range(22)] * 3:
             used_three_times(manager, number)
         if asked:
-            manager.prepare_store(keys(CHAIN), behind_refused=True)
+            manager.prepare_store(keys(CHAIN), offer=Offer.BEHIND_REFUSED)
         manager.touch(keys(CHAIN))
         if is_recorded:
-            manager.prepare_store(keys(CHAIN), behind_refused=True)
+            manager.prepare_store(keys(CHAIN), offer=Offer.BEHIND_REFUSED)
             manager.check_integrity()
             manager.touch(keys(CHAIN))
         output = manager.prepare_store(keys(CHAIN))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.abc import Access, Eviction
+from kvoffload.abc import Access, Eviction, Offer
 from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, plain_key_hashes
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import auto, tournament
@@ -332,7 +332,7 @@ class Serving:
             )
             answers[-1] = found, answers[-1]
             if output is not None and output.refused_keys:
-                manager.prepare_store(chain[cut:], behind_refused=True)
+                manager.prepare_store(chain[cut:], offer=Offer.BEHIND_REFUSED)
             manager.end_chain(chain, stored)
             leases.append(None if output is None else output.store_spec)
         assert answers[0] == answers[1]

@@ -17,6 +17,7 @@ from kvoffload.abc import (
     LoadStoreSpec,
     LookupState,
     MissReason,
+    Offer,
     OffloadingManager,
     OffloadKey,
     ReqContext,
@@ -596,7 +597,7 @@ def test_blocks_on_the_device_count_for_their_tenant_and_are_in_no_order(policy:
         elif action == 5 and leases:
             host.complete_load(leases.pop(rng.randrange(len(leases))))
         else:
-            output = host.store_leaving(keys) if rng.random() < 0.7 else host.prepare_store(keys)
+            output = host.prepare_store(keys) if rng.random() < 0.7 else host.prepare_store(keys, offer=Offer.LEAVING)
             if output is not None:
                 losers = {
                     NAMES.index(OTHER if name[7:8] == b"o" else name[7:8].decode()) for name in output.evicted_keys
@@ -612,13 +613,13 @@ def test_blocks_on_the_device_count_for_their_tenant_and_are_in_no_order(policy:
 def test_blocks_on_the_device_do_not_raise_what_the_policy_of_their_tenant_may_hold() -> None:
     made = shares(8, (0, 0, 0), (4, 8, 8))
     host = PolicyOffloadingManager(HostBackend(16, 8), make_policy("lru", 8, made), device_blocks=4)
-    output = host.store_leaving(chain("a", 0, 4))
+    output = host.prepare_store(chain("a", 0, 4), offer=Offer.LEAVING)
     assert output is not None
     host.complete_store(output.store_spec)
     host.note_device(held=chain("a", 0, 2))
     own, seen = tenant_policy(host).tenants[0].policy, list[tuple[int, int]]()
     own.admit = lambda keys, shortage: seen.append((own.full, shortage))  # type: ignore[method-assign]
-    assert host.store_leaving(chain("a", 4, 4)) is not None
+    assert host.prepare_store(chain("a", 4, 4), offer=Offer.LEAVING) is not None
     assert seen == [(4, 2)]
 
 
@@ -627,7 +628,7 @@ def test_a_tenant_behind_a_device_has_what_it_knows_of_its_blocks() -> None:
     for _ in range(2):
         host.touch(chain("a", 0, 3))
         host.end_chain(chain("a", 0, 3), ())
-    output = host.store_leaving(chain("a", 0, 3))
+    output = host.prepare_store(chain("a", 0, 3), offer=Offer.LEAVING)
     assert output is not None
     host.complete_store(output.store_spec)
     own = tenant_policy(host).tenants[0].policy

@@ -10,6 +10,7 @@ from typing import Any
 from kvoffload.abc import (
     BlockHash,
     KVGroup,
+    Offer,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -76,11 +77,11 @@ class SpyManager(LRUOffloadingManager):
         super().end_chain(keys, stored, req_context, chain, found)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
-        if not behind_refused:
+        if offer is not Offer.BEHIND_REFUSED:
             self.asked_stores.append(list(keys))
-        return super().prepare_store(keys, req_context, behind_refused)
+        return super().prepare_store(keys, req_context, offer)
 
 
 @dataclass(eq=False)

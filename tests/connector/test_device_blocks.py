@@ -280,8 +280,8 @@ def test_what_was_stored_early_is_offered_again_only_if_its_copy_has_failed(has_
     rig.report(first)
     rig.report(early, failed=has_failed)
     offered: list[list[bytes]] = []
-    ask = rig.manager.store_leaving
-    rig.manager.store_leaving = lambda keys, context: offered.append(keys) or ask(keys, context)  # type: ignore[func-returns-value]
+    ask = rig.manager.prepare_store
+    rig.manager.prepare_store = lambda keys, context, offer: offered.append(keys) or ask(keys, context, offer)  # type: ignore[func-returns-value]
     del free[:2]
     # 2 and 3 leave.
     meta = rig.start(FakeRequest("c", prompt(8, start=600)), [2, 3])
@@ -579,7 +579,7 @@ def test_what_the_policy_refuses_is_not_lost() -> None:
     rig = rig_of()
     finish(rig, "a", prompt(8), [1, 2])
     nothing = rig.manager.backend.get_load_store_spec([], np.zeros(0, dtype=np.int64))
-    rig.manager.store_leaving = lambda keys, context: PrepareStoreOutput([], nothing, [], keys)
+    rig.manager.prepare_store = lambda keys, context, offer: PrepareStoreOutput([], nothing, [], keys)
     assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
     assert "lost_blocks" not in rig.half.metrics.snapshot()
 

@@ -18,6 +18,7 @@ from kvoffload.abc import (
     KVGroup,
     LoadStoreSpec,
     MissReason,
+    Offer,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -572,9 +573,9 @@ def ready_too_early(engine: ModelEngine) -> None:
     prepare = manager.prepare_store
 
     def ready_at_once(
-        keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+        keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
-        output = prepare(keys, req_context, behind_refused)
+        output = prepare(keys, req_context, offer)
         if output is not None:
             manager.complete_store(output.keys_to_store, req_context)
         return output

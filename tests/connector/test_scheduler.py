@@ -146,13 +146,6 @@ def test_an_id_may_be_used_again_when_its_request_has_ended(point: str) -> None:
     rig.manager.check_integrity()
 
 
-def test_has_pending_work_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    monkeypatch.setattr(type(rig.manager), "has_pending_writes", property(lambda manager: 1 // 0))
-    assert not rig.half.has_pending_work()
-    assert rig.half.off
-
-
 def test_switching_off_breaks_the_promises_that_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.store(prompt(8), "a")

@@ -15,14 +15,15 @@ from kvoffload.abc import (
     BlockNotPinnedError,
     BlockNotReadyError,
     BlockStatus,
-    HostOffloadingManager,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
     Miss,
     MissReason,
     Need,
+    Offer,
     OffloadingEvent,
+    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -38,7 +39,7 @@ def unique(keys: Iterable[OffloadKey]) -> list[OffloadKey]:
     return list(dict.fromkeys(keys))
 
 
-class ReferenceManager(HostOffloadingManager):
+class ReferenceManager(OffloadingManager):
     """Everything of a manager but the eviction order, which a subclass keeps in plain lists.
 
     ``blocks`` holds every key that can be found. ``leaving`` holds the blocks that were dropped while in transfer:
@@ -171,11 +172,11 @@ class ReferenceManager(HostOffloadingManager):
                 self.order_move(key, key in stored)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         to_store = [key for key in unique(keys) if self.held(key) is None]
         refused: list[OffloadKey] = []
-        if behind_refused:
+        if offer is Offer.BEHIND_REFUSED:
             for key in reversed(to_store):
                 self.order_refuse(key)
             return PrepareStoreOutput([], self.spec([]), [], to_store)
@@ -252,8 +253,7 @@ class ReferenceManager(HostOffloadingManager):
         self.leaving.clear()
         self.free_slots = list(range(self.capacity))
 
-    @property
-    def num_blocks(self) -> int:
+    def most_blocks(self, key: OffloadKey | None = None) -> int:
         return self.capacity
 
     @property

@@ -26,6 +26,7 @@ from kvoffload.abc import (
     LoadStoreSpec,
     LookupState,
     Need,
+    Offer,
     OffloadingEvent,
     OffloadKey,
     PrepareStoreOutput,
@@ -70,7 +71,7 @@ class EvictsItsOwnPrefix(ReferenceLRUManager):
 
 class EvictsThenGivesUp(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
@@ -83,7 +84,7 @@ class EvictsThenGivesUp(ReferenceLRUManager):
 
 class MovesBeforeItGivesUp(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None and self.order:
@@ -93,7 +94,7 @@ class MovesBeforeItGivesUp(ReferenceLRUManager):
 
 class EvictsOneMore(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is not None and output.evicted_keys and self.evictable(keys):
@@ -106,7 +107,7 @@ class EvictsOneMore(ReferenceLRUManager):
 
 class EvictsWithoutSaying(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         return output and PrepareStoreOutput(output.keys_to_store, output.store_spec, [])
@@ -122,7 +123,7 @@ class EvictsNewest(ReferenceLRUManager):
 
 class RefusesAnEmptyStore(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         return output if output and output.keys_to_store else None
@@ -130,7 +131,7 @@ class RefusesAnEmptyStore(ReferenceLRUManager):
 
 class ReadyTooEarly(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is not None:
@@ -226,7 +227,7 @@ class BecomingReadyMoves(ReferenceLRUManager):
 
 class DuplicateLeaksASlot(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         new = set() if output is None else set(output.keys_to_store)
@@ -240,7 +241,7 @@ class DuplicateLeaksASlot(ReferenceLRUManager):
 
 class SlotsInAnotherOrder(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
@@ -251,14 +252,14 @@ class SlotsInAnotherOrder(ReferenceLRUManager):
 
 class KeysInAnotherOrder(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         return super().prepare_store(sorted(keys))
 
 
 class StoresAgainWhatIsInFlight(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
@@ -423,7 +424,7 @@ class SaysItTwice(ReferenceLRUManager):
 
 class SaysReadyTooEarly(ReferenceLRUManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is not None:
@@ -507,7 +508,7 @@ class ForgetsOldTransfersOfAKey(ReferenceLRUManager):
     """Stores a key again while its old transfer runs: the old completion is taken for the new one's."""
 
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         old = {key: self.leaving.pop(key) for key in keys if key in self.leaving}
         output = super().prepare_store(keys)
@@ -614,7 +615,7 @@ class ARCTouchOfABlockBeingWrittenRaises(ReferenceARCManager):
 
 class ARCGivesUpBelowTarget(ReferenceARCManager):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         below = len(self.t1) < int(self.target_t1_size)
         if below and not set(self.t2) & self.evictable(keys) and not self.free_slots:
@@ -688,7 +689,7 @@ class CountsUpToTheFirstMiss(ReferenceFilter):
 
 class CountsStores(ReferenceFilter):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         self.count(keys, req_context)
         return super().prepare_store(keys)
@@ -702,7 +703,7 @@ class CountsDuplicates(ReferenceFilter):
 
 class LetsInOneTooEarly(ReferenceFilter):
     def prepare_store(
-        self, keys: Keys, req_context: Context = None, behind_refused: bool = False
+        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         return self.backing.prepare_store([key for key in keys if self.counts.get(key, 0) > 1])
 

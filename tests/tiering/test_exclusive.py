@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffload.abc import Hints, ReqContext
+from kvoffload.abc import Hints, Offer, ReqContext
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.tiering.manager import TierSettings
 from kvoffload.tiering.writes import WriteThrough
@@ -75,7 +75,7 @@ def test_a_block_on_the_device_that_the_tiers_hold_is_not_stored_until_it_leaves
     assert output is not None
     assert (output.keys_to_store, output.refused_keys) == ([], [])
     rig.manager.note_device(left=first)
-    output = rig.manager.store_leaving(first)
+    output = rig.manager.prepare_store(first, offer=Offer.LEAVING)
     assert output is not None
     assert output.keys_to_store == first
     rig.manager.complete_store(output.store_spec)
@@ -99,7 +99,7 @@ def test_a_block_that_a_tier_has_lost_is_stored_again() -> None:
 def leave(rig: Rig, keys: list[bytes]) -> None:
     """These blocks are stored because they leave the device."""
     rig.manager.note_device(left=keys)
-    output = rig.manager.store_leaving(keys)
+    output = rig.manager.prepare_store(keys, offer=Offer.LEAVING)
     assert output is not None
     rig.manager.complete_store(output.store_spec)
 

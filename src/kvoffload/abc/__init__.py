@@ -16,11 +16,12 @@ from kvoffload.abc.errors import (
 from kvoffload.abc.manager import (
     Admission,
     BlockDescription,
-    HostOffloadingManager,
     Need,
+    Offer,
     OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
+    TieredManager,
 )
 from kvoffload.abc.policy import Access, CachePolicy, Eviction
 from kvoffload.abc.tier import Ability, States, Tier, TierError, TierResult, TierStats
@@ -68,7 +69,6 @@ __all__ = [
     "Following",
     "HandedOver",
     "Hints",
-    "HostOffloadingManager",
     "IntegrityError",
     "KVBlocks",
     "KVGroup",
@@ -78,6 +78,7 @@ __all__ = [
     "Miss",
     "MissReason",
     "Need",
+    "Offer",
     "OffloadKey",
     "OffloadingEvent",
     "OffloadingManager",
@@ -96,6 +97,7 @@ __all__ = [
     "TierError",
     "TierResult",
     "TierStats",
+    "TieredManager",
     "Transfer",
     "TransferResult",
     "TransferSpec",

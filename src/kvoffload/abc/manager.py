@@ -109,6 +109,19 @@ class Need(enum.Enum):
     """The last one that is not certainly missing. The states of blocks before it may be MISS unless they are HIT."""
 
 
+class Offer(enum.Enum):
+    """Why blocks are offered to a manager, which stores those that it wants."""
+
+    COMPUTED = enum.auto()
+    """They were computed just now."""
+    BEHIND_REFUSED = enum.auto()
+    """They were computed, but a block before them in their chain was refused, so all that are absent are refused
+    too."""
+    LEAVING = enum.auto()
+    """They leave the device. They are stored whatever lower tiers hold, or refused, unless somebody waits for them
+    (``goes_on``)."""
+
+
 class OffloadingManager(ABC):
     """Keeps track of which blocks are offloaded, in which slots, and which may be evicted.
 
@@ -160,12 +173,10 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         """Allocates slots for those of ``keys`` that are absent and admitted. Evicts only ready blocks without a pin,
-        and none of ``keys``. Returns None, and changes nothing, if there is not enough room.
-
-        ``behind_refused``: a block before them in their chain was refused, so all that are absent are refused too."""
+        and none of ``keys``. Returns None, and changes nothing, if there is not enough room."""
 
     @abstractmethod
     def complete_store(
@@ -207,19 +218,6 @@ class OffloadingManager(ABC):
         ``stored``: the keys that the request has stored itself. Of the states, ``keys`` have those that the request has
         kept or used; ``chain`` is the whole chain, if that is more."""
 
-    @property
-    def wants_every_block(self) -> bool:
-        """Whether blocks are stored as soon as they are computed although host memory does not repeat the device,
-        because lower tiers are written from there."""
-        return False
-
-    def store_leaving(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> PrepareStoreOutput | None:
-        """Does the same as ``prepare_store`` for blocks that leave the device, whatever lower tiers hold. They may be
-        refused, unless somebody waits for them (``goes_on``)."""
-        return self.prepare_store(keys, req_context)
-
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
         """Tells what the engine's device cache holds, if blocks are stored when they leave it: the chain ``held``, head
         first, which was used just now, and none of ``left``. Of the blocks that it holds, those in host memory should
@@ -238,36 +236,19 @@ class OffloadingManager(ABC):
         them, nothing is promised, and the caller may ask again with fewer. By default there are no such tiers."""
         return HandedOver({}, 0)
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether ``expect`` has an effect."""
-        return False
-
-    def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """A request that waits in the engine's queue will ask for ``keys``, its chain. Blocks that only lower tiers
-        hold may be read before it does. Does nothing by default."""
-
-    @abstractmethod
     def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
         """Releases the blocks that were promoted for a request, because it has got its device blocks or has ended.
-        Returns, by name of the tier, the blocks that lower tiers have delivered for it."""
-
-    @abstractmethod
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Records that the engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
+        Returns, by name of the tier, the blocks that lower tiers have delivered for it, by default none."""
+        return {}
 
     # Steps.
 
-    @abstractmethod
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Handles results of other threads, and starts the reads that lookups have asked for. Called in every step, but
         never between a request's lookup and its allocation. While lower tiers read blocks for requests, or write, it
-        waits for them for at most ``timeout_s``. Returns whether a lookup may have another result now."""
-
-    @property
-    @abstractmethod
-    def has_pending_writes(self) -> bool:
-        """Whether lower tiers have work that needs further calls of ``poll``."""
+        waits for them for at most ``timeout_s``. Returns whether a lookup may have another result now. Does nothing by
+        default."""
+        return False
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -281,15 +262,10 @@ class OffloadingManager(ABC):
 
     # Capacity and removal.
 
-    @property
     @abstractmethod
-    def num_blocks(self) -> int:
-        """Capacity in blocks."""
-
-    def most_blocks(self, key: OffloadKey) -> int:
-        """Returns how many blocks the tenant of ``key``, of which the first bytes count, can have whatever other
-        tenants have: the capacity, if nothing is shared among tenants."""
-        return self.num_blocks
+    def most_blocks(self, key: OffloadKey | None = None) -> int:
+        """Returns the capacity in blocks, or how many the tenant of ``key``, of which the first bytes count, can have
+        whatever other tenants have."""
 
     @abstractmethod
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
@@ -310,20 +286,22 @@ class OffloadingManager(ABC):
         """Raises IntegrityError if the manager's state is inconsistent. Takes O(blocks)."""
 
 
-class HostOffloadingManager(OffloadingManager):
-    """The part of the contract that is the same for all managers without lower tiers."""
+class TieredManager(OffloadingManager):
+    """A manager with lower tiers, which are written from host memory.
 
-    def release_request(self, req_context: ReqContext) -> Mapping[str, Sequence[OffloadKey]]:
-        """Nothing is promoted."""
-        return {}
+    Blocks are therefore offered to it as soon as they are computed, even if host memory does not repeat the device.
+    """
 
+    @abstractmethod
+    def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """A request that waits in the engine's queue will ask for ``keys``, its chain. Blocks that only lower tiers
+        hold may be read before it does."""
+
+    @abstractmethod
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Loading from host memory is always faster than computing."""
-
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Blocks become ready only when the scheduler half says so."""
-        return False
+        """Records that the engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
 
     @property
+    @abstractmethod
     def has_pending_writes(self) -> bool:
-        return False
+        """Whether lower tiers have work that needs further calls of ``poll``."""

@@ -19,13 +19,14 @@ from kvoffload.abc import (
     BlockStatus,
     CachePolicy,
     ConfigError,
-    HostOffloadingManager,
     IntegrityError,
     LoadStoreSpec,
     Miss,
     MissReason,
     Need,
+    Offer,
     OffloadingEvent,
+    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -67,7 +68,7 @@ class StoreAll(Admission):
         return Miss(MissReason.NEVER_STORED)
 
 
-class PolicyOffloadingManager(HostOffloadingManager):
+class PolicyOffloadingManager(OffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
     With ``must_store`` the policy may refuse new blocks only when they leave the device. ``admission``, if given,
@@ -178,17 +179,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
     # Stores.
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
-    ) -> PrepareStoreOutput | None:
-        return self._prepare_store(keys, req_context, behind_refused, self._must_store)
-
-    def store_leaving(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> PrepareStoreOutput | None:
-        return self._prepare_store(keys, req_context, False, False)
-
-    def _prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None, behind_refused: bool, must_store: bool
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         present, absent, homes = self.table.split(keys)
         # What its tenant pays for, or somebody waits for, is stored, whatever it seems to be worth.
@@ -196,13 +187,14 @@ class PolicyOffloadingManager(HostOffloadingManager):
         is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
         is_wanted = is_retained or (req_context is not None and req_context.goes_on)
         new_keys, refused = (absent, []) if is_wanted else self.admission.sift(absent)
-        if behind_refused:
+        if offer is Offer.BEHIND_REFUSED:
             self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
             self.policy.refuse(new_keys[::-1])
             nothing = self.backend.get_load_store_spec([], NO_SLOTS)
             return PrepareStoreOutput([], nothing, [], [*new_keys, *refused])
         tail_first, worthless = new_keys[::-1], []
-        admitted = None if must_store or is_wanted else self.room.admitted(tail_first)
+        may_refuse = not is_wanted and (offer is Offer.LEAVING or not self._must_store)
+        admitted = self.room.admitted(tail_first) if may_refuse else None
         if admitted is not None and len(admitted) != len(tail_first):
             raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
         if admitted is not None and not admitted.all():
@@ -305,8 +297,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         """Blocks that ``prepare_store`` could make room for now, of all tenants together."""
         return self.backend.get_num_free_blocks() + self.table.num_evictable
 
-    def most_blocks(self, key: OffloadKey) -> int:
-        return self.room.most_blocks(key)
+    def most_blocks(self, key: OffloadKey | None = None) -> int:
+        return self.num_blocks if key is None else self.room.most_blocks(key)
 
     # The eviction order.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvoffload.abc import MissReason, OffloadingManager, OffloadKey, ReqContext, TransferSpec
+from kvoffload.abc import MissReason, Offer, OffloadingManager, OffloadKey, ReqContext, TieredManager, TransferSpec
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
@@ -72,8 +72,8 @@ class LeavingBlocks:
         slot_bytes: Sequence[int],
     ) -> None:
         self.device = device
-        self.piece_blocks = piece_blocks(manager.num_blocks)
-        self._manager = manager
+        self.piece_blocks = piece_blocks(manager.most_blocks())
+        self._manager, self._has_tiers = manager, isinstance(manager, TieredManager)
         self._layout = layout
         self._jobs = jobs
         self._misses = misses
@@ -113,7 +113,7 @@ class LeavingBlocks:
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
         keys = self.device.clear()
-        if not self._manager.wants_every_block:
+        if not self._has_tiers:
             self._misses.record(keys, MissReason.RESET)
         self.note_left(keys)
 
@@ -188,7 +188,7 @@ class LeavingBlocks:
     def _lose(self, blocks: Sequence[HeldBlock]) -> None:
         """Counts blocks that have left the device and are not stored, unless host memory has them, or lower tiers were
         given them when they were computed."""
-        if self._manager.wants_every_block:
+        if self._has_tiers:
             return
         missing = (held[0] for held in blocks)
         keys = [key for key in missing if self._manager.explain_miss(key).reason is not MissReason.BEING_WRITTEN]
@@ -260,12 +260,12 @@ class LeavingBlocks:
     def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec], context: ReqContext | None) -> int:
         """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
         number."""
-        output = self._manager.store_leaving([held[0] for held in blocks], context)
+        output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
         if output is None:
             self._jobs.refused()
             self.device.forget_early(held[2] for held in blocks)
         while output is None and (blocks := blocks[: len(blocks) // 2]):
-            output = self._manager.store_leaving([held[0] for held in blocks], context)
+            output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
         if output is not None and output.refused_keys:
             refused = frozenset(output.refused_keys)
             self.device.refuse(held[2] for held in blocks if held[0] in refused)

@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey, Retained
+from kvoffload.abc import (
+    BlockDescription,
+    Miss,
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    Retained,
+    TieredManager,
+)
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.history import MAX_PENDING_EVENTS
 from kvoffload.cache.keys import key_group_idx
@@ -46,12 +55,12 @@ class _Prefill:
 class _Prefills:
     """Measures how long requests take to compute their prompts beside other requests."""
 
-    def __init__(self, clock: Callable[[], float], report: Callable[[int, float], None]) -> None:
-        """``report`` gets the tokens and the seconds of each prompt."""
+    def __init__(self, clock: Callable[[], float], manager: OffloadingManager) -> None:
+        """``manager`` is told of each prompt if it has lower tiers."""
         self.speed = MovingRate()
         """At which prompts are computed, in tokens per second."""
         self._clock = clock
-        self._report = report
+        self._manager = manager
         self._running: dict[str, _Prefill] = {}
 
     def begin(self, state: RequestState) -> None:
@@ -75,7 +84,8 @@ class _Prefills:
                 tokens = prefill.tokens - prefill.state.computed_at_load
                 if tokens >= MIN_PREFILL_SAMPLE:
                     seconds = self._clock() - prefill.since
-                    self._report(tokens, seconds)
+                    if isinstance(self._manager, TieredManager):
+                        self._manager.observe_prefill(tokens, seconds)
                     self.speed.add(tokens, seconds)
                     prefill.state.prefill = tokens, seconds
 
@@ -160,7 +170,7 @@ class RequestObserver:
         self._spans = spans
         self._clock = clock
         self._moved = moved
-        self.prefills = _Prefills(clock, manager.observe_prefill)
+        self.prefills = _Prefills(clock, manager)
         self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
         """Blocks that became loadable since events were last taken, each with a request that can describe it."""
         self._coming = _ComingBlocks()

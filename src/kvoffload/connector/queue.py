@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvoffload.abc import OffloadingManager, Request
+from kvoffload.abc import OffloadingManager, Request, TieredManager
 from kvoffload.connector.request import RequestState
 
 MAX_QUEUED = 1024
@@ -20,7 +20,7 @@ class QueuedRequests:
     requests with adapters, are left out."""
 
     def __init__(self, manager: OffloadingManager, make_state: Callable[[Request], RequestState]) -> None:
-        self._manager = manager
+        self._manager = manager if isinstance(manager, TieredManager) else None
         self._make_state = make_state
         self.requests: dict[str, Request] = {}
         """By id. Read only for others."""
@@ -30,7 +30,7 @@ class QueuedRequests:
         """Of those that the manager expects."""
 
     def add(self, request: Request) -> None:
-        if self._manager.reads_ahead and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
+        if self._manager is not None and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
             self.requests[request.request_id] = request
             self.new.append(request)
 
@@ -49,7 +49,7 @@ class QueuedRequests:
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
         num_left = NEW_PER_STEP
-        while self.new and num_left:
+        while self._manager is not None and self.new and num_left:
             request = self.new.popleft()
             if self.requests.get(request.request_id) is not request:
                 continue

@@ -25,6 +25,7 @@ from kvoffload.abc import (
     OffloadingManager,
     Request,
     ScheduledStep,
+    TieredManager,
 )
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.misses import MissMemory
@@ -158,7 +159,7 @@ class OffloadingConnectorScheduler:
         self.queued = QueuedRequests(manager, self._make_state)
         self._clock = clock
         self._next = UpcomingStep()
-        self.metrics.set("pool_blocks", manager.num_blocks)
+        self.metrics.set("pool_blocks", manager.most_blocks())
         self.metrics.set("off", 0)
 
     @property
@@ -440,7 +441,9 @@ class OffloadingConnectorScheduler:
     @guarded(lambda self: self._has_promises())
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request needs it to."""
-        return self._has_promises() or bool(self.jobs.jobs or self._next.finished) or self.manager.has_pending_writes
+        if self._has_promises() or self.jobs.jobs or self._next.finished:
+            return True
+        return isinstance(self.manager, TieredManager) and self.manager.has_pending_writes
 
     def _has_promises(self) -> bool:
         meta = self._next.meta

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from kvoffload.abc import (
     BoundaryState,
+    Offer,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     Retained,
+    TieredManager,
     TransferSpec,
 )
 from kvoffload.connector.due import DueList
@@ -45,8 +47,8 @@ class StorePlanner:
     Blocks are due when their tokens are known and computed. If the manager has no room for them, they are offered again
     in the next step. If it has refused a block of a request, those after it are not stored either.
 
-    With ``leaving``, host memory does not repeat the device: a block that is due is only noted there, unless the
-    manager wants every block, and is stored when it leaves the device. Blocks of requests with hints are stored at
+    With ``leaving``, host memory does not repeat the device: a block that is due is only noted there, unless there
+    are lower tiers, and is stored when it leaves the device. Blocks of requests with hints are stored at
     once, because hints concern blocks in host memory.
     """
 
@@ -61,7 +63,7 @@ class StorePlanner:
         self._layout = layout
         self.jobs = jobs
         self.leaving = leaving
-        self._is_late = leaving is not None and not manager.wants_every_block
+        self._is_late = leaving is not None and not isinstance(manager, TieredManager)
         self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
         self.server = secrets.token_hex(SERVER_CHARS // 2)
@@ -215,7 +217,8 @@ class StorePlanner:
             blocks = self._states_of(state, offered, self._keeper)
             keys = [block.key for block in blocks]
             is_refused = state.storing is Storing.REFUSED
-            output = self._manager.prepare_store(keys, state.context, is_refused) if keys else None
+            offer = Offer.BEHIND_REFUSED if is_refused else Offer.COMPUTED
+            output = self._manager.prepare_store(keys, state.context, offer) if keys else None
             if output is not None and not is_refused:
                 self._start([Due(state, 0, blocks, state.blocks.next_store)], output, specs)
                 # A state that was refused takes the place of no other.
@@ -288,7 +291,8 @@ class StorePlanner:
                 (single if is_single else chains).append(due)
                 continue
             if due.blocks:
-                self._manager.prepare_store([block.key for block in due.blocks], due.state.context, behind_refused=True)
+                keys = [block.key for block in due.blocks]
+                self._manager.prepare_store(keys, due.state.context, Offer.BEHIND_REFUSED)
             due.state.blocks.stored_up_to(due.next_store)
         specs: dict[int, TransferSpec] = {}
         if len(single) > 1:

@@ -32,6 +32,7 @@ from kvoffload.abc import (
     IntegrityError,
     Miss,
     MissReason,
+    Offer,
     OffloadingManager,
     OffloadKey,
     ReqContext,
@@ -520,7 +521,7 @@ class Run:
         stored, refused = self.store(due, context)
         output = chain[len(prompt) : self.capacity]
         if output and refused:
-            manager.prepare_store(output, context, behind_refused=True)
+            manager.prepare_store(output, context, Offer.BEHIND_REFUSED)
         elif output:
             # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
@@ -558,12 +559,11 @@ class Run:
         return ReqContext(str(request), hints=None if self.hints is None else self.hints(request))
 
     def store(
-        self, keys: list[OffloadKey], context: ReqContext | None, leaving: bool = False
+        self, keys: list[OffloadKey], context: ReqContext | None, offer: Offer = Offer.COMPUTED
     ) -> tuple[Sequence[OffloadKey], bool]:
-        """Returns which of ``keys`` the host has stored, and whether it refused any. ``leaving``: they leave the
-        device."""
+        """Returns which of ``keys`` the host has stored, and whether it refused any."""
         manager = self.manager
-        output = manager.store_leaving(keys) if leaving else manager.prepare_store(keys, context)
+        output = manager.prepare_store(keys, context, offer)
         if output is None:
             return (), False
         stored, lease = output.keys_to_store, output.store_spec
@@ -701,7 +701,7 @@ class ExclusiveRun(Run):
                 manager.note_device(held=loading[start:end])
         self._leave(left[num_loaded:], computed)
         has_hints = context is not None and context.hints is not None
-        is_stored = manager.wants_every_block or has_hints
+        is_stored = self.tier is not None or has_hints
         stored = self.store(chain[: self.capacity], context)[0] if is_stored else ()
         self.end(chain, stored, context)
         if not has_hints:
@@ -716,9 +716,9 @@ class ExclusiveRun(Run):
         lost = self._keys([block for block in reversed(left) if block in noted and block not in computed])
         noted.difference_update(left)
         absent = [key for key in lost if key not in host.table]
-        if (room := host.num_available_blocks) < len(absent) and not manager.wants_every_block:
+        if (room := host.num_available_blocks) < len(absent) and self.tier is None:
             host.history.misses.record(absent[room:], MissReason.NO_ROOM)
-        self.store(absent[:room], None, leaving=True)
+        self.store(absent[:room], None, Offer.LEAVING)
 
     def _keys(self, blocks: list[int]) -> list[OffloadKey]:
         return self.trace.keys_of(np.array(blocks, dtype=np.int64)) if blocks else []

@@ -88,7 +88,7 @@ class Stores:
         self._jobs = jobs
         self._block_bytes = block_bytes
         self._clock = clock
-        self.max_staged = max(1, int(manager.num_blocks * STORE_SHARE))
+        self.max_staged = max(1, int(manager.most_blocks() * STORE_SHARE))
         """Blocks that may be staged at the same time."""
         self._max_batch = max(1, min(self.max_staged // 4, BATCH_BYTES // block_bytes, MAX_BATCH))
         self._queue: deque[BridgeJob | RequestEnd] = deque()

@@ -23,8 +23,8 @@ from kvoffload.abc import (
     Miss,
     MissReason,
     Need,
+    Offer,
     OffloadingEvent,
-    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -32,6 +32,7 @@ from kvoffload.abc import (
     RetainRefusal,
     States,
     Tier,
+    TieredManager,
 )
 from kvoffload.abc.tier import HIT, PENDING, RETRY
 from kvoffload.cache.bills import MovedBytes
@@ -95,7 +96,7 @@ class TieringSettings:
         return self.groups or [KVGroup(1)] * len(self.tokens_per_block)
 
 
-class TieredOffloadingManager(OffloadingManager):
+class TieredOffloadingManager(TieredManager):
     """A manager with ``host`` in front of ``tiers``, the fastest first.
 
     Chains that requests touch or store are written through to every tier, see WriteThrough. A lookup that finds blocks
@@ -315,12 +316,9 @@ class TieredOffloadingManager(OffloadingManager):
                 self._unwritten.of_tiers[tier.index].add(lacking)
         return HandedOver(places, most)
 
-    @property
-    def reads_ahead(self) -> bool:
-        return not self._steps.is_off
-
     def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.prefetcher.expect_now(keys, req_context)
+        if not self._steps.is_off:
+            self.prefetcher.expect_now(keys, req_context)
 
     def _retain_in(
         self, tier: TierState, keys: Sequence[OffloadKey], session: int | None, seconds: float
@@ -337,23 +335,14 @@ class TieredOffloadingManager(OffloadingManager):
         return refusal
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, behind_refused: bool = False
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, offer: Offer = Offer.COMPUTED
     ) -> PrepareStoreOutput | None:
         hints = None if req_context is None else req_context.hints
         is_promised = req_context is not None and (req_context.goes_on or (hints is not None and hints.retain_s))
-        if self.host.is_behind_device and keys and not is_promised:
+        if self.host.is_behind_device and keys and offer is not Offer.LEAVING and not is_promised:
             # What leaves the device is stored then. Before, only the tiers need it.
             keys = list(compress(keys, (~self._are_written(keys)).tolist()))
-        return self.host.prepare_store(keys, req_context, behind_refused)
-
-    @property
-    def wants_every_block(self) -> bool:
-        return True
-
-    def store_leaving(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> PrepareStoreOutput | None:
-        return self.host.store_leaving(keys, req_context)
+        return self.host.prepare_store(keys, req_context, offer)
 
     def note_device(self, held: Sequence[OffloadKey] = (), left: Sequence[OffloadKey] = ()) -> None:
         """Of what the device holds, blocks leave the host first when all tiers have them."""
@@ -459,11 +448,7 @@ class TieredOffloadingManager(OffloadingManager):
             tier.writes.close()
         self.host.shutdown()
 
-    @property
-    def num_blocks(self) -> int:
-        return self.host.num_blocks
-
-    def most_blocks(self, key: OffloadKey) -> int:
+    def most_blocks(self, key: OffloadKey | None = None) -> int:
         return self.host.most_blocks(key)
 
     @property
