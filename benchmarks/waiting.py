@@ -53,21 +53,16 @@ _numbers = itertools.count()
 class StubTier(Tier):
     """Answers by the first byte of a key. Reads end when ``finish`` says so, writes at once. Copies nothing."""
 
+    block_bytes = 4096
+
     def __init__(self, name: str, knows: bool) -> None:
         self.name = name
         self._knows = knows
         self._reading: dict[OffloadKey, None] = {}
         self._ended: list[TierResult] = []
 
-    @property
-    def block_bytes(self) -> int:
-        return 4096
-
     def stats(self) -> TierStats:
         return TierStats()
-
-    def take_evicted(self) -> list[OffloadKey]:
-        return []
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         states = {HELD: LookupState.HIT, UNKNOWN: LookupState.RETRY}

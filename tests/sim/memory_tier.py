@@ -53,6 +53,7 @@ class MemoryTier(Tier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pools = pools
+        self.block_bytes = sum(pool.shape[1] for pool in pools)
         self.max_blocks = num_blocks
         self.executor = executor or SteppedExecutor(clock=clock)
         self.clock = clock
@@ -65,10 +66,6 @@ class MemoryTier(Tier):
         self.is_closed = False
         self._left: deque[OffloadKey] | None = None
         """Blocks that have left since the last ``take_evicted``, the newest; None before the first."""
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(pool.shape[1] for pool in self.pools)
 
     def stats(self) -> TierStats:
         size = self.block_bytes

@@ -46,6 +46,7 @@ class PlainSharedTier(Tier):
     ) -> None:
         self.client = client
         self.pools = pools
+        self.block_bytes = sum(pool.shape[1] for pool in pools)
         self.executor = executor or SteppedExecutor(clock=clock)
         self.clock = clock
         self.fingerprint = fingerprint
@@ -64,10 +65,6 @@ class PlainSharedTier(Tier):
         self.ended: deque[TierResult] = deque()
         self.is_off = False
         """After a reset or the end."""
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(pool.shape[1] for pool in self.pools)
 
     def stats(self) -> TierStats:
         return TierStats()
@@ -124,9 +121,6 @@ class PlainSharedTier(Tier):
 
     def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
         pass
-
-    def take_evicted(self) -> list[OffloadKey]:
-        return []
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:

@@ -109,9 +109,9 @@ RESULT_LIES: dict[str, Sequence[Any]] = {
     "begun": [each for each in NUMBERS if each not in (0.5, -1)],
     "ended": [each for each in NUMBERS if each not in (0.5, -1)],
 }
-SELDOM_ASKED = {"check_integrity", "wait", "close", "give_up_retained", "hand_over", "look_for"}
+SELDOM_ASKED = {"check_integrity", "wait", "close", "hand_over", "look_for"}
 """What ``use`` does not call."""
-NO_ANSWER = {"look_for", "touch", "delete", "give_up_retained", "reset", "wait", "close", "check_integrity"}
+NO_ANSWER = {"look_for", "touch", "delete", "reset", "wait", "close", "check_integrity"}
 
 
 class Liar:
@@ -224,10 +224,10 @@ def test_a_method_that_raises_switches_the_tier_off_and_nothing_else(
 
 
 def test_a_tier_that_raises_when_it_is_to_give_up_blocks_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(retain=lambda *args: None, give_up_retained=boom)
+    rig = Rig(retain=lambda keys, session, seconds: None if seconds else boom())
     assert rig.manager.retain(chain("x", 2), ReqContext("r", hints=Hints(7, retain_s=1.0))).tier == "memory"
     use(rig)
-    assert "give_up_retained of the" in caplog.text
+    assert "retain of the" in caplog.text
     assert_only_one_is_lost(rig, caplog.text)
 
 

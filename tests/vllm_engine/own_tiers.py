@@ -39,7 +39,6 @@ class FolderTier(Tier):
     """Keeps each block in a file whose name is its key: a checksum, then the bytes of all ranks. Bounds nothing."""
 
     name = "folder"
-    block_bytes = 0
 
     def __init__(self, path: Path, pools: Sequence[ByteArray]) -> None:
         path.mkdir(exist_ok=True)
@@ -51,9 +50,6 @@ class FolderTier(Tier):
 
     def stats(self) -> TierStats:
         return TierStats(num_blocks=len(self.held))
-
-    def take_evicted(self) -> list[OffloadKey]:
-        return []
 
     def contains(self, keys: Sequence[OffloadKey], ahead: Sequence[OffloadKey] = ()) -> States:
         return np.array([key in self.held for key in keys], dtype=np.uint8)

@@ -111,16 +111,13 @@ class Tier(ABC):
 
     name: str
     """For logs and metrics. Distinct among the tiers of a manager."""
+    block_bytes: int
+    """Bytes that one block takes in the medium; does not change."""
     is_shared: bool = False
     """Whether other processes use the same blocks. New weights in one process then delete nothing: the process stops
     using the tier until it is started again."""
     num_failed_lookups: int = 0
     """Lookups since the start that have failed, one per attempt to ask the medium."""
-
-    @property
-    @abstractmethod
-    def block_bytes(self) -> int:
-        """Bytes that one block takes in the medium; does not change."""
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -169,8 +166,10 @@ class Tier(ABC):
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         """Keeps ``keys``, the chain of a request, head first, for ``seconds`` from now on, also over restarts; each
         block until the latest time for which that was asked. They are charged to their tenant. Blocks that are written
-        later are kept from then on. 0 seconds: ends what it keeps for the session and nobody else. Returns why not, and
-        changes nothing then. By default a tier retains nothing."""
+        later are kept from then on. Returns why not, and changes nothing then. By default a tier retains nothing.
+
+        0 seconds: ends what it keeps for the session and nobody else. Those of ``keys`` that it has not got will not be
+        written: they are charged no more, and count as lost."""
         return RetainRefusal.NO_QUOTA
 
     def hand_over(self, keys: Sequence[OffloadKey]) -> str:
@@ -184,11 +183,6 @@ class Tier(ABC):
         ``contains`` always knows."""
         return None
 
-    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        """Those of ``keys`` that it is to retain and has not got will not be written: they are charged no more, and
-        count as lost. By default a tier retains nothing."""
-        return None
-
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared
@@ -199,13 +193,13 @@ class Tier(ABC):
         """No key is held from now on, and no later process finds any that was held until now. A shared tier deletes
         nothing: it holds nothing for this process from now on, and takes nothing on."""
 
-    @abstractmethod
     def take_evicted(self) -> list[OffloadKey]:
         """Returns the keys of blocks that were evicted or lost since the last call, for events, also those that a reset
         has dropped from a tier that is not shared. Blocks that were deleted, and those of which ``poll`` has said that
         they are CORRUPT or GONE, may be among them. Called only if events are on: first when the tier is taken into
         use, then after each ``poll``. A tier that has not been asked yet keeps nothing for it, and the keys that it
-        keeps are bounded."""
+        keeps are bounded. By default there are no such events."""
+        return []
 
     @abstractmethod
     def poll(self) -> list[TierResult]:

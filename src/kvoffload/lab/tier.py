@@ -34,7 +34,7 @@ class CatalogTier(Tier):
         """Blocks."""
         self._catalog = Catalog(capacity, block_bytes, policy, clock, shares=shares)
         self._capacity = capacity
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._clock = clock
         self._write_seconds = 1 / blocks_per_s
         self._reads: list[tuple[OffloadKey, int]] = []
@@ -42,12 +42,8 @@ class CatalogTier(Tier):
         self._writes: deque[tuple[float, OffloadKey, int]] = deque()
         """Blocks that are being written, each after the time at which that ends."""
 
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
-
     def stats(self) -> TierStats:
-        size, num_blocks = self._block_bytes, self._catalog.num_blocks
+        size, num_blocks = self.block_bytes, self._catalog.num_blocks
         return TierStats(self._capacity * size, num_blocks, num_blocks * size, self._catalog.num_evicted)
 
     def tenant_uses(self) -> Sequence[TenantUse]:
@@ -79,9 +75,6 @@ class CatalogTier(Tier):
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
         return self._catalog.retain(keys, session, seconds)
 
-    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        self._catalog.retention.give_up(keys)
-
     def take_evicted(self) -> list[OffloadKey]:
         return self._catalog.take_removed()
 
@@ -102,7 +95,7 @@ class CatalogTier(Tier):
         gone = catalog.end_reads(keys, slots, all_good) if is_read else catalog.end_writes(slots, all_good)
         now, dropped = self._clock(), set(gone.tolist())
         return [
-            TierResult(key, is_read, TierError.GONE if slot in dropped else None, self._block_bytes, 0.0, now, now)
+            TierResult(key, is_read, TierError.GONE if slot in dropped else None, self.block_bytes, 0.0, now, now)
             for key, slot in ended
         ]
 

@@ -61,16 +61,12 @@ class GuardedTier(Tier):
         self.name = type(tier).__name__
         self.name = self._ask("name", self.name, _check_name)
         self.is_shared = self._ask("is_shared", False, _check_flag)
-        self._block_bytes = self._ask("block_bytes", 1, _check_count)
+        self.block_bytes = self._ask("block_bytes", 1, _check_count)
         self._stats = TierStats(is_connected=False)
         """The latest that it has answered."""
         self._under_way: set[tuple[OffloadKey, bool]] = set()
         """Key and direction of each transfer that ``poll`` has not reported yet."""
         self.events = TierEvents(self) if enable_events else None
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
 
     def stats(self) -> TierStats:
         self._stats = self._ask("stats", self._stats, _check_stats)
@@ -110,9 +106,6 @@ class GuardedTier(Tier):
 
     def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
         self._ask("look_for", None, None, keys, place, pause_s)
-
-    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        self._ask("give_up_retained", None, None, keys)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._ask("delete", None, None, keys)

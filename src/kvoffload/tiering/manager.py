@@ -317,8 +317,7 @@ class TieredOffloadingManager(TieredManager):
         return HandedOver(places, most)
 
     def expect(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        if not self._steps.is_off:
-            self.prefetcher.expect_now(keys, req_context)
+        self.prefetcher.expect_now(keys, req_context)
 
     def _retain_in(
         self, tier: TierState, keys: Sequence[OffloadKey], session: int | None, seconds: float

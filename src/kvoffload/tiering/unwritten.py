@@ -130,7 +130,7 @@ class PromisedBlocks:
         lost = [key for key in keys if key in self.deadlines]
         if lost:
             self.written(lost)
-            self._tier.give_up_retained(lost)
+            self._tier.retain(lost, None, 0.0)
 
     def late(self) -> list[OffloadKey]:
         """Returns the blocks that were not written in time."""

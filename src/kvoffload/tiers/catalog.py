@@ -206,6 +206,7 @@ class Catalog:
         retention = self.retention
         if seconds > 0:
             return retention.retain(keys, session, seconds)
+        retention.give_up(keys)
         if session is not None:
             retention.end(session)
         return None

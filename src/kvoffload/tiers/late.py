@@ -179,7 +179,7 @@ class LateTier(Tier):
     def __init__(self, opener: Opener, block_bytes: int, *, is_shared: bool) -> None:
         self.name, self.is_shared = opener.name, is_shared
         self._opener = opener
-        self._standby, self._block_bytes = TierStats(0, 0, 0, is_connected=False), block_bytes
+        self._standby, self.block_bytes = TierStats(0, 0, 0, is_connected=False), block_bytes
         self._tier: Tier | None = None
         self._is_given_up = False
         """Whether the tier has lost its files, and its jobs are waited for."""
@@ -202,7 +202,7 @@ class LateTier(Tier):
             self._deleted.clear()
             if self._has_events:
                 tier.take_evicted()
-            self._tier = tier
+            self._tier, self.block_bytes = tier, tier.block_bytes
         return self._tier
 
     def _leave_vanished(self, tier: RenewableTier) -> None:
@@ -227,10 +227,6 @@ class LateTier(Tier):
 
     def _count_evicted(self, num_blocks: int) -> None:
         self._standby = self._standby._replace(num_evicted=self._standby.num_evicted + num_blocks)
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes if self._tier is None else self._tier.block_bytes
 
     def stats(self) -> TierStats:
         if self._tier is None:
@@ -272,10 +268,6 @@ class LateTier(Tier):
     def look_for(self, keys: Sequence[OffloadKey], place: str, pause_s: float) -> None:
         if self._tier is not None:
             self._tier.look_for(keys, place, pause_s)
-
-    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        if self._tier is not None:
-            self._tier.give_up_retained(keys)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         if self._tier is not None:

@@ -124,6 +124,15 @@ def test_a_retention_that_has_ended_early_is_not_there_after_a_restart(rig: Time
     assert rig.present(10) == [3, 4]
 
 
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_what_will_not_be_written_is_charged_no_more(rig: TimedRig, is_read_only: bool) -> None:
+    rig.tier.retain(keys(1, 20, 21), 7, 100.0)
+    rig.tier.files.read_only = is_read_only
+    rig.tier.retain(keys(1, 20), None, 0.0)
+    (use,) = rig.tier.tenant_uses()
+    assert (use.num_retained, use.num_retained_lost) == (2, 1)
+
+
 def test_a_smaller_budget_drops_other_blocks_first(rig: TimedRig) -> None:
     rig.tier.retain(keys(1, 2), 7, 100.0)
     rig.flood()

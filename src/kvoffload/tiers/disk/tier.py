@@ -103,7 +103,7 @@ class DiskTier(RenewableTier):
             self._new_generation,
             settings.with_journal,
         )
-        num_slots = self.files.num_slots
+        num_slots, self.block_bytes = self.files.num_slots, self.files.layout.block_bytes
         try:
             shares = None if settings.shares is None else settings.shares(num_slots, self.block_bytes)
             self.catalog = Catalog(num_slots, self.block_bytes, settings.policy, clock, grows=True, shares=shares)
@@ -187,10 +187,6 @@ class DiskTier(RenewableTier):
         last, last_found = now + MAX_RETAIN_S, now + MAX_RETAIN_S + MAX_CLOCK_STEP_S
         untils = {keys[i]: retained_until(keys[i], int(marks[i])) for i in np.flatnonzero(marks).tolist()}
         return {key: min(until, last) for key, until in untils.items() if now < until <= last_found}
-
-    @property
-    def block_bytes(self) -> int:
-        return self.files.layout.block_bytes
 
     def stats(self) -> TierStats:
         catalog, files = self.catalog, self.files
@@ -341,15 +337,12 @@ class DiskTier(RenewableTier):
             self._recency.note_use(slots)
 
     def retain(self, keys: Sequence[OffloadKey], session: int | None, seconds: float) -> RetainRefusal | None:
-        if self._closed or self.files.read_only:
+        if self._closed or (seconds > 0 and self.files.read_only):
             return RetainRefusal.NO_QUOTA
         refusal = self.catalog.retain(keys, session, seconds)
         self._note_retained()
         self._maintenance.submit()
         return refusal
-
-    def give_up_retained(self, keys: Sequence[OffloadKey]) -> None:
-        self.catalog.retention.give_up(keys)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._maintenance.empty_records(self.catalog.drop(keys))

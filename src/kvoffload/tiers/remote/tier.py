@@ -57,8 +57,8 @@ class RemoteTier(Tier):
         random: Callable[[], float] = random_module.random,
     ) -> None:
         self.name = name
-        self._block_bytes = RECORD_BYTES + payload_bytes
-        self._max_moving = max(1, min(MAX_MOVING_BLOCKS, MAX_MOVING_BYTES // self._block_bytes))
+        self.block_bytes = RECORD_BYTES + payload_bytes
+        self._max_moving = max(1, min(MAX_MOVING_BLOCKS, MAX_MOVING_BYTES // self.block_bytes))
         self._clock = clock
         self._link = StoreLink(channel, name, clock, random)
         self._presence = PresenceCache()
@@ -72,10 +72,6 @@ class RemoteTier(Tier):
         self._is_off = False
         """Whether the tier was closed or reset: nothing is held or taken on any more."""
         self._link.poll()
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
 
     def stats(self) -> TierStats:
         return TierStats(is_connected=self._link.is_ready)
@@ -136,7 +132,7 @@ class RemoteTier(Tier):
         fits = self._presence.states(keys, self._clock()) != refused
         chosen = [i for i in np.flatnonzero(fits).tolist() if self._may_move(keys[i])]
         del chosen[max(0, self._max_moving - len(moving)) :]
-        step = max(1, REQUEST_BYTES // self._block_bytes)
+        step = max(1, REQUEST_BYTES // self.block_bytes)
         taken: list[OffloadKey] = []
         for start in range(0, len(chosen), step):
             part = chosen[start : start + step]
@@ -198,7 +194,7 @@ class RemoteTier(Tier):
             is_wanted = self._moving[op].pop(key)
             self._note_end(op, key, status, is_wanted)
             error = _ERRORS.get(status) if is_wanted else TierError.GONE
-            nbytes = self._block_bytes if status is Status.OK and is_wanted else 0
+            nbytes = self.block_bytes if status is Status.OK and is_wanted else 0
             results.append(TierResult(key, op is Op.READ, error, nbytes, seconds, begun, ended))
         return results
 

@@ -112,6 +112,7 @@ class SharedDirTier(Tier):
         except BaseException:
             on.executor.close(0.0)
             raise
+        self.block_bytes = self.own.block_bytes
         self._renewal = Renewal(self._open_writer, on.clock)
         self._num_evicted_before = 0
         """Blocks evicted from seats that were lost."""
@@ -219,10 +220,6 @@ class SharedDirTier(Tier):
 
     def most_blocks(self, key: OffloadKey) -> int:
         return self.own.most_blocks(key)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.own.block_bytes
 
     @property
     def is_busy(self) -> bool:
