@@ -215,6 +215,16 @@ def test_switching_off_reports_a_load_in_pieces() -> None:
     assert case.rig.step().broken_loads == {"b": case.ids}, "the worker waits for the piece in progress"
 
 
+@pytest.mark.parametrize("method", ["complete_store", "complete_load"])
+def test_an_error_in_the_report_of_a_piece_reports_its_load(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it comes from the piece itself, or from a store before it."""
+    case = InPieces()
+    monkeypatch.setattr(case.rig.manager, method, None)
+    case.rig.report(*case.meta.stores, *case.meta.loads)
+    assert case.rig.half.off
+    assert case.rig.step().broken_loads == {"b": case.ids}
+
+
 def test_another_request_waits_for_a_load_in_pieces() -> None:
     case = InPieces()
     case.go_on()

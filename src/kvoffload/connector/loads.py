@@ -99,7 +99,7 @@ class LoadPlanner:
             if not job.failed and self._jobs.is_current(job):
                 self._go_on(job, job.rest, upcoming)
                 return False
-            job.failed = True
+            job.failed, job.rest = True, None
             upcoming.break_load(job)
         metrics = self._observer.metrics
         self._jobs.changes.loads += 1
