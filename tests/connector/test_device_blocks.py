@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,7 +127,7 @@ class InPieces:
     """A host of 16 blocks that has 8 blocks of each of two chains, and a device that is full of a third one. The first
     chain is being loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: Collection[int] = ()) -> None:
         self.rig = rig_of()
         self.first, self.second, self.third = (prompt(8 * TOKENS, start=start) for start in (0, 500, 900))
         self.ids = list(range(1, 9))
@@ -136,7 +136,10 @@ class InPieces:
             self.rig.manager.complete_store(self.rig.manager.prepare_store(keys).store_spec)
         finish(self.rig, "a", self.third, self.ids)
         self.request = FakeRequest("b", [*self.first, 99])
-        self.meta = self.rig.load(self.request, ids=self.ids)
+        assert self.rig.look_up(self.request) == (8 * TOKENS, True)
+        self.rig.allocate(self.request, self.ids, 8 * TOKENS)
+        self.request.num_computed_tokens = 8 * TOKENS
+        self.meta = self.rig.half.build_connector_meta(ScheduledStep({}, written=written))
 
     def go_on(self, failed: bool = False) -> StepMeta:
         """The piece ends, and what leaves for it has been stored."""
@@ -182,6 +185,13 @@ def test_a_piece_that_fails_fails_its_load(num_before: int) -> None:
     assert case.rig.half.metrics.snapshot()["load_failures"] == 1
     assert not case.go_on().broken_loads
     case.rig.manager.check_integrity()
+
+
+def test_what_is_written_to_in_the_step_is_no_reason_for_pieces() -> None:
+    """It leaves the device at once."""
+    case = InPieces(written=range(1, 8))
+    assert [device_ids(spec) for spec in case.meta.loads.values()] == [case.ids]
+    assert not case.meta.pieces
 
 
 def test_the_last_piece_is_reported_by_the_workers() -> None:
