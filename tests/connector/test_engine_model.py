@@ -433,8 +433,8 @@ def test_host_memory_that_does_not_repeat_the_device() -> None:
 
 def test_a_load_of_several_groups_is_not_cut() -> None:
     hits = 0
-    for seed in range(4):
-        scenario = dataclasses.replace(exclusive(seed), groups=(KVGroup(2), KVGroup(4)), num_device_blocks=80)
+    for seed in range(3):
+        scenario = dataclasses.replace(exclusive(seed), groups=(KVGroup(2), KVGroup(4)), num_device_blocks=24)
         engine = ModelEngine(scenario, watch_the_device)
         engine.run()
         hits += engine.hits
