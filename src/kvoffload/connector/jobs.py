@@ -45,7 +45,8 @@ class Job:
     """Workers that have not reported it yet."""
     failed: bool = False
     rest: TransferSpec | None = None
-    """What a load in pieces copies behind the piece in progress. Each piece has an id of its own."""
+    """What a load in pieces copies behind the piece in progress. Each piece has an id of its own. As long as there is
+    something, the scheduler half must report the load if it fails."""
     fills: Sequence[int] = ()
     """The device blocks of a load, with all its pieces."""
 
@@ -60,6 +61,8 @@ class JobTable:
     """By job id."""
     keys_loading: dict[OffloadKey, int] = field(default_factory=dict)
     """Keys that are being loaded, and the number of loads that copy each."""
+    ended: list[Job] = field(default_factory=list)
+    """What the latest report has ended."""
 
     def add(self, job: Job) -> int:
         """Adds a new job and returns its id."""
@@ -82,7 +85,7 @@ class JobTable:
 
         Raises IntegrityError if a job was reported more often than there are workers.
         """
-        ended = []
+        self.ended = []
         for job_id, count in report.done.items():
             job = self.jobs.get(job_id)
             if job is None:
@@ -93,8 +96,8 @@ class JobTable:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.num_pending == 0:
                 self._remove(job_id)
-                ended.append(job)
-        return ended
+                self.ended.append(job)
+        return self.ended
 
     def fail(self, job_id: int) -> Job:
         """Ends a job that no worker has been given, and returns it."""

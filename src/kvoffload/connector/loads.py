@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -70,10 +71,12 @@ class LoadPlanner:
         self._observer.metrics.add("load_failures")
         return False
 
-    def cut(self, upcoming: UpcomingStep, leaving: LeavingBlocks) -> None:
-        """Begins with a piece of those loads of the next step for which many blocks leave the device."""
+    def cut(self, upcoming: UpcomingStep, leaving: LeavingBlocks, handed_out: Collection[int]) -> None:
+        """Begins with a piece of those loads of the next step for which many blocks leave the device. What has to leave
+        it in this step, because its device blocks may be written to before their piece, does not count."""
         for job_id, spec in list(upcoming.meta.loads.items()):
-            if len(self._layout.groups) == 1 and leaving.many_leave(spec.device.block_ids.tolist()):
+            device_blocks = [at for at in spec.device.block_ids.tolist() if at not in handed_out]
+            if len(self._layout.groups) == 1 and leaving.many_leave(device_blocks):
                 self._next_piece(job_id, self._jobs.jobs[job_id], spec, leaving.piece_blocks, upcoming)
 
     def _next_piece(self, job_id: int, job: Job, spec: TransferSpec, num_blocks: int, upcoming: UpcomingStep) -> None:
@@ -99,7 +102,7 @@ class LoadPlanner:
             if not job.failed and self._jobs.is_current(job):
                 self._go_on(job, job.rest, upcoming)
                 return False
-            job.failed = True
+            job.failed, job.rest = True, None
             upcoming.break_load(job)
         metrics = self._observer.metrics
         self._jobs.changes.loads += 1

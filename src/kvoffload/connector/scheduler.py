@@ -291,7 +291,7 @@ class OffloadingConnectorScheduler:
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
-            self.loads.cut(upcoming, leaving_blocks)
+            self.loads.cut(upcoming, leaving_blocks, handed_out)
             meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
             meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
