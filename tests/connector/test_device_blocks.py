@@ -259,11 +259,11 @@ def test_switching_off_reports_a_load_in_pieces() -> None:
     assert case.rig.step().broken_loads == {"b": case.ids}, "the worker waits for the piece in progress"
 
 
-@pytest.mark.parametrize("method", ["complete_store", "complete_load"])
-def test_an_error_in_the_report_of_a_piece_reports_its_load(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it comes from the piece itself, or from a store before it."""
+@pytest.mark.parametrize("name", ["complete_load", "note_device", "complete_store"])
+def test_a_load_in_pieces_is_not_lost_if_the_end_of_a_job_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = InPieces()
-    monkeypatch.setattr(case.rig.manager, method, None)
+    case.go_on()
+    monkeypatch.setattr(case.rig.manager, name, None)
     case.rig.report(*case.meta.stores, *case.meta.loads)
     assert case.rig.half.off
     assert case.rig.step().broken_loads == {"b": case.ids}

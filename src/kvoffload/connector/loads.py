@@ -86,15 +86,16 @@ class LoadPlanner:
         upcoming.meta.pieces[job_id] = [] if job.rest else list(job.fills)
 
     def _go_on(self, job: Job, rest: TransferSpec, upcoming: UpcomingStep) -> None:
-        """Gives back the host slots of a piece that was loaded, and adds the next one."""
+        """Adds the next piece, and gives back the host slots of the one that was loaded."""
         slots, num_left = job.lease.slots, len(rest.host.slots)
         num_read, start, end = len(slots) - num_left, len(job.keys) - len(slots), len(job.keys) - num_left
+        # First, so that the load is reported as failed if one of the others raises.
+        self._next_piece(self._jobs.add(job), job, rest, num_read, upcoming)
         self._manager.complete_load(replace(job.lease, slots=slots[:num_read]))
+        job.lease = rest.host
         if self._leaving is not None:
             first = rest.device.block_indices[0] - num_read
             self._leaving.arrived(job.states[0], first, job.keys[start:end], job.fills[start:end])
-        job.lease = rest.host
-        self._next_piece(self._jobs.add(job), job, rest, num_read, upcoming)
 
     def end_job(self, job: Job, upcoming: UpcomingStep) -> bool:
         """Ends a load that all workers have reported, or its piece in progress: then returns False."""
@@ -102,7 +103,7 @@ class LoadPlanner:
             if not job.failed and self._jobs.is_current(job):
                 self._go_on(job, job.rest, upcoming)
                 return False
-            job.failed, job.rest = True, None
+            job.failed = True
             upcoming.break_load(job)
         metrics = self._observer.metrics
         self._jobs.changes.loads += 1

@@ -355,8 +355,8 @@ class OffloadingConnectorScheduler:
         self.observer.reported(report)
         if self.stores.leaving is not None:
             self.stores.leaving.measure(report)
-        reported, ended = self.jobs.take_reports(report), list[Job]()
-        for job in reported:
+        ended: list[Job] = []
+        for job in self.jobs.take_reports(report):
             if job.is_store:
                 self.stores.jobs.end(job)
                 if job.failed and self.stores.leaving is not None:

@@ -49,9 +49,9 @@ class UpcomingStep:
     def break_off(self, jobs: JobTable, held: HeldRequests) -> None:
         """Loads and stores nothing more: promised loads and stores are reported as failed."""
         meta = self.meta
-        promised = [job for job_id, job in jobs.jobs.items() if job_id in meta.loads or job.rest is not None]
-        for job in (*promised, *(job for job in jobs.ended if job.rest is not None)):
-            self.break_load(job)
+        for job_id, job in jobs.jobs.items():
+            if job_id in meta.loads or job.rest is not None:
+                self.break_load(job)
         meta.loads, meta.pieces = {}, {}
         meta.stores = {}
         meta.fences = [job_id for job_id in meta.fences if job_id in jobs.jobs]
