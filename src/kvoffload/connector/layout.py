@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.abc import NOT_SET, BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
-from kvoffload.cache.keys import key_group_idx, make_offload_key, with_following
+from kvoffload.cache.keys import make_offload_key, num_of_group, with_following
 from kvoffload.connector.parts import Parts
 from kvoffload.tiering.plan import ChainLayout, last_resumable
 
@@ -161,7 +161,7 @@ class KeyLayout:
     def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
         """Returns how many tokens have KV in ``keys``, blocks of one chain: as many as those of one group with full
         attention, which has all of them, or of the first group if there is none."""
-        return sum(key_group_idx(key) == self.traced for key in set(keys)) * self.block_tokens[self.traced]
+        return num_of_group(set(keys), self.traced) * self.block_tokens[self.traced]
 
 
 class Block(NamedTuple):

@@ -541,12 +541,13 @@ class TierState:
         if failed != self._num_failed_lookups:
             self.read_health.lookups_failed(failed - self._num_failed_lookups, now)
             self._num_failed_lookups = failed
-        if self.has_transfers:
+        if self.reads or self.writes.writing:
             self.detect_hangs(now)
         if self.questions.asked_at:
             self.questions.expire(now)
-        self.read_health.breaker.update(now)
-        self.write_health.breaker.update(now)
+        for breaker in (self.read_health.breaker, self.write_health.breaker):
+            if breaker.state is BreakerState.OPEN:
+                breaker.update(now)
 
     def detect_hangs(self, now: float) -> None:
         """If the tier has ended no read, or no write, for a whole deadline, all of them are overdue, and that ability

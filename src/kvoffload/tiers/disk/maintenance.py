@@ -97,7 +97,8 @@ class Maintenance:
         self._stale: deque[tuple[int, int]] = deque(maxlen=files.num_slots)
         """Slots whose records must be emptied, each with its ``_num_given``: if that has changed since, another block
         was given the slot, and the old record went when that block was written."""
-        self._outcomes: deque[_Outcome] = deque()
+        self.outcomes: deque[_Outcome] = deque()
+        """Of tasks that have ended, for ``poll``."""
 
     # Growth.
 
@@ -183,8 +184,8 @@ class Maintenance:
     def poll(self) -> Slots:
         """Takes the outcomes of tasks that have ended. Returns new slots."""
         slots = _NO_SLOTS
-        while self._outcomes:
-            outcome = self._outcomes.popleft()
+        while self.outcomes:
+            outcome = self.outcomes.popleft()
             if outcome.task is None:
                 self._state = _Activity.IDLE if self._state is _Activity.BUSY else self._state
                 continue
@@ -228,9 +229,9 @@ class Maintenance:
                 if task is Task.GROWTH:
                     self._grow()
                 else:
-                    self._outcomes.append(_Outcome(task, self._try(task, is_final)))
+                    self.outcomes.append(_Outcome(task, self._try(task, is_final)))
         finally:
-            self._outcomes.append(_Outcome(None))
+            self.outcomes.append(_Outcome(None))
 
     def _try(self, task: Task, is_final: bool) -> Exception | None:
         try:
@@ -251,9 +252,9 @@ class Maintenance:
 
     def _grow(self) -> None:
         try:
-            self._outcomes.append(_Outcome(Task.GROWTH, None, self._files.grow()))
+            self.outcomes.append(_Outcome(Task.GROWTH, None, self._files.grow()))
         except Exception as error:
-            self._outcomes.append(_Outcome(Task.GROWTH, error))
+            self.outcomes.append(_Outcome(Task.GROWTH, error))
 
     def _empty_stale_records(self) -> None:
         while self._stale:
