@@ -48,25 +48,6 @@ READ_STATE_EVERY_S = 1.0
 step."""
 
 
-class StoreAll(Admission):
-    """Accepts every key."""
-
-    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        """Counts nothing."""
-
-    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return [True] * len(keys)
-
-    def sift(self, keys: list[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        return keys, []
-
-    def refuse(self, keys: Collection[OffloadKey]) -> None:
-        """Remembers nothing."""
-
-    def explain(self, key: OffloadKey) -> Miss:
-        return Miss(MissReason.NEVER_STORED)
-
-
 class PolicyOffloadingManager(HostOffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
@@ -102,8 +83,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         policy.must_store = must_store
         if device_blocks:
             policy.put_behind(device_blocks)
-        self.admission = StoreAll() if admission is None else admission
-        """Decides which new blocks are stored. May be set."""
+        self.admission = admission
+        """Decides which new blocks are stored. None: all are. May be set."""
         self.table = BlockTable(backend.num_blocks)
         """Which block is in which slot. Others only read it."""
         self.room, self._hints = room_of(backend, policy, self.table)
@@ -116,13 +97,15 @@ class PolicyOffloadingManager(HostOffloadingManager):
     # Lookup.
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
-        self.admission.count(keys, req_context)
+        if self.admission is not None:
+            self.admission.count(keys, req_context)
         return self.table.leading_ready(keys)
 
     def lookup_each(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
     ) -> States:
-        self.admission.count(keys, req_context)
+        if self.admission is not None:
+            self.admission.count(keys, req_context)
         if need is not Need.RUN:
             return self.table.states(keys)
         states = np.zeros(len(keys), dtype=np.uint8)
@@ -135,7 +118,7 @@ class PolicyOffloadingManager(HostOffloadingManager):
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         miss = Miss(MissReason.BEING_WRITTEN) if key in self.table else self.history.misses.explain(key)
-        if miss.reason is MissReason.NEVER_STORED:
+        if miss.reason is MissReason.NEVER_STORED and self.admission is not None:
             miss = self.admission.explain(key)
         state = self.policy.state()
         return replace(miss, policy=state) if state else miss
@@ -195,7 +178,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         hints = None if req_context is None else req_context.hints
         is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
         is_wanted = is_retained or (req_context is not None and req_context.goes_on)
-        new_keys, refused = (absent, []) if is_wanted else self.admission.sift(absent)
+        admission = None if is_wanted else self.admission
+        new_keys, refused = (absent, []) if admission is None else admission.sift(absent)
         if behind_refused:
             self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
             self.policy.refuse(new_keys[::-1])
@@ -318,7 +302,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
-        self.admission.count(keys if chain is None else chain, req_context)
+        if self.admission is not None:
+            self.admission.count(keys if chain is None else chain, req_context)
         if found is None:
             found = self.table.find(keys)
         ordered = self.room.duplicates.others(found)
@@ -433,7 +418,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         self.table.check_integrity()
         self.room.check_integrity()
         self.backend.check_integrity()
-        self.admission.check_integrity()
+        if self.admission is not None:
+            self.admission.check_integrity()
         self._hints.check_integrity()
         self.retention.check_integrity()
         if self.table.num_held != self.num_used_blocks:

@@ -135,9 +135,9 @@ class KeyLayout:
     def needed_blocks(self, g: int, computed: int, end: int) -> range:
         """Returns the blocks of group ``g`` that must be loaded for a request that continues at token ``end``, where
         the device holds the first ``computed`` tokens. The device may hold a part of the first one."""
-        group = self.groups[g]
-        first = max(group.skipped_tokens(end), computed) // group.block_tokens
-        return range(first, max(first, -(-end // group.block_tokens)))
+        size = self.block_tokens[g]
+        first = max(self.groups[g].skipped_tokens(end), computed) // size
+        return range(first, max(first, -(-end // size)))
 
     def needed_keys(self, keys: Sequence[Sequence[OffloadKey]], end: int) -> list[OffloadKey]:
         """Returns those of a chain's ``keys``, by group, that a request needs to continue at token ``end``, a multiple

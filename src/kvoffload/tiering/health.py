@@ -512,15 +512,16 @@ class TierState:
     def write(self, room: int, now: float) -> None:
         """Begins to write at most ``room`` blocks of the backlog: one, if that is a test."""
         health = self.write_health
-        if health.breaker.may_test:
+        is_test = health.breaker.state is BreakerState.HALF_OPEN
+        if is_test:
             room = min(room, 1) if health.may_test else 0
-        elif not health.breaker.is_working:
+        elif health.breaker.state is not BreakerState.WORKING:
             return
         num_in_time = len(self.writes.writing) - len(self.overdue_writes)
         begun = self.writes.pump(room)
         if begun:
             health.progress.begun(now, num_in_time)
-            if health.breaker.may_test:
+            if is_test:
                 health.begin_test(begun[0])
 
     def end_writes(self, writes: Ended, now: float) -> None:

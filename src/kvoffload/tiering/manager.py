@@ -169,7 +169,8 @@ class TieredOffloadingManager(OffloadingManager):
             return np.full(len(keys), RETRY, dtype=np.uint8)
         if self._steps.is_off or not self._promoter.may_wait(promotion):
             return self.host.lookup_each(keys, req_context, need)
-        self.host.admission.count(keys, req_context)
+        if self.host.admission is not None:
+            self.host.admission.count(keys, req_context)
         search = TierSearch(self.host, self.tiers, self._reasons, self._clock(), promotion, req_context.awaited)
         states, coming = find_hit(search, keys, need, self._promoter, self._gate)
         self._steps.is_asking |= search.is_unanswered

@@ -173,7 +173,13 @@ class Maintenance:
         """Submits a job for the tasks that are due, unless one is under way."""
         if self._state is not _Activity.IDLE:
             return
-        pending = self._pending()
+        found = (
+            (Task.HEADER, self._files.index.header_is_due),
+            (Task.GROWTH, self._growth in (Growth.REQUESTED, Growth.RETRIED)),
+            (Task.STALE_RECORDS, self._stale),
+            (Task.RECENCY, self._recency.has_changes),
+        )
+        pending = [task for task, has_work in found if has_work]
         if pending and not self._files.read_only:
             now = self._clock()
             urgent = Task.RECENCY if self._recency.is_urgent else None
@@ -207,19 +213,6 @@ class Maintenance:
         """Does the rest, and waits for the medium. No job may be running."""
         if not self._files.read_only:
             self._run(_FINAL_TASKS, is_final=True)
-
-    def _pending(self) -> list[Task]:
-        """Returns the tasks that have something to do, in the order of Task."""
-        tasks = []
-        if self._files.index.header_is_due:
-            tasks.append(Task.HEADER)
-        if self._growth is Growth.REQUESTED or self._growth is Growth.RETRIED:
-            tasks.append(Task.GROWTH)
-        if self._stale:
-            tasks.append(Task.STALE_RECORDS)
-        if self._recency.has_changes:
-            tasks.append(Task.RECENCY)
-        return tasks
 
     # On a thread of the executor.
 
