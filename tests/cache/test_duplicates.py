@@ -69,6 +69,16 @@ def test_a_block_that_is_read_stays() -> None:
     assert store(manager, "z") == "a"
 
 
+def test_a_block_that_hints_drop_and_the_device_holds_makes_room_once() -> None:
+    manager, dropping = make(4), ReqContext("r", hints=Hints(drop=True))
+    store(manager, "bcd")
+    manager.touch(keys("a"), dropping)
+    store(manager, "a")
+    manager.end_chain(keys("a"), keys("a"), dropping)
+    manager.note_device(held=keys("abcd"))
+    assert store(manager, "xy") == "ab"
+
+
 def test_a_block_that_was_dropped_takes_nothing_with_it() -> None:
     manager = make(4)
     store(manager, "abcd")

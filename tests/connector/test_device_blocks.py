@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,19 +124,31 @@ def test_a_step_that_writes_to_the_blocks_of_a_load_waits_for_what_leaves_them()
 
 
 class InPieces:
-    """A host of 16 blocks that has 8 blocks of each of two chains, and a device that is full of a third one. The first
-    chain is being loaded."""
+    """A host of 16 blocks that has 8 blocks of each of two chains, and a device that has ``num_held`` of a third one,
+    ``num_early`` of which were stored early. The first chain is being loaded."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        written: Collection[int] = (),
+        params: Mapping[str, Any] | None = None,
+        num_held: int = 8,
+        num_early: int = 0,
+    ) -> None:
         self.rig = rig_of()
         self.first, self.second, self.third = (prompt(8 * TOKENS, start=start) for start in (0, 500, 900))
         self.ids = list(range(1, 9))
         for tokens in (self.second, self.first):
             keys = self.rig.keys(tokens)
             self.rig.manager.complete_store(self.rig.manager.prepare_store(keys).store_spec)
-        finish(self.rig, "a", self.third, self.ids)
-        self.request = FakeRequest("b", [*self.first, 99])
-        self.meta = self.rig.load(self.request, ids=self.ids)
+        finish(self.rig, "a", self.third[: num_held * TOKENS], self.ids[:num_held])
+        assert self.rig.half.stores.leaving is not None
+        self.device = self.rig.half.stores.leaving.device
+        self.device.soon(self.ids, num_early)
+        self.request = FakeRequest("b", [*self.first, 99], params)
+        assert self.rig.look_up(self.request) == (8 * TOKENS, True)
+        self.rig.allocate(self.request, self.ids, 8 * TOKENS)
+        self.request.num_computed_tokens = 8 * TOKENS
+        self.meta = self.rig.half.build_connector_meta(ScheduledStep({}, written=written))
 
     def go_on(self, failed: bool = False) -> StepMeta:
         """The piece ends, and what leaves for it has been stored."""
@@ -166,9 +178,9 @@ def test_what_leaves_for_a_large_load_takes_the_slots_of_what_was_loaded() -> No
     assert case.rig.status(case.third) == [0] * 8
     assert case.rig.status(case.second) == [0] * 7 + [None], "before the first piece there was no room"
     assert case.rig.half.metrics.snapshot()["load_blocks"] == 8
+    assert [held[2:4] for held in case.device.get(case.rig.keys(case.first))] == [(1 + i, i) for i in range(7)]
     case.rig.step({case.request: 1}, new={"b": [*case.ids, 9]})
-    assert case.rig.half.stores.leaving is not None
-    assert len(case.rig.half.stores.leaving.device) == 8
+    assert len(case.device) == 8
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 6])
@@ -182,6 +194,38 @@ def test_a_piece_that_fails_fails_its_load(num_before: int) -> None:
     assert case.rig.half.metrics.snapshot()["load_failures"] == 1
     assert not case.go_on().broken_loads
     case.rig.manager.check_integrity()
+
+
+def test_what_is_written_to_in_the_step_is_no_reason_for_pieces() -> None:
+    """It leaves the device at once."""
+    case = InPieces(written=range(1, 8))
+    assert [device_ids(spec) for spec in case.meta.loads.values()] == [case.ids]
+    assert not case.meta.pieces
+
+
+@pytest.mark.parametrize(
+    ("num_held", "num_early", "is_cut"), [(1, 0, False), (2, 0, True), (8, 7, False), (8, 6, True)]
+)
+def test_a_load_is_cut_if_more_than_one_piece_is_to_be_stored_for_it(
+    num_held: int, num_early: int, is_cut: bool
+) -> None:
+    assert bool(InPieces(num_held=num_held, num_early=num_early).meta.pieces) == is_cut
+
+
+@pytest.mark.parametrize("params", [None, {"kvoffload": {"session": "s"}}])
+def test_pieces_of_a_request_with_hints_do_not_leave_host_memory_first(params: Mapping[str, Any] | None) -> None:
+    """Hints concern host memory. Without hints, the control, they do."""
+    case = InPieces(params=params)
+    for _ in range(8):
+        case.go_on()
+    assert case.rig.status(case.first)[:7] == [None if params is None else 0] * 7
+
+
+def test_a_load_is_reported_as_failed_once() -> None:
+    case = InPieces()
+    assert case.go_on(failed=True).broken_loads
+    case.rig.half.switch_off("a test")
+    assert not case.rig.step().broken_loads
 
 
 def test_the_last_piece_is_reported_by_the_workers() -> None:
@@ -215,9 +259,20 @@ def test_switching_off_reports_a_load_in_pieces() -> None:
     assert case.rig.step().broken_loads == {"b": case.ids}, "the worker waits for the piece in progress"
 
 
+@pytest.mark.parametrize("name", ["complete_load", "note_device", "complete_store"])
+def test_a_load_in_pieces_is_not_lost_if_the_end_of_a_job_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = InPieces()
+    case.go_on()
+    monkeypatch.setattr(case.rig.manager, name, None)
+    case.rig.report(*case.meta.stores, *case.meta.loads)
+    assert case.rig.half.off
+    assert case.rig.step().broken_loads == {"b": case.ids}
+
+
 def test_another_request_waits_for_a_load_in_pieces() -> None:
     case = InPieces()
     case.go_on()
+    assert case.rig.half.snapshot().keys_loading == dict.fromkeys(case.rig.keys(case.first), 1)
     other = FakeRequest("c", [*case.first, 98])
     assert case.rig.look_up(other) == (None, False)
     for _ in range(7):
@@ -467,6 +522,15 @@ def test_what_the_load_of_a_waiting_request_takes_is_stored_ahead() -> None:
     assert not meta.fences
     del free[:6]
     assert not rig.step().stores
+
+
+def test_one_piece_of_a_load_is_stored_ahead() -> None:
+    free = list(range(1, 17))
+    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
+    finish(rig, "a", prompt(16 * TOKENS), free[::-1])
+    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
+    assert rig.look_up(FakeRequest("b", [*prompt(24, start=500), 99])) == (24, True)
+    assert [device_ids(spec) for spec in rig.step().stores.values()] == [[2, 1]]
 
 
 def test_a_request_that_ends_takes_nothing_any_more() -> None:

@@ -431,6 +431,17 @@ def test_host_memory_that_does_not_repeat_the_device() -> None:
     assert hits[True] > hits[False] > 0
 
 
+def test_a_load_of_several_groups_is_not_cut() -> None:
+    hits = 0
+    for seed in range(3):
+        scenario = dataclasses.replace(exclusive(seed), groups=(KVGroup(2), KVGroup(4)), num_device_blocks=24)
+        engine = ModelEngine(scenario, watch_the_device)
+        engine.run()
+        hits += engine.hits
+        assert not engine._in_pieces
+    assert hits > 0
+
+
 def empties_its_cache(engine: ModelEngine) -> None:
     """Now and then the engine empties its own cache, and the connector is not told."""
     rng, step = Random(engine.scenario.seed), engine.step

@@ -89,8 +89,10 @@ class Evictor:
             hinted = self._hints.take(most, self._busy, tenant) if self._hints.has_begun else NO_SLOTS
             self._num_early += len(hinted)
             learned.append(hinted)
-            duplicates = self.duplicates.take(most - len(hinted), self._busy, tenant)
-            chosen += [hinted, duplicates[~np.isin(duplicates, hinted)] if len(hinted) else duplicates]
+            duplicates = self.duplicates.take(most, self._busy, tenant)
+            # Some may be both.
+            others = duplicates[~np.isin(duplicates, hinted)] if len(hinted) else duplicates
+            chosen += [hinted, others[: most - len(hinted)]]
         early, dropped = np.concatenate(chosen), np.concatenate(learned)
         if len(early):
             self._remove_early(early)

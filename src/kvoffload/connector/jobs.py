@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey, TransferSpec
@@ -76,13 +76,13 @@ class JobTable:
         """Whether there was no reset since the job began."""
         return job.epoch == self.changes.resets
 
-    def take_reports(self, report: WorkerReport) -> list[Job]:
-        """Returns the jobs that every worker has reported now. Unknown jobs are ignored. A store that began before a
-        reset counts as failed: a manager that keeps its contents after a reset would otherwise accept it.
+    def take_reports(self, report: WorkerReport) -> Iterator[Job]:
+        """Removes and yields one by one, so that none is lost if ending one of them raises, the jobs that every worker
+        has reported now. Unknown jobs are ignored. A store that began before a reset counts as failed: a manager that
+        keeps its contents after a reset would otherwise accept it.
 
         Raises IntegrityError if a job was reported more often than there are workers.
         """
-        ended = []
         for job_id, count in report.done.items():
             job = self.jobs.get(job_id)
             if job is None:
@@ -92,9 +92,7 @@ class JobTable:
             if job.num_pending < 0:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.num_pending == 0:
-                self._remove(job_id)
-                ended.append(job)
-        return ended
+                yield self._remove(job_id)
 
     def fail(self, job_id: int) -> Job:
         """Ends a job that no worker has been given, and returns it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -70,10 +71,12 @@ class LoadPlanner:
         self._observer.metrics.add("load_failures")
         return False
 
-    def cut(self, upcoming: UpcomingStep, leaving: LeavingBlocks) -> None:
-        """Begins with a piece of those loads of the next step for which many blocks leave the device."""
+    def cut(self, upcoming: UpcomingStep, leaving: LeavingBlocks, handed_out: Collection[int]) -> None:
+        """Begins with a piece of those loads of the next step for which many blocks leave the device. What has to leave
+        it in this step, because its device blocks may be written to before their piece, does not count."""
         for job_id, spec in list(upcoming.meta.loads.items()):
-            if len(self._layout.groups) == 1 and leaving.many_leave(spec.device.block_ids.tolist()):
+            device_blocks = [at for at in spec.device.block_ids.tolist() if at not in handed_out]
+            if len(self._layout.groups) == 1 and leaving.many_leave(device_blocks):
                 self._next_piece(job_id, self._jobs.jobs[job_id], spec, leaving.piece_blocks, upcoming)
 
     def _next_piece(self, job_id: int, job: Job, spec: TransferSpec, num_blocks: int, upcoming: UpcomingStep) -> None:
@@ -83,15 +86,16 @@ class LoadPlanner:
         upcoming.meta.pieces[job_id] = [] if job.rest else list(job.fills)
 
     def _go_on(self, job: Job, rest: TransferSpec, upcoming: UpcomingStep) -> None:
-        """Gives back the host slots of a piece that was loaded, and adds the next one."""
+        """Adds the next piece, and gives back the host slots of the one that was loaded."""
         slots, num_left = job.lease.slots, len(rest.host.slots)
         num_read, start, end = len(slots) - num_left, len(job.keys) - len(slots), len(job.keys) - num_left
+        # First, so that the load is reported as failed if one of the others raises.
+        self._next_piece(self._jobs.add(job), job, rest, num_read, upcoming)
         self._manager.complete_load(replace(job.lease, slots=slots[:num_read]))
+        job.lease = rest.host
         if self._leaving is not None:
             first = rest.device.block_indices[0] - num_read
             self._leaving.arrived(job.states[0], first, job.keys[start:end], job.fills[start:end])
-        job.lease = rest.host
-        self._next_piece(self._jobs.add(job), job, rest, num_read, upcoming)
 
     def end_job(self, job: Job, upcoming: UpcomingStep) -> bool:
         """Ends a load that all workers have reported, or its piece in progress: then returns False."""

@@ -293,7 +293,7 @@ class OffloadingConnectorScheduler:
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
-            self.loads.cut(upcoming, leaving_blocks)
+            self.loads.cut(upcoming, leaving_blocks, handed_out)
             meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
             meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
@@ -361,8 +361,8 @@ class OffloadingConnectorScheduler:
         self.observer.reported(report)
         if self.stores.leaving is not None:
             self.stores.leaving.measure(report)
-        reported, ended = self.jobs.take_reports(report) if report.done else [], list[Job]()
-        for job in reported:
+        ended: list[Job] = []
+        for job in self.jobs.take_reports(report) if report.done else ():
             if job.is_store:
                 self.stores.jobs.end(job)
                 if job.failed and self.stores.leaving is not None:
