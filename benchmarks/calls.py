@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import CO_GENERATOR
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -117,7 +118,7 @@ class Trace:
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        is_function = not code.co_name.startswith("<") or code.co_name == "<lambda>"
+        is_function = code.co_name == "<lambda>" or not (code.co_name.startswith("<") or code.co_flags & CO_GENERATOR)
         if event == "call" and is_function and code.co_filename.startswith(SOURCE) and code.co_filename != REFERENCE:
             self.calls += 1
             self.files.add(code.co_filename)

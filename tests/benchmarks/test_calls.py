@@ -13,17 +13,17 @@ from kvoffload.connector.layout import KeyLayout
 PLAIN, FULL = Cell(64), Cell(64, num_tiers=2, is_exclusive=True)
 BOUNDS = {
     PLAIN: {
-        "store": (580, 20, 17),
-        "host hit": (160, 3, 3),
+        "store": (575, 20, 17),
+        "host hit": (157, 3, 3),
         "disk hit": (445, 6, 6),
         STEP: (19, 0, 0),
         BOTH: (34, 0, 0),
         NO_TOKENS: (39, 0, 0),
     },
     FULL: {
-        "store": (1030, 42, 35),
-        "host hit": (210, 6, 5),
-        "disk hit": (575, 12, 11),
+        "store": (1020, 42, 35),
+        "host hit": (204, 6, 5),
+        "disk hit": (570, 12, 11),
         STEP: (29, 0, 0),
         BOTH: (51, 0, 0),
         NO_TOKENS: (60, 0, 0),

@@ -230,7 +230,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         slots = self.backend.allocate_blocks(new_keys)
         self.table.insert(new_keys, slots, homes)
         self.policy.insert(slots[::-1], tail_first)
-        self._hints.entered(slots)
+        if self._hints.has_begun:
+            self._hints.entered(slots)
         spec = self.backend.get_load_store_spec(new_keys, slots)
         return PrepareStoreOutput(new_keys, spec, evicted, worthless[::-1])
 
@@ -310,9 +311,8 @@ class PolicyOffloadingManager(HostOffloadingManager):
         slots, ready = self.table.used(ordered)
         self.policy.access(Access(keys, ordered, slots, ready, self._clock()))
         hints = None if req_context is None else req_context.hints
-        if ordered is not found and (self._hints.has_begun or hints is not None):
-            slots, _ = self.table.used(found)
-        self._hints.used(slots, hints)
+        if self._hints.has_begun or hints is not None:
+            self._hints.used(slots if ordered is found else self.table.used(found)[0], hints)
 
     def end_chain(
         self,
@@ -336,9 +336,10 @@ class PolicyOffloadingManager(HostOffloadingManager):
             # The device holds them, and was the last to use them.
             self.policy.refuse(absent[::-1])
         self.policy.reorder(slots, new)
-        if ordered is not found and self._hints.has_begun:
-            slots, new = self.table.chain(found, stored)
-        self._hints.ended(slots, new, hints)
+        if self._hints.has_begun:
+            if ordered is not found:
+                slots, new = self.table.chain(found, stored)
+            self._hints.ended(slots, new, hints)
 
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         hints = req_context.hints
