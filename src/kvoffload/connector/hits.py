@@ -66,9 +66,9 @@ def last_state(manager: OffloadingManager, layout: KeyLayout, state: RequestStat
 
 def most_end(layout: KeyLayout, state: RequestState) -> int:
     """Returns the end of the longest hit that the request could have."""
-    blocks = state.blocks
+    blocks, num_tokens = state.blocks, state.request.num_tokens
     # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
-    end = min(blocks.most_tokens, state.request.num_tokens - 1) if layout.states else blocks.most_tokens
+    end = min(blocks.max_tokens, num_tokens - 1 if layout.states else num_tokens)
     for keys, size in zip(blocks.keys, layout.block_tokens, strict=True):
         end = min(end, len(keys) * size)
     return end // layout.align * layout.align
