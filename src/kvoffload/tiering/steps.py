@@ -87,7 +87,7 @@ class TierSteps:
         """Waits for tiers and polls them. Returns whether a lookup may have another result now."""
         changed = False
         for tier in self._tiers:
-            promotions = waiting_for(set(tier.reads.values()))
+            promotions = waiting_for(set(tier.reads.values())) if tier.reads else ()
             for _ in range(MAX_WAITS if promotions else 0):
                 begun = self._clock()
                 tier.tier.wait(timeout_s)
