@@ -13,20 +13,20 @@ from kvoffload.connector.layout import KeyLayout
 PLAIN, FULL = Cell(64), Cell(64, num_tiers=2, is_exclusive=True)
 BOUNDS = {
     PLAIN: {
-        "store": (575, 20, 17),
-        "host hit": (157, 3, 3),
-        "disk hit": (445, 6, 6),
+        "store": (570, 20, 17),
+        "host hit": (153, 3, 3),
+        "disk hit": (423, 6, 6),
         STEP: (19, 0, 0),
-        BOTH: (34, 0, 0),
-        NO_TOKENS: (39, 0, 0),
+        BOTH: (33, 0, 0),
+        NO_TOKENS: (38, 0, 0),
     },
     FULL: {
         "store": (1020, 42, 35),
-        "host hit": (204, 6, 5),
-        "disk hit": (570, 12, 11),
+        "host hit": (200, 6, 5),
+        "disk hit": (552, 12, 11),
         STEP: (29, 0, 0),
         BOTH: (51, 0, 0),
-        NO_TOKENS: (60, 0, 0),
+        NO_TOKENS: (58, 0, 0),
     },
 }
 """Calls, with little to spare; index operations; keys probed, per block."""
