@@ -420,7 +420,7 @@ class TieredOffloadingManager(OffloadingManager):
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
         self._promoter.drop(keys)
         if self.prefetcher.expected or self.prefetcher.held:
-            self.prefetcher.drop(keys)
+            self.prefetcher.blocks.drop(keys)
         self.host.drop(keys)
         for tier in self.tiers if not only_host else ():
             tier.tier.delete(keys)
