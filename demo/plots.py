@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from demo.protocol import RequestResult, Source
 from demo.view import COLOURS
@@ -42,6 +42,7 @@ def ttft_plot(panels: Mapping[str, Sequence[Points]], names: Mapping[Source, str
         shown = [r for runs in panels.values() for points in runs for _, r in points]
         axes[-1].set_ylim(min(r.ttft_ms for r in shown) / 1.6, max(r.ttft_ms for r in shown) * 1.6)
         axes[-1].set_xlabel(what)
+        axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
         marks = [
             Line2D([], [], linestyle="", marker=MARKS[s], color=COLOURS[s], markersize=5.5, label=names[s])
             for s in Source

@@ -114,7 +114,7 @@ def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> in
     keys = state.blocks.keys
     # A hit ends where every group has a name for what precedes it, also if a group needs nothing of that.
     named = min(len(each) * size for each, size in zip(keys, layout.block_tokens, strict=True))
-    most = min(state.blocks.most_tokens, request.num_tokens - 1, named)
+    most = min(state.blocks.max_tokens, request.num_tokens - 1, named)
     for end in range(most // layout.align * layout.align, computed, -layout.align):
         # Few states are kept, so they are asked for first.
         needed = (

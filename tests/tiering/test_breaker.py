@@ -24,7 +24,6 @@ from kvoffload.tiering.health import (
     BreakerState,
     CircuitBreaker,
     Health,
-    Progress,
     TierState,
 )
 from tests.tiering.rig import (
@@ -625,7 +624,7 @@ def test_failures_far_apart_switch_nothing_off() -> None:
 
 
 def test_transfers_hang_if_none_ends_for_a_whole_deadline() -> None:
-    reads = Progress(deadline_s=1.0)
+    reads = Health("memory", Ability.READ, 1.0, lambda: 0.0, MAX_PAUSE_S)
     reads.begun(10.0, num_before=0)
     reads.begun(10.5, num_before=2)
     assert not reads.detect_hang(10.9, num_under_way=2)

@@ -63,7 +63,7 @@ def test_tables_are_bounded_with_thousands_of_sessions_of_33_tenants() -> None:
         manager.poll()
         if number % 1250 == 1249:
             manager.check_integrity()
-            assert len(manager.prefetcher) <= MAX_CHAINS
+            assert len(manager.prefetcher.expected) <= MAX_CHAINS
             assert len(manager.host._hints._dropped) <= MAX_DROPPED
             clock.now += READ_STATE_EVERY_S
             counts = manager.take_counts()

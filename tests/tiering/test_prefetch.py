@@ -270,13 +270,13 @@ def test_a_tenant_without_room_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) 
 def test_wrong_estimates_of_one_tenant_are_not_held_against_another() -> None:
     rig = Rig(host_blocks=32, tier_blocks=256)
     prefetcher = rig.manager.prefetcher
-    prefetcher._judge(chain("liar", 1) * JUDGED_BLOCKS, is_used=False)
+    prefetcher.blocks.judge(chain("liar", 1) * JUDGED_BLOCKS, is_used=False)
     others = chain("others", 1)
-    assert not prefetcher._is_worth_it(chain("liar", 1)[0])
-    assert prefetcher._is_worth_it(others[0])
+    assert not prefetcher.blocks.are_worth_it(chain("liar", 1)[0])
+    assert prefetcher.blocks.are_worth_it(others[0])
     for i in range(2 * MAX_JUDGED):
-        prefetcher._judge(chain(f"{i:08}", 1), is_used=False)
-    assert len(prefetcher._judged) == MAX_JUDGED
+        prefetcher.blocks.judge(chain(f"{i:08}", 1), is_used=False)
+    assert len(prefetcher.blocks._judged) == MAX_JUDGED
 
 
 def test_of_a_long_chain_each_batch_looks_at_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +316,9 @@ def test_estimates_that_prove_wrong_end_most_of_it() -> None:
 
 
 def test_the_number_of_chains_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for i in range(rig.manager.prefetcher._max_keys + 10):
+    for i in range(rig.manager.prefetcher.chains.max_keys + 10):
         end(rig, chain(f"c{i}", 1), hints(10 + i))
-    assert len(rig.manager.prefetcher) <= MAX_CHAINS
+    assert len(rig.manager.prefetcher.expected) <= MAX_CHAINS
     rig.manager.check_integrity()
     rig.manager.reset()
     assert not is_watching(rig)
@@ -326,8 +326,8 @@ def test_the_number_of_chains_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPat
 
 def test_a_plan_without_a_bound_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: blocks are held that were never let go."""
-    monkeypatch.setattr(prefetch.Prefetcher, "_num_excess", -100)
-    monkeypatch.setattr(prefetch.Prefetcher, "_room", lambda self, key: 100)
+    monkeypatch.setattr(prefetch.PrefetchedBlocks, "_num_excess", -100)
+    monkeypatch.setattr(prefetch.PrefetchedBlocks, "room", lambda self, key: 100)
     rig.store_below(chain("b", 20))
     end(rig, chain("b", 20), hints())
     with pytest.raises(Exception, match="held for expected uses"):

@@ -47,7 +47,7 @@ class HintedBlocks:
     that gets a new block has no owner until the request that has stored it ends.
 
     ``tenant_of``: the tenant of the block in each slot. No tenant loses a block for another one, even if two of them
-    have a session of the same number. Before the first hint nothing is recorded.
+    have a session of the same number. Before the first hint it need not be called.
     """
 
     def __init__(self, table: BlockTable, tenant_of: npt.NDArray[np.int8]) -> None:
@@ -67,14 +67,11 @@ class HintedBlocks:
 
     def entered(self, slots: Slots) -> None:
         """Takes note of new blocks."""
-        if self.has_begun:
-            self._owner[slots] = _NEW
+        self._owner[slots] = _NEW
 
     def used(self, slots: Slots, hints: Hints | None) -> None:
         """Takes note of a request that uses the blocks in ``slots``, each once."""
         if not self.has_begun:
-            if hints is None:
-                return
             self.has_begun = True
             self._owner = np.full(self._table.num_blocks, _SHARED, dtype=np.uint64)
         owner = None if hints is None else hints.session
@@ -87,8 +84,6 @@ class HintedBlocks:
     def ended(self, slots: Slots, stored: npt.NDArray[np.bool_], hints: Hints | None) -> None:
         """Takes note of the end of a request that has used ``slots``, its chain, tail first, each once. It has
         ``stored`` some of them itself."""
-        if not self.has_begun:
-            return
         stored_slots = slots[stored]
         if hints is None:
             self._owner[stored_slots] = _SHARED

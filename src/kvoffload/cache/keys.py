@@ -45,6 +45,11 @@ def key_group_idx(key: OffloadKey) -> int:
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
+def num_of_group(keys: Iterable[OffloadKey], group_idx: int) -> int:
+    """Returns how many of ``keys`` are of a KV cache group."""
+    return [key[-GROUP_BYTES:] for key in keys].count(make_offload_key(b"", group_idx))
+
+
 def root_hash(*extras: str | bytes) -> BlockHash:
     """Returns the parent hash of a request's first block: a digest of everything but the tokens that shapes the KV.
 

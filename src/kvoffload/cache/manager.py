@@ -49,25 +49,6 @@ READ_STATE_EVERY_S = 1.0
 step."""
 
 
-class StoreAll(Admission):
-    """Accepts every key."""
-
-    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
-        """Counts nothing."""
-
-    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return [True] * len(keys)
-
-    def sift(self, keys: list[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        return keys, []
-
-    def refuse(self, keys: Collection[OffloadKey]) -> None:
-        """Remembers nothing."""
-
-    def explain(self, key: OffloadKey) -> Miss:
-        return Miss(MissReason.NEVER_STORED)
-
-
 class PolicyOffloadingManager(OffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
@@ -103,8 +84,8 @@ class PolicyOffloadingManager(OffloadingManager):
         policy.must_store = must_store
         if device_blocks:
             policy.put_behind(device_blocks)
-        self.admission = StoreAll() if admission is None else admission
-        """Decides which new blocks are stored. May be set."""
+        self.admission = admission
+        """Decides which new blocks are stored. None: all are. May be set."""
         self.table = BlockTable(backend.num_blocks)
         """Which block is in which slot. Others only read it."""
         self.room, self._hints = room_of(backend, policy, self.table)
@@ -117,13 +98,15 @@ class PolicyOffloadingManager(OffloadingManager):
     # Lookup.
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
-        self.admission.count(keys, req_context)
+        if self.admission is not None:
+            self.admission.count(keys, req_context)
         return self.table.leading_ready(keys)
 
     def lookup_each(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, need: Need = Need.ALL
     ) -> States:
-        self.admission.count(keys, req_context)
+        if self.admission is not None:
+            self.admission.count(keys, req_context)
         if need is not Need.RUN:
             return self.table.states(keys)
         states = np.zeros(len(keys), dtype=np.uint8)
@@ -136,7 +119,7 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         miss = Miss(MissReason.BEING_WRITTEN) if key in self.table else self.history.misses.explain(key)
-        if miss.reason is MissReason.NEVER_STORED:
+        if miss.reason is MissReason.NEVER_STORED and self.admission is not None:
             miss = self.admission.explain(key)
         state = self.policy.state()
         return replace(miss, policy=state) if state else miss
@@ -186,7 +169,8 @@ class PolicyOffloadingManager(OffloadingManager):
         hints = None if req_context is None else req_context.hints
         is_retained = absent and hints is not None and bool(hints.retain_s) and self.retention.allows(absent[0])
         is_wanted = is_retained or (req_context is not None and req_context.goes_on)
-        new_keys, refused = (absent, []) if is_wanted else self.admission.sift(absent)
+        admission = None if is_wanted else self.admission
+        new_keys, refused = (absent, []) if admission is None else admission.sift(absent)
         if offer is Offer.BEHIND_REFUSED:
             self.history.misses.record(new_keys, MissReason.NOT_ADMITTED)
             self.policy.refuse(new_keys[::-1])
@@ -238,7 +222,8 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = self.backend.allocate_blocks(new_keys)
         self.table.insert(new_keys, slots, homes)
         self.policy.insert(slots[::-1], tail_first)
-        self._hints.entered(slots)
+        if self._hints.has_begun:
+            self._hints.entered(slots)
         spec = self.backend.get_load_store_spec(new_keys, slots)
         return PrepareStoreOutput(new_keys, spec, evicted, worthless[::-1])
 
@@ -310,16 +295,16 @@ class PolicyOffloadingManager(OffloadingManager):
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
-        self.admission.count(keys if chain is None else chain, req_context)
+        if self.admission is not None:
+            self.admission.count(keys if chain is None else chain, req_context)
         if found is None:
             found = self.table.find(keys)
         ordered = self.room.duplicates.others(found)
         slots, ready = self.table.used(ordered)
         self.policy.access(Access(keys, ordered, slots, ready, self._clock()))
         hints = None if req_context is None else req_context.hints
-        if ordered is not found and (self._hints.has_begun or hints is not None):
-            slots, _ = self.table.used(found)
-        self._hints.used(slots, hints)
+        if self._hints.has_begun or hints is not None:
+            self._hints.used(slots if ordered is found else self.table.used(found)[0], hints)
 
     def end_chain(
         self,
@@ -343,9 +328,10 @@ class PolicyOffloadingManager(OffloadingManager):
             # The device holds them, and was the last to use them.
             self.policy.refuse(absent[::-1])
         self.policy.reorder(slots, new)
-        if ordered is not found and self._hints.has_begun:
-            slots, new = self.table.chain(found, stored)
-        self._hints.ended(slots, new, hints)
+        if self._hints.has_begun:
+            if ordered is not found:
+                slots, new = self.table.chain(found, stored)
+            self._hints.ended(slots, new, hints)
 
     def retain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Retained:
         hints = req_context.hints
@@ -425,7 +411,8 @@ class PolicyOffloadingManager(OffloadingManager):
         self.table.check_integrity()
         self.room.check_integrity()
         self.backend.check_integrity()
-        self.admission.check_integrity()
+        if self.admission is not None:
+            self.admission.check_integrity()
         self._hints.check_integrity()
         self.retention.check_integrity()
         if self.table.num_held != self.num_used_blocks:

@@ -66,11 +66,11 @@ def last_state(manager: OffloadingManager, layout: KeyLayout, state: RequestStat
 
 def most_end(layout: KeyLayout, state: RequestState) -> int:
     """Returns the end of the longest hit that the request could have."""
-    blocks = state.blocks
+    blocks, num_tokens = state.blocks, state.request.num_tokens
     # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
-    end = min(blocks.most_tokens, state.request.num_tokens - 1) if layout.states else blocks.most_tokens
-    for g, group in enumerate(layout.groups):
-        end = min(end, len(blocks.keys[g]) * group.block_tokens)
+    end = min(blocks.max_tokens, num_tokens - 1 if layout.states else num_tokens)
+    for keys, size in zip(blocks.keys, layout.block_tokens, strict=True):
+        end = min(end, len(keys) * size)
     return end // layout.align * layout.align
 
 
@@ -147,7 +147,7 @@ def _agreed(
         # An answer is not waited for if another group has none of the blocks that it is about.
         known, asked = True, end
         for g in layout.full:
-            size = layout.groups[g].block_tokens
+            size = layout.block_tokens[g]
             first = computed // size
             if first * size >= end:
                 continue
@@ -183,7 +183,7 @@ def _first_gap(
         states = manager.lookup_each(state.blocks.keys[g][needed.start : needed.stop], context)
         for i in np.flatnonzero(states != HIT).tolist():
             ordinal = needed[i]
-            gap = _Gap(ordinal * layout.groups[g].block_tokens, g, ordinal, int(states[i]))
+            gap = _Gap(ordinal * layout.block_tokens[g], g, ordinal, int(states[i]))
             if gap.state == RETRY:
                 unknown = unknown or gap
             else:
@@ -200,7 +200,7 @@ def is_next_loading(
     if not keys_loading or not layout.full:
         return False
     g = layout.full[0]
-    return state.blocks.keys[g][computed // layout.groups[g].block_tokens] in keys_loading
+    return state.blocks.keys[g][computed // layout.block_tokens[g]] in keys_loading
 
 
 def is_any_loading(

@@ -159,6 +159,3 @@ class HeldRequests:
         req_ids = list(self.deadlines)
         self.deadlines.clear()
         return req_ids
-
-    def __len__(self) -> int:
-        return len(self.deadlines)

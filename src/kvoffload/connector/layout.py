@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.abc import NOT_SET, BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
-from kvoffload.cache.keys import key_group_idx, make_offload_key, with_following
+from kvoffload.cache.keys import make_offload_key, num_of_group, with_following
 from kvoffload.connector.parts import Parts
 from kvoffload.tiering.plan import ChainLayout, last_resumable
 
@@ -135,9 +135,9 @@ class KeyLayout:
     def needed_blocks(self, g: int, computed: int, end: int) -> range:
         """Returns the blocks of group ``g`` that must be loaded for a request that continues at token ``end``, where
         the device holds the first ``computed`` tokens. The device may hold a part of the first one."""
-        group = self.groups[g]
-        first = max(group.skipped_tokens(end), computed) // group.block_tokens
-        return range(first, max(first, -(-end // group.block_tokens)))
+        size = self.block_tokens[g]
+        first = max(self.groups[g].skipped_tokens(end), computed) // size
+        return range(first, max(first, -(-end // size)))
 
     def needed_keys(self, keys: Sequence[Sequence[OffloadKey]], end: int) -> list[OffloadKey]:
         """Returns those of a chain's ``keys``, by group, that a request needs to continue at token ``end``, a multiple
@@ -161,7 +161,7 @@ class KeyLayout:
     def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
         """Returns how many tokens have KV in ``keys``, blocks of one chain: as many as those of one group with full
         attention, which has all of them, or of the first group if there is none."""
-        return sum(key_group_idx(key) == self.traced for key in set(keys)) * self.block_tokens[self.traced]
+        return num_of_group(set(keys), self.traced) * self.block_tokens[self.traced]
 
 
 class Block(NamedTuple):

@@ -61,26 +61,27 @@ class _Prefills:
         """At which prompts are computed, in tokens per second."""
         self._clock = clock
         self._manager = manager
-        self._running: dict[str, _Prefill] = {}
+        self.running: dict[str, _Prefill] = {}
+        """By request. Read only for others."""
 
     def begin(self, state: RequestState) -> None:
-        self._running[state.context.req_id] = _Prefill(state, self._clock())
+        self.running[state.context.req_id] = _Prefill(state, self._clock())
 
     def stop(self, req_id: str) -> None:
         """Ends the measurement of a request without a result."""
-        self._running.pop(req_id, None)
+        self.running.pop(req_id, None)
 
     def measure(self, scheduled: Mapping[str, int]) -> None:
         """Called in every step. A measurement ends with the first new token."""
-        for req_id in list(self._running):
+        for req_id in list(self.running):
             if req_id not in scheduled:
                 continue
-            prefill = self._running[req_id]
+            prefill = self.running[req_id]
             num_tokens = prefill.state.request.num_tokens
             if prefill.tokens == 0:
                 prefill.tokens = num_tokens
             elif num_tokens > prefill.tokens:
-                del self._running[req_id]
+                del self.running[req_id]
                 tokens = prefill.tokens - prefill.state.computed_at_load
                 if tokens >= MIN_PREFILL_SAMPLE:
                     seconds = self._clock() - prefill.since

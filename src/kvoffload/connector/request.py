@@ -317,11 +317,6 @@ class RequestBlocks:
         self.next_store = (0,) * len(self.layout.groups)
         self.store_at = 0
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens that may be loaded."""
-        return min(self.max_tokens, self.request.num_tokens)
-
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
         are made again and False is returned: what was stored or refused belongs to other tokens."""

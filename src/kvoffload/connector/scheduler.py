@@ -257,7 +257,8 @@ class OffloadingConnectorScheduler:
         has_tokens = _has_tokens(step)
         upcoming = self._next
         meta = upcoming.meta
-        meta.check_weights = self.shelf.begin_step(has_tokens)
+        if self.shelf.is_hidden:
+            meta.check_weights = self.shelf.begin_step(has_tokens)
         if self.adapters is not None:
             self.adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
         if self.queued.new:
@@ -266,7 +267,8 @@ class OffloadingConnectorScheduler:
         for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
         leaving = upcoming.handed_out
-        requests, replaced, is_tracking = self.requests, step.replaced, self.sound.is_tracking
+        requests, replaced = self.requests, step.replaced
+        is_tracking = bool(step.block_ids) and self.sound.is_tracking
         for req_id, new in step.block_ids.items():
             state = requests.get(req_id)
             if state is not None and state.of_others:
@@ -300,19 +302,22 @@ class OffloadingConnectorScheduler:
                 state = requests.get(req_id)
                 if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
                     handed_out.update(state.blocks.computed_again())
-        if meta.loads:
-            # Only the loads overwrite these, unless the engine writes to them first, so that the step need not wait.
-            handed_out.difference_update(set(upcoming.loading).difference(step.written))
-            for job_id, spec in meta.loads.items():
-                if readers := self.jobs.readers(frozenset(spec.device.block_ids.tolist())):
-                    meta.load_after[job_id] = readers
-        meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
-        self.observer.prefills.measure(step.num_scheduled_tokens)
+            if meta.loads:
+                # Only the loads overwrite these, unless the engine writes to them first, so that the step need not
+                # wait.
+                handed_out.difference_update(set(upcoming.loading).difference(step.written))
+                for job_id, spec in meta.loads.items():
+                    if readers := self.jobs.readers(frozenset(spec.device.block_ids.tolist())):
+                        meta.load_after[job_id] = readers
+            meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
+        if self.observer.prefills.running:
+            self.observer.prefills.measure(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)
-        # A request may have lost its blocks and compute on new ones in the same step.
-        lost = set(preempted) - step.replaced
-        meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests)
-        if self.held:
+        if step.boundary_states:
+            # A request may have lost its blocks and compute on new ones in the same step.
+            lost = set(preempted) - step.replaced
+            meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests)
+        if self.held.deadlines:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(has_tokens)
 
@@ -348,7 +353,8 @@ class OffloadingConnectorScheduler:
             self.observer.warn(WEIGHTS_CHANGED)
             self.reset()
             self.shelf.drop()
-        self.shelf.take_report(report)
+        if report.done:
+            self.shelf.take_report(report)
         if self.adapters is not None and (report.adapters or report.answers):
             states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
             self.sound.discard(self.adapters.take_report(report, states))
@@ -357,7 +363,7 @@ class OffloadingConnectorScheduler:
         if self.stores.leaving is not None:
             self.stores.leaving.measure(report)
         ended: list[Job] = []
-        for job in self.jobs.take_reports(report):
+        for job in self.jobs.take_reports(report) if report.done else ():
             if job.is_store:
                 self.stores.jobs.end(job)
                 if job.failed and self.stores.leaving is not None:
@@ -365,7 +371,8 @@ class OffloadingConnectorScheduler:
             elif not self.loads.end_job(job, self._next):
                 continue
             ended.append(job)
-        self.observer.copied(ended)
+        if ended:
+            self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")
 
@@ -447,7 +454,7 @@ class OffloadingConnectorScheduler:
 
     def _has_promises(self) -> bool:
         meta = self._next.meta
-        return bool(meta.broken_loads or meta.releases or self.held or self.shelf.was_reset)
+        return bool(meta.broken_loads or meta.releases or self.held.deadlines or self.shelf.was_reset)
 
     @guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:

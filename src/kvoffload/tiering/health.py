@@ -174,46 +174,19 @@ class CircuitBreaker:
         self._closed_at = now
 
 
-class Progress:
-    """Watches the transfers of one tier in one direction.
-
-    They hang if some are under way and none has ended for ``deadline_s``.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self.at = float("-inf")
-        """When a transfer last ended, or when the first of those under way began."""
-        self.num_hangs = 0
-        """How often transfers have hung that have not ended since."""
-        self._deadline_s = deadline_s
-
-    def begun(self, now: float, num_before: int) -> None:
-        """``num_before`` others were under way, without those that hang."""
-        if num_before == 0:
-            self.at = now
-
-    def detect_hang(self, now: float, num_under_way: int) -> bool:
-        """Returns whether the transfers under way, without those that have hung before, hang now."""
-        if num_under_way == 0 or now - self.at < self._deadline_s:
-            return False
-        self.num_hangs += 1
-        return True
-
-    def ended(self, now: float, num_late: int, num_hanging: int) -> None:
-        """Called when transfers have ended: ``num_late`` of them had been hanging, ``num_hanging`` others still are."""
-        if num_late:
-            self.num_hangs = max(0, self.num_hangs - 1) if num_hanging else 0
-        self.at = now
-
-
 class Health:
-    """The health of one ability of the tier ``name``. Its transfers hang if none ends for ``deadline_s``."""
+    """The health of one ability of the tier ``name``. Its transfers hang if some are under way and none has ended for
+    ``deadline_s``."""
 
     def __init__(
         self, name: str, ability: Ability, deadline_s: float, random: Callable[[], float], max_pause_s: float
     ) -> None:
         self.breaker = CircuitBreaker(random, max_pause_s)
-        self.progress = Progress(deadline_s)
+        self._deadline_s = deadline_s
+        self._progress_at = -math.inf
+        """When a transfer last ended, or when the first of those under way began."""
+        self.num_hangs = 0
+        """How often transfers have hung that have not ended since."""
         self.was_paused = False
         """Whether it was paused and the manager has not ended the waits of requests for it yet."""
         self.is_full = False
@@ -228,7 +201,7 @@ class Health:
     @property
     def may_test(self) -> bool:
         """Whether one block may be transferred as a test."""
-        return self.breaker.may_test and self.progress.num_hangs < MAX_HANGS
+        return self.breaker.may_test and self.num_hangs < MAX_HANGS
 
     def begin_test(self, key: OffloadKey) -> None:
         self.breaker.begin_test()
@@ -269,12 +242,24 @@ class Health:
                 is_full=failures.keys() == {TierError.NO_SPACE},
             )
 
+    def begun(self, now: float, num_before: int) -> None:
+        """Transfers have begun. ``num_before`` others were under way, without those that hang."""
+        if num_before == 0:
+            self._progress_at = now
+
+    def ended(self, now: float, num_late: int, num_hanging: int) -> None:
+        """Transfers have ended: ``num_late`` of them had been hanging, ``num_hanging`` others still are."""
+        if num_late:
+            self.num_hangs = max(0, self.num_hangs - 1) if num_hanging else 0
+        self._progress_at = now
+
     def detect_hang(self, now: float, num_under_way: int) -> bool:
         """Returns whether the transfers under way, without those that have hung before, hang now. Then the ability is
         paused."""
-        stalled_s = now - self.progress.at
-        if not self.progress.detect_hang(now, num_under_way):
+        stalled_s = now - self._progress_at
+        if num_under_way == 0 or stalled_s < self._deadline_s:
             return False
+        self.num_hangs += 1
         self.breaker.hang(now)
         self._note_pause(f"it has ended no {self._ability} for {stalled_s:.1f} s")
         return True
@@ -468,7 +453,7 @@ class TierState:
     def begin_reads(self, slots: Mapping[OffloadKey, int], promotions: Iterable[Promotion], now: float) -> None:
         """Notes that the tier was given these blocks to read into these host slots, by ``tier.read``."""
         if slots:
-            self.read_health.progress.begun(now, self.num_reading)
+            self.read_health.begun(now, self.num_reading)
             self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(promotions))))
 
     def choose_probe(self, key: OffloadKey | None, now: float) -> None:
@@ -502,7 +487,7 @@ class TierState:
         num_late = len(reads) - len(in_time)
         self.num_overdue -= num_late
         self.estimator.add(in_time, now)
-        self.read_health.progress.ended(now, num_late, self.num_overdue)
+        self.read_health.ended(now, num_late, self.num_overdue)
         if any(None in results.errors for batch, results in ended.items() if batch.is_overdue):
             self.read_health.end_hang(now)
         return ended
@@ -512,21 +497,22 @@ class TierState:
     def write(self, room: int, now: float) -> None:
         """Begins to write at most ``room`` blocks of the backlog: one, if that is a test."""
         health = self.write_health
-        if health.breaker.may_test:
+        is_test = health.breaker.state is BreakerState.HALF_OPEN
+        if is_test:
             room = min(room, 1) if health.may_test else 0
-        elif not health.breaker.is_working:
+        elif health.breaker.state is not BreakerState.WORKING:
             return
         num_in_time = len(self.writes.writing) - len(self.overdue_writes)
         begun = self.writes.pump(room)
         if begun:
-            health.progress.begun(now, num_in_time)
-            if health.breaker.may_test:
+            health.begun(now, num_in_time)
+            if is_test:
                 health.begin_test(begun[0])
 
     def end_writes(self, writes: Ended, now: float) -> None:
         """Takes in writes that have ended."""
         self.writes.ended(writes)
-        self.write_health.progress.ended(now, len(writes), 0)
+        self.write_health.ended(now, len(writes), 0)
         if self.overdue_writes:
             late = self.overdue_writes.intersection(writes.keys)
             self.overdue_writes -= late
@@ -541,12 +527,13 @@ class TierState:
         if failed != self._num_failed_lookups:
             self.read_health.lookups_failed(failed - self._num_failed_lookups, now)
             self._num_failed_lookups = failed
-        if self.has_transfers:
+        if self.reads or self.writes.writing:
             self.detect_hangs(now)
         if self.questions.asked_at:
             self.questions.expire(now)
-        self.read_health.breaker.update(now)
-        self.write_health.breaker.update(now)
+        for breaker in (self.read_health.breaker, self.write_health.breaker):
+            if breaker.state is BreakerState.OPEN:
+                breaker.update(now)
 
     def detect_hangs(self, now: float) -> None:
         """If the tier has ended no read, or no write, for a whole deadline, all of them are overdue, and that ability

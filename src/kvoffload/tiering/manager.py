@@ -170,7 +170,8 @@ class TieredOffloadingManager(TieredManager):
             return np.full(len(keys), RETRY, dtype=np.uint8)
         if self._steps.is_off or not self._promoter.may_wait(promotion):
             return self.host.lookup_each(keys, req_context, need)
-        self.host.admission.count(keys, req_context)
+        if self.host.admission is not None:
+            self.host.admission.count(keys, req_context)
         search = TierSearch(self.host, self.tiers, self._reasons, self._clock(), promotion, req_context.awaited)
         states, coming = find_hit(search, keys, need, self._promoter, self._gate)
         self._steps.is_asking |= search.is_unanswered
@@ -407,7 +408,7 @@ class TieredOffloadingManager(TieredManager):
     def drop(self, keys: Sequence[OffloadKey], only_host: bool = False) -> None:
         self._promoter.drop(keys)
         if self.prefetcher.expected or self.prefetcher.held:
-            self.prefetcher.drop(keys)
+            self.prefetcher.blocks.drop(keys)
         self.host.drop(keys)
         for tier in self.tiers if not only_host else ():
             tier.tier.delete(keys)

@@ -78,6 +78,8 @@ class _Expected:
     keys: Sequence[OffloadKey]
     context: ReqContext
     """The request that its promotions are for."""
+    number: int
+    """How many chains were expected before it."""
     returns_at: float
     """When it is used."""
     until: float
@@ -85,6 +87,164 @@ class _Expected:
     begins_at: int = 0
     """The index of the first key that is still to be looked up. What was read may be evicted before it is used, and
     is not read again."""
+
+
+class _Batch(NamedTuple):
+    """Blocks that are being read for a chain."""
+
+    chain: _Expected
+    began: float
+    seconds: float
+    """How long its tier takes for it; 0 if that is unknown."""
+
+
+class ExpectedChains:
+    """The chains that requests are expected to use, at most MAX_CHAINS with ``max_keys`` keys, in the order in which
+    they are to be looked at."""
+
+    def __init__(self, max_keys: int) -> None:
+        self.by_name: OrderedDict[int | str, _Expected] = OrderedDict()
+        """The oldest first. Read only for others."""
+        self.max_keys = max_keys
+        self._num_keys = 0
+        self._queue: list[tuple[float, int, _Expected]] = []
+        """A heap by the time at which each is looked at. Some may not be expected any more."""
+
+    @property
+    def next_due(self) -> float:
+        """When the next one is to be looked at; infinite if nothing is expected."""
+        return self._queue[0][0] if self._queue else math.inf
+
+    def add(self, chain: _Expected, due: float) -> None:
+        """Adds a chain with a new name, which is looked at when it is ``due``."""
+        self.by_name[chain.name] = chain
+        self._num_keys += len(chain.keys)
+        heapq.heappush(self._queue, (due, chain.number, chain))
+        while len(self.by_name) > MAX_CHAINS or self._num_keys > self.max_keys:
+            self.forget(next(iter(self.by_name)))
+        if len(self._queue) > 2 * len(self.by_name) + QUEUE_SLACK:
+            self._queue = [entry for entry in self._queue if self.has(entry[2])]
+            heapq.heapify(self._queue)
+
+    def has(self, chain: _Expected) -> bool:
+        return self.by_name.get(chain.name) is chain
+
+    def forget(self, name: int | str) -> None:
+        chain = self.by_name.pop(name, None)
+        if chain is not None:
+            self._num_keys -= len(chain.keys)
+
+    def first(self) -> _Expected:
+        """Returns the one that is looked at next, which may not be expected any more."""
+        return self._queue[0][2]
+
+    def put_off(self, due: float) -> None:
+        """The first one is looked at again when it is ``due``; if that is infinite, it is forgotten."""
+        _, number, chain = self._queue[0]
+        if due < math.inf:
+            heapq.heapreplace(self._queue, (due, number, chain))
+            return
+        heapq.heappop(self._queue)
+        if self.has(chain):
+            self.forget(chain.name)
+
+    def clear(self) -> None:
+        self.by_name.clear()
+        self._queue.clear()
+        self._num_keys = 0
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a bound is exceeded."""
+        if self._num_keys != sum(len(chain.keys) for chain in self.by_name.values()):
+            raise IntegrityError("the keys of expected chains are miscounted")
+        if len(self.by_name) > MAX_CHAINS or self._num_keys > self.max_keys:
+            raise IntegrityError("more chains are expected than may be")
+        if len(self._queue) > 2 * MAX_CHAINS + QUEUE_SLACK:
+            raise IntegrityError("chains that nobody expects are kept")
+
+
+class PrefetchedBlocks:
+    """What was prefetched into ``host`` is pinned until its use or the end of its time, and judged by that."""
+
+    def __init__(self, host: PolicyOffloadingManager) -> None:
+        self._host = host
+        self.held: OrderedDict[OffloadKey, _Held] = OrderedDict()
+        """Blocks that are pinned. Read only for others."""
+        self._num_held: Counter[bytes] = Counter()
+        """By the namespace of their tenant."""
+        self.most = int(host.num_blocks * HELD_SHARE)
+        self._judged: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        """By the namespace of their tenant, how many blocks that were read were used, and how many were not, weighted.
+        The tenant that was judged last is the last one."""
+        self._sweep_at = -math.inf
+        """When blocks whose time is over are looked for again."""
+
+    def hold(self, keys: Sequence[OffloadKey], until: float) -> None:
+        """Pins ready blocks."""
+        keys = [key for key in keys if key not in self.held]
+        slots = self._host.prepare_load(keys).slots.tolist()
+        self.held.update((key, _Held(slot, until)) for key, slot in zip(keys, slots, strict=True))
+        self._num_held.update(key[:NAMESPACE_BYTES] for key in keys)
+
+    def use(self, keys: Collection[OffloadKey]) -> int:
+        """Takes note of a request that uses ``keys``. Returns how many of them were held."""
+        used = [key for key in keys if key in self.held]
+        self.judge(used, is_used=True)
+        self._let_go(used)
+        return len(used)
+
+    def sweep(self, now: float) -> None:
+        """Lets go what others have no room beside, and what was not used in time."""
+        if self._num_excess > 0:
+            self._let_go(list(itertools.islice(reversed(self.held), self._num_excess)))
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_EVERY_S
+            late = [key for key, held in self.held.items() if held.until < now]
+            self.judge(late, is_used=False)
+            self._let_go(late)
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Lets go those of ``keys`` that are held."""
+        self._let_go([key for key in dict.fromkeys(keys) if key in self.held])
+
+    def room(self, key: OffloadKey) -> int:
+        """Returns how many more blocks of the tenant of ``key`` may be held."""
+        most = int(self._host.most_blocks(key) * HELD_SHARE)
+        return max(0, min(-self._num_excess, most - self._num_held[key[:NAMESPACE_BYTES]]))
+
+    def judge(self, keys: Sequence[OffloadKey], is_used: bool) -> None:
+        """Takes note of blocks that were read and used, or not."""
+        for tenant, num_blocks in Counter(key[:NAMESPACE_BYTES] for key in keys).items():
+            used, wasted = self._judged.pop(tenant, (0, 0))
+            used, wasted = (used + num_blocks, wasted) if is_used else (used, wasted + num_blocks)
+            if used + wasted > JUDGED_BLOCKS:
+                used, wasted = used // 2, wasted // 2
+            self._judged[tenant] = used, wasted
+        while len(self._judged) > MAX_JUDGED:
+            self._judged.popitem(last=False)
+
+    def are_worth_it(self, key: OffloadKey) -> bool:
+        """Whether enough of what was read of late for the tenant of ``key`` was used."""
+        used, wasted = self._judged.get(key[:NAMESPACE_BYTES], (0, 0))
+        return used >= LEAST_USED * (used + wasted)
+
+    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
+        if not keys:
+            return
+        held = [self.held.pop(key) for key in keys]
+        self._num_held.subtract(key[:NAMESPACE_BYTES] for key in keys)
+        self._num_held = +self._num_held
+        self._host.complete_load(self._host.lease([each.slot for each in held]))
+
+    @property
+    def _num_excess(self) -> int:
+        """How many blocks are held that others have no room beside. Below 0: so many more may be held."""
+        return len(self.held) - int(HELD_SHARE * (len(self.held) + self._host.num_available_blocks))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if more blocks are held than may be."""
+        if len(self.held) > self.most:
+            raise IntegrityError("more blocks are held for expected uses than may be")
 
 
 class Prefetcher:
@@ -116,40 +276,21 @@ class Prefetcher:
         self._reasons = reasons
         self._clock = clock
         self._is_on_device = is_on_device
-        self.expected: OrderedDict[int | str, _Expected] = OrderedDict()
-        """The oldest first. Read only for others, as is ``held``."""
-        self._num_keys = 0
-        self._max_keys = KEYS_PER_BLOCK * host.num_blocks
-        self._queue: list[tuple[float, int, _Expected]] = []
-        """A heap by the time at which each is to be read. Some may not be expected any more."""
+        self.chains = ExpectedChains(KEYS_PER_BLOCK * host.num_blocks)
+        self.expected = self.chains.by_name
+        self.blocks = PrefetchedBlocks(host)
+        self.held = self.blocks.held
+        self.reading: _Batch | None = None
         self._order = itertools.count()
-        self._judged: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """By the namespace of their tenant, how many blocks that were read were used, and how many were not, weighted.
-        The tenant that was judged last is the last one."""
-        self.reading: _Expected | None = None
-        """The chain of the batch that is being read."""
-        self._began = 0.0
-        self._read_s = 0.0
-        """How long its tier takes for it; 0 if that is unknown."""
         self._pace = MovingRate()
         """Blocks that are read per second of the clock, with what passes between two batches."""
         self._not_before = -math.inf
         """When the next batch may be read."""
-        self._sweep_at = -math.inf
-        """When blocks whose time is over are looked for again."""
-        self.held: OrderedDict[OffloadKey, _Held] = OrderedDict()
-        """Blocks that are pinned."""
-        self._num_held: Counter[bytes] = Counter()
-        """By the namespace of their tenant."""
-        self._max_held = int(host.num_blocks * HELD_SHARE)
-
-    def __len__(self) -> int:
-        return len(self.expected)
 
     @property
     def next_due(self) -> float:
         """When there may be something to read; infinite if nothing is expected."""
-        return self._queue[0][0] if self._queue else math.inf
+        return self.chains.next_due
 
     # Requests.
 
@@ -159,10 +300,10 @@ class Prefetcher:
         if hints is None or hints.drop or hints.expect_return_s is None:
             return
         name = context.req_id if hints.session is None else hints.session
-        self._forget(name)
+        self.chains.forget(name)
         number = next(self._order)
         returns_in = hints.likely_return_s
-        if returns_in is not None and keys and (self._is_worth_it(keys[0]) or number % PROBE_EVERY == 0):
+        if returns_in is not None and keys and (self.blocks.are_worth_it(keys[0]) or number % PROBE_EVERY == 0):
             returns_at = self._clock() + returns_in
             self._add(name, keys, number, returns_at, returns_at + LEAD_S)
 
@@ -173,96 +314,31 @@ class Prefetcher:
         self._add(context.req_id, keys, next(self._order), now, now + QUEUED_S)
 
     def _add(self, name: int | str, keys: Sequence[OffloadKey], number: int, returns_at: float, until: float) -> None:
-        if not keys or not self._max_held or len(keys) > self._max_keys or seem_of_several_groups(keys):
-            return
-        chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), returns_at, until)
-        self.expected[name] = chain
-        self._num_keys += len(keys)
-        heapq.heappush(self._queue, (self._due(returns_at, len(keys)), number, chain))
-        while len(self.expected) > MAX_CHAINS or self._num_keys > self._max_keys:
-            self._forget(next(iter(self.expected)))
-        if len(self._queue) > 2 * len(self.expected) + QUEUE_SLACK:
-            self._queue = [entry for entry in self._queue if self._is_expected(entry[2])]
-            heapq.heapify(self._queue)
+        if keys and self.blocks.most and len(keys) <= self.chains.max_keys and not seem_of_several_groups(keys):
+            chain = _Expected(name, list(keys), ReqContext(f"\0prefetch {number}"), number, returns_at, until)
+            self.chains.add(chain, self._due(returns_at, len(keys)))
 
     def _due(self, returns_at: float, num_missing: int) -> float:
         """Returns when so many blocks are to be read for a use at ``returns_at``."""
         return returns_at - LEAD_S - (self._pace.seconds_for(num_missing) or 0.0)
 
-    def _is_expected(self, chain: _Expected) -> bool:
-        return self.expected.get(chain.name) is chain
-
-    def _forget(self, name: int | str) -> None:
-        chain = self.expected.pop(name, None)
-        if chain is not None:
-            self._num_keys -= len(chain.keys)
-
     def forget(self, context: ReqContext) -> None:
         """Takes note of a request that is not expected any more, because it is looked up or has ended."""
-        self._forget(context.req_id)
+        self.chains.forget(context.req_id)
         if context.hints is not None and context.hints.session is not None:
-            self._forget(context.hints.session)
+            self.chains.forget(context.hints.session)
 
     def used(self, keys: Collection[OffloadKey], context: ReqContext | None) -> None:
         """Takes note of a request that uses ``keys``."""
         if context is not None:
             self.forget(context)
         if self.held:
-            used = [key for key in keys if key in self.held]
-            self._count("prefetched_used_blocks", len(used))
-            self._judge(used, is_used=True)
-            self._let_go(used)
-
-    def _judge(self, keys: Sequence[OffloadKey], is_used: bool) -> None:
-        for tenant, num_blocks in Counter(key[:NAMESPACE_BYTES] for key in keys).items():
-            used, wasted = self._judged.pop(tenant, (0, 0))
-            used, wasted = (used + num_blocks, wasted) if is_used else (used, wasted + num_blocks)
-            if used + wasted > JUDGED_BLOCKS:
-                used, wasted = used // 2, wasted // 2
-            self._judged[tenant] = used, wasted
-        while len(self._judged) > MAX_JUDGED:
-            self._judged.popitem(last=False)
-
-    def _is_worth_it(self, key: OffloadKey) -> bool:
-        """Whether enough of what was read of late for the tenant of ``key`` was used."""
-        used, wasted = self._judged.get(key[:NAMESPACE_BYTES], (0, 0))
-        return used >= LEAST_USED * (used + wasted)
-
-    def _hold(self, keys: Sequence[OffloadKey], until: float) -> None:
-        """Pins ready blocks."""
-        keys = [key for key in keys if key not in self.held]
-        slots = self._host.prepare_load(keys).slots.tolist()
-        self.held.update((key, _Held(slot, until)) for key, slot in zip(keys, slots, strict=True))
-        self._num_held.update(key[:NAMESPACE_BYTES] for key in keys)
-
-    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
-        if not keys:
-            return
-        held = [self.held.pop(key) for key in keys]
-        self._num_held.subtract(key[:NAMESPACE_BYTES] for key in keys)
-        self._num_held = +self._num_held
-        self._host.complete_load(self._host.lease([each.slot for each in held]))
-
-    def _room(self, key: OffloadKey) -> int:
-        """Returns how many more blocks of the tenant of ``key`` may be held."""
-        most = int(self._host.most_blocks(key) * HELD_SHARE)
-        return max(0, min(-self._num_excess, most - self._num_held[key[:NAMESPACE_BYTES]]))
-
-    @property
-    def _num_excess(self) -> int:
-        """How many blocks are held that others have no room beside. Below 0: so many more may be held."""
-        return len(self.held) - int(HELD_SHARE * (len(self.held) + self._host.num_available_blocks))
-
-    def drop(self, keys: Collection[OffloadKey]) -> None:
-        """Takes note of blocks that are about to be dropped."""
-        self._let_go([key for key in dict.fromkeys(keys) if key in self.held])
+            self._count("prefetched_used_blocks", self.blocks.use(keys))
 
     def clear(self) -> None:
         """Nothing is expected any more."""
-        self.expected.clear()
-        self._queue.clear()
-        self._let_go(list(self.held))
-        self._num_keys = 0
+        self.chains.clear()
+        self.blocks.drop(list(self.held))
         self.reading = None
 
     # Steps.
@@ -270,38 +346,28 @@ class Prefetcher:
     def poll(self) -> None:
         """Ends a batch that has arrived, and begins the next one if it is time and no request waits for a tier."""
         now = self._clock()
-        if self.held and self._num_excess > 0:
-            self._let_go(list(itertools.islice(reversed(self.held), self._num_excess)))
+        if self.held:
+            self.blocks.sweep(now)
         if self.reading is not None and not self._end_batch(self.reading, now):
             return
-        if self.held and now >= self._sweep_at:
-            self._sweep_at = now + SWEEP_EVERY_S
-            late = [key for key, held in self.held.items() if held.until < now]
-            self._judge(late, is_used=False)
-            self._let_go(late)
-        if self.next_due > now or now < self._not_before or not self._promoter.is_idle:
+        chains = self.chains
+        if chains.next_due > now or now < self._not_before or not self._promoter.is_idle:
             return
         for _ in range(MAX_LOOKS):
-            if self.next_due > now:
+            if chains.next_due > now:
                 return
-            _, number, chain = self._queue[0]
-            is_expected = self._is_expected(chain)
-            due = self._begin_batch(chain, now) if is_expected and now <= chain.until else math.inf
+            chain = chains.first()
+            due = self._begin_batch(chain, now) if chains.has(chain) and now <= chain.until else math.inf
             if due <= now:
                 return
-            if due < math.inf:
-                heapq.heapreplace(self._queue, (due, number, chain))
-                continue
-            heapq.heappop(self._queue)
-            if is_expected:
-                self._forget(chain.name)
+            chains.put_off(due)
 
     def _begin_batch(self, chain: _Expected, now: float) -> float:
         """Reads the next blocks of ``chain`` if it is time. Returns when to look at it again: infinity if nothing is to
         be read any more."""
         if chain.begins_at >= len(chain.keys):
             return math.inf
-        room = self._room(chain.keys[0])
+        room = self.blocks.room(chain.keys[0])
         if not room:
             # It may come when others have been used.
             return now + SWEEP_EVERY_S
@@ -332,36 +398,32 @@ class Prefetcher:
         tier = self._tiers[int(found.sources[0])]
         n = tier.estimator.num_blocks_within(BATCH_S, max(1, min(BATCH_BLOCKS, BATCH_BYTES // tier.tier.block_bytes)))
         n = min(n, len(found.keys), room)
-        self._read_s = tier.estimator.seconds_to_read(n) or 0.0
         chain.begins_at = begins_at + keys.index(found.keys[n - 1]) + 1
         self._promoter.promote(Located(found.keys[:n], found.sources[:n]), chain.context)
-        self.reading, self._began = chain, now
+        self.reading = _Batch(chain, now, tier.estimator.seconds_to_read(n) or 0.0)
         return now
 
-    def _end_batch(self, chain: _Expected, now: float) -> bool:
-        """Takes in the batch that was read for ``chain``. Returns False if it is still under way."""
+    def _end_batch(self, batch: _Batch, now: float) -> bool:
+        """Takes in a batch that was read. Returns False if it is still under way."""
+        chain, began, seconds = batch
         promotion = self._promoter.get(chain.context)
         if promotion is not None and promotion.is_waiting:
             return False
         self.reading = None
         arrived = [] if promotion is None else list(promotion.pinned)
-        if self._is_expected(chain):
+        if self.chains.has(chain):
             # Otherwise its session has returned meanwhile, and its request waits for what is being read.
-            self._hold(arrived, chain.until)
+            self.blocks.hold(arrived, chain.until)
         self._promoter.release(chain.context)
         self._count("prefetched_blocks", len(arrived))
-        self._not_before = self._began + (self._read_s or now - self._began) / TIME_SHARE
-        self._pace.add(len(arrived), max(now, self._not_before) - self._began)
+        self._not_before = began + (seconds or now - began) / TIME_SHARE
+        self._pace.add(len(arrived), max(now, self._not_before) - began)
         if not arrived:
             # It was not read in time, or others have taken its room.
-            self._forget(chain.name)
+            self.chains.forget(chain.name)
         return True
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a bound is exceeded."""
-        if self._num_keys != sum(len(chain.keys) for chain in self.expected.values()):
-            raise IntegrityError("the keys of expected chains are miscounted")
-        if len(self.expected) > MAX_CHAINS or self._num_keys > self._max_keys:
-            raise IntegrityError("more chains are expected than may be")
-        if len(self.held) > self._max_held or len(self._queue) > 2 * MAX_CHAINS + QUEUE_SLACK:
-            raise IntegrityError("more blocks are held for expected uses than may be")
+        self.chains.check_integrity()
+        self.blocks.check_integrity()

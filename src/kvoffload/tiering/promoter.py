@@ -17,7 +17,7 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
-from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiering.events import Count
@@ -109,9 +109,8 @@ class Promoter:
         most = max(1, int(self._host.most_blocks(key) * PROMOTION_SHARE))
         if in_all or self._num_kv_groups + self._num_states == 1:
             return most - len(pinned)
-        group = key_group_idx(key)
         share = (most - self._num_states) // max(1, self._num_kv_groups)
-        return share - sum(key_group_idx(key) == group for key in pinned)
+        return share - num_of_group(pinned, key_group_idx(key))
 
     def promote(self, wanted: Located, context: ReqContext) -> Promotion:
         """Makes the request wait for ``wanted`` too, each of which is in a tier or being read already. Returns its

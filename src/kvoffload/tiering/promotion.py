@@ -154,10 +154,10 @@ class PromotedPins:
         new = lease.slots[is_pinned]
         self.num_pinned += int(np.count_nonzero(self._pins[new] == 0))
         self._pins[new] += 1
-        arrived = list(compress(slots.items(), is_pinned.tolist()))
+        arrived = dict(compress(slots.items(), is_pinned.tolist()))
         promotion.pinned.update(arrived)
         promotion.pinned_at = now
-        promotion.promoted.setdefault(tier, []).extend(key for key, _ in arrived)
+        promotion.promoted.setdefault(tier, []).extend(arrived)
 
     def take(self, promotion: Promotion | None, keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
         """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that were promoted for the request

@@ -92,7 +92,7 @@ class ReadEstimator:
         for begun, ended in sorted(set(zip(good.begun, good.ended, strict=True))):
             busy += max(0.0, ended - max(begun, self._busy_until))
             self._busy_until = max(self._busy_until, ended)
-        if good:
+        if good.keys:
             self._rate.add(sum(good.nbytes), busy)
             self.measured_at = now
 

@@ -72,13 +72,9 @@ class Waits:
 
     def take_late(self, now: float, deadline_s: float) -> Iterator[Promotion]:
         """Removes and yields those that have waited for ``deadline_s``."""
-        while self.begun:
-            since, promotion = self.begun[0]
-            goes_on = _goes_on(promotion, since)
-            if goes_on and not promotion.is_late(now, deadline_s):
-                return
-            self.begun.popleft()
-            if goes_on:
+        while self.begun and now - self.begun[0][0] >= deadline_s:
+            since, promotion = self.begun.popleft()
+            if _goes_on(promotion, since):
                 yield promotion
 
 

@@ -70,10 +70,10 @@ class TierSteps:
     def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
         """Takes in transfers of a tier that have ended. Returns whether there were reads."""
         reads, writes = by_direction(results)
-        if writes:
+        if writes.keys:
             tier.end_writes(writes, self._clock())
             self._written(writes.keys)
-        if reads:
+        if reads.keys:
             self._promoter.end_reads(tier, reads)
             if tier.index:
                 self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
@@ -81,13 +81,13 @@ class TierSteps:
             health.judge(ended, self._clock())
             if self._moved is not None:
                 self._moved.add(tier.name, ended.good.keys, ended.good.nbytes)
-        return bool(reads)
+        return bool(reads.keys)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for tiers and polls them. Returns whether a lookup may have another result now."""
         changed = False
         for tier in self._tiers:
-            promotions = waiting_for(set(tier.reads.values()))
+            promotions = waiting_for(set(tier.reads.values())) if tier.reads else ()
             for _ in range(MAX_WAITS if promotions else 0):
                 begun = self._clock()
                 tier.tier.wait(timeout_s)

@@ -123,18 +123,14 @@ class BlockIO:
         self._clock = clock
         self._wall_clock = wall_clock
         self._blocks_per_job = max(1, job_bytes // files.layout.block_bytes)
-        self._done: deque[Done] = deque()
+        self.done: deque[Done] = deque()
+        """Transfers that have ended, for ``take_done``."""
         self._abandoned = False
 
     @property
     def write_room(self) -> int:
         """Blocks that may be submitted for writing now."""
         return MAX_QUEUED * self._blocks_per_job - self.num_writing
-
-    @property
-    def has_done(self) -> bool:
-        """Whether ``take_done`` would return something."""
-        return bool(self._done)
 
     def submit_reads(self, batch: Batch) -> int:
         """Queues reads. The facts are those of the blocks' records. Returns how many blocks, from the first on, were
@@ -151,7 +147,7 @@ class BlockIO:
 
     def take_done(self) -> list[Done]:
         """Returns the transfers that have ended since the last call."""
-        done = [self._done.popleft() for _ in range(len(self._done))]
+        done = [self.done.popleft() for _ in range(len(self.done))]
         for run in done:
             if run.is_read:
                 self.num_reading -= len(run.results)
@@ -178,11 +174,11 @@ class BlockIO:
         try:
             for done in (self._read if is_read else self._write)(batch, header):
                 num_ended += len(done.results)
-                self._done.append(done)
+                self.done.append(done)
         except Exception as problem:
             # Blocks that are not reported would count as being moved, and stay pinned, for ever.
             rest = batch.part(num_ended, len(batch.keys))
-            self._done.append(self._ended(rest, is_read, begun, dict.fromkeys(range(len(rest.keys)), problem)))
+            self.done.append(self._ended(rest, is_read, begun, dict.fromkeys(range(len(rest.keys)), problem)))
 
     def _read(self, batch: Batch, header: Header) -> Iterator[Done]:
         blocks, slots = self._blocks(batch), batch.slots.tolist()

@@ -97,7 +97,8 @@ class Maintenance:
         self._stale: deque[tuple[int, int]] = deque(maxlen=files.num_slots)
         """Slots whose records must be emptied, each with its ``_num_given``: if that has changed since, another block
         was given the slot, and the old record went when that block was written."""
-        self._outcomes: deque[_Outcome] = deque()
+        self.outcomes: deque[_Outcome] = deque()
+        """Of tasks that have ended, for ``poll``."""
 
     # Growth.
 
@@ -172,7 +173,13 @@ class Maintenance:
         """Submits a job for the tasks that are due, unless one is under way."""
         if self._state is not _Activity.IDLE:
             return
-        pending = self._pending()
+        found = (
+            (Task.HEADER, self._files.index.header_is_due),
+            (Task.GROWTH, self._growth in (Growth.REQUESTED, Growth.RETRIED)),
+            (Task.STALE_RECORDS, self._stale),
+            (Task.RECENCY, self._recency.has_changes),
+        )
+        pending = [task for task, has_work in found if has_work]
         if pending and not self._files.read_only:
             now = self._clock()
             urgent = Task.RECENCY if self._recency.is_urgent else None
@@ -183,8 +190,8 @@ class Maintenance:
     def poll(self) -> Slots:
         """Takes the outcomes of tasks that have ended. Returns new slots."""
         slots = _NO_SLOTS
-        while self._outcomes:
-            outcome = self._outcomes.popleft()
+        while self.outcomes:
+            outcome = self.outcomes.popleft()
             if outcome.task is None:
                 self._state = _Activity.IDLE if self._state is _Activity.BUSY else self._state
                 continue
@@ -207,19 +214,6 @@ class Maintenance:
         if not self._files.read_only:
             self._run(_FINAL_TASKS, is_final=True)
 
-    def _pending(self) -> list[Task]:
-        """Returns the tasks that have something to do, in the order of Task."""
-        tasks = []
-        if self._files.index.header_is_due:
-            tasks.append(Task.HEADER)
-        if self._growth is Growth.REQUESTED or self._growth is Growth.RETRIED:
-            tasks.append(Task.GROWTH)
-        if self._stale:
-            tasks.append(Task.STALE_RECORDS)
-        if self._recency.has_changes:
-            tasks.append(Task.RECENCY)
-        return tasks
-
     # On a thread of the executor.
 
     def _run(self, tasks: Sequence[Task], is_final: bool = False) -> None:
@@ -228,9 +222,9 @@ class Maintenance:
                 if task is Task.GROWTH:
                     self._grow()
                 else:
-                    self._outcomes.append(_Outcome(task, self._try(task, is_final)))
+                    self.outcomes.append(_Outcome(task, self._try(task, is_final)))
         finally:
-            self._outcomes.append(_Outcome(None))
+            self.outcomes.append(_Outcome(None))
 
     def _try(self, task: Task, is_final: bool) -> Exception | None:
         try:
@@ -251,9 +245,9 @@ class Maintenance:
 
     def _grow(self) -> None:
         try:
-            self._outcomes.append(_Outcome(Task.GROWTH, None, self._files.grow()))
+            self.outcomes.append(_Outcome(Task.GROWTH, None, self._files.grow()))
         except Exception as error:
-            self._outcomes.append(_Outcome(Task.GROWTH, error))
+            self.outcomes.append(_Outcome(Task.GROWTH, error))
 
     def _empty_stale_records(self) -> None:
         while self._stale:

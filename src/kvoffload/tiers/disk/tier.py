@@ -256,10 +256,11 @@ class DiskTier(RenewableTier):
         return free
 
     def poll(self) -> list[TierResult]:
-        new_slots = self._maintenance.poll()
-        if len(new_slots):
+        if self._maintenance.outcomes and len(new_slots := self._maintenance.poll()):
             self.catalog.add_free(new_slots)
-        results, self._unreported = self._unreported + self._take_results(), []
+        results, self._unreported = self._unreported, []
+        if self._io.done:
+            results += self._take_results()
         if self.catalog.retention.blocks or self.catalog.retention.changes:
             self._note_retained()
         self._maintenance.submit()
@@ -278,8 +279,6 @@ class DiskTier(RenewableTier):
             self._recency.note_marks(slots, np.array(marks, dtype=np.uint64))
 
     def _take_results(self) -> list[TierResult]:
-        if not self._io.has_done:
-            return []
         done = self._io.take_done()
         return self._end([run for run in done if run.is_read]) + self._end([run for run in done if not run.is_read])
 
@@ -324,7 +323,7 @@ class DiskTier(RenewableTier):
                 i += 1
 
     def wait(self, timeout_s: float) -> None:
-        if not self._io.has_done and not self._unreported:
+        if not self._io.done and not self._unreported:
             self._executor.wait(timeout_s)
 
     # Order and removal.
