@@ -407,6 +407,8 @@ def watch_the_device(engine: ModelEngine) -> None:
         reasons = {key: manager.explain_miss(key).reason for key in left}
         left = {key for key, why in reasons.items() if why is not MissReason.NOT_ADMITTED}
         left -= {key for key in early if reasons.get(key) is MissReason.EVICTED}
+        # Other stores of the step may have taken some of the room first.
+        room -= sum(len(spec.host.slots) for spec in meta.stores.values())
         if scheduler.changes.resets == resets[0] and len(left) and room >= len(handed_out) and not scheduler.off:
             raise Lost(f"step {engine.steps}: {len(left)} blocks")
         resets[0] = scheduler.changes.resets
