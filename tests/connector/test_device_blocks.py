@@ -29,6 +29,9 @@ from kvoffload.connector.layout import Block, KeyLayout
 from kvoffload.connector.leaving import LEAST_OFFERED, MAX_LEAVING_BYTES, MAX_LEAVING_S, MIN_SPEED_SAMPLE
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import RequestState
+from kvoffload.lab.tier import CatalogTier
+from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
+from tests.clock import Clock
 from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
 
 LAYOUT = KeyLayout([KVGroup(TOKENS)], None)
@@ -637,6 +640,21 @@ def test_the_garbage_collector_visits_no_object_per_device_block() -> None:
         return len(gc.get_objects()) - before
 
     assert abs(num_tracked(20_000) - num_tracked(1000)) < 50
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_above_tiers_that_are_off_a_block_can_be_lost(is_off: bool) -> None:
+    host = PolicyOffloadingManager(HostBackend(TOKENS, 4), LRUPolicy(4), device_blocks=16)
+    manager = TieredOffloadingManager(host, [CatalogTier(8, 1, "lru", Clock(0.0))], TieringSettings([TOKENS]))
+    if is_off:
+        manager.switch_off_tiers("a test")
+    options: dict[str, Any] = {"misses": host.history.misses, "slot_bytes": [1]}
+    rig = Rig(manager=manager, options=options | {"keeps_blocks": True, "device_blocks": 16})
+    meta = rig.start(FakeRequest("a", prompt(4)), [1])
+    assert bool(meta.stores) is not is_off
+    rig.report(*meta.stores)
+    rig.half.build_connector_meta(ScheduledStep({}, overwritten={1}))
+    assert rig.half.metrics.snapshot().get("lost_blocks", 0) == is_off
 
 
 def test_what_the_policy_refuses_is_not_lost() -> None:

@@ -21,7 +21,7 @@ MAX_LEAVING_S = 0.25
 MIN_SPEED_SAMPLE = 64 << 20
 """Bytes. Smaller copies say little about how fast large ones are."""
 PIECE_SHARE = 1 / 16
-"""Of the host's blocks: for no more, blocks leave the device for one piece of a load."""
+"""One piece of a load has at most this share of the host's blocks."""
 LEAST_OFFERED = 64
 """Blocks that are offered to the manager at once, at least. It may have most of them."""
 MAX_AHEAD = 8192
@@ -93,7 +93,7 @@ class LeavingBlocks:
         """Blocks on the device that requests need and the engine does not find there any more."""
 
     def many_leave(self, device_blocks: Sequence[int]) -> bool:
-        """Whether more than one piece of a load leaves for these device blocks."""
+        """Whether more blocks leave for these device blocks than one piece of a load may have."""
         return len(device_blocks) > self.piece_blocks < self.device.num_late(device_blocks)
 
     def arrived(
@@ -186,12 +186,12 @@ class LeavingBlocks:
             self._store(early[::-1], len(early), specs)
 
     def _lose(self, blocks: Sequence[HeldBlock]) -> None:
-        """Counts blocks that have left the device and are not stored, unless host memory has them, or lower tiers were
-        given them when they were computed."""
-        if self._has_tiers:
-            return
-        missing = (held[0] for held in blocks)
-        keys = [key for key in missing if self._manager.explain_miss(key).reason is not MissReason.BEING_WRITTEN]
+        """Counts blocks that have left the device and are not stored, unless host memory or a lower tier has them."""
+        keys = []
+        for key in (held[0] for held in blocks):
+            miss = self._manager.explain_miss(key)
+            if miss.tier is None and miss.reason is not MissReason.BEING_WRITTEN:
+                keys.append(key)
         if keys:
             self._misses.record(keys, MissReason.LEFT_UNSTORED)
             self._jobs.observer.metrics.add("lost_blocks", len(keys))

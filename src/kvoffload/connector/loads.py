@@ -24,10 +24,10 @@ LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its r
 
 
 class LoadPlanner:
-    """Pins the blocks that a request takes from its offer until the job that loads them has ended.
+    """Pins the blocks that a request takes from its offer until they are loaded.
 
-    Where host memory does not repeat the device, a load that takes many device blocks is done in pieces: what leaves
-    the device for a piece takes the slots of the pieces before it, so that it need not take those of other blocks.
+    Where host memory does not repeat the device, a load for which many blocks leave it is done in pieces: what leaves
+    for a piece takes the slots of the pieces before it, so that it need not take those of other blocks.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LoadPlanner:
         return False
 
     def cut(self, upcoming: UpcomingStep, leaving: LeavingBlocks, handed_out: Collection[int]) -> None:
-        """Begins with a piece of those loads of the next step for which many blocks leave the device. What has to leave
+        """Replaces each load of the next step that displaces many blocks by its first piece. What has to leave
         it in this step, because its device blocks may be written to before their piece, does not count."""
         for job_id, spec in list(upcoming.meta.loads.items()):
             device_blocks = [at for at in spec.device.block_ids.tolist() if at not in handed_out]

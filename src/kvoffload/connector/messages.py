@@ -20,8 +20,8 @@ class StepMeta:
     load_after: dict[int, list[int]] = field(default_factory=dict)
     """Ids of stores that must have read the device blocks which a load fills before it starts, by the load's id."""
     pieces: dict[int, list[int]] = field(default_factory=dict)
-    """By job id, pieces of loads. The request is reported with the last one, which has the device blocks of all here:
-    they fail together."""
+    """By job id, pieces of loads: empty for all but the last one. With that the request is reported; it has the device
+    blocks of all, which fail together."""
     stores: dict[int, TransferSpec] = field(default_factory=dict)
     """Specs by job id. Their device blocks are complete when this step's forward pass is done."""
     fences: list[int] = field(default_factory=list)
