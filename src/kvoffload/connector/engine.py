@@ -43,7 +43,7 @@ class EngineSpec:
     enable_events: bool = False
     """Whether ``take_events`` returns events. Those of stored blocks carry a BlockDescription."""
     device_blocks: int | None = None
-    """Blocks of the device's KV cache, for the log and for recorded traces."""
+    """Blocks of the device's KV cache. Without it host memory repeats the device."""
     engine: int = 0
     """The index of this engine among the ``engines`` of its node."""
     engines: int = 1

@@ -1,11 +1,11 @@
 """The scheduler half of the connector: which blocks to load, to store and to fence, engine-neutral.
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
-request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` begin and end the copies, ``due``
-finds requests that may complete a block, ``device_blocks`` knows what the device holds, ``leaving`` stores what leaves
-it, ``states`` says which states are kept, ``jobs`` has the copies in progress, ``upcoming`` the work for the next step,
-``shelf`` keeps contents over a pause, ``adapters`` knows the bytes of adapters, ``observer`` makes records and metrics.
-The scheduler half takes the engine's calls and passes them on.
+request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` makes loads, ``stores`` says what is stored and
+``store_jobs`` makes jobs of it, ``due`` finds requests that may complete a block, ``device_blocks`` knows what the
+device holds, ``leaving`` stores what leaves it, ``states`` says which states are kept, ``jobs`` has the copies in
+progress, ``upcoming`` the work for the next step, ``shelf`` keeps contents over a pause, ``adapters`` knows the bytes
+of adapters, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class StorePlanner:
     in the next step. If it has refused a block of a request, those after it are not stored either.
 
     With ``leaving``, host memory does not repeat the device: a block that is due is only noted there, unless there
-    are lower tiers, and is stored when it leaves the device. Blocks of requests with hints are stored at
-    once, because hints concern blocks in host memory.
+    are lower tiers, and is stored when it leaves the device. Blocks of requests with hints are stored at once, because
+    hints concern blocks in host memory, as are those of remote decodes.
     """
 
     def __init__(

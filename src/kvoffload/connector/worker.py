@@ -120,7 +120,8 @@ class OffloadingConnectorWorker:
                 send_report(report)
 
     def begin_step(self, meta: StepMeta) -> None:
-        """Begins a step: completes the fenced stores, and submits the other stores of the previous step."""
+        """Begins a step: submits the stores of the previous step, and those of this one whose device blocks have left
+        their requests, and completes the fenced ones."""
         self._check_weights(meta)
         if self.adapters is not None:
             self.adapters.begin_step(meta.questions, self._report)
