@@ -51,6 +51,10 @@ def play(used: Rig, num_requests: int, settle: Any = None, retain_s: int | None 
         used.clock.now += 0.5
         meta = used.step(None if found else {request: len(tokens)}, new=None if found else {request.request_id: ids})
         used.report(*meta.stores, *meta.loads)
+        while meta.loads:
+            # It may come in pieces.
+            meta = used.step()
+            used.report(*meta.stores, *meta.loads)
         if not found:
             # Its first token, with which the measurement of its prefill ends.
             request.tokens = [*request.tokens, 7]
