@@ -11,8 +11,8 @@ from kvoffload.abc import OffloadKey
 from kvoffload.connector.layout import Block
 from kvoffload.connector.request import RequestState
 
-REFUSED = 2
-"""``soon`` has returned it, and the policy did not admit it."""
+EARLY, REFUSED = 1, 2
+"""``soon`` has returned what a device block holds, and the policy did not admit it."""
 MAX_NAMES = 8
 """Tenants for which one device block is held: the one that has computed or loaded it, and the latest others."""
 
@@ -39,7 +39,7 @@ class DeviceBlocks:
         self._states = np.empty(0, dtype=object) if keeps_states else None
         """A request that has, or had, what is in each device block."""
         self._is_early = bytearray()
-        """Whether ``soon`` has returned what is in each device block, or REFUSED."""
+        """EARLY or REFUSED by device block, else 0."""
         self._others: dict[int, tuple[HeldBlock, ...]] = {}
         """By device block, what it holds as further tenants name it."""
         self._latest: dict[OffloadKey, int] = {}
@@ -121,12 +121,12 @@ class DeviceBlocks:
     def not_early(self, left: Sequence[HeldBlock]) -> list[HeldBlock]:
         """Returns those of the blocks that have just left which ``soon`` had not returned, or were refused then."""
         is_early = self._is_early
-        return [held for held in left if is_early[held[2]] != 1]
+        return [held for held in left if is_early[held[2]] != EARLY]
 
     def num_late(self, device_blocks: Iterable[int]) -> int:
         """Returns how many of these device blocks hold something that was not stored early."""
         all_held, is_early, size = self._held, self._is_early, len(self._held)
-        return sum(at < size and is_early[at] != 1 and all_held[at] is not None for at in device_blocks)
+        return sum(at < size and is_early[at] != EARLY and all_held[at] is not None for at in device_blocks)
 
     def refuse(self, device_blocks: Iterable[int]) -> None:
         """Notes that what these device blocks hold was not worth its room. When it leaves, that may have changed."""
@@ -156,7 +156,7 @@ class DeviceBlocks:
             if not most:
                 break
             most -= 1
-            is_early[at] = 1
+            is_early[at] = EARLY
             if latest.get(first[0]) == at:
                 found.append(first)
             if at in others:

@@ -691,16 +691,16 @@ class ExclusiveRun(Run):
         # As in an engine: the blocks that are loaded are pinned while others leave the device for them. If these are
         # many, it is done in pieces.
         size, num_loaded = piece_blocks(host.num_blocks), len(loading)
+        has_hints = context is not None and context.hints is not None
         if sum(block in self._noted for block in left[:num_loaded]) <= size:
             size = max(1, num_loaded)
         for start in range(0, num_loaded, size):
             end = start + size
             self._leave(left[start:end], computed)
             host.complete_load(replace(lease, slots=lease.slots[start:end]))
-            if end < num_loaded and (context is None or context.hints is None):
+            if end < num_loaded and not has_hints:
                 manager.note_device(held=loading[start:end])
         self._leave(left[num_loaded:], computed)
-        has_hints = context is not None and context.hints is not None
         is_stored = self.tier is not None or has_hints
         stored = self.store(chain[: self.capacity], context)[0] if is_stored else ()
         self.end(chain, stored, context)
