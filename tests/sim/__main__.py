@@ -1,7 +1,8 @@
 """``python -m tests.sim simulate --seeds N``: runs simulations and shows a progress bar.
 
 By default these are servers that start one after the other on a failing disk; with ``--servers KIND`` two to four
-servers that share a medium of that kind, and with ``--handovers`` also hand requests over to each other.
+servers that share a medium of that kind, and with ``--handovers`` also hand requests over to each other; with
+``--pairs`` servers with the features of a covering array.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from tests.sim import simulation
 from tests.sim.handovers import simulate_handovers
 from tests.sim.media import MEDIA
+from tests.sim.pairs import covering_array, run_row
 from tests.sim.servers import simulate_servers
 from tests.sim.simulation import Report, run_each
 
@@ -35,7 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--seeds", type=int, default=1000, help="number of seeds (default 1000)")
     command.add_argument("--first", type=int, default=0, help="first seed (default 0)")
+    command.add_argument(
+        "--pairs", action="store_true", help="every two features together, on one server after another"
+    )
     options = parser.parse_args(arguments)
+    if options.pairs:
+        rows = covering_array()
+        return _run(options, lambda seed: run_row(rows[seed % len(rows)], seed), "simulate --pairs")
     if not options.servers:
         return _run(options, simulation.simulate, "simulate")
     medium = MEDIA[options.servers]

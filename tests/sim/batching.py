@@ -12,6 +12,7 @@ from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.clock import Clock
+from tests.sim.adapters import ModelAdapters
 from tests.sim.content import NULL_BLOCK, Batch, EngineRequest, Table, first_attended
 from tests.sim.device import DeviceCache
 from tests.sim.scenario import Scenario
@@ -50,12 +51,14 @@ class Batcher:
         clock: Clock,
         random: Random,
         version: int,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         self._scenario = scenario
         self._cache = cache
         self._half = half
         self._clock = clock
         self._random = random
+        self.adapters = adapters
         s = scenario
         self.states = StateBlocks(
             cache.groups, cache.hit_tokens, s.max_tokens_per_step, s.num_scratch_blocks, s.drops_last_state
@@ -220,6 +223,8 @@ class Batcher:
     def _admit(self, request: EngineRequest) -> bool:
         """Looks the request up on the device and in the host, and allocates. False: not now."""
         request.version = self.version
+        if self.adapters is not None and request.adapter:
+            request.variant = self.adapters.variants[request.adapter]
         request.old_blocks.clear()
         computed = self._cache.hit(request)
         external, is_async = self._half.get_num_new_matched_tokens(request, computed)

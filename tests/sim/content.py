@@ -64,6 +64,10 @@ class EngineRequest:
     version: int
     """The version of the weights with which its KV is computed."""
     kv_transfer_params: Mapping[str, Any] | None = None
+    adapter: int = 0
+    """The number of the adapter that it computes with; 0: none."""
+    variant: int = 0
+    """The bytes of that adapter."""
     num_computed_tokens: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     real_tokens: list[int] = field(default_factory=list)
@@ -89,7 +93,7 @@ class EngineRequest:
     finished: bool = False
     old_blocks: dict[tuple[int, int], int] = field(default_factory=dict)
     """Blocks that it found in the engine's own cache with the KV of other weights: the version by group and index."""
-    _contents: dict[int, Content] = field(default_factory=dict)
+    _contents: dict[tuple[int, int], Content] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -103,7 +107,8 @@ class EngineRequest:
     def append(self, tokens: Sequence[int]) -> None:
         self.tokens.extend(tokens)
         done = len(self.block_hashes) * self.hash_block_size
-        parent = self.block_hashes[-1] if self.block_hashes else b""
+        root = b"adapter %d" % self.adapter if self.adapter else b""
+        parent = self.block_hashes[-1] if self.block_hashes else root
         self.block_hashes += hash_blocks(self.tokens[done:], self.hash_block_size, parent)
 
     @property
@@ -139,7 +144,8 @@ class EngineRequest:
         return words
 
     def _words(self, version: int, group: KVGroup, end: int) -> Words:
-        content = self._contents.setdefault(version, Content(version))
+        key = version, self.variant
+        content = self._contents.setdefault(key, Content(*key))
         content.extend(self.real_tokens)
         return content.ahead(end, group.lookahead)
 
@@ -160,14 +166,13 @@ Batch: TypeAlias = list[tuple[EngineRequest, int]]
 
 
 class Content:
-    """The KV of a sequence, one word per position: ``words`` are a function of the version and of all tokens up to the
-    position. Layers and ranks add salts of their own."""
+    """The KV of a sequence, one word per position: ``words`` are a function of the version of the weights, of the bytes
+    of an adapter, and of all tokens up to the position. Layers and ranks add salts of their own."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
+    def __init__(self, version: int, variant: int = 0) -> None:
         self.words = to_words([])
         self._tokens = to_words([])
-        self._state = digest(f"version {version}".encode())
+        self._state = digest(f"version {version} {variant}".encode())
 
     def extend(self, tokens: Sequence[int]) -> None:
         done, end = len(self.words), len(tokens) - 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -24,7 +24,8 @@ from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.cache.tenants import Tenants
+from kvoffload.cache.tenants import HOST, Tenants
+from kvoffload.connector.adapters import AdapterChecks
 from kvoffload.connector.build import tokens_per_block
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
@@ -33,6 +34,7 @@ from kvoffload.connector.worker import Finished
 from kvoffload.observe.spans import RequestSpans
 from kvoffload.tiering.manager import WRITE_SHARE, TieredOffloadingManager, TieringSettings
 from tests.clock import Clock
+from tests.sim.adapters import ModelAdapters
 from tests.sim.batching import STEP_S, Allocation, Batcher, Late
 from tests.sim.content import Batch, EngineRequest, first_attended, following, sample
 from tests.sim.device import BlockPool, DeviceCache
@@ -43,6 +45,8 @@ MAX_STEPS = 10_000
 """A run that takes longer has hung."""
 MAX_RESET_STEP = 200
 """Resets make requests start again; after this step there are none, so that every run ends."""
+REPLACE_CHANCE = 0.05
+"""How often an adapter gets other bytes, per step."""
 __all__ = [
     "BrokenPromise",
     "Clock",
@@ -78,13 +82,23 @@ class SwitchedOff(Leak):
 
 
 class LowerTiers:
-    """The tiers below the host of a ModelEngine. This class has none."""
+    """What is around a ModelEngine: the tiers below its host, of which this class has none, and who shares it."""
 
+    has_tiers = True
+    """Whether it may have any. Without them its manager is that of the host alone."""
     lookup_deadline_ms = 100.0
     load_only_if_faster = False
     write_share = WRITE_SHARE
     tenants: Tenants | None = None
-    """What precedes every block hash. None: nothing."""
+    """What precedes every block hash, and what tenants may take of the host, where a block has one byte. None: nothing,
+    and whatever comes."""
+    spec: Mapping[str, Any] = {}
+    """Further fields of the EngineSpec."""
+    adapters: ModelAdapters | None = None
+    """The adapters that requests may compute with. None: the engine serves none."""
+
+    def change(self, requests: Sequence[EngineRequest]) -> None:
+        """May change requests before they come."""
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
         """Returns the tiers. Called once, with all pools."""
@@ -137,6 +151,8 @@ class ModelEngine:
         self.clock = clock or Clock(0.0)
         self.groups = s.groups or (KVGroup(s.block_size, s.block_size_factor),)
         hash_block_size = s.hash_block_size or math.gcd(*(group.device_block_size for group in self.groups))
+        self.lower = lower or LowerTiers()
+        has_tiers = lower is not None and lower.has_tiers
         self.cache = DeviceCache(self.groups, hash_block_size, BlockPool(s.num_device_blocks, s.prefix_caching))
         speeds = Random(s.seed)
         self.ranks: list[Rank] = []
@@ -154,20 +170,23 @@ class ModelEngine:
             device_blocks=s.num_device_blocks,
             keeps_blocks=s.prefix_caching,
             next_free=self.cache.pool.next_free if s.looks_ahead else None,
+            **self.lower.spec,
         )
         is_exclusive = s.is_exclusive and spec.why_inclusive is None
+        tenants = self.lower.tenants
+        shares = tenants.shares(HOST, s.num_host_blocks, 1) if tenants is not None and tenants.names else None
         self.policy_manager = PolicyOffloadingManager(
             self.backend,
-            make_policy(s.policy, s.num_host_blocks),
-            must_store=lower is not None,
+            make_policy(s.policy, s.num_host_blocks, shares),
+            spec.enable_events,
+            must_store=has_tiers,
             clock=self.clock,
             device_blocks=s.num_device_blocks - 1 if is_exclusive else 0,
         )
         manager: OffloadingManager = self.policy_manager
-        self.lower = lower or LowerTiers()
         self.tiered: TieredOffloadingManager | None = None
-        if lower is not None:
-            manager = self.tiered = self._on_top_of(lower)
+        if has_tiers:
+            manager = self.tiered = self._on_top_of(self.lower)
         if s.store_threshold is not None:
             manager = FilterReusedOffloadingManager(manager, s.store_threshold)
         self.scheduler = OffloadingConnectorScheduler(
@@ -177,9 +196,10 @@ class ModelEngine:
             misses=self.policy_manager.history.misses if is_exclusive else None,
             load_deadline_ms=s.load_deadline_ms,
             spans=spans,
+            slot_bytes=[host.shape[1] for host in {id(rank.host): rank.host for rank in self.ranks}.values()],
             clock=self.clock,
         )
-        self.batcher = Batcher(s, self.cache, self.scheduler, self.clock, self.random, version)
+        self.batcher = Batcher(s, self.cache, self.scheduler, self.clock, self.random, version, self.lower.adapters)
         self.held: dict[str, EngineRequest] = {}
         """Finished requests whose blocks the connector has asked to keep."""
         self.outputs: dict[str, list[int]] = {}
@@ -202,6 +222,10 @@ class ModelEngine:
         self.on_end: Callable[[EngineRequest, dict[str, Any] | None], None] = lambda request, answer: None
         """Called with each request that ends, and what its client is answered."""
         self._todo = make_requests(s, self.random, hash_block_size)
+        self.lower.change(self._todo)
+        if self.lower.adapters is not None:
+            for rank in self.ranks:
+                rank.worker.adapters = AdapterChecks(self.lower.adapters.watch(rank.number))
         if patch is not None:
             patch(self)
 
@@ -277,6 +301,7 @@ class ModelEngine:
         if self.scenario.sleep_chance and self.steps < MAX_RESET_STEP:
             self._sleep()
         self._update(preempt=True)
+        self._replace_adapters()
         self.step()
 
     def finish(self) -> None:
@@ -329,6 +354,9 @@ class ModelEngine:
         results = _Results(batch)
         for rank in self.ranks:
             self.lower.tick()
+            if self.lower.adapters is not None:
+                for request, _ in batch:
+                    self.lower.adapters.load(rank.number, request.adapter)
             try:
                 finished, report = rank.step(meta, batch, loads_first=self.random.random() < 0.5)
             except WrongBytes as error:
@@ -463,6 +491,16 @@ class ModelEngine:
                 self.cache.pool.forget_all()
             if preempt and rng.random() < 0.3:
                 self.batcher.preempt_all()
+
+    def _replace_adapters(self) -> None:
+        """Perhaps gives other bytes to an adapter that no request computes with."""
+        adapters = self.lower.adapters
+        if adapters is None or self.steps >= MAX_RESET_STEP or adapters.random.random() >= REPLACE_CHANCE:
+            return
+        number = adapters.random.randint(1, adapters.count)
+        if not any(request.blocks for request in self.batcher.requests if request.adapter == number):
+            adapters.replace(number)
+            self.cache.pool.forget_all()
 
     def _start_with_new_weights(self, requests: list[EngineRequest]) -> None:
         """Lets requests that compute for the first time continue with weights that came after they were scheduled, on

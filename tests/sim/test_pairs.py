@@ -1,0 +1,143 @@
+"""Every two features together: the rows of the covering array keep all laws, and planted bugs of pairs are caught."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import OffloadingEvent, OffloadKey, ReqContext
+from kvoffload.connector import request
+from tests.scale import scaled
+from tests.sim.engine import WrongBytes
+from tests.sim.pairs import FEATURES, REFUSED, PairServer, conflicts_in_words, covering_array, pairs_of, run_row
+
+ROWS = covering_array()
+SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_every_two_values_are_in_a_row() -> None:
+    values = [(name, value) for name, of_feature in FEATURES.items() for value in of_feature]
+    pairs = {frozenset(pair) for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0]}
+    assert set().union(*map(pairs_of, ROWS)) == pairs - REFUSED
+
+
+def test_rows() -> None:
+    seen: Counter[str] = Counter()
+    for seed, row in itertools.product(range(scaled(1)), ROWS):
+        seen += run_row(row, seed)
+    never = [what for what in HAPPENS if not seen[what]]
+    assert not never, f"never happened, so was not tested: {never}"
+
+
+HAPPENS = (
+    "blocks never stored",
+    "blocks that were handed over",
+    "events",
+    "load_failures",
+    "loaded blocks",
+    "retained requests",
+    "store_failures",
+    "stored blocks",
+    "weight_changes",
+)
+
+
+Bug = Callable[[PairServer], None]
+
+
+def adapters_share_keys(server: PairServer) -> None:
+    request.variant = lambda digests: b"a" * 8  # type: ignore[attr-defined]
+
+
+def retains_twice_as_much(server: PairServer) -> None:
+    stores = server.engine.scheduler.stores
+    retain = stores.retain
+
+    def retain_more(state: Any) -> Any:
+        answer, tokens = retain(state)
+        return answer, 2 * tokens
+
+    stores.retain = retain_more  # type: ignore[method-assign]
+
+
+def hands_over_what_the_filter_refuses(server: PairServer) -> None:
+    """What is handed over is stored only if it is worth that, like all else."""
+    manager = server.engine.scheduler.manager
+    prepare = manager.prepare_store
+
+    def prepare_any(keys: Sequence[OffloadKey], context: ReqContext | None = None, *rest: Any) -> Any:
+        context = None if context is None else replace(context, goes_on=False)
+        return prepare(keys, context, *rest)
+
+    manager.prepare_store = prepare_any  # type: ignore[method-assign]
+
+
+def the_last_tenant_takes_a_device_block(server: PairServer) -> None:
+    leaving = server.engine.scheduler.stores.leaving
+    if leaving is not None:
+        leaving.device._is_named = lambda first, held, left: first[0] == held[0]  # type: ignore[method-assign]
+
+
+def events_leave_out_what_is_removed(server: PairServer) -> None:
+    scheduler = server.engine.scheduler
+    take = scheduler.take_events
+
+    def take_stored() -> list[OffloadingEvent]:
+        return [event for event in take() if not event.removed]
+
+    scheduler.take_events = take_stored  # type: ignore[method-assign]
+
+
+def loads_are_not_billed(server: PairServer) -> None:
+    observer = server.engine.scheduler.observer
+    copied = observer.copied
+    observer.copied = lambda jobs: copied([job for job in jobs if job.is_store])  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("bug", "by"),
+    [
+        (adapters_share_keys, WrongBytes),
+        (retains_twice_as_much, AssertionError),
+        (hands_over_what_the_filter_refuses, AssertionError),
+        (the_last_tenant_takes_a_device_block, AssertionError),
+        (events_leave_out_what_is_removed, AssertionError),
+        (loads_are_not_billed, AssertionError),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_planted_bug_of_two_features_is_caught(
+    bug: Bug, by: type[AssertionError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "variant", request.variant)
+    for seed, row in itertools.product(range(20), ROWS):
+        try:
+            run_row(row, seed, bug)
+        except by as error:
+            print(f"{bug.__name__}: {error}")
+            return
+        except AssertionError:
+            continue
+    pytest.fail(f"{bug.__name__} went unnoticed")
+
+
+def test_docs_say_what_excludes_what() -> None:
+    assert conflicts_in_words() in SUPPORT.read_text()
+
+
+def test_one_seed_replays_a_row() -> None:
+    assert run_row(ROWS[0], 3) == run_row(ROWS[0], 3)
