@@ -9,10 +9,10 @@ from kvoffload.abc import MissReason, Offer, OffloadingManager, OffloadKey, ReqC
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import Block, KeyLayout
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import RequestState
-from kvoffload.connector.store_jobs import StoreJobs
 from kvoffload.tiering.rates import MovingRate
 
 MAX_LEAVING_BYTES = 8 << 30
@@ -65,7 +65,7 @@ class LeavingBlocks:
         self,
         manager: OffloadingManager,
         layout: KeyLayout,
-        jobs: StoreJobs,
+        jobs: JobTable,
         device: DeviceBlocks,
         misses: MissMemory,
         next_free: Callable[[int], Iterable[int]] | None,
@@ -175,7 +175,7 @@ class LeavingBlocks:
         expected = min(sum(self._expected.values()), self.piece_blocks)
         if self._num_looked >= max(min(self._num_ahead, share), expected) and not self._looks_ahead:
             return
-        if any(len(job.fills) > self.piece_blocks for job in self._jobs.table.jobs.values()):
+        if any(len(job.fills) > self.piece_blocks for job in self._jobs.jobs.values()):
             # What leaves for the pieces of a load needs the room.
             return
         ahead = max(min(max(self._num_ahead, min(8 * self._num_ahead, TOGETHER)), share), expected)
@@ -223,7 +223,7 @@ class LeavingBlocks:
         self._store(blocks, len(blocks), specs, AWAITED)
         self._forgotten.clear()
         if not specs:
-            self._jobs.table.changes.loads += 1
+            self._jobs.changes.loads += 1
         return specs
 
     def drop_if_other(self, state: RequestState) -> None:
@@ -262,7 +262,7 @@ class LeavingBlocks:
         number."""
         output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
         if output is None:
-            self._jobs.refused()
+            self._jobs.refuse_store()
             self.device.forget_early(held[2] for held in blocks)
         while output is None and (blocks := blocks[: len(blocks) // 2]):
             output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
@@ -282,5 +282,5 @@ class LeavingBlocks:
                 block = Block._make((group, ordinal, key, ordinal, [device_block]))
                 new.append((state_of(device_block), block))
                 blocks_of[number] = blocks_of.get(number, 0) + 1
-        self._jobs.add(new, [], output, specs, blocks_of)
+        self._jobs.add_store(new, [], output, specs, blocks_of)
         return len(new)

@@ -57,6 +57,8 @@ class Changes:
     """Something happened that a waiting request waits for: a load started or ended, or the manager may find more."""
     resets: int = 0
     """The scheduler half was reset. Jobs that began before count as failed."""
+    was_reset: bool = False
+    """Whether it was since the last step: the engine must take one, so that events and metrics show the reset."""
 
 
 @dataclass(slots=True, eq=False)

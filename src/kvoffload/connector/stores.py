@@ -18,11 +18,11 @@ from kvoffload.abc import (
 )
 from kvoffload.connector.due import DueList
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
-from kvoffload.connector.store_jobs import StoreJobs
 
 MAX_TOGETHER = 8
 """Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
@@ -56,12 +56,12 @@ class StorePlanner:
         self,
         manager: OffloadingManager,
         layout: KeyLayout,
-        jobs: StoreJobs,
+        jobs: JobTable,
         leaving: LeavingBlocks | None = None,
     ) -> None:
         self._manager = manager
         self._layout = layout
-        self.jobs = jobs
+        self._jobs = jobs
         self.leaving = leaving
         self._is_late = leaving is not None and not isinstance(manager, TieredManager)
         self._due = DueList(_together(layout))
@@ -227,7 +227,7 @@ class StorePlanner:
                 if superseded:
                     self._manager.drop(superseded, only_host=True)
             elif keys and not is_refused:
-                self.jobs.refused()
+                self._jobs.refuse_store()
         return specs
 
     def _states_of(self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper) -> list[Block]:
@@ -303,7 +303,7 @@ class StorePlanner:
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
-                self.jobs.refused()
+                self._jobs.refuse_store()
             else:
                 self._start([due], output, specs)
         return specs
@@ -327,7 +327,7 @@ class StorePlanner:
                     state.blocks.stored.append(key)
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self.jobs.add(new, list(states.values()), output, specs)
+        self._jobs.add_store(new, list(states.values()), output, specs)
 
 
 def _together(layout: KeyLayout) -> int:

@@ -29,32 +29,26 @@ class PausedContents:
         self._num_workers = jobs.num_workers
         self.is_hidden = False
         """Whether the contents are from before a reset, and not known to be valid."""
-        self.was_reset = False
-        """Since the last step, which the engine must take so that events and metrics show the reset."""
         self._checks: dict[int, int] = {}
         """The jobs in which workers compare their weights, and for each the number of those that have not reported."""
         self._check: int | None = None
         """The job that began after the last reset."""
-        self._must_check = False
-        """A request waits for that job: the next step must begin it."""
+        self.must_check = False
+        """Whether a request waits for that job: the next step must begin it."""
 
     def reset(self, keeps: bool) -> None:
         """Hides the contents, with ``keeps`` all of them, otherwise those of shared tiers. Drops the others."""
         self.is_hidden = keeps or self._manager.reset(keep_shared=True)
         # If a comparison from before this reset fails, the workers have accepted other weights since.
-        self._check, self._must_check = None, False
+        self._check, self.must_check = None, False
         self._changes.resets += 1
-        self.was_reset = True
+        self._changes.was_reset = True
         self._has_changed()
-
-    def ask_for_check(self) -> None:
-        """Notes that a request waits for the workers' comparison."""
-        self._must_check = True
 
     def begin_step(self, has_tokens: bool) -> int | None:
         """Begins a step. Returns the job in which the workers compare their weights, if that begins now."""
         # Not in other steps: a sleeping engine takes some, while its weights have no memory.
-        if not self.is_hidden or self._check is not None or not (has_tokens or self._must_check):
+        if not self.is_hidden or self._check is not None or not (has_tokens or self.must_check):
             return None
         self._check = next(JOB_IDS)
         self._checks[self._check] = self._num_workers
@@ -78,12 +72,12 @@ class PausedContents:
         """Resets the manager, if its contents are from before a reset."""
         if self.is_hidden:
             self._manager.reset()
-            self.was_reset = True
+            self._changes.was_reset = True
             self._accept()
 
     def _accept(self) -> None:
         """Declares the contents valid."""
-        self.is_hidden, self._check, self._must_check = False, None, False
+        self.is_hidden, self._check, self.must_check = False, None, False
         self._has_changed()
 
     def _has_changed(self) -> None:
