@@ -72,8 +72,8 @@ class JobTable:
     def __init__(
         self, manager: OffloadingManager, layout: KeyLayout, observer: RequestObserver, num_workers: int
     ) -> None:
-        self._manager = manager
-        self._layout = layout
+        self.manager = manager
+        self.layout = layout
         self.observer = observer
         self.num_workers = num_workers
         self.changes = Changes()
@@ -113,7 +113,7 @@ class JobTable:
         if not new:
             return
         lease = output.store_spec
-        num_groups, host = len(self._layout.groups), lease
+        num_groups, host = len(self.layout.groups), lease
         if num_groups == 1:
             ids = [device_block for _, block in new for device_block in block.device_blocks]
             sizes, firsts = [len(ids)], [new[0][1].first_device_block]
@@ -139,7 +139,7 @@ class JobTable:
 
     def end_store(self, job: Job) -> None:
         """Ends a store that all workers have reported."""
-        self._manager.complete_store(job.lease, success=not job.failed)
+        self.manager.complete_store(job.lease, success=not job.failed)
         if not job.states:
             # Requests may wait for it, see ``LeavingBlocks.bring_back``.
             self.changes.loads += 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvoffload.abc import MissReason, Offer, OffloadingManager, OffloadKey, ReqContext, TieredManager, TransferSpec
+from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManager, TransferSpec
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
 from kvoffload.connector.jobs import JobTable
-from kvoffload.connector.layout import Block, KeyLayout
+from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import RequestState
 from kvoffload.tiering.rates import MovingRate
@@ -63,8 +63,6 @@ class LeavingBlocks:
 
     def __init__(
         self,
-        manager: OffloadingManager,
-        layout: KeyLayout,
         jobs: JobTable,
         device: DeviceBlocks,
         misses: MissMemory,
@@ -72,10 +70,8 @@ class LeavingBlocks:
         slot_bytes: Sequence[int],
     ) -> None:
         self.device = device
-        self.piece_blocks = piece_blocks(manager.most_blocks())
-        self._manager, self._has_tiers = manager, isinstance(manager, TieredManager)
-        self._layout = layout
-        self._jobs = jobs
+        self.piece_blocks = piece_blocks(jobs.manager.most_blocks())
+        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self._misses = misses
         self._next_free = next_free
         self._slot_bytes = max(slot_bytes, default=0)
@@ -106,14 +102,13 @@ class LeavingBlocks:
             self._manager.note_device(held=keys)
 
     def drop(self, device_blocks: Iterable[int]) -> None:
-        """Forgets what these device blocks hold: the engine has taken tokens back, and may have computed others in
-        them."""
+        """Forgets what these device blocks hold: the engine may have computed other tokens in them."""
         self.note_left([held[0] for held in self.device.leave(device_blocks)])
 
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
         keys = self.device.clear()
-        if not self._has_tiers:
+        if not isinstance(self._manager, TieredManager):
             self._misses.record(keys, MissReason.RESET)
         self.note_left(keys)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, OffloadingManager, TransferSpec
+from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, TransferSpec
 from kvoffload.connector.adapters import AdapterNeed
 from kvoffload.connector.jobs import Job, JobTable
-from kvoffload.connector.layout import NULL_BLOCK, KeyLayout
+from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.messages import StepMeta
 from kvoffload.connector.request import Match, Phase, RequestState
@@ -89,17 +89,9 @@ class LoadPlanner:
     """
 
     def __init__(
-        self,
-        manager: OffloadingManager,
-        layout: KeyLayout,
-        jobs: JobTable,
-        sound: BlockOrigins,
-        leaving: LeavingBlocks | None,
-        upcoming: UpcomingStep,
+        self, jobs: JobTable, sound: BlockOrigins, leaving: LeavingBlocks | None, upcoming: UpcomingStep
     ) -> None:
-        self._manager = manager
-        self._layout = layout
-        self._jobs = jobs
+        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self._sound = sound
         self._leaving = leaving
         self._upcoming = upcoming
@@ -209,11 +201,9 @@ class LoadPlanner:
 
     def blocks_behind(self, computed: int, blocks: KVBlocks) -> list[int]:
         """Returns the device blocks of all groups for the tokens behind ``computed``."""
-        ids: list[int] = []
         tables = self._layout.parts.tables(blocks.get_block_ids())
-        for group, table in zip(self._layout.groups, tables, strict=True):
-            ids += table[computed // group.device_block_size :]
-        return ids
+        sizes = zip(self._layout.device_block_sizes, tables, strict=True)
+        return [block for size, table in sizes for block in table[computed // size :]]
 
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine

@@ -84,7 +84,7 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
             state.give_up()
         elif state.digests is None:
             state.bind(known)
-    if not state.has_keys:
+    if state.origin is None:
         return Match(lookups.contents, computed, 0, None)
     state.extend_keys()
     if not state.may_load:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from kvoffload.abc import OffloadingManager
 from kvoffload.connector.adapters import Digests
 from kvoffload.connector.jobs import JOB_IDS, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
@@ -23,10 +22,8 @@ class PausedContents:
     computed with. If they are the same, the contents are valid again, otherwise they are dropped.
     """
 
-    def __init__(self, manager: OffloadingManager, jobs: JobTable) -> None:
-        self._manager = manager
-        self._changes = jobs.changes
-        self._num_workers = jobs.num_workers
+    def __init__(self, jobs: JobTable) -> None:
+        self._manager, self._changes, self._num_workers = jobs.manager, jobs.changes, jobs.num_workers
         self.is_hidden = False
         """Whether the contents are from before a reset, and not known to be valid."""
         self._checks: dict[int, int] = {}

@@ -112,14 +112,14 @@ class OffloadingConnectorScheduler:
         self._next = UpcomingStep(jobs)
         leaving = None
         if misses is not None:
-            device = DeviceBlocks(keeps_states=engine.enable_events)
-            leaving = LeavingBlocks(manager, layout, jobs, device, misses, engine.next_free, slot_bytes)
-        self.stores = StorePlanner(manager, layout, jobs, leaving)
-        self.shelf = PausedContents(manager, jobs)
+            device = DeviceBlocks(keeps_states=describes)
+            leaving = LeavingBlocks(jobs, device, misses, engine.next_free, slot_bytes)
+        self.stores = StorePlanner(jobs, leaving)
+        self.shelf = PausedContents(jobs)
         adapter_of = engine.adapter_of
         self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
         self.sound = BlockOrigins(has_adapters=self.adapters is not None)
-        self.loads = LoadPlanner(manager, layout, jobs, self.sound, leaving, self._next)
+        self.loads = LoadPlanner(jobs, self.sound, leaving, self._next)
         loading = jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
             manager, layout, loading, self.shelf, self.adapters, jobs.changes, deadline_s, clock, leaving

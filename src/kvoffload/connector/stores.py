@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from kvoffload.abc import (
     BoundaryState,
     Offer,
-    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     Retained,
@@ -25,7 +24,7 @@ from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Stori
 from kvoffload.connector.states import StateKeeper
 
 MAX_TOGETHER = 8
-"""Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
+"""Blocks that decoding completes within so many steps are stored by one job."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
 
@@ -52,20 +51,12 @@ class StorePlanner:
     hints concern blocks in host memory, as are those of remote decodes.
     """
 
-    def __init__(
-        self,
-        manager: OffloadingManager,
-        layout: KeyLayout,
-        jobs: JobTable,
-        leaving: LeavingBlocks | None = None,
-    ) -> None:
-        self._manager = manager
-        self._layout = layout
-        self._jobs = jobs
+    def __init__(self, jobs: JobTable, leaving: LeavingBlocks | None) -> None:
+        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self.leaving = leaving
-        self._is_late = leaving is not None and not isinstance(manager, TieredManager)
-        self._due = DueList(_together(layout))
-        self._keeper = StateKeeper(layout) if layout.states else None
+        self._is_late = leaving is not None and not isinstance(self._manager, TieredManager)
+        self._due = DueList(_together(self._layout))
+        self._keeper = StateKeeper(self._layout) if self._layout.states else None
         self.server = secrets.token_hex(SERVER_CHARS // 2)
         """The name of this server in what it hands over."""
 
@@ -115,7 +106,7 @@ class StorePlanner:
         coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
         keys = blocks.computed_keys(state.state_ends)
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
-        return [key for key, is_there in zip(keys, found.tolist(), strict=True) if is_there or key in coming]
+        return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
 
     def hand_over(self, state: RequestState) -> Handover | None:
         """Has the chain of a request that has ended written first to the tiers that other servers use. Returns what is
@@ -239,9 +230,8 @@ class StorePlanner:
         found: dict[int, list[Block]] = {}
         for g, device_block, end in offered:
             ordinal = layout.last_within(g, end)
-            if end % layout.align or end > state.blocks.max_stored_tokens or device_block == NULL_BLOCK:
-                continue
-            if 0 <= ordinal < len(keys[g]):
+            is_possible = not end % layout.align and end <= state.blocks.max_stored_tokens
+            if is_possible and device_block != NULL_BLOCK and 0 <= ordinal < len(keys[g]):
                 found.setdefault(end, []).append(Block(g, ordinal, keys[g][ordinal], ordinal, [device_block]))
         whole = [end for end, blocks in found.items() if {block.group for block in blocks} == set(layout.states)]
         return [block for end in keeper.choose(state, whole) for block in found[end]]
