@@ -17,10 +17,11 @@ from kvoffload.abc import (
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
+    ScheduledStep,
     TransferSpec,
 )
 from kvoffload.connector.layout import Block, KeyLayout
-from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Changes, RequestState
 
 if TYPE_CHECKING:
@@ -190,17 +191,29 @@ class JobTable:
                 del self.keys_loading[key]
         return job
 
-    def fence(self, handed_out: Collection[int], overwritten: Collection[int]) -> tuple[list[int], frozenset[int]]:
-        """Returns the stores that read some of the device blocks which now belong to others (``handed_out``), and these
-        blocks: they must have been read before the step's forward pass. Stores that read blocks which may be
-        ``overwritten`` before that count as failed, whatever the workers report."""
-        for job_id in self.readers(overwritten):
+    def fence(
+        self, meta: StepMeta, step: ScheduledStep, requests: Mapping[str, RequestState], handed_out: set[int]
+    ) -> None:
+        """Adds to ``meta`` which stores must have read blocks that now belong to others (``handed_out``), or that are
+        computed again, before the step's forward pass, and which before a load may start. Stores of what may be
+        overwritten before that count as failed, whatever the workers report."""
+        for req_id in step.num_scheduled_tokens:
+            state = requests.get(req_id)
+            if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
+                handed_out.update(state.blocks.computed_again())
+        for job_id, spec in meta.loads.items():
+            filled = frozenset(spec.device.block_ids.tolist())
+            # Only the load overwrites these, unless the engine writes to them first, so that the step need not wait.
+            handed_out.difference_update(filled.difference(step.written))
+            if readers := self._readers(filled):
+                meta.load_after[job_id] = readers
+        for job_id in self._readers(step.overwritten):
             self.jobs[job_id].failed = True
-        fences = self.readers(handed_out)
-        read = (self.jobs[job_id].device_blocks.intersection(handed_out) for job_id in fences)
-        return fences, frozenset[int]().union(*read)
+        meta.fences = self._readers(handed_out)
+        read = (self.jobs[job_id].device_blocks.intersection(handed_out) for job_id in meta.fences)
+        meta.fenced_blocks = frozenset[int]().union(*read)
 
-    def readers(self, device_blocks: Collection[int]) -> list[int]:
+    def _readers(self, device_blocks: Collection[int]) -> list[int]:
         """Returns the stores that read some of these device blocks."""
         if not device_blocks:
             return []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, TransferSpec
+from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, Request, TransferSpec
 from kvoffload.connector.adapters import AdapterNeed
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
@@ -190,14 +190,17 @@ class LoadPlanner:
             state.blocks.loaded = tuple(spans)
         return job_id, TransferSpec(state.context.req_id, lease, device)
 
-    def device_blocks(self, state: RequestState | None, blocks: KVBlocks, num_tokens: int) -> list[int]:
-        """Returns the device blocks of a load that cannot be done, none if they cannot be read: the input that raised
-        before may raise again, and must not reach the engine."""
+    def fail(self, requests: Mapping[str, RequestState], request: Request, blocks: KVBlocks, num_tokens: int) -> None:
+        """Reports a promised load as failed, whatever state the request is in."""
+        if not num_tokens:
+            return
+        state, broken = requests.get(request.request_id), self._upcoming.meta.broken_loads
         computed = 0 if state is None else state.computed_at_load if state.match is None else state.match.computed
+        broken[request.request_id] = []
+        # The input that raised before may raise again, and must not reach the engine.
         with contextlib.suppress(Exception):
-            ids: list[int] = self.device_spec(blocks, computed, computed + num_tokens)[1].block_ids.tolist()
-            return ids
-        return []
+            device = self.device_spec(blocks, computed, computed + num_tokens)[1]
+            broken[request.request_id] = device.block_ids.tolist()
 
     def blocks_behind(self, computed: int, blocks: KVBlocks) -> list[int]:
         """Returns the device blocks of all groups for the tokens behind ``computed``."""

@@ -42,7 +42,7 @@ from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.queue import QueuedRequests
-from kvoffload.connector.request import RequestState, Storing
+from kvoffload.connector.request import RequestState
 from kvoffload.connector.resets import BlockOrigins, PausedContents
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.observe.metrics import Metrics
@@ -167,7 +167,7 @@ class OffloadingConnectorScheduler:
 
     # Loads.
 
-    @guarded(lambda self, request, blocks, num_external_tokens: self._fail_load(request, blocks, num_external_tokens))
+    @guarded(lambda self, request, blocks, num_tokens: self.loads.fail(self.requests, request, blocks, num_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Starts the load of ``num_external_tokens`` tokens of the offer into ``blocks``, which the engine has
         allocated, and pins the slots that it reads. Zero tokens: the engine has declined the offer, or there was
@@ -177,7 +177,7 @@ class OffloadingConnectorScheduler:
         self._next.allocated.add(request.request_id)
         self.stores.begin(state, match, num_external_tokens)
         if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens):
-            self._fail_load(request, blocks, num_external_tokens)
+            self.loads.fail(self.requests, request, blocks, num_external_tokens)
         elif self.engine.is_beside_others and match is not None:
             # Before the step in which the request is scheduled, another connector may write to them.
             given = self.loads.blocks_behind(match.computed, blocks)
@@ -189,13 +189,6 @@ class OffloadingConnectorScheduler:
         if state.handover is not None and match is not None:
             end_handover(self.lookups, self.observer, state, match.computed + num_external_tokens)
         state.end_wait()
-
-    def _fail_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
-        """Reports a promised load as failed, whatever state the request is in."""
-        if num_external_tokens:
-            state = self.requests.get(request.request_id)
-            device_blocks = self.loads.device_blocks(state, blocks, num_external_tokens)
-            self._next.meta.broken_loads[request.request_id] = device_blocks
 
     # Steps.
 
@@ -213,28 +206,17 @@ class OffloadingConnectorScheduler:
         if self.queued.new:
             self.queued.read_ahead()
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
-        for req_id in (preempted := tuple(step.preempted)):
-            self._lose_blocks(req_id)
+        requests, preempted = self.requests, tuple(step.preempted)
+        for state in filter(None, map(requests.get, preempted)):
+            self.stores.lose_blocks(state)
+            # It may have new blocks already, in the step that says that it lost the old ones.
+            has_new_ones = state.context.req_id in upcoming.allocated
+            state.lose_blocks(has_new_ones)
+            if not has_new_ones:
+                self.observer.prefills.running.pop(state.context.req_id, None)
         leaving = upcoming.handed_out
-        requests, replaced = self.requests, step.replaced
-        is_tracking = bool(step.block_ids) and self.sound.is_tracking
-        for req_id, new in step.block_ids.items():
-            state = requests.get(req_id)
-            if state is not None and state.of_others:
-                state.of_others = frozenset()
-            found: Sequence[Sequence[int]] = ()
-            if state is not None and req_id in replaced:
-                if is_tracking and state.has_copied_part:
-                    state.storing = Storing.STALE
-                found, new = state.blocks.replace_tables(new)
-                self.stores.watch(req_id, has_new_table=True)
-            elif state is not None:
-                state.blocks.add_to_tables(new)
-                self.stores.watch(req_id, has_new_table=False)
-            for of_group in new:
-                leaving += of_group
-            if is_tracking:
-                self.sound.trace(state, set().union(*new), set().union(*found))
+        if step.block_ids:
+            leaving += self.stores.take_tables(step, requests, self.sound)
         leaving += step.written
         handed_out = set(leaving)
         handed_out.discard(NULL_BLOCK)
@@ -247,25 +229,14 @@ class OffloadingConnectorScheduler:
             meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
             meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
-            for req_id in step.num_scheduled_tokens:
-                state = requests.get(req_id)
-                if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
-                    handed_out.update(state.blocks.computed_again())
-            if meta.loads:
-                # Only the loads overwrite these, unless the engine writes to them first, so that the step need not
-                # wait.
-                handed_out.difference_update(set(upcoming.loading).difference(step.written))
-                for job_id, spec in meta.loads.items():
-                    if readers := self.jobs.readers(frozenset(spec.device.block_ids.tolist())):
-                        meta.load_after[job_id] = readers
-            meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
+            self.jobs.fence(meta, step, requests, handed_out)
         if self.observer.prefills.running:
             self.observer.prefills.measure(step.num_scheduled_tokens)
-        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)
+        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, requests)
         if step.boundary_states:
             # A request may have lost its blocks and compute on new ones in the same step.
             lost = set(preempted) - step.replaced
-            meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests)
+            meta.stores |= self.stores.store_states(step.boundary_states, lost, requests)
         if self.jobs.held:
             meta.releases += self.jobs.take_unheld(self.lookups.clock())
         return upcoming.take(has_tokens)
@@ -274,17 +245,6 @@ class OffloadingConnectorScheduler:
         if self.manager.poll(timeout_s):
             self.jobs.changes.contents += 1
             self.jobs.changes.loads += 1
-
-    def _lose_blocks(self, req_id: str) -> None:
-        state = self.requests.get(req_id)
-        if state is None:
-            return
-        self.stores.lose_blocks(state)
-        # It may have new blocks already, in the step that says that it lost the old ones.
-        has_new_ones = req_id in self._next.allocated
-        state.lose_blocks(has_new_ones)
-        if not has_new_ones:
-            self.observer.prefills.running.pop(req_id, None)
 
     @guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:

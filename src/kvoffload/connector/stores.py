@@ -12,6 +12,7 @@ from kvoffload.abc import (
     OffloadKey,
     PrepareStoreOutput,
     Retained,
+    ScheduledStep,
     TieredManager,
     TransferSpec,
 )
@@ -21,6 +22,7 @@ from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
+from kvoffload.connector.resets import BlockOrigins
 from kvoffload.connector.states import StateKeeper
 
 MAX_TOGETHER = 8
@@ -60,10 +62,28 @@ class StorePlanner:
         self.server = secrets.token_hex(SERVER_CHARS // 2)
         """The name of this server in what it hands over."""
 
-    def watch(self, req_id: str, has_new_table: bool) -> None:
-        """Looks at a request that was given device blocks: if these are a whole new table, in its next step."""
-        if has_new_table or req_id not in self._due:
-            self._due.add(req_id, 1)
+    def take_tables(self, step: ScheduledStep, requests: Mapping[str, RequestState], sound: BlockOrigins) -> list[int]:
+        """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
+        with a whole new table is looked at in its next step."""
+        handed_out, is_tracking = list[int](), sound.is_tracking
+        for req_id, new in step.block_ids.items():
+            state, found = requests.get(req_id), list[Sequence[int]]()
+            if state is not None:
+                state.of_others = frozenset()
+                is_replaced = req_id in step.replaced
+                if is_replaced:
+                    if is_tracking and state.has_copied_part:
+                        state.storing = Storing.STALE
+                    found, new = state.blocks.replace_tables(new)
+                else:
+                    state.blocks.add_to_tables(new)
+                if is_replaced or req_id not in self._due:
+                    self._due.add(req_id, 1)
+            for of_group in new:
+                handed_out += of_group
+            if is_tracking:
+                sound.trace(state, set().union(*new), set().union(*found))
+        return handed_out
 
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
