@@ -1,7 +1,4 @@
-"""Adapters of a model, such as LoRA: KV that was computed with one belongs to its bytes, whatever its name.
-
-The scheduler half has ``AdapterDigests``, and each worker ``AdapterChecks``, where the engine serves adapters.
-"""
+"""Adapters of a model, such as LoRA: KV that was computed with one belongs to its bytes, whatever its name."""
 
 from __future__ import annotations
 
@@ -40,6 +37,7 @@ MAX_ASKED = 64
 """Adapters that the workers are asked about at the same time."""
 ASK_AGAIN_S = 60.0
 """A question that has no answer after this time is asked again."""
+UNREADABLE_NOW = "kvoffload: adapters cannot be read any more. Requests with an adapter are not offloaded"
 CHECK_DEADLINE_S = 1.0
 """How long a load that has ended waits for the check of its adapter. After that it counts as failed."""
 
@@ -122,7 +120,7 @@ class _Question:
 
 
 class AdapterDigests:
-    """Digests of adapters, learned from the workers, which compute with them, by questions that travel with steps.
+    """The scheduler half's digests of adapters, learned from the workers by questions that travel with steps.
 
     A digest is valid until a worker drops the adapter, or loads other bytes under its number. A request waits for an
     answer. When a question has had no answer for ``deadline_s``, no other request waits for it.
@@ -166,7 +164,7 @@ class AdapterDigests:
         return self._clock() - question.asked_at >= self._deadline_s
 
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
-        """Adds the new questions to the next step, and the digests for which the keys of its requests stand."""
+        """Adds the new questions to the step, and the digests for which the keys of its requests stand."""
         meta.questions, self._unsent = self._unsent, {}
         for req_id in scheduled:
             state = requests.get(req_id)
@@ -259,8 +257,7 @@ class AdapterChecks:
                 report.adapters.setdefault(number, set()).add(digest if digest != DROPPED else UNREADABLE)
 
     def _note(self, report: WorkerReport) -> None:
-        """Reports which adapters the engine has loaded, so that the scheduler half does not store blocks of one as
-        those of another."""
+        """Reports which adapters the engine has loaded."""
         for number, digest in (self.use(lambda watch: watch.changes()) or {}).items():
             report.adapters.setdefault(number, set()).add(digest)
 
@@ -275,10 +272,7 @@ class AdapterChecks:
             try:
                 return call(self.watch)
             except Exception:
-                logger.exception(
-                    "kvoffload: the adapters of this worker cannot be read any more. Requests with an adapter are not "
-                    "offloaded"
-                )
+                logger.exception(UNREADABLE_NOW)
                 self.watch = None
         return None
 
@@ -294,7 +288,7 @@ class AdapterCheck:
     until: float = 0.0
 
     def is_running(self) -> bool:
-        """Whether the check is in progress. Begins it."""
+        """Begins the check, and returns whether it is in progress."""
         if self.result is None:
             self.result = self.checks.use(lambda watch: watch.check(self.need))
             self.until = time.monotonic() + CHECK_DEADLINE_S

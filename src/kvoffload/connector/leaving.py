@@ -1,5 +1,4 @@
-"""Leaving blocks: what is stored when it leaves the device, or shortly before, for host memory that does not repeat
-that."""
+"""What is stored when it leaves the device, or shortly before, for host memory that does not repeat the device."""
 
 from __future__ import annotations
 
@@ -57,8 +56,8 @@ def piece_blocks(num_blocks: int) -> int:
 class LeavingBlocks:
     """Stores what leaves ``device``, and what leaves it next.
 
-    ``misses``: where the manager looks up why a block is missing. ``next_free`` returns device blocks that are handed
-    out next, see EngineSpec. ``slot_bytes``: the bytes of a block in each pool; none if they are not known.
+    ``misses``: where the manager looks up why a block is missing. ``next_free``: see EngineSpec. ``slot_bytes``: the
+    bytes of a block in each pool; none if they are not known.
     """
 
     def __init__(
@@ -255,22 +254,21 @@ class LeavingBlocks:
     def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec], context: ReqContext | None) -> int:
         """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
         number."""
-        output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
-        if output is None:
-            self._jobs.refuse_store()
-            self.device.forget_early(held[2] for held in blocks)
-        while output is None and (blocks := blocks[: len(blocks) // 2]):
-            output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
-        if output is not None and output.refused_keys:
+        offered = blocks
+        while (output := self._manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)) is None:
+            if offered is blocks:
+                self._jobs.refuse_store()
+                self.device.forget_early(held[2] for held in blocks)
+            if not (offered := offered[: len(offered) // 2]):
+                return 0
+        if output.refused_keys:
             refused = frozenset(output.refused_keys)
-            self.device.refuse(held[2] for held in blocks if held[0] in refused)
-        if output is None or not output.keys_to_store:
-            return 0
+            self.device.refuse(held[2] for held in offered if held[0] in refused)
         wanted, group = frozenset(output.keys_to_store), 0
         has_groups, state_of = len(self._layout.groups) > 1, self.device.state_of
         new: list[tuple[RequestState | None, Block]] = []
         blocks_of: dict[int, int] = {}
-        for key, _, device_block, ordinal, number in blocks:
+        for key, _, device_block, ordinal, number in offered:
             if key in wanted:
                 if has_groups:
                     group = key_group_idx(key)

@@ -42,7 +42,7 @@ class Lookups:
     manager: OffloadingManager
     layout: KeyLayout
     keys_loading: Mapping[OffloadKey, int]
-    """Keys of blocks that are being loaded for some request, which others wait for; none if loads are not shared."""
+    """See JobTable; empty if loads are not shared."""
     shelf: PausedContents
     adapters: AdapterDigests | None
     changes: Changes

@@ -15,12 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class PausedContents:
-    """Keeps contents of the manager after a reset, hidden from all requests: what shared tiers hold, and everything if
-    the engine has only paused.
-
-    Before a request finds something, the workers compare all of their weights with those that the contents were
-    computed with. If they are the same, the contents are valid again, otherwise they are dropped.
-    """
+    """Hides contents of the manager after a reset: what shared tiers hold, and everything if the engine has only
+    paused. If the workers find that all of their weights are those that the contents were computed with, these are
+    valid again, otherwise they are dropped."""
 
     def __init__(self, jobs: JobTable) -> None:
         self._manager, self._changes, self._num_workers = jobs.manager, jobs.changes, jobs.num_workers
@@ -73,7 +70,6 @@ class PausedContents:
             self._accept()
 
     def _accept(self) -> None:
-        """Declares the contents valid."""
         self.is_hidden, self._check, self.must_check = False, None, False
         self._has_changed()
 
@@ -86,10 +82,9 @@ class BlockOrigins:
     """Device blocks that were filled since the last reset, from nothing that was computed before it, each with the
     adapter that has computed it.
 
-    The engine's own cache may still hold KV of weights that are gone, finds blocks by the name of an adapter, and may
-    hold KV of other tokens than their names say, see ``EngineSpec.drops_tokens``. A request that continues from such
-    blocks, or from those of other bytes under the name of its adapter, must store nothing, and the blocks that it fills
-    are not sound either.
+    The engine's own cache may hold KV of weights that are gone, of other bytes under the name of an adapter, and of
+    other tokens than their names say (``EngineSpec.drops_tokens``). A request that continues from such blocks must
+    store nothing, and the blocks that it fills are not sound either.
     """
 
     def __init__(self, has_adapters: bool = False) -> None:
@@ -121,8 +116,7 @@ class BlockOrigins:
             self._origins = {block: origin for block, origin in self._origins.items() if origin not in origins}
 
     def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
-        """Follows a request that continues from the blocks ``found`` in the engine's own cache, and fills ``new``
-        ones."""
+        """Follows a request that continues from the blocks ``found`` in the engine's own cache, and fills ``new``."""
         origins = self._origins
         if origins is None:
             return

@@ -59,11 +59,10 @@ class OffloadingConnectorWorker:
 
     An engine runs its forward pass inside ``step``. An engine with hooks of its own calls, in every step and in this
     order: ``begin_step`` before its forward pass, ``start_loads`` before or after it, ``end_step`` after it,
-    ``get_finished`` and ``take_report``.
+    ``get_finished`` and ``take_report``. Nothing raises into the engine's step.
 
     Stores are submitted to the transfer at the next ``begin_step``: the step that computes them is complete then, and
-    its tokens are not delayed. A job that fails is tried once more, unless its source may have changed; after that it
-    is reported as failed. Nothing raises into the engine's step.
+    its tokens are not delayed. A job that fails is tried once more, unless its source may have changed.
 
     ``weights`` is asked in every step that computes, loads or stores. If the weights have changed, all jobs fail, in
     progress or new, until the epoch of a StepMeta shows that the scheduler half has forgotten all blocks. A job is not
@@ -245,13 +244,10 @@ class OffloadingConnectorWorker:
         # have no memory. While suspended all jobs fail anyway.
         if is_able and (meta.has_tokens or meta.loads or meta.stores):
             try:
-                self._note_change(self.weights.use())
+                if self.weights.use():
+                    self._report.changed_at = self._epoch
             except Exception:
                 self._give_up()
-
-    def _note_change(self, has_changed: bool) -> None:
-        if has_changed:
-            self._report.changed_at = self._epoch
 
     def _is_outdated(self, job: _PendingJob) -> bool:
         return self.weights.is_stale or job.epoch != self._epoch
@@ -299,7 +295,8 @@ class OffloadingConnectorWorker:
             return
         try:
             results = self.transfer.poll(busy)
-            self._note_change(self.weights.advance())
+            if self.weights.advance():
+                self._report.changed_at = self._epoch
         except Exception:
             self._give_up()
             return
@@ -314,17 +311,15 @@ class OffloadingConnectorWorker:
             elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
-            elif (
-                result.ok
-                and not self._is_outdated(job)
-                and (
-                    not self.weights.has_answered(job.comparison) or (job.check is not None and job.check.is_running())
-                )
-            ):
+            elif result.ok and not self._is_outdated(job) and not self._is_confirmed(job):
                 self._unconfirmed.append(result)
                 self._end_reading(result.job_id)
             else:
                 self._end(result)
+
+    def _is_confirmed(self, job: _PendingJob) -> bool:
+        """Whether its weights and its adapter were compared."""
+        return self.weights.has_answered(job.comparison) and (job.check is None or not job.check.is_running())
 
     def _end_reading(self, job_id: int) -> None:
         """Starts the loads that have waited for this store only."""
