@@ -164,7 +164,7 @@ def kept_over_every_reset(engine: ModelEngine) -> None:
 
     def forgetful(is_pause: bool = False) -> None:
         reset(is_pause)
-        scheduler.shelf.is_hidden = False
+        scheduler.paused.is_hidden = False
 
     scheduler.reset = forgetful  # type: ignore[method-assign]
 

@@ -43,7 +43,7 @@ class Lookups:
     layout: KeyLayout
     keys_loading: Mapping[OffloadKey, int]
     """See JobTable; empty if loads are not shared."""
-    shelf: PausedContents
+    paused: PausedContents
     adapters: AdapterDigests | None
     changes: Changes
     deadline_s: float
@@ -92,8 +92,8 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
         # The first block behind what the device has was not looked up.
         keys, first = state.blocks.keys[0], computed // layout.block_tokens[0]
         return Match(lookups.contents, computed, 0, keys[first] if first < len(keys) else None)
-    if lookups.shelf.is_hidden:
-        lookups.shelf.must_check = True
+    if lookups.paused.is_hidden:
+        lookups.paused.must_check = True
         return _wait(lookups, state, computed) or Match(lookups.contents, computed, 0, None)
     _touch(lookups, state)
     if computed % layout.device_align:

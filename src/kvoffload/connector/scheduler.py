@@ -115,14 +115,14 @@ class OffloadingConnectorScheduler:
             device = DeviceBlocks(keeps_states=describes)
             leaving = LeavingBlocks(jobs, device, misses, engine.next_free, slot_bytes)
         self.stores = StorePlanner(jobs, leaving)
-        self.shelf = PausedContents(jobs)
+        self.paused = PausedContents(jobs)
         adapter_of = engine.adapter_of
         self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
         self.sound = BlockOrigins(has_adapters=self.adapters is not None)
         self.loads = LoadPlanner(jobs, self.sound, leaving, self._next)
         loading = jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
-            manager, layout, loading, self.shelf, self.adapters, jobs.changes, deadline_s, clock, leaving
+            manager, layout, loading, self.paused, self.adapters, jobs.changes, deadline_s, clock, leaving
         )
         self.queued = QueuedRequests(manager, engine, tenants, self.adapters, self.sound)
         self.metrics.set("pool_blocks", manager.most_blocks())
@@ -199,8 +199,8 @@ class OffloadingConnectorScheduler:
         has_tokens = _has_tokens(step)
         upcoming = self._next
         meta = upcoming.meta
-        if self.shelf.is_hidden:
-            meta.check_weights = self.shelf.begin_step(has_tokens)
+        if self.paused.is_hidden:
+            meta.check_weights = self.paused.begin_step(has_tokens)
         if self.adapters is not None:
             self.adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
         if self.queued.new:
@@ -254,9 +254,9 @@ class OffloadingConnectorScheduler:
             self.metrics.add("weight_changes")
             self.observer.warn(WEIGHTS_CHANGED)
             self.reset()
-            self.shelf.drop()
+            self.paused.drop()
         if report.done:
-            self.shelf.take_report(report)
+            self.paused.take_report(report)
         if self.adapters is not None and (report.adapters or report.answers):
             states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
             self.sound.discard(self.adapters.take_report(report, states))
@@ -374,7 +374,7 @@ class OffloadingConnectorScheduler:
         computation; then all are dropped, unless the weights are the same everywhere. Without ``is_pause`` this holds
         for the blocks of shared tiers only.
         """
-        self.shelf.reset(keeps=is_pause)
+        self.paused.reset(keeps=is_pause)
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
         unsent = self._next.break_loads()
         for job in unsent:
@@ -390,7 +390,7 @@ class OffloadingConnectorScheduler:
         """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""
         self.observer.close()
         try:
-            self.shelf.drop()
+            self.paused.drop()
             self.manager.shutdown()
         except Exception:
             logger.exception("kvoffload: shutting down failed")
