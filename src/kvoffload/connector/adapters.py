@@ -241,9 +241,8 @@ class AdapterChecks:
             for question, adapter in questions.items():
                 watch.ask(question, adapter)
 
-        if self.watch is not None:
-            self._note(report)
-            self.use(ask)
+        self._note(report)
+        self.use(ask)
         if self.watch is None:
             report.answers.update({question: [UNREADABLE] for question in questions})
 

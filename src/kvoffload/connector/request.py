@@ -382,6 +382,9 @@ class RequestBlocks:
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        if len(tables) == len(self.tables) == 1:
+            self.tables[0].extend(tables[0])
+            return
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
 

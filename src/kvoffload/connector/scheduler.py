@@ -207,13 +207,14 @@ class OffloadingConnectorScheduler:
             self.queued.read_ahead()
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
         requests, preempted = self.requests, tuple(step.preempted)
-        for state in filter(None, map(requests.get, preempted)):
-            self.stores.lose_blocks(state)
-            # It may have new blocks already, in the step that says that it lost the old ones.
-            has_new_ones = state.context.req_id in upcoming.allocated
-            state.lose_blocks(has_new_ones)
-            if not has_new_ones:
-                self.observer.prefills.running.pop(state.context.req_id, None)
+        for req_id in preempted:
+            if (state := requests.get(req_id)) is not None:
+                self.stores.lose_blocks(state)
+                # It may have new blocks already, in the step that says that it lost the old ones.
+                has_new_ones = req_id in upcoming.allocated
+                state.lose_blocks(has_new_ones)
+                if not has_new_ones:
+                    self.observer.prefills.running.pop(req_id, None)
         leaving = upcoming.handed_out
         if step.block_ids:
             leaving += self.stores.take_tables(step, requests, self.sound)

@@ -65,20 +65,23 @@ class StorePlanner:
     def take_tables(self, step: ScheduledStep, requests: Mapping[str, RequestState], sound: BlockOrigins) -> list[int]:
         """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
         with a whole new table is looked at in its next step."""
-        handed_out, is_tracking = list[int](), sound.is_tracking
+        handed_out: list[int] = []
+        found: Sequence[Sequence[int]] = ()
+        replaced, is_tracking = step.replaced, sound.is_tracking
         for req_id, new in step.block_ids.items():
-            state, found = requests.get(req_id), list[Sequence[int]]()
+            state, found = requests.get(req_id), ()
             if state is not None:
-                state.of_others = frozenset()
-                is_replaced = req_id in step.replaced
-                if is_replaced:
+                if state.of_others:
+                    state.of_others = frozenset()
+                if req_id in replaced:
                     if is_tracking and state.has_copied_part:
                         state.storing = Storing.STALE
                     found, new = state.blocks.replace_tables(new)
+                    self._due.add(req_id, 1)
                 else:
                     state.blocks.add_to_tables(new)
-                if is_replaced or req_id not in self._due:
-                    self._due.add(req_id, 1)
+                    if req_id not in self._due:
+                        self._due.add(req_id, 1)
             for of_group in new:
                 handed_out += of_group
             if is_tracking:

@@ -121,7 +121,8 @@ class OffloadingConnectorWorker:
         """Begins a step: submits the stores of the previous step, and those of this one whose device blocks have left
         their requests, and completes the fenced ones."""
         self._check_weights(meta)
-        self.adapters.begin_step(meta.questions, self._report)
+        if meta.questions or self.adapters.watch is not None:
+            self.adapters.begin_step(meta.questions, self._report)
         for job_id in meta.before_forward() if meta.stores else ():
             self._accept_store(job_id, meta.stores[job_id])
         self._submit_stores()
@@ -168,16 +169,17 @@ class OffloadingConnectorWorker:
                 if job_id not in accepted:
                     self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
-        if meta.has_tokens:
+        if meta.has_tokens and (meta.computes_with or self.adapters.watch is not None):
             self.adapters.end_step(meta.computes_with, self._report)
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. An InlineTransfer copies during
         this call. A step without tokens waits briefly for loads in progress, and for digests of adapters."""
-        self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
+        if self.adapters.watch is not None:
+            self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
         self._collect(busy=meta.has_tokens)
-        is_loading = any(not job.is_store for job in self._jobs.values())
-        if not meta.has_tokens and not self._finished.loaded and is_loading:
+        is_idle = not meta.has_tokens and not self._finished.loaded
+        if is_idle and any(not job.is_store for job in self._jobs.values()):
             try:
                 self.transfer.wait_any(self.idle_wait_s)
             except Exception:
