@@ -45,10 +45,11 @@ def rig_of(
     block_bytes: int = 1,
     tenants: Tenants | None = None,
     policy: type[LRUPolicy] = LRUPolicy,
+    engine: Mapping[str, Any] = {},
 ) -> Rig:
     backend = HostBackend(TOKENS, num_host_blocks)
     manager = PolicyOffloadingManager(backend, policy(num_host_blocks), enable_events, device_blocks=device_blocks)
-    engine = {"keeps_blocks": True, "device_blocks": device_blocks, "next_free": next_free}
+    engine = {"keeps_blocks": True, "device_blocks": device_blocks, "next_free": next_free, **engine}
     options: dict[str, Any] = {
         "misses": manager.history.misses,
         "enable_events": enable_events,
@@ -275,7 +276,7 @@ def test_a_load_in_pieces_is_not_lost_if_the_end_of_a_job_raises(name: str, monk
 def test_another_request_waits_for_a_load_in_pieces() -> None:
     case = InPieces()
     case.go_on()
-    assert case.rig.half.snapshot().keys_loading == dict.fromkeys(case.rig.keys(case.first), 1)
+    assert case.rig.half.jobs.keys_loading == dict.fromkeys(case.rig.keys(case.first), 1)
     other = FakeRequest("c", [*case.first, 98])
     assert case.rig.look_up(other) == (None, False)
     for _ in range(7):

@@ -34,7 +34,6 @@ from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Phase, RequestState, Storing
 from kvoffload.connector.stores import Due
-from kvoffload.connector.upcoming import UpcomingStep
 from kvoffload.connector.weights import WeightWatch
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.transfer.follower import FollowerTransfer
@@ -165,7 +164,7 @@ def kept_over_every_reset(engine: ModelEngine) -> None:
 
     def forgetful(is_pause: bool = False) -> None:
         reset(is_pause)
-        scheduler.shelf.is_hidden = False
+        scheduler.paused.is_hidden = False
 
     scheduler.reset = forgetful  # type: ignore[method-assign]
 
@@ -409,9 +408,9 @@ def watch_the_device(engine: ModelEngine) -> None:
         left -= {key for key in early if reasons.get(key) is MissReason.EVICTED}
         # Other stores of the step may have taken some of the room first.
         room -= sum(len(spec.host.slots) for spec in meta.stores.values())
-        if scheduler.changes.resets == resets[0] and len(left) and room >= len(handed_out) and not scheduler.off:
+        if scheduler.jobs.changes.resets == resets[0] and len(left) and room >= len(handed_out) and not scheduler.off:
             raise Lost(f"step {engine.steps}: {len(left)} blocks")
-        resets[0] = scheduler.changes.resets
+        resets[0] = scheduler.jobs.changes.resets
         duplicates = manager.table.key_of[manager.room.duplicates.holds]
         if any(key not in device for key in duplicates.tolist()):
             raise Kept(f"step {engine.steps}")
@@ -459,7 +458,7 @@ def empties_its_cache(engine: ModelEngine) -> None:
 
 def without_looking_back(engine: ModelEngine) -> None:
     empties_its_cache(engine)
-    engine.scheduler.lookups.bring_back = lambda state, end: False
+    engine.scheduler.lookups.leaving = None
 
 
 def test_blocks_that_the_engine_has_forgotten_on_the_device() -> None:
@@ -518,10 +517,10 @@ def loads_do_not_take_device_blocks(engine: ModelEngine) -> None:
 def pieces_that_go_on_after_a_failure(engine: ModelEngine) -> None:
     end = engine.scheduler.loads.end_job
 
-    def end_job(job: Job, upcoming: UpcomingStep) -> bool:
+    def end_job(job: Job) -> bool:
         if job.rest is not None:
             job.failed = False
-        return end(job, upcoming)
+        return end(job)
 
     engine.scheduler.loads.end_job = end_job  # type: ignore[method-assign]
 

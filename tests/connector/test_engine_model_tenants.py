@@ -88,7 +88,7 @@ def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.on_end = partial(check_answer, engine, counts, sizes)
         engine.run()
         # After a reset it may store them again.
-        times = 1 + engine.scheduler.changes.resets
+        times = 1 + engine.scheduler.jobs.changes.resets
         for record in engine.scheduler.records:
             if record.req_id in sizes:
                 assert record.stored_tokens <= times * sizes[record.req_id], record

@@ -83,7 +83,7 @@ def test_a_load_that_no_step_has_sent_before_a_reset_fails(is_pause: bool) -> No
     meta = rig.step()
     assert not meta.loads, "workers would take it for a load that began after the reset"
     assert meta.broken_loads == {"r": [50, 51]}
-    assert not rig.half.snapshot().jobs
+    assert not rig.half.jobs.jobs
     assert rig.half.metrics.snapshot()["load_failures"] == 1
 
 

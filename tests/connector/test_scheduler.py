@@ -141,7 +141,7 @@ def test_an_id_may_be_used_again_when_its_request_has_ended(point: str) -> None:
     assert rig.status(prompt(12, 100)) == [0, 0, 0]
     assert rig.status(prompt(8)) == [0, 0]
     assert not rig.half.off
-    assert not rig.half.snapshot().requests
+    assert not rig.half.requests
     assert not rig.half.has_pending_work()
     rig.manager.check_integrity()
 

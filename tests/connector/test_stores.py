@@ -272,7 +272,7 @@ def test_single_blocks_that_several_requests_complete_in_a_step_are_one_store() 
     assert device_ids(spec) == [10, 20, 30]
     slots = [rig.manager.block_status(rig.keys(request.tokens)[0]).slot for request in requests]
     assert spec.host.slots.tolist() == slots
-    assert rig.half.snapshot().jobs[job].req_ids == ("a", "b", "c")
+    assert [state.context.req_id for state in rig.half.jobs.jobs[job].states] == ["a", "b", "c"]
     rig.report(job)
     assert [rig.status(request.tokens) for request in requests] == [[0], [0], [0]]
     assert rig.half.metrics.snapshot()["store_blocks"] == 3

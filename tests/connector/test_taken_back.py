@@ -6,7 +6,7 @@ It does not say which device blocks it writes to again. Each page has a digest o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -33,8 +33,8 @@ class SmallEngine:
     """Both halves of the connector, with device blocks of digests."""
 
     def __init__(self, is_exclusive: bool, drops_tokens: DropsTokens | None = None) -> None:
-        self.rig = rig_of() if is_exclusive else Rig()
-        self.rig.half.engine = replace(self.rig.half.engine, drops_tokens=drops_tokens)
+        engine = {"drops_tokens": drops_tokens}
+        self.rig = rig_of(engine=engine) if is_exclusive else Rig(options=engine)
         self.device = np.zeros((32, TOKENS, DIGEST_BYTES), dtype=np.uint8)
         pages = self.device.reshape(len(self.device), -1)
         pool = np.zeros((16, pages.shape[1]), dtype=np.uint8)

@@ -292,7 +292,7 @@ def test_a_request_waits_a_limited_number_of_times() -> None:
     with rig.manager.executor.hold():
         for _ in range(20):
             answers.append(rig.look_up(request)[0])
-            rig.half.changes.contents += 1
+            rig.half.jobs.changes.contents += 1
             rig.clock.now += 0.5
             rig.step()
     assert answers.count(None) <= 3 * MAX_WAITS_PER_REQUEST

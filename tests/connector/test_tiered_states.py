@@ -27,7 +27,7 @@ class TieredRig(GroupRig):
         self.finish(request)
         self.settle()
         self.manager.host.reset()
-        self.half.changes.contents += 1
+        self.half.jobs.changes.contents += 1
 
     def held_below(self, request: FakeRequest, g: int) -> list[int]:
         ends = range(4, request.num_tokens + 1, 4)

@@ -378,8 +378,8 @@ class Engine:
         offload.manager.check_integrity()
         return state | {
             "off": offload.off,
-            "jobs": len(offload.snapshot().jobs),
-            "requests": len(offload.snapshot().requests),
+            "jobs": len(offload.jobs.jobs),
+            "requests": len(offload.requests),
             "used_blocks": host.num_used_blocks,
             "busy_blocks": host.num_blocks - host.num_available_blocks,
             "metrics": offload.metrics.snapshot(),
@@ -1010,7 +1010,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
         ask(PROMPTS)
         for _ in range(MAX_STEPS):
             step()
-            jobs = connector.connector_scheduler.snapshot().jobs
+            jobs = dict(connector.connector_scheduler.jobs.jobs)
             # vLLM does not take the blocks of a request that waits for its load.
             if (jobs and all(job.is_store for job in jobs.values())) or not live:
                 break

@@ -1,7 +1,4 @@
-"""Adapters of a model, such as LoRA: KV that was computed with one belongs to its bytes, whatever its name.
-
-The scheduler half has ``AdapterDigests``, and each worker ``AdapterChecks``, where the engine serves adapters.
-"""
+"""Adapters of a model, such as LoRA: KV that was computed with one belongs to its bytes, whatever its name."""
 
 from __future__ import annotations
 
@@ -40,8 +37,18 @@ MAX_ASKED = 64
 """Adapters that the workers are asked about at the same time."""
 ASK_AGAIN_S = 60.0
 """A question that has no answer after this time is asked again."""
+UNREADABLE_NOW = "kvoffload: adapters cannot be read any more. Requests with an adapter are not offloaded"
 CHECK_DEADLINE_S = 1.0
 """How long a load that has ended waits for the check of its adapter. After that it counts as failed."""
+
+
+class _Key(NamedTuple):
+    """What a digest is known for. A request for which the files are read again may compute with other bytes than one
+    that uses what is loaded."""
+
+    number: int
+    source: str
+    is_reread: bool
 
 
 class Adapter(NamedTuple):
@@ -57,6 +64,10 @@ class Adapter(NamedTuple):
     """Whether its bytes, with the block hashes, determine the KV of this request."""
     source: str = ""
     """Where and how the engine reads it. Other bytes may be there later."""
+
+    @property
+    def key(self) -> _Key:
+        return _Key(self.number, self.source, self.is_reread)
 
 
 AdapterOf: TypeAlias = Callable[[Request], Adapter | None]
@@ -99,11 +110,6 @@ def variant(digests: Digests) -> bytes:
     return root_hash(*sorted(digests))[:ADAPTER_BYTES]
 
 
-_Key = tuple[int, str, bool]
-"""Number, source and ``is_reread`` of an adapter. A request for which the files are read again may compute with other
-bytes than one that uses what is loaded."""
-
-
 @dataclass(slots=True)
 class _Question:
     number: int
@@ -114,7 +120,7 @@ class _Question:
 
 
 class AdapterDigests:
-    """Digests of adapters, learned from the workers, which compute with them, by questions that travel with steps.
+    """The scheduler half's digests of adapters, learned from the workers by questions that travel with steps.
 
     A digest is valid until a worker drops the adapter, or loads other bytes under its number. A request waits for an
     answer. When a question has had no answer for ``deadline_s``, no other request waits for it.
@@ -135,13 +141,13 @@ class AdapterDigests:
         """Returns the adapter of a new request. If the engine reads it again for the request, or it could not be read
         before, the workers will be asked again."""
         adapter = self._adapter_of(request)
-        if adapter is not None and (adapter.is_reread or not self._known.get(_key(adapter))):
-            self._known.pop(_key(adapter), None)
+        if adapter is not None and (adapter.is_reread or not self._known.get(adapter.key)):
+            self._known.pop(adapter.key, None)
         return adapter
 
     def digests(self, adapter: Adapter) -> Digests | None:
         """Returns the digests of ``adapter``, or None if the workers have not answered yet."""
-        key, now = _key(adapter), self._clock()
+        key, now = adapter.key, self._clock()
         known = self._known.get(key) if adapter.shapes_all else frozenset()
         if known is not None:
             return known
@@ -158,7 +164,7 @@ class AdapterDigests:
         return self._clock() - question.asked_at >= self._deadline_s
 
     def begin_step(self, meta: StepMeta, scheduled: Iterable[str], requests: Mapping[str, RequestState]) -> None:
-        """Adds the new questions to the next step, and the digests for which the keys of its requests stand."""
+        """Adds the new questions to the step, and the digests for which the keys of its requests stand."""
         meta.questions, self._unsent = self._unsent, {}
         for req_id in scheduled:
             state = requests.get(req_id)
@@ -183,30 +189,25 @@ class AdapterDigests:
         return origins
 
     def _learn_from(self, report: WorkerReport) -> None:
-        for number, digests in report.adapters.items():
-            for key, question in list(self._asked.items()):
-                # What is read again for each request does not depend on what is loaded.
-                if key[0] == number and not key[2]:
-                    question.loaded |= digests
-                    if self._is_overdue(question):
-                        # The workers can answer now without reading files.
-                        self._forget(key)
-        for key, question in list(self._asked.items()) if report.answers else ():
+        for key, question in list(self._asked.items()):
+            # What is read again for each request does not depend on what is loaded.
+            if not key.is_reread and key.number in report.adapters:
+                question.loaded |= report.adapters[key.number]
+                if self._is_overdue(question):
+                    # The workers can answer now without reading files.
+                    self._forget(key)
+                    continue
             question.answers += report.answers.get(question.number, ())
             if len(question.answers) >= self._jobs.num_workers:
                 answers = frozenset(question.answers)
                 self._forget(key)
                 if question.loaded <= answers:
-                    self._learn(key, frozenset() if UNREADABLE in answers else answers)
-        for number, digests in report.adapters.items():
-            for key, known in list(self._known.items()):
-                if key[0] == number and not digests <= known:
-                    self._forget(key)
-
-    def _learn(self, key: _Key, digests: Digests) -> None:
-        self._known[key] = digests
-        if len(self._known) > MAX_KNOWN:
+                    self._known[key] = frozenset() if UNREADABLE in answers else answers
+        while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
+        for key, known in list(self._known.items()) if report.adapters else ():
+            if not report.adapters.get(key.number, known) <= known:
+                self._forget(key)
 
     def _forget(self, key: _Key) -> None:
         """Forgets what is known or asked, and makes the requests that wait for it look again."""
@@ -226,17 +227,12 @@ def _has_changed(state: RequestState, report: WorkerReport) -> bool:
     return not report.adapters.get(state.adapter.number, set()) - {DROPPED} <= state.digests
 
 
-def _key(adapter: Adapter) -> _Key:
-    return adapter.number, adapter.source, adapter.is_reread
-
-
 class AdapterChecks:
-    """Reports which bytes the adapters of one rank have. After an error of ``watch`` no adapter can be read, and a load
-    that needs one fails."""
+    """Reports which bytes the adapters of one rank have. Without ``watch``, and after an error of it, no adapter can be
+    read, and a load that needs one fails."""
 
-    def __init__(self, watch: AdapterWatch) -> None:
-        self.watch: AdapterWatch | None = watch
-        """None after an error of it."""
+    def __init__(self, watch: AdapterWatch | None) -> None:
+        self.watch = watch
 
     def begin_step(self, questions: Mapping[int, Adapter], report: WorkerReport) -> None:
         """Reports what the engine has loaded, and passes the step's questions on."""
@@ -248,7 +244,7 @@ class AdapterChecks:
         self._note(report)
         self.use(ask)
         if self.watch is None:
-            answer_unreadable(questions, report)
+            report.answers.update({question: [UNREADABLE] for question in questions})
 
     def end_step(self, computes_with: Mapping[int, set[Digests]], report: WorkerReport) -> None:
         """Reports with which bytes the step has computed, where these are not those that it was planned with: vLLM
@@ -260,8 +256,7 @@ class AdapterChecks:
                 report.adapters.setdefault(number, set()).add(digest if digest != DROPPED else UNREADABLE)
 
     def _note(self, report: WorkerReport) -> None:
-        """Reports which adapters the engine has loaded, so that the scheduler half does not store blocks of one as
-        those of another."""
+        """Reports which adapters the engine has loaded."""
         for number, digest in (self.use(lambda watch: watch.changes()) or {}).items():
             report.adapters.setdefault(number, set()).add(digest)
 
@@ -276,10 +271,7 @@ class AdapterChecks:
             try:
                 return call(self.watch)
             except Exception:
-                logger.exception(
-                    "kvoffload: the adapters of this worker cannot be read any more. Requests with an adapter are not "
-                    "offloaded"
-                )
+                logger.exception(UNREADABLE_NOW)
                 self.watch = None
         return None
 
@@ -288,28 +280,22 @@ class AdapterChecks:
 class AdapterCheck:
     """Whether the request of a load will compute with the bytes with which its blocks were computed."""
 
-    checks: AdapterChecks | None
-    """None if no adapter can be read: then it fails."""
+    checks: AdapterChecks
     need: AdapterNeed
     result: Future[bool] | None = None
     """Asked for when the load has ended."""
     until: float = 0.0
 
     def is_running(self) -> bool:
-        """Whether the check is in progress. Begins it."""
-        if self.result is None and self.checks is not None:
+        """Begins the check, and returns whether it is in progress."""
+        if self.result is None:
             self.result = self.checks.use(lambda watch: watch.check(self.need))
             self.until = time.monotonic() + CHECK_DEADLINE_S
         return self.result is not None and not self.result.done() and time.monotonic() < self.until
 
     def has_passed(self) -> bool:
-        watch, result = None if self.checks is None else self.checks.watch, self.result
+        watch, result = self.checks.watch, self.result
         if watch is None or result is None or not (result.done() and result.result()):
             return False
         # It may have been loaded during the check.
         return self.need.is_reread or watch.digest(self.need.adapter) in {DROPPED, *self.need.digests}
-
-
-def answer_unreadable(questions: Iterable[int], report: WorkerReport) -> None:
-    """Answers, for a worker that cannot read adapters."""
-    report.answers.update({question: [UNREADABLE] for question in questions})

@@ -56,8 +56,10 @@ def build_scheduler(
     contents = contents_of(config.host_contents, engine.why_inclusive)
     host_pools = _HostPools(engine, pools)
     host_pools.check(config)
-    if tiers or config.tier_entries:
-        host_pools.check_reachable()
+    for handle in host_pools.handles if tiers or config.tier_entries else ():
+        if handle is not None:
+            # No tier of this process can read a pool on another machine.
+            handle.check_reachable()
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
         recorder = _make_recorder(config, host_pools, contents)
@@ -191,13 +193,14 @@ class _HostPools:
         self.engine = engine
         self.layout = engine.layout
         self._pools = pools
+        self.handles = [pool if isinstance(pool, PoolHandle) else None for pool in pools]
         shapes = [(p.num_blocks, p.slot_bytes) if isinstance(p, PoolHandle) else p.shape for p in pools]
         self.num_blocks = min(num_blocks for num_blocks, _ in shapes)
         self.slot_bytes = [slot_bytes for _, slot_bytes in shapes]
         """Bytes of one block in each pool."""
         self.block_bytes: int = sum(self.slot_bytes)
         """Bytes of one block on all ranks."""
-        places = [pool.place if isinstance(pool, PoolHandle) else None for pool in pools]
+        places = [None if handle is None else handle.place for handle in self.handles]
         self._by_node = {
             place: [shape for shape, where in zip(shapes, places, strict=True) if where == place] for place in places
         }
@@ -227,23 +230,14 @@ class _HostPools:
                     "state",
                 )
 
-    def check_reachable(self) -> None:
-        """Raises ConfigError if a pool is on another machine, where no tier of this process can read it."""
-        for pool in self._pools:
-            if isinstance(pool, PoolHandle):
-                pool.check_reachable()
-
-    def open(self) -> list[ByteArray]:
-        """Returns the bytes of the slots that every rank has. Raises ConfigError if a pool cannot be opened."""
-        arrays = [pool.open() if isinstance(pool, PoolHandle) else pool for pool in self._pools]
-        return [array[: self.num_blocks] for array in arrays]
-
     def context(self, fingerprint: str, policy: str) -> TierContext:
         """Returns what tiers are opened with. Raises ConfigError if a pool cannot be opened."""
+        arrays = [pool.open() if isinstance(pool, PoolHandle) else pool for pool in self._pools]
         return TierContext(
-            pools=self.open(),
+            # The slots that every rank has.
+            pools=[array[: self.num_blocks] for array in arrays],
             fingerprint=fingerprint,
-            handles=[pool if isinstance(pool, PoolHandle) else None for pool in self._pools],
+            handles=self.handles,
             identity=self.engine.identity,
             policy=policy,
             engine=self.engine.engine,
@@ -254,20 +248,14 @@ class _HostPools:
 
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
-        return device_blocks * self.layout.device_align // self._device_blocks_per_align
-
-    @property
-    def _device_blocks_per_align(self) -> int:
-        """Blocks of the device that hold the KV of ``device_align`` tokens. States come on top, unless there is nothing
-        else."""
-        groups = self.layout.engine_groups
+        groups, align = self.layout.engine_groups, self.layout.device_align
+        # States come on top, unless there is nothing else.
         sizes = [group.device_block_size for group in groups if not group.state]
-        return sum(self.layout.device_align // size for size in sizes) or len(groups)
+        return device_blocks * align // (sum(align // size for size in sizes) or len(groups))
 
     def describe(self, is_exclusive: bool) -> str:
         """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache", or "8 GiB = 65,536 tokens
-        beyond the device's 16,000". With recurrent layers, it is said how much less that becomes by each position at
-        which states are kept."""
+        beyond the device's 16,000"."""
         tokens = self.layout.chains.tokens(self.num_blocks)
         text = format_bytes(self.num_blocks * self.block_bytes)
         if self.num_workers > len(self._pools):
@@ -282,11 +270,10 @@ class _HostPools:
         if self.engine.device_blocks and is_exclusive:
             text += f" beyond the device's {self.device_tokens(self.engine.device_blocks - 1):,}"
         elif self.engine.device_blocks:
-            per_token = self._device_blocks_per_align / self.layout.device_align
-            text += f", {tokens * per_token / self.engine.device_blocks:.1f}x the device cache"
+            text += f", {tokens / max(1, self.device_tokens(self.engine.device_blocks)):.1f}x the device cache"
         if self.layout.states:
-            num_states = len(self.layout.states)
-            text += f"; each position with states takes the place of {self.layout.chains.tokens(num_states):,} of them"
+            place_of = self.layout.chains.tokens(len(self.layout.states))
+            text += f"; each position with states takes the place of {place_of:,} of them"
         return text
 
 

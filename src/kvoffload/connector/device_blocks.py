@@ -25,12 +25,11 @@ of the tenant's request that computed, loaded or found it first."""
 class DeviceBlocks:
     """Knows which block each device block holds until that is handed out again.
 
-    Each block has one device block. An entry may be missing: its block is then not stored when it leaves the device.
-    None may be wrong, or wrong bytes would be stored. ``keeps_states``: whether it has a request for each.
+    An entry may be missing: its block is then not stored when it leaves the device. None may be wrong, or wrong bytes
+    would be stored. ``keeps_states``: whether it has a request for each.
 
-    Engines have many thousands of device blocks. Python's garbage collector would stop the scheduler while it looks at
-    as many objects that may refer to others, so there are none: it looks neither into NumPy's arrays nor at tuples of
-    bytes and numbers.
+    Engines have many thousands of device blocks, and Python's garbage collector would stop the scheduler while it looks
+    at as many objects. It looks neither into NumPy's arrays nor at tuples of bytes and numbers.
     """
 
     def __init__(self, keeps_states: bool = False) -> None:
@@ -88,14 +87,13 @@ class DeviceBlocks:
         ``left`` what is not held any more."""
         if first[0][len(first[1]) :] != held[0][len(held[1]) :]:
             return False
-        at = first[2]
-        others = self._others.get(at, ())
+        at, others = first[2], self._others.get(first[2], ())
         if all(other[0] != held[0] for other in others):
             if len(others) == MAX_NAMES - 1:
-                if self._latest.get(others[0][0]) == at:
-                    del self._latest[others[0][0]]
-                    left.append(others[0][0])
-                others = others[1:]
+                oldest, others = others[0][0], others[1:]
+                if self._latest.get(oldest) == at:
+                    del self._latest[oldest]
+                    left.append(oldest)
             self._others[at] = (*others, held)
         return True
 
@@ -143,15 +141,9 @@ class DeviceBlocks:
         """Returns the blocks that would leave if these device blocks were handed out, in this order, without those that
         it has returned before: those of the first ``most`` device blocks that have any."""
         found: list[HeldBlock] = []
-        all_held, latest, others, is_early, size = (
-            self._held,
-            self._latest,
-            self._others,
-            self._is_early,
-            len(self._held),
-        )
+        all_held, latest, others, is_early = self._held, self._latest, self._others, self._is_early
         for at in device_blocks:
-            if at >= size or is_early[at] or (first := all_held[at]) is None:
+            if at >= len(all_held) or is_early[at] or (first := all_held[at]) is None:
                 continue
             if not most:
                 break
@@ -169,8 +161,7 @@ class DeviceBlocks:
         return [held for key, at in places if at is not None for held in self._names(at) if held[0] == key]
 
     def state_of(self, device_block: int) -> RequestState | None:
-        """Returns a request that has, or had, what this device block holds or has just held, if events are to describe
-        it."""
+        """Returns a request that has, or had, what this device block holds or has just held."""
         return None if self._states is None else self._states[device_block]
 
     def having(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -81,7 +81,7 @@ class EngineSpec:
                 self._check_number(name)
         self._check_number("engines")
         index, engines = self.engine, self.engines
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < engines:
+        if type(index) is not int or not 0 <= index < engines:
             raise ConfigError("engine", index, f"must be a whole number from 0 to {engines - 1}, of {engines} engines")
         for name in ("share_loads", "enable_events", "keeps_blocks", "is_beside_others"):
             if not isinstance(value := getattr(self, name), bool):
@@ -124,5 +124,5 @@ class EngineSpec:
 
     def _check_number(self, name: str) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if type(value) is not int or value < 1:
             raise ConfigError(name, value, "must be a whole number, at least 1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -32,6 +32,6 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
                     self.switch_off(method.__name__)
             return fallback(self, *args, **kwargs)
 
-        return cast(Method, call)
+        return call  # type: ignore[return-value]
 
     return decorate

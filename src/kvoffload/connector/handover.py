@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import xxhash
@@ -43,7 +43,7 @@ class Handover:
 
     def to_options(self) -> dict[str, Any]:
         """Returns the options of a request to the server that goes on."""
-        return {"handover": {name: getattr(self, name) for name in FIELDS} | {"places": dict(self.places)}}
+        return {"handover": {**asdict(self), "places": dict(self.places)}}
 
     @classmethod
     def from_option(cls, value: Mapping[str, Any]) -> Handover:

@@ -1,4 +1,4 @@
-"""The job table: loads and stores in progress, the keys being loaded, and requests held until their stores end."""
+"""Jobs: loads and stores in progress, how stores are made and end, and requests held until their stores end."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey, TransferSpec
-from kvoffload.connector.layout import Block
-from kvoffload.connector.messages import WorkerReport
+import numpy as np
+
+from kvoffload.abc import (
+    DeviceSpec,
+    IntegrityError,
+    LoadStoreSpec,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ScheduledStep,
+    TransferSpec,
+)
+from kvoffload.connector.layout import Block, KeyLayout
+from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Changes, RequestState
+
+if TYPE_CHECKING:
+    from kvoffload.connector.observer import RequestObserver
 
 JOB_IDS = itertools.count()
 """Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its own
 job."""
+STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
+NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
 @dataclass(slots=True, eq=False)
@@ -50,16 +67,23 @@ class Job:
     """The device blocks of a load, with all its pieces."""
 
 
-@dataclass(slots=True)
 class JobTable:
     """All jobs in progress. Each of ``num_workers`` workers reports a job once."""
 
-    num_workers: int
-    changes: Changes = field(default_factory=Changes)
-    jobs: dict[int, Job] = field(default_factory=dict)
-    """By job id."""
-    keys_loading: dict[OffloadKey, int] = field(default_factory=dict)
-    """Keys that are being loaded, and the number of loads that copy each."""
+    def __init__(
+        self, manager: OffloadingManager, layout: KeyLayout, observer: RequestObserver, num_workers: int
+    ) -> None:
+        self.manager = manager
+        self.layout = layout
+        self.observer = observer
+        self.num_workers = num_workers
+        self.changes = Changes()
+        self.jobs: dict[int, Job] = {}
+        """By job id."""
+        self.keys_loading: dict[OffloadKey, int] = {}
+        """Keys that are being loaded, and the number of loads that copy each."""
+        self.held: dict[str, tuple[RequestState, float]] = {}
+        """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
 
     def add(self, job: Job) -> int:
         """Adds a new job and returns its id."""
@@ -71,6 +95,66 @@ class JobTable:
         for key in () if job.is_store else job.keys:
             self.keys_loading[key] = self.keys_loading.get(key, 0) + 1
         return job_id
+
+    def add_store(
+        self,
+        new: Sequence[tuple[RequestState | None, Block]],
+        states: Sequence[RequestState],
+        output: PrepareStoreOutput,
+        specs: dict[int, TransferSpec],
+        blocks_of: Mapping[int, int] | None = None,
+    ) -> None:
+        """Adds the job that stores ``new`` blocks, each with a request that can describe it, and its spec to ``specs``.
+        It is for ``states``, or for requests that may have ended, see ``Job.blocks_of``."""
+        if output.evicted_keys:
+            self.observer.metrics.add("evicted_blocks", len(output.evicted_keys))
+        # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
+        if [block.key for _, block in new] != output.keys_to_store:
+            raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
+        if not new:
+            return
+        lease = output.store_spec
+        num_groups, host = len(self.layout.groups), lease
+        if num_groups == 1:
+            ids = [device_block for _, block in new for device_block in block.device_blocks]
+            sizes, firsts = [len(ids)], [new[0][1].first_device_block]
+        else:
+            order = sorted(range(len(new)), key=lambda i: new[i][1].group)
+            host = LoadStoreSpec(lease.medium(), lease.slots[order])
+            ids, sizes, firsts = [], [0] * num_groups, [0] * num_groups
+            for block in (new[i][1] for i in order):
+                if not sizes[block.group]:
+                    firsts[block.group] = block.first_device_block
+                sizes[block.group] += len(block.device_blocks)
+                ids += block.device_blocks
+        is_described = self.observer.describes_blocks
+        described = [(state, block) for state, block in new if state is not None] if is_described else ()
+        job = Job(True, states, lease, output.keys_to_store, described, frozenset(ids), blocks_of or {})
+        device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
+        specs[self.add(job)] = TransferSpec(states[0].context.req_id if states else "", host, device)
+
+    def refuse_store(self) -> None:
+        """Counts a store for which the manager has no room."""
+        self.observer.metrics.add("refused_stores")
+        self.observer.warn(NO_ROOM)
+
+    def end_store(self, job: Job) -> None:
+        """Ends a store that all workers have reported."""
+        self.manager.complete_store(job.lease, success=not job.failed)
+        if not job.states:
+            # Requests may wait for it, see ``LeavingBlocks.bring_back``.
+            self.changes.loads += 1
+        if not job.failed:
+            self.changes.contents += 1
+            self.observer.stored(job)
+            return
+        keys = frozenset(job.keys)
+        for state in job.states:
+            state.discard_stored(keys)
+            self.observer.count_stored(state)
+        if self.is_current(job):
+            self.observer.metrics.add("store_failures")
+            self.observer.warn(STORE_FAILED)
 
     def is_current(self, job: Job) -> bool:
         """Whether there was no reset since the job began."""
@@ -92,15 +176,10 @@ class JobTable:
             if job.num_pending < 0:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.num_pending == 0:
-                yield self._remove(job_id)
+                yield self.remove(job_id)
 
-    def fail(self, job_id: int) -> Job:
-        """Ends a job that no worker has been given, and returns it."""
-        job = self._remove(job_id)
-        job.failed = True
-        return job
-
-    def _remove(self, job_id: int) -> Job:
+    def remove(self, job_id: int) -> Job:
+        """Removes a job that has ended, or that no worker has been given, and returns it."""
         job = self.jobs.pop(job_id)
         for state in job.states:
             state.num_jobs -= 1
@@ -112,17 +191,29 @@ class JobTable:
                 del self.keys_loading[key]
         return job
 
-    def fence(self, handed_out: Collection[int], overwritten: Collection[int]) -> tuple[list[int], frozenset[int]]:
-        """Returns the stores that read some of the device blocks which now belong to others (``handed_out``), and these
-        blocks: they must have been read before the step's forward pass. Stores that read blocks which may be
-        ``overwritten`` before that count as failed, whatever the workers report."""
-        for job_id in self.readers(overwritten):
+    def fence(
+        self, meta: StepMeta, step: ScheduledStep, requests: Mapping[str, RequestState], handed_out: set[int]
+    ) -> None:
+        """Adds to ``meta`` which stores must have read blocks that now belong to others (``handed_out``), or that are
+        computed again, before the step's forward pass, and which before a load may start. Stores of what may be
+        overwritten before that count as failed, whatever the workers report."""
+        for req_id in step.num_scheduled_tokens:
+            state = requests.get(req_id)
+            if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
+                handed_out.update(state.blocks.computed_again())
+        for job_id, spec in meta.loads.items():
+            filled = frozenset(spec.device.block_ids.tolist())
+            # Only the load overwrites these, unless the engine writes to them first, so that the step need not wait.
+            handed_out.difference_update(filled.difference(step.written))
+            if readers := self._readers(filled):
+                meta.load_after[job_id] = readers
+        for job_id in self._readers(step.overwritten):
             self.jobs[job_id].failed = True
-        fences = self.readers(handed_out)
-        read = (self.jobs[job_id].device_blocks.intersection(handed_out) for job_id in fences)
-        return fences, frozenset[int]().union(*read)
+        meta.fences = self._readers(handed_out)
+        read = (self.jobs[job_id].device_blocks.intersection(handed_out) for job_id in meta.fences)
+        meta.fenced_blocks = frozenset[int]().union(*read)
 
-    def readers(self, device_blocks: Collection[int]) -> list[int]:
+    def _readers(self, device_blocks: Collection[int]) -> list[int]:
         """Returns the stores that read some of these device blocks."""
         if not device_blocks:
             return []
@@ -132,30 +223,9 @@ class JobTable:
             if job.is_store and not job.device_blocks.isdisjoint(device_blocks)
         ]
 
-    def clear(self) -> None:
-        """Forgets all jobs: their reports will be ignored."""
-        self.jobs.clear()
-        self.keys_loading.clear()
-
-
-@dataclass(slots=True)
-class HeldRequests:
-    """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
-
-    deadlines: dict[str, tuple[RequestState, float]] = field(default_factory=dict)
-
-    def hold(self, state: RequestState, deadline: float) -> None:
-        self.deadlines[state.context.req_id] = state, deadline
-
-    def take_due(self, now: float) -> list[str]:
-        """Removes the requests that need not be held any more, and returns their ids."""
-        due = [req_id for req_id, (state, end) in self.deadlines.items() if state.num_jobs == 0 or now >= end]
+    def take_unheld(self, now: float) -> list[str]:
+        """Returns the ids of the requests that need not be held any more, and forgets them."""
+        due = [req_id for req_id, (state, end) in self.held.items() if state.num_jobs == 0 or now >= end]
         for req_id in due:
-            del self.deadlines[req_id]
+            del self.held[req_id]
         return due
-
-    def take_all(self) -> list[str]:
-        """Removes all requests and returns their ids."""
-        req_ids = list(self.deadlines)
-        self.deadlines.clear()
-        return req_ids

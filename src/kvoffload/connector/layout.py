@@ -58,13 +58,14 @@ class KeyLayout:
                 "pass a function that describes them",
             )
         self._following = following
+        self.device_block_sizes = tuple(group.device_block_size for group in groups)
         self.block_tokens = tuple(group.block_tokens for group in groups)
         self.factors = tuple(group.block_size_factor for group in groups)
         self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
         self.chains = ChainLayout(groups)
         self.align = self.chains.unit_tokens
         """Tokens: whole blocks of all groups end at multiples of it."""
-        self.device_align = math.lcm(*(group.device_block_size for group in groups))
+        self.device_align = math.lcm(*self.device_block_sizes)
         self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
         self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full and not group.state)
         self.states = tuple(g for g, group in enumerate(groups) if group.state)
@@ -122,8 +123,7 @@ class KeyLayout:
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
 
     def longest_chain(self, num_blocks: int) -> int:
-        """Returns how many tokens of one chain fit into ``num_blocks`` blocks, with a state at their end. The tail of a
-        longer one would push its head out."""
+        """Returns how many tokens of one chain fit into ``num_blocks`` blocks, with a state at their end."""
         return max(0, num_blocks - len(self.states)) // self.chains.kv_blocks_per_unit * self.align
 
     def boundary_keys(self, g: int, keys: Sequence[OffloadKey], first: int, end: int) -> Sequence[OffloadKey]:

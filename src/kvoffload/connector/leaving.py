@@ -1,18 +1,17 @@
-"""Leaving blocks: what is stored when it leaves the device, or shortly before, for host memory that does not repeat
-that."""
+"""What is stored when it leaves the device, or shortly before, for host memory that does not repeat the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvoffload.abc import MissReason, Offer, OffloadingManager, OffloadKey, ReqContext, TieredManager, TransferSpec
+from kvoffload.abc import MissReason, Offer, OffloadKey, ReqContext, TieredManager, TransferSpec
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.misses import MissMemory
 from kvoffload.connector.device_blocks import DeviceBlocks, HeldBlock
-from kvoffload.connector.layout import Block, KeyLayout
+from kvoffload.connector.jobs import JobTable
+from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import RequestState
-from kvoffload.connector.store_jobs import StoreJobs
 from kvoffload.tiering.rates import MovingRate
 
 MAX_LEAVING_BYTES = 8 << 30
@@ -57,25 +56,21 @@ def piece_blocks(num_blocks: int) -> int:
 class LeavingBlocks:
     """Stores what leaves ``device``, and what leaves it next.
 
-    ``misses``: where the manager looks up why a block is missing. ``next_free`` returns device blocks that are handed
-    out next, see EngineSpec. ``slot_bytes``: the bytes of a block in each pool; none if they are not known.
+    ``misses``: where the manager looks up why a block is missing. ``next_free``: see EngineSpec. ``slot_bytes``: the
+    bytes of a block in each pool; none if they are not known.
     """
 
     def __init__(
         self,
-        manager: OffloadingManager,
-        layout: KeyLayout,
-        jobs: StoreJobs,
+        jobs: JobTable,
         device: DeviceBlocks,
         misses: MissMemory,
         next_free: Callable[[int], Iterable[int]] | None,
         slot_bytes: Sequence[int],
     ) -> None:
         self.device = device
-        self.piece_blocks = piece_blocks(manager.most_blocks())
-        self._manager, self._has_tiers = manager, isinstance(manager, TieredManager)
-        self._layout = layout
-        self._jobs = jobs
+        self.piece_blocks = piece_blocks(jobs.manager.most_blocks())
+        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self._misses = misses
         self._next_free = next_free
         self._slot_bytes = max(slot_bytes, default=0)
@@ -106,14 +101,13 @@ class LeavingBlocks:
             self._manager.note_device(held=keys)
 
     def drop(self, device_blocks: Iterable[int]) -> None:
-        """Forgets what these device blocks hold: the engine has taken tokens back, and may have computed others in
-        them."""
+        """Forgets what these device blocks hold: the engine may have computed other tokens in them."""
         self.note_left([held[0] for held in self.device.leave(device_blocks)])
 
     def reset(self) -> None:
         """Forgets what the device holds: it is stored no more."""
         keys = self.device.clear()
-        if not self._has_tiers:
+        if not isinstance(self._manager, TieredManager):
             self._misses.record(keys, MissReason.RESET)
         self.note_left(keys)
 
@@ -175,7 +169,7 @@ class LeavingBlocks:
         expected = min(sum(self._expected.values()), self.piece_blocks)
         if self._num_looked >= max(min(self._num_ahead, share), expected) and not self._looks_ahead:
             return
-        if any(len(job.fills) > self.piece_blocks for job in self._jobs.table.jobs.values()):
+        if any(len(job.fills) > self.piece_blocks for job in self._jobs.jobs.values()):
             # What leaves for the pieces of a load needs the room.
             return
         ahead = max(min(max(self._num_ahead, min(8 * self._num_ahead, TOGETHER)), share), expected)
@@ -223,7 +217,7 @@ class LeavingBlocks:
         self._store(blocks, len(blocks), specs, AWAITED)
         self._forgotten.clear()
         if not specs:
-            self._jobs.table.changes.loads += 1
+            self._jobs.changes.loads += 1
         return specs
 
     def drop_if_other(self, state: RequestState) -> None:
@@ -260,27 +254,26 @@ class LeavingBlocks:
     def _offer(self, blocks: Sequence[HeldBlock], specs: dict[int, TransferSpec], context: ReqContext | None) -> int:
         """Makes a job for those ``blocks`` of a tenant that host memory lacks and has room for, and returns their
         number."""
-        output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
-        if output is None:
-            self._jobs.refused()
-            self.device.forget_early(held[2] for held in blocks)
-        while output is None and (blocks := blocks[: len(blocks) // 2]):
-            output = self._manager.prepare_store([held[0] for held in blocks], context, Offer.LEAVING)
-        if output is not None and output.refused_keys:
+        offered = blocks
+        while (output := self._manager.prepare_store([held[0] for held in offered], context, Offer.LEAVING)) is None:
+            if offered is blocks:
+                self._jobs.refuse_store()
+                self.device.forget_early(held[2] for held in blocks)
+            if not (offered := offered[: len(offered) // 2]):
+                return 0
+        if output.refused_keys:
             refused = frozenset(output.refused_keys)
-            self.device.refuse(held[2] for held in blocks if held[0] in refused)
-        if output is None or not output.keys_to_store:
-            return 0
+            self.device.refuse(held[2] for held in offered if held[0] in refused)
         wanted, group = frozenset(output.keys_to_store), 0
         has_groups, state_of = len(self._layout.groups) > 1, self.device.state_of
         new: list[tuple[RequestState | None, Block]] = []
         blocks_of: dict[int, int] = {}
-        for key, _, device_block, ordinal, number in blocks:
+        for key, _, device_block, ordinal, number in offered:
             if key in wanted:
                 if has_groups:
                     group = key_group_idx(key)
                 block = Block._make((group, ordinal, key, ordinal, [device_block]))
                 new.append((state_of(device_block), block))
                 blocks_of[number] = blocks_of.get(number, 0) + 1
-        self._jobs.add(new, [], output, specs, blocks_of)
+        self._jobs.add_store(new, [], output, specs, blocks_of)
         return len(new)

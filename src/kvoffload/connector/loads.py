@@ -1,26 +1,84 @@
-"""Loads: which host slots go to which device blocks."""
+"""Loads: which host slots go to which device blocks, and the work collected for the next step."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, OffloadingManager, TransferSpec
+from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, Request, TransferSpec
+from kvoffload.connector.adapters import AdapterNeed
 from kvoffload.connector.jobs import Job, JobTable
-from kvoffload.connector.layout import NULL_BLOCK, KeyLayout
+from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.messages import StepMeta
 from kvoffload.connector.request import Match, Phase, RequestState
-from kvoffload.connector.shelf import BlockOrigins
-from kvoffload.connector.upcoming import UpcomingStep
+from kvoffload.connector.resets import BlockOrigins
 
 logger = logging.getLogger(__name__)
 
 LOAD_FAILED = "kvoffload: a load failed twice, or its adapter has changed; its request computes instead"
+
+
+@dataclass(slots=True)
+class UpcomingStep:
+    """What the engine's calls between two steps leave for the next one."""
+
+    jobs: JobTable
+    meta: StepMeta = field(default_factory=StepMeta)
+    allocated: set[str] = field(default_factory=set)
+    """Requests that were given device blocks."""
+    handed_out: list[int] = field(default_factory=list)
+    """Device blocks that other connectors may fill before the step."""
+    finished: list[tuple[RequestState, int]] = field(default_factory=list)
+    """Requests that finished, with their computed tokens."""
+
+    def take(self, has_tokens: bool) -> StepMeta:
+        """Returns what the workers are told, and begins to collect that of the step after."""
+        meta, changes = self.meta, self.jobs.changes
+        meta.has_tokens, meta.epoch, changes.was_reset = has_tokens, changes.resets, False
+        self.meta, self.allocated, self.handed_out, self.finished = StepMeta(), set(), [], []
+        return meta
+
+    @property
+    def loading(self) -> list[int]:
+        """Device blocks that loads fill."""
+        return [at for spec in self.meta.loads.values() for at in spec.device.block_ids.tolist()]
+
+    def add_load(self, job_id: int, spec: TransferSpec, state: RequestState) -> None:
+        """Adds a load of the request, or a piece of it."""
+        self.meta.loads[job_id] = spec
+        if state.adapter is not None and state.digests is not None:
+            self.meta.needs[job_id] = AdapterNeed(state.adapter.number, state.digests, state.adapter.is_reread)
+
+    def break_loads(self) -> list[Job]:
+        """Reports the loads of the step as failed, and returns their jobs, which have ended."""
+        ended = [self.jobs.remove(job_id) for job_id in self.meta.loads]
+        for job in ended:
+            job.failed = True
+            self.break_load(job)
+        self.meta.loads, self.meta.needs, self.meta.pieces = {}, {}, {}
+        return ended
+
+    def break_load(self, job: Job) -> None:
+        """Reports a load as failed, once no worker has a piece of it in progress."""
+        self.meta.broken_loads[job.states[0].context.req_id] = list(job.fills)
+
+    def break_off(self) -> None:
+        """Loads and stores nothing more: promised loads and stores are reported as failed."""
+        meta, jobs = self.meta, self.jobs.jobs
+        for job_id, job in jobs.items():
+            if job_id in meta.loads or job.rest is not None:
+                self.break_load(job)
+        meta.loads, meta.pieces, meta.stores = {}, {}, {}
+        meta.fences = [job_id for job_id in meta.fences if job_id in jobs]
+        meta.releases += self.jobs.held
+        self.finished.clear()
+        for table in (jobs, self.jobs.keys_loading, self.jobs.held):
+            table.clear()
 
 
 class LoadPlanner:
@@ -31,29 +89,14 @@ class LoadPlanner:
     """
 
     def __init__(
-        self,
-        manager: OffloadingManager,
-        layout: KeyLayout,
-        jobs: JobTable,
-        observer: RequestObserver,
-        sound: BlockOrigins,
-        leaving: LeavingBlocks | None,
+        self, jobs: JobTable, sound: BlockOrigins, leaving: LeavingBlocks | None, upcoming: UpcomingStep
     ) -> None:
-        self._manager = manager
-        self._layout = layout
-        self._jobs = jobs
-        self._observer = observer
+        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self._sound = sound
         self._leaving = leaving
+        self._upcoming = upcoming
 
-    def begin(
-        self,
-        state: RequestState,
-        match: Match | None,
-        blocks: KVBlocks,
-        num_tokens: int,
-        upcoming: UpcomingStep,
-    ) -> bool:
+    def begin(self, state: RequestState, match: Match | None, blocks: KVBlocks, num_tokens: int) -> bool:
         """Adds the load of ``num_tokens`` of the offer ``match`` to the next step. Returns False, and the request will
         load nothing more, if that cannot be done."""
         if self.was_offered(match, num_tokens):
@@ -63,49 +106,52 @@ class LoadPlanner:
                 logger.exception("kvoffload: a promised block is gone; the request computes instead")
             else:
                 state.loaded_end = state.computed_at_load + num_tokens
-                upcoming.add_load(job_id, spec, state)
+                self._upcoming.add_load(job_id, spec, state)
                 self._sound.add(state, spec.device.block_ids.tolist())
                 self._jobs.changes.loads += 1
                 return True
         state.may_load = False
-        self._observer.metrics.add("load_failures")
+        self._jobs.observer.metrics.add("load_failures")
         return False
 
-    def cut(self, upcoming: UpcomingStep, leaving: LeavingBlocks, handed_out: Collection[int]) -> None:
+    def cut(self, handed_out: Collection[int]) -> None:
         """Replaces each load of the next step that displaces many blocks by its first piece. What has to leave
         it in this step, because its device blocks may be written to before their piece, does not count."""
-        for job_id, spec in list(upcoming.meta.loads.items()):
+        leaving = self._leaving
+        if leaving is None or len(self._layout.groups) > 1:
+            return
+        for job_id, spec in list(self._upcoming.meta.loads.items()):
             device_blocks = [at for at in spec.device.block_ids.tolist() if at not in handed_out]
-            if len(self._layout.groups) == 1 and leaving.many_leave(device_blocks):
-                self._next_piece(job_id, self._jobs.jobs[job_id], spec, leaving.piece_blocks, upcoming)
+            if leaving.many_leave(device_blocks):
+                self._next_piece(job_id, self._jobs.jobs[job_id], spec, leaving.piece_blocks)
 
-    def _next_piece(self, job_id: int, job: Job, spec: TransferSpec, num_blocks: int, upcoming: UpcomingStep) -> None:
+    def _next_piece(self, job_id: int, job: Job, spec: TransferSpec, num_blocks: int) -> None:
         """Adds the first ``num_blocks`` of ``spec`` to the next step. The others are the rest of the job."""
         job.rest = _part(spec, num_blocks, None) if num_blocks < len(spec.host.slots) else None
-        upcoming.add_load(job_id, _part(spec, 0, num_blocks), job.states[0])
-        upcoming.meta.pieces[job_id] = [] if job.rest else list(job.fills)
+        self._upcoming.add_load(job_id, _part(spec, 0, num_blocks), job.states[0])
+        self._upcoming.meta.pieces[job_id] = [] if job.rest else list(job.fills)
 
-    def _go_on(self, job: Job, rest: TransferSpec, upcoming: UpcomingStep) -> None:
+    def _go_on(self, job: Job, rest: TransferSpec) -> None:
         """Adds the next piece, and gives back the host slots of the one that was loaded."""
         slots, num_left = job.lease.slots, len(rest.host.slots)
         num_read, start, end = len(slots) - num_left, len(job.keys) - len(slots), len(job.keys) - num_left
         # First, so that the load is reported as failed if one of the others raises.
-        self._next_piece(self._jobs.add(job), job, rest, num_read, upcoming)
+        self._next_piece(self._jobs.add(job), job, rest, num_read)
         self._manager.complete_load(replace(job.lease, slots=slots[:num_read]))
         job.lease = rest.host
         if self._leaving is not None:
             first = rest.device.block_indices[0] - num_read
             self._leaving.arrived(job.states[0], first, job.keys[start:end], job.fills[start:end])
 
-    def end_job(self, job: Job, upcoming: UpcomingStep) -> bool:
+    def end_job(self, job: Job) -> bool:
         """Ends a load that all workers have reported, or its piece in progress: then returns False."""
         if job.rest is not None:
             if not job.failed and self._jobs.is_current(job):
-                self._go_on(job, job.rest, upcoming)
+                self._go_on(job, job.rest)
                 return False
             job.failed = True
-            upcoming.break_load(job)
-        metrics = self._observer.metrics
+            self._upcoming.break_load(job)
+        observer = self._jobs.observer
         self._jobs.changes.loads += 1
         self._manager.complete_load(job.lease)
         (state,) = job.states
@@ -113,11 +159,11 @@ class LoadPlanner:
         if job.failed:
             state.may_load = False
             state.blocks.loaded, state.loaded_end = None, 0
-            metrics.add("load_failures")
+            observer.metrics.add("load_failures")
             if self._jobs.is_current(job):
-                self._observer.warn(LOAD_FAILED)
+                observer.warn(LOAD_FAILED)
         else:
-            metrics.add("load_blocks", len(job.keys))
+            observer.metrics.add("load_blocks", len(job.keys))
         return True
 
     def was_offered(self, match: Match | None, num_tokens: int) -> bool:
@@ -144,22 +190,23 @@ class LoadPlanner:
             state.blocks.loaded = tuple(spans)
         return job_id, TransferSpec(state.context.req_id, lease, device)
 
-    def device_blocks(self, state: RequestState | None, blocks: KVBlocks, num_tokens: int) -> list[int]:
-        """Returns the device blocks of a load that cannot be done, none if they cannot be read: the input that raised
-        before may raise again, and must not reach the engine."""
+    def fail(self, requests: Mapping[str, RequestState], request: Request, blocks: KVBlocks, num_tokens: int) -> None:
+        """Reports a promised load as failed, whatever state the request is in."""
+        if not num_tokens:
+            return
+        state, broken = requests.get(request.request_id), self._upcoming.meta.broken_loads
         computed = 0 if state is None else state.computed_at_load if state.match is None else state.match.computed
+        broken[request.request_id] = []
+        # The input that raised before may raise again, and must not reach the engine.
         with contextlib.suppress(Exception):
-            ids: list[int] = self.device_spec(blocks, computed, computed + num_tokens)[1].block_ids.tolist()
-            return ids
-        return []
+            device = self.device_spec(blocks, computed, computed + num_tokens)[1]
+            broken[request.request_id] = device.block_ids.tolist()
 
     def blocks_behind(self, computed: int, blocks: KVBlocks) -> list[int]:
         """Returns the device blocks of all groups for the tokens behind ``computed``."""
-        ids: list[int] = []
         tables = self._layout.parts.tables(blocks.get_block_ids())
-        for group, table in zip(self._layout.groups, tables, strict=True):
-            ids += table[computed // group.device_block_size :]
-        return ids
+        sizes = zip(self._layout.device_block_sizes, tables, strict=True)
+        return [block for size, table in sizes for block in table[computed // size :]]
 
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine

@@ -13,12 +13,24 @@ from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.handover import Patience
 from kvoffload.connector.hits import is_any_loading, is_next_loading, last_loadable, last_state, longest, most_end
 from kvoffload.connector.layout import KeyLayout
+from kvoffload.connector.leaving import LeavingBlocks
+from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import Changes, Match, RequestState
-from kvoffload.connector.shelf import PausedContents
+from kvoffload.connector.resets import PausedContents
 
 MAX_WAITS_PER_REQUEST = 3
 """A request that has waited, had its answer and could not be scheduled may find less when it is looked up again, and
 wait again. It waits at most this often until it is given device blocks, each time up to the load deadline."""
+OTHER_NAME = (
+    "kvoffload: another server handed over a request whose blocks have other keys there than here, so this server "
+    "computes the prompt: models, versions, layouts or tenants of the servers differ; `kvoffload doctor` names the "
+    "difference"
+)
+NOTHING_COMES = (
+    "kvoffload: several requests in a row did not find all blocks that another server had handed over to them, so "
+    "requests from that server wait less: check that both servers use the same store, and that the other one can write "
+    "to it"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +42,13 @@ class Lookups:
     manager: OffloadingManager
     layout: KeyLayout
     keys_loading: Mapping[OffloadKey, int]
-    """Keys of blocks that are being loaded for some request, which others wait for; none if loads are not shared."""
-    shelf: PausedContents
+    """See JobTable; empty if loads are not shared."""
+    paused: PausedContents
     adapters: AdapterDigests | None
     changes: Changes
     deadline_s: float
     clock: Callable[[], float]
-    bring_back: Callable[[RequestState, int], bool]
-    """See LeavingBlocks."""
+    leaving: LeavingBlocks | None
     patience: Patience = field(default_factory=Patience)
 
     @property
@@ -64,7 +75,7 @@ def _still_holds(lookups: Lookups, match: Match, computed: int) -> bool:
 
 
 def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
-    adapters, adapter = lookups.adapters, state.adapter
+    adapters, adapter, layout = lookups.adapters, state.adapter, lookups.layout
     if adapters is not None and adapter is not None and (state.options.load or state.options.store):
         known = adapters.digests(adapter)
         if known is None and (wait := _wait(lookups, state, computed)):
@@ -73,23 +84,25 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
             state.give_up()
         elif state.digests is None:
             state.bind(known)
-    if not state.has_keys:
+    if state.origin is None:
         return Match(lookups.contents, computed, 0, None)
     state.extend_keys()
     if not state.may_load:
         _touch(lookups, state)
-        return Match(lookups.contents, computed, 0, _first_missing(lookups, state, computed))
-    if lookups.shelf.is_hidden:
-        lookups.shelf.ask_for_check()
+        # The first block behind what the device has was not looked up.
+        keys, first = state.blocks.keys[0], computed // layout.block_tokens[0]
+        return Match(lookups.contents, computed, 0, keys[first] if first < len(keys) else None)
+    if lookups.paused.is_hidden:
+        lookups.paused.must_check = True
         return _wait(lookups, state, computed) or Match(lookups.contents, computed, 0, None)
     _touch(lookups, state)
-    if computed % lookups.layout.device_align:
+    if computed % layout.device_align:
         return Match(lookups.contents, computed, 0, None)
     # The engine computes less than a block in one step. A load would take a step of its own.
-    is_worth = last_loadable(state, most_end(lookups.layout, state)) - computed >= lookups.layout.device_align
+    is_worth = last_loadable(state, most_end(layout, state)) - computed >= layout.device_align
     if (
         is_worth
-        and is_next_loading(lookups.keys_loading, lookups.layout, state, computed)
+        and is_next_loading(lookups.keys_loading, layout, state, computed)
         and (wait := _wait(lookups, state, computed))
     ):
         return wait
@@ -98,26 +111,21 @@ def _look_up(lookups: Lookups, state: RequestState, computed: int) -> Match:
     if not is_worth:
         return Match(lookups.contents, computed, 0, None)
     may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
-    hit = longest(lookups.manager, lookups.layout, state, computed, may_wait)
+    hit = longest(lookups.manager, layout, state, computed, may_wait)
     if not hit.is_known or (
-        hit.end > computed and is_any_loading(lookups.keys_loading, lookups.layout, state, computed, hit.end)
+        hit.end > computed and is_any_loading(lookups.keys_loading, layout, state, computed, hit.end)
     ):
         wait = _wait(lookups, state, computed)
         if wait is not None:
             return wait
     if not hit.is_known:
         # It may not wait any longer.
-        hit = longest(lookups.manager, lookups.layout, state, computed, may_wait=False)
-    if lookups.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
+        hit = longest(lookups.manager, layout, state, computed, may_wait=False)
+    leaving = lookups.leaving
+    if leaving is not None and leaving.bring_back(state, hit.end) and (wait := _wait(lookups, state, computed)):
         return wait
-    tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= lookups.layout.align else 0
+    tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= layout.align else 0
     return Match(lookups.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
-
-
-def _first_missing(lookups: Lookups, state: RequestState, computed: int) -> OffloadKey | None:
-    """Returns the key of the first block behind ``computed`` tokens; None if the request has no whole one there."""
-    keys, first = state.blocks.keys[0], computed // lookups.layout.block_tokens[0]
-    return keys[first] if first < len(keys) else None
 
 
 def _touch(lookups: Lookups, state: RequestState) -> None:
@@ -145,3 +153,22 @@ def _wait(lookups: Lookups, state: RequestState, computed: int) -> Match | None:
         state.waiting_since = now
     deadline = state.waiting_since + lookups.deadline_s
     return Match(lookups.changes.loads, computed, None, None, deadline) if now < deadline else None
+
+
+def end_handover(lookups: Lookups, observer: RequestObserver, state: RequestState, num_found: int) -> None:
+    """Notes how much of what was handed over to a request it has found."""
+    handover, awaited = state.handover, state.context.awaited
+    state.handover = None
+    if handover is None or awaited is None:
+        return
+    if not awaited.keys:
+        result = "other_name"
+        observer.warn(OTHER_NAME)
+    else:
+        is_complete = min(handover.tokens, state.request.num_tokens - 1) - num_found < lookups.layout.device_align
+        result = "complete" if is_complete else "partial" if num_found else "none"
+        # A part may be what this server has computed itself.
+        lookups.patience.ended(handover.server, is_complete)
+        if lookups.patience.is_lost(handover.server):
+            observer.warn(NOTHING_COMES)
+    observer.metrics.add("handovers", label=result)

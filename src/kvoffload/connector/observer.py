@@ -41,54 +41,32 @@ MIN_PREFILL_SAMPLE = 64
 """Tokens. A shorter prompt says little about how fast the engine computes."""
 
 
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    """A request that computes its whole prompt itself, while the time is measured."""
-
-    state: RequestState
-    since: float
-    """When it was given device blocks."""
-    tokens: int = 0
-    """How many tokens it had when it first ran; 0 before."""
-
-
-class _Prefills:
-    """Measures how long requests take to compute their prompts beside other requests."""
+class Prefills:
+    """Measures how long requests that compute their whole prompts take for it beside other requests. ``manager`` is
+    told if it has lower tiers."""
 
     def __init__(self, clock: Callable[[], float], manager: OffloadingManager) -> None:
-        """``manager`` is told of each prompt if it has lower tiers."""
         self.speed = MovingRate()
         """At which prompts are computed, in tokens per second."""
         self._clock = clock
         self._manager = manager
-        self.running: dict[str, _Prefill] = {}
-        """By request. Read only for others."""
+        self.running: dict[str, tuple[RequestState, int, float]] = {}
+        """By request, its tokens when it was given device blocks, and when that was."""
 
     def begin(self, state: RequestState) -> None:
-        self.running[state.context.req_id] = _Prefill(state, self._clock())
-
-    def stop(self, req_id: str) -> None:
-        """Ends the measurement of a request without a result."""
-        self.running.pop(req_id, None)
+        self.running[state.context.req_id] = state, state.request.num_tokens, self._clock()
 
     def measure(self, scheduled: Mapping[str, int]) -> None:
         """Called in every step. A measurement ends with the first new token."""
-        for req_id in list(self.running):
-            if req_id not in scheduled:
-                continue
-            prefill = self.running[req_id]
-            num_tokens = prefill.state.request.num_tokens
-            if prefill.tokens == 0:
-                prefill.tokens = num_tokens
-            elif num_tokens > prefill.tokens:
+        for req_id, (state, num_tokens, since) in list(self.running.items()):
+            if req_id in scheduled and state.request.num_tokens > num_tokens:
                 del self.running[req_id]
-                tokens = prefill.tokens - prefill.state.computed_at_load
+                tokens, seconds = num_tokens - state.computed_at_load, self._clock() - since
                 if tokens >= MIN_PREFILL_SAMPLE:
-                    seconds = self._clock() - prefill.since
                     if isinstance(self._manager, TieredManager):
                         self._manager.observe_prefill(tokens, seconds)
                     self.speed.add(tokens, seconds)
-                    prefill.state.prefill = tokens, seconds
+                    state.prefill = tokens, seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +149,7 @@ class RequestObserver:
         self._spans = spans
         self._clock = clock
         self._moved = moved
-        self.prefills = _Prefills(clock, manager)
+        self.prefills = Prefills(clock, manager)
         self._stored: OrderedDict[OffloadKey, tuple[RequestState, Block]] = OrderedDict()
         """Blocks that became loadable since events were last taken, each with a request that can describe it."""
         self._coming = _ComingBlocks()
@@ -181,7 +159,7 @@ class RequestObserver:
     # Requests.
 
     def begin(self, state: RequestState) -> None:
-        """Begins to observe a request, which is looked up for the first time."""
+        """Observes a request that is looked up for the first time."""
         state.arrived = time.time()
         for option in state.options.ignored:
             self.metrics.add("ignored_options", label=option)
@@ -215,18 +193,18 @@ class RequestObserver:
         if match is not None and num_external_tokens == 0:
             self.prefills.begin(state)
         else:
-            self.prefills.stop(req_id)
+            self.prefills.running.pop(req_id, None)
 
     def end(self, state: RequestState, retained: Retained | None = None, retained_tokens: int = 0) -> None:
-        """Ends the observation of a request, and writes it to the trace. ``retained``: the answer, if it has asked for
-        its blocks of the first ``retained_tokens`` tokens to be retained."""
+        """Writes a request that has ended to the trace. ``retained``: the answer, if it has asked for its blocks of the
+        first ``retained_tokens`` tokens to be retained."""
         if state.record is not None and retained is not None and (answer := retained.refusal or retained.tier):
             self.metrics.add("retentions", label=answer)
             state.record.retain_refused, state.record.retained_in = retained.refusal, retained.tier
             state.record.retained_tokens = retained_tokens if retained.tier is not None else 0
         req_id, request = state.context.req_id, state.request
         self._coming.remove(req_id)
-        self.prefills.stop(req_id)
+        self.prefills.running.pop(req_id, None)
         if not any(state.blocks.tables):
             self.planned_last_stores([state])
         if self._recorder is not None and state.record is not None:
@@ -290,16 +268,15 @@ class RequestObserver:
             return
         tier_tokens = self._count_tier_hits(promoted, num_external_tokens)
         below_host = sum(tier_tokens.values())
-        missed, reason, age_s, policy, missed_in = match.missed, None, None, None, None
+        missed, miss = match.missed, None
         if missed is not None:
             missed, miss = self._explain(missed, match.no_state)
             if not state.may_load:
                 miss = Miss(MissReason.NOT_LOOKED_UP, policy=miss.policy)
-            reason, age_s, missed_in, policy = miss.reason, miss.age_s, miss.tier, miss.policy
         elif state.has_given_up:
-            reason = MissReason.NOT_LOOKED_UP if state.adapter is None else MissReason.ADAPTER_UNKNOWN
-        if reason is not None:
-            self.metrics.add("misses", label=reason)
+            miss = Miss(MissReason.NOT_LOOKED_UP if state.adapter is None else MissReason.ADAPTER_UNKNOWN)
+        if miss is not None:
+            self.metrics.add("misses", label=miss.reason)
         saved_s = self.prefills.speed.seconds_for(num_external_tokens)
         if saved_s:
             self.metrics.add("saved_seconds", saved_s)
@@ -318,15 +295,14 @@ class RequestObserver:
             match.computed,
             num_external_tokens - below_host,
             missed[len(state.blocks.namespace) :].hex() if missed else None,
-            reason,
-            age_s,
-            below_host,
-            policy,
-            tier_tokens,
-            missed_in,
-            state.tenant,
+            disk_tokens=below_host,
+            tier_tokens=tier_tokens,
+            tenant=state.tenant,
             saved_s=saved_s,
         )
+        if miss is not None:
+            record.reason, record.age_s, record.policy = miss.reason, miss.age_s, miss.policy
+            record.missed_in = miss.tier
         state.number = self._num_records
         self._num_records += 1
         self.records.append(record)
@@ -361,28 +337,25 @@ class RequestObserver:
 
     def reported(self, report: WorkerReport) -> None:
         """Counts what workers have copied."""
-        if report.store_bytes or report.store_seconds:
-            self.metrics.add("store_bytes", report.store_bytes)
-            self.metrics.add("store_seconds", report.store_seconds)
-        if report.load_bytes or report.load_seconds:
-            self.metrics.add("load_bytes", report.load_bytes)
-            self.metrics.add("load_seconds", report.load_seconds)
+        for name in ("store_bytes", "store_seconds", "load_bytes", "load_seconds"):
+            if amount := getattr(report, name):
+                self.metrics.add(name, amount)
 
     def copied(self, jobs: Sequence[Job]) -> None:
         """Observes jobs that have ended."""
-        moved = self._moved
-        for job in jobs if moved is not None else ():
-            if moved is not None and not job.failed:
-                moved.add(HOST, job.keys, repeat(moved.block_bytes))
+        if (moved := self._moved) is not None:
+            for job in jobs:
+                if not job.failed:
+                    moved.add(HOST, job.keys, repeat(moved.block_bytes))
         if self._spans is None:
             return
         for job in jobs:
-            # Requests share a job only if each has one block in it.
-            blocks = len(job.keys) // max(1, len(job.states))
-            for traced in (state.traced for state in job.states):
-                if traced is not None:
+            for state in job.states:
+                if (traced := state.traced) is not None:
                     copies = traced.store if job.is_store else traced.load
-                    copies.add(blocks, job.failed, job.began, self._spans.now())
+                    # Requests share a job only if each has one block in it.
+                    num_blocks = len(job.keys) // len(job.states)
+                    copies.add(num_blocks, job.failed, job.began, self._spans.now())
         for state in (state for job in jobs for state in job.states):
             self._make_spans(state)
 

@@ -31,37 +31,21 @@ _SEED = secrets.randbits(64)
 """So that no client can find a name with the number of another session."""
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_amount(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_CHARS
-
-
-def _is_tenant(value: object) -> bool:
-    return type(value) is str and 0 < len(value) <= MAX_TENANT_CHARS and value.isprintable()
-
-
-def _is_number(most: float) -> Callable[[object], bool]:
+def _is_number(most: float) -> Callable[[Any], bool]:
     # Neither NaN nor an infinity is in the range, and an int of any size can be compared.
-    return lambda value: type(value) in (int, float) and 0 <= value <= most  # type: ignore[operator]
+    return lambda value: type(value) in (int, float) and 0 <= value <= most
 
 
-OPTIONS: Mapping[str, Callable[[object], bool]] = {
-    "store": _is_bool,
-    "load": _is_bool,
-    "max_tokens": _is_amount,
-    "session": _is_name,
-    "drop": _is_bool,
+OPTIONS: Mapping[str, Callable[[Any], bool]] = {
+    "store": lambda value: type(value) is bool,
+    "load": lambda value: type(value) is bool,
+    "max_tokens": lambda value: type(value) is int and value >= 0,
+    "session": lambda value: isinstance(value, str) and 0 < len(value) <= MAX_SESSION_CHARS,
+    "drop": lambda value: type(value) is bool,
     "expect_return_s": _is_number(MAX_EXPECTED_S),
     "p_return": _is_number(1),
     "retain_s": _is_number(MAX_RETAIN_S),
-    "tenant": _is_tenant,
+    "tenant": lambda value: type(value) is str and 0 < len(value) <= MAX_TENANT_CHARS and value.isprintable(),
     "handover": is_handover,
 }
 """Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
@@ -127,8 +111,7 @@ class RequestOptions:
                     known[name] = min(value, known.get(name, value)) if name in LIMITS else value
                 elif value is not None:
                     ignored.append(name)
-        num_known = sum(name in options for name in OPTIONS)
-        if num_known < len(options) or not isinstance(sent, Mapping | None):
+        if not options.keys() <= OPTIONS.keys() or not isinstance(sent, Mapping | None):
             ignored.append(UNKNOWN)
         if ignored:
             logger.debug("kvoffload: options of a request are not valid and are left out: %s", ", ".join(ignored))

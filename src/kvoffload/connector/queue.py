@@ -1,12 +1,16 @@
-"""Requests that wait in the engine's queue, for which lower tiers are read ahead."""
+"""The states of new requests, and of those in the engine's queue, for which lower tiers are read ahead."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from dataclasses import replace
 
 from kvoffload.abc import OffloadingManager, Request, TieredManager
+from kvoffload.cache.tenants import Tenants
+from kvoffload.connector.adapters import AdapterDigests
+from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.request import RequestState
+from kvoffload.connector.resets import BlockOrigins
 
 MAX_QUEUED = 1024
 """Requests that are noted. Those that come while there are more are not read ahead."""
@@ -19,9 +23,19 @@ class QueuedRequests:
     either are announced to the manager, in the order in which they came. Models with several KV cache groups, and
     requests with adapters, are left out."""
 
-    def __init__(self, manager: OffloadingManager, make_state: Callable[[Request], RequestState]) -> None:
-        self._manager = manager if isinstance(manager, TieredManager) else None
-        self._make_state = make_state
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        engine: EngineSpec,
+        tenants: Tenants,
+        adapters: AdapterDigests | None,
+        sound: BlockOrigins,
+    ) -> None:
+        self._manager = manager
+        self._engine = engine
+        self._tenants = tenants
+        self._adapters = adapters
+        self._sound = sound
         self.requests: dict[str, Request] = {}
         """By id. Read only for others."""
         self.new: deque[Request] = deque()
@@ -29,8 +43,29 @@ class QueuedRequests:
         self._states: dict[str, RequestState] = {}
         """Of those that the manager expects."""
 
+    def make(self, request: Request) -> RequestState:
+        """Returns the state of a new request."""
+        engine, adapters = self._engine, self._adapters
+        state = RequestState.new(
+            request,
+            engine.layout,
+            self._tenants,
+            self._manager.most_blocks,
+            None if engine.engine_options is None else engine.engine_options(request),
+            None if adapters is None else adapters.begin(request),
+            has_adapters=adapters is not None,
+        )
+        if engine.drops_tokens is not None and engine.drops_tokens(request):
+            self._sound.track()
+            state.give_up()
+        if engine.is_beside_others:
+            state.options = replace(state.options, remote_decode=False)
+            state.context = replace(state.context, goes_on=False)
+        return state
+
     def add(self, request: Request) -> None:
-        if self._manager is not None and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
+        is_read_ahead = isinstance(self._manager, TieredManager)
+        if is_read_ahead and len(self.new) < MAX_QUEUED and len(self.requests) < MAX_QUEUED:
             self.requests[request.request_id] = request
             self.new.append(request)
 
@@ -48,14 +83,14 @@ class QueuedRequests:
 
     def read_ahead(self) -> None:
         """Called in every step, after its lookups."""
-        num_left = NEW_PER_STEP
-        while self._manager is not None and self.new and num_left:
+        num_left, manager = NEW_PER_STEP, self._manager
+        while isinstance(manager, TieredManager) and self.new and num_left:
             request = self.new.popleft()
             if self.requests.get(request.request_id) is not request:
                 continue
             num_left -= 1
-            state = self._states[request.request_id] = self._make_state(request)
+            state = self._states[request.request_id] = self.make(request)
             if state.may_load and state.adapter is None and len(state.blocks.keys) == 1:
                 state.extend_keys()
                 num_loadable = state.blocks.layout.num_final(0, min(request.num_tokens - 1, state.blocks.max_tokens))
-                self._manager.expect(state.blocks.keys[0][:num_loadable], state.context)
+                manager.expect(state.blocks.keys[0][:num_loadable], state.context)

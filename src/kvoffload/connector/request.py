@@ -48,8 +48,7 @@ class Storing(Enum):
 
 @dataclass(slots=True)
 class Changes:
-    """Counters of what makes remembered lookups and jobs in progress wrong. Blocks that leave are counted by the
-    manager, see ``OffloadingManager.num_removed``."""
+    """Counts what makes remembered lookups and jobs in progress wrong. The manager counts blocks that leave it."""
 
     contents: int = 0
     """Blocks came, or were hidden or shown."""
@@ -57,19 +56,17 @@ class Changes:
     """Something happened that a waiting request waits for: a load started or ended, or the manager may find more."""
     resets: int = 0
     """The scheduler half was reset. Jobs that began before count as failed."""
+    was_reset: bool = False
+    """Whether it was since the last step: the engine must take one, so that events and metrics show the reset."""
 
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """A remembered lookup. It holds for ``computed`` tokens on the device, until ``change`` or ``expires``.
-
-    The engine asks for a waiting request in every step. The search runs again only after ``Changes.loads`` has grown:
-    ``poll`` of the manager has returned True, or a load has begun or ended.
-    """
+    """A remembered lookup: the engine asks for a waiting request in every step. It holds for ``computed`` tokens on the
+    device, until ``change`` or ``expires``."""
 
     change: int
-    """The value at the lookup of ``Changes.contents`` and ``OffloadingManager.num_removed`` together; if the request
-    waits, that of ``Changes.loads``."""
+    """``Lookups.contents`` at the lookup; if the request waits, ``Changes.loads``."""
     computed: int
     tokens: int | None
     """How many tokens can be loaded. None: the request waits, for the load of another or for an answer."""
@@ -77,9 +74,8 @@ class Match:
     """The first block that was missing for more."""
     expires: float = float("inf")
     junction: int = 0
-    """Up to this token, blocks of other requests are stored, but no states behind the hit."""
     no_state: OffloadKey | None = None
-    """A state that no tier has either, behind the hit."""
+    """See Hit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,8 +143,7 @@ class RequestState:
         adapter: Adapter | None = None,
         has_adapters: bool = False,
     ) -> RequestState:
-        """``most_blocks``: see OffloadingManager. ``engine_options``: see EngineOptions. ``has_adapters``: whether the
-        engine serves any."""
+        """``most_blocks``: see OffloadingManager. ``has_adapters``: whether the engine serves any."""
         params = request.kv_transfer_params
         options = RequestOptions.from_params(params, engine_options)
         tenant = tenants.of(options.tenant, getattr(request, "cache_salt", None))
@@ -164,19 +159,14 @@ class RequestState:
         )
 
     @property
-    def has_keys(self) -> bool:
-        """Whether its keys can be made."""
-        return self.origin is not None
-
-    @property
     def origin(self) -> Digests | None:
         """The digests of the adapter that computes its KV, none for the model alone; None if they are not known, or its
-        block hashes may be of tokens that it has dropped."""
+        block hashes may be of tokens that it has dropped. Its keys cannot be made then."""
         return frozenset() if self.adapter is None and not self.has_given_up else self.digests
 
     @property
     def may_store(self) -> bool:
-        return self.options.store and self.storing is not Storing.STALE and self.has_keys
+        return self.options.store and self.storing is not Storing.STALE and self.origin is not None
 
     @property
     def has_copied_part(self) -> bool:
@@ -223,18 +213,12 @@ class RequestState:
 
     def usage(self) -> dict[str, Any]:
         """Returns what it has found and had retained, for the answer to its client; nothing before it has a record."""
-        record = self.record
-        if record is None:
+        if (record := self.record) is None:
             return {}
+        found = {name: getattr(record, name) for name in ("device_tokens", "host_tokens", "saved_s", "retained_tokens")}
         retention = {"retained_in": record.retained_in, "retain_refused": record.retain_refused}
-        return {
-            "device_tokens": record.device_tokens,
-            "host_tokens": record.host_tokens,
-            "tier_tokens": dict(record.tier_tokens),
-            "saved_s": record.saved_s,
-            "retained_tokens": record.retained_tokens,
-            **{name: str(value) for name, value in retention.items() if value is not None},
-        }
+        said = {name: str(value) for name, value in retention.items() if value is not None}
+        return {**found, "tier_tokens": dict(record.tier_tokens), **said}
 
     def end_wait(self) -> None:
         """Ends the wait in progress; waits count from zero again."""
@@ -357,8 +341,7 @@ class RequestBlocks:
         return True
 
     def keys_in_order(self) -> list[OffloadKey]:
-        """Returns all keys so far, by the position at which their blocks end, so that groups lose their tails
-        together."""
+        """Returns all keys so far, by the position at which their blocks end: groups lose their tails together."""
         return self.keys[0] if len(self.keys) == 1 else self._merged(range(len(self.keys)))
 
     def used_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
@@ -407,26 +390,21 @@ class RequestBlocks:
 
     def are_computed_whole(self) -> bool:
         """Whether the computed tokens end with a device block of each group."""
-        return not any(self.request.num_computed_tokens % group.device_block_size for group in self.layout.groups)
+        return not any(self.request.num_computed_tokens % size for size in self.layout.device_block_sizes)
 
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], tuple[Sequence[int], ...]]:
         """Takes a whole new table per group. Returns the device blocks of computed tokens, and the others."""
         self.tables = tuple(list(table) for table in tables)
-        computed = self.request.num_computed_tokens
-        ends = [computed // group.device_block_size for group in self.layout.groups]
-        pairs = list(zip(tables, ends, strict=True))
+        computed, sizes = self.request.num_computed_tokens, self.layout.device_block_sizes
+        pairs = [(table, computed // size) for table, size in zip(tables, sizes, strict=True)]
         return [table[:end] for table, end in pairs], tuple(table[end:] for table, end in pairs)
 
     def computed_again(self) -> list[int]:
         """Returns the device blocks in which the engine computes tokens again that it has taken back, among those that
         stores may be reading."""
         first, end = self.request.num_computed_tokens, self.stored_end
-        sizes = [group.device_block_size for group in self.layout.groups]
-        return [
-            block
-            for size, table in zip(sizes, self.tables, strict=True)
-            for block in table[first // size : -(-end // size)]
-        ]
+        tables = zip(self.layout.device_block_sizes, self.tables, strict=True)
+        return [block for size, table in tables for block in table[first // size : -(-end // size)]]
 
     def due(self, num_computed: int, num_before: int, with_loaded: bool = False) -> tuple[list[Block], tuple[int, ...]]:
         """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV still exists, by

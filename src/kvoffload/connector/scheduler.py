@@ -1,11 +1,11 @@
 """The scheduler half of the connector: which blocks to load, to store and to fence, engine-neutral.
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
-request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` makes loads, ``stores`` says what is stored and
-``store_jobs`` makes jobs of it, ``due`` finds requests that may complete a block, ``device_blocks`` knows what the
-device holds, ``leaving`` stores what leaves it, ``states`` says which states are kept, ``jobs`` has the copies in
-progress, ``upcoming`` the work for the next step, ``shelf`` keeps contents over a pause, ``adapters`` knows the bytes
-of adapters, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes them on.
+request, ``queue`` makes it, ``lookups`` and ``hits`` find what can be loaded, ``loads`` makes loads, ``stores`` says
+what is stored, ``due`` which requests may complete a block, ``states`` which states are kept, ``device_blocks`` knows
+what the device holds, ``leaving`` stores what leaves it, ``jobs`` has the copies in progress, ``resets`` knows what is
+valid after a reset, ``adapters`` the bytes of adapters, ``observer`` makes records and metrics. The scheduler half
+takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvoffload.abc import (
@@ -34,22 +33,18 @@ from kvoffload.connector.adapters import AdapterDigests
 from kvoffload.connector.device_blocks import DeviceBlocks
 from kvoffload.connector.engine import EngineSpec
 from kvoffload.connector.guarded import guarded
-from kvoffload.connector.handover import Handover
-from kvoffload.connector.jobs import HeldRequests, Job, JobTable
+from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.leaving import LeavingBlocks
-from kvoffload.connector.loads import LoadPlanner
-from kvoffload.connector.lookups import Lookups, locate
+from kvoffload.connector.loads import LoadPlanner, UpcomingStep
+from kvoffload.connector.lookups import Lookups, end_handover, locate
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.options import PARAM
 from kvoffload.connector.queue import QueuedRequests
-from kvoffload.connector.request import RequestState, Storing
-from kvoffload.connector.shelf import BlockOrigins, PausedContents
-from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
-from kvoffload.connector.store_jobs import StoreJobs
+from kvoffload.connector.request import RequestState
+from kvoffload.connector.resets import BlockOrigins, PausedContents
 from kvoffload.connector.stores import StorePlanner
-from kvoffload.connector.upcoming import UpcomingStep
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.spans import RequestSpans
@@ -68,16 +63,6 @@ WEIGHTS_CHANGED = (
 OTHERS_FAILED = (
     "kvoffload: another connector failed to load blocks, and requests have computed with them: nothing that requests "
     "in progress have computed is stored"
-)
-OTHER_NAME = (
-    "kvoffload: another server handed over a request whose blocks have other keys there than here, so this server "
-    "computes the prompt: models, versions, layouts or tenants of the servers differ; `kvoffload doctor` names the "
-    "difference"
-)
-NOTHING_COMES = (
-    "kvoffload: several requests in a row did not find all blocks that another server had handed over to them, so "
-    "requests from that server wait less: check that both servers use the same store, and that the other one can write "
-    "to it"
 )
 
 
@@ -116,49 +101,30 @@ class OffloadingConnectorScheduler:
         self.manager = manager
         self.off = False
         self.engine = engine
-        self.layout = engine.layout
-        self._tenants = tenants or Tenants(b"")
+        self.layout = layout = engine.layout
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
-        self.jobs = JobTable(engine.num_workers or 1)
-        self.changes = self.jobs.changes
-        self.held = HeldRequests()
-        self.observer = RequestObserver(
-            manager,
-            self.layout,
-            Metrics(self._read_metrics),
-            recorder,
-            spans,
-            engine.enable_events,
-            clock,
-            MovedBytes(self._tenants, sum(slot_bytes)) if self._tenants.names else None,
-        )
-        jobs, leaving = StoreJobs(manager, self.layout, self.jobs, self.observer), None
+        tenants, deadline_s = tenants or Tenants(b""), load_deadline_ms / 1000
+        moved = MovedBytes(tenants, sum(slot_bytes)) if tenants.names else None
+        metrics, describes = Metrics(self._read_metrics), engine.enable_events
+        self.observer = RequestObserver(manager, layout, metrics, recorder, spans, describes, clock, moved)
+        self.jobs = jobs = JobTable(manager, layout, self.observer, engine.num_workers or 1)
+        self._next = UpcomingStep(jobs)
+        leaving = None
         if misses is not None:
-            device = DeviceBlocks(keeps_states=engine.enable_events)
-            leaving = LeavingBlocks(manager, self.layout, jobs, device, misses, engine.next_free, slot_bytes)
-        self.stores = StorePlanner(manager, self.layout, jobs, leaving)
-        self.shelf = PausedContents(manager, self.jobs)
-        deadline_s = load_deadline_ms / 1000
+            device = DeviceBlocks(keeps_states=describes)
+            leaving = LeavingBlocks(jobs, device, misses, engine.next_free, slot_bytes)
+        self.stores = StorePlanner(jobs, leaving)
+        self.paused = PausedContents(jobs)
         adapter_of = engine.adapter_of
-        self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, self.jobs, deadline_s, clock)
+        self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
         self.sound = BlockOrigins(has_adapters=self.adapters is not None)
-        self.loads = LoadPlanner(manager, self.layout, self.jobs, self.observer, self.sound, leaving)
-        loading = self.jobs.keys_loading if engine.share_loads else {}
+        self.loads = LoadPlanner(jobs, self.sound, leaving, self._next)
+        loading = jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
-            manager,
-            self.layout,
-            loading,
-            self.shelf,
-            self.adapters,
-            self.changes,
-            deadline_s,
-            clock,
-            (lambda state, end: False) if leaving is None else leaving.bring_back,
+            manager, layout, loading, self.paused, self.adapters, jobs.changes, deadline_s, clock, leaving
         )
-        self.queued = QueuedRequests(manager, self._make_state)
-        self._clock = clock
-        self._next = UpcomingStep()
+        self.queued = QueuedRequests(manager, engine, tenants, self.adapters, self.sound)
         self.metrics.set("pool_blocks", manager.most_blocks())
         self.metrics.set("off", 0)
 
@@ -201,7 +167,7 @@ class OffloadingConnectorScheduler:
 
     # Loads.
 
-    @guarded(lambda self, request, blocks, num_external_tokens: self._fail_load(request, blocks, num_external_tokens))
+    @guarded(lambda self, request, blocks, num_tokens: self.loads.fail(self.requests, request, blocks, num_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """Starts the load of ``num_external_tokens`` tokens of the offer into ``blocks``, which the engine has
         allocated, and pins the slots that it reads. Zero tokens: the engine has declined the offer, or there was
@@ -210,8 +176,8 @@ class OffloadingConnectorScheduler:
         match = state.take_match()
         self._next.allocated.add(request.request_id)
         self.stores.begin(state, match, num_external_tokens)
-        if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens, self._next):
-            self._fail_load(request, blocks, num_external_tokens)
+        if num_external_tokens and not self.loads.begin(state, match, blocks, num_external_tokens):
+            self.loads.fail(self.requests, request, blocks, num_external_tokens)
         elif self.engine.is_beside_others and match is not None:
             # Before the step in which the request is scheduled, another connector may write to them.
             given = self.loads.blocks_behind(match.computed, blocks)
@@ -221,71 +187,37 @@ class OffloadingConnectorScheduler:
         promoted = self.manager.release_request(state.context)
         self.observer.allocated(state, match, num_external_tokens, promoted)
         if state.handover is not None and match is not None:
-            self._end_handover(state, state.handover, match.computed + num_external_tokens)
+            end_handover(self.lookups, self.observer, state, match.computed + num_external_tokens)
         state.end_wait()
-
-    def _end_handover(self, state: RequestState, handover: Handover, num_found: int) -> None:
-        """Notes how much of what was handed over to a request it has found."""
-        state.handover, awaited = None, state.context.awaited
-        if awaited is None:
-            return
-        patience, result = self.lookups.patience, "complete"
-        if not awaited.keys:
-            result = "other_name"
-        elif min(handover.tokens, state.request.num_tokens - 1) - num_found >= self.layout.device_align:
-            result = "partial" if num_found else "none"
-        if awaited.keys:
-            # A part may be what this server has computed itself.
-            patience.ended(handover.server, result == "complete")
-        if result == "other_name" or patience.is_lost(handover.server):
-            self.observer.warn(OTHER_NAME if result == "other_name" else NOTHING_COMES)
-        self.metrics.add("handovers", label=result)
-
-    def _fail_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
-        """Reports a promised load as failed, whatever state the request is in."""
-        if num_external_tokens:
-            state = self.requests.get(request.request_id)
-            device_blocks = self.loads.device_blocks(state, blocks, num_external_tokens)
-            self._next.meta.broken_loads[request.request_id] = device_blocks
 
     # Steps.
 
-    @guarded(lambda self, step: self._take_meta(_has_tokens(step)))
+    @guarded(lambda self, step: self._next.take(_has_tokens(step)))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
         step = self.layout.parts.step(step)
         has_tokens = _has_tokens(step)
         upcoming = self._next
         meta = upcoming.meta
-        if self.shelf.is_hidden:
-            meta.check_weights = self.shelf.begin_step(has_tokens)
+        if self.paused.is_hidden:
+            meta.check_weights = self.paused.begin_step(has_tokens)
         if self.adapters is not None:
             self.adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
         if self.queued.new:
             self.queued.read_ahead()
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
-        for req_id in (preempted := tuple(step.preempted)):
-            self._lose_blocks(req_id)
+        requests, preempted = self.requests, tuple(step.preempted)
+        for req_id in preempted:
+            if (state := requests.get(req_id)) is not None:
+                self.stores.lose_blocks(state)
+                # It may have new blocks already, in the step that says that it lost the old ones.
+                has_new_ones = req_id in upcoming.allocated
+                state.lose_blocks(has_new_ones)
+                if not has_new_ones:
+                    self.observer.prefills.running.pop(req_id, None)
         leaving = upcoming.handed_out
-        requests, replaced = self.requests, step.replaced
-        is_tracking = bool(step.block_ids) and self.sound.is_tracking
-        for req_id, new in step.block_ids.items():
-            state = requests.get(req_id)
-            if state is not None and state.of_others:
-                state.of_others = frozenset()
-            found: Sequence[Sequence[int]] = ()
-            if state is not None and req_id in replaced:
-                if is_tracking and state.has_copied_part:
-                    state.storing = Storing.STALE
-                found, new = state.blocks.replace_tables(new)
-                self.stores.watch(req_id, has_new_table=True)
-            elif state is not None:
-                state.blocks.add_to_tables(new)
-                self.stores.watch(req_id, has_new_table=False)
-            for of_group in new:
-                leaving += of_group
-            if is_tracking:
-                self.sound.trace(state, set().union(*new), set().union(*found))
+        if step.block_ids:
+            leaving += self.stores.take_tables(step, requests, self.sound)
         leaving += step.written
         handed_out = set(leaving)
         handed_out.discard(NULL_BLOCK)
@@ -294,67 +226,38 @@ class OffloadingConnectorScheduler:
             meta.stores |= self.stores.store_finished(upcoming.finished)
             self.observer.planned_last_stores([state for state, _ in upcoming.finished])
         if (leaving_blocks := self.stores.leaving) is not None:
-            self.loads.cut(upcoming, leaving_blocks, handed_out)
+            self.loads.cut(handed_out)
             meta.stores |= leaving_blocks.store(upcoming.loading, leaving, step.overwritten)
             meta.stores |= leaving_blocks.store_forgotten(requests.values())
         if self.jobs.jobs:
-            for req_id in step.num_scheduled_tokens:
-                state = requests.get(req_id)
-                if state is not None and state.request.num_computed_tokens < state.blocks.stored_end:
-                    handed_out.update(state.blocks.computed_again())
-            if meta.loads:
-                # Only the loads overwrite these, unless the engine writes to them first, so that the step need not
-                # wait.
-                handed_out.difference_update(set(upcoming.loading).difference(step.written))
-                for job_id, spec in meta.loads.items():
-                    if readers := self.jobs.readers(frozenset(spec.device.block_ids.tolist())):
-                        meta.load_after[job_id] = readers
-            meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
+            self.jobs.fence(meta, step, requests, handed_out)
         if self.observer.prefills.running:
             self.observer.prefills.measure(step.num_scheduled_tokens)
-        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests)
+        meta.stores |= self.stores.store_running(step.num_scheduled_tokens, requests)
         if step.boundary_states:
             # A request may have lost its blocks and compute on new ones in the same step.
             lost = set(preempted) - step.replaced
-            meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests)
-        if self.held.deadlines:
-            meta.releases += self.held.take_due(self._clock())
-        return self._take_meta(has_tokens)
+            meta.stores |= self.stores.store_states(step.boundary_states, lost, requests)
+        if self.jobs.held:
+            meta.releases += self.jobs.take_unheld(self.lookups.clock())
+        return upcoming.take(has_tokens)
 
     def _poll(self, timeout_s: float = 0.0) -> None:
         if self.manager.poll(timeout_s):
-            self.changes.contents += 1
-            self.changes.loads += 1
-
-    def _lose_blocks(self, req_id: str) -> None:
-        state = self.requests.get(req_id)
-        if state is None:
-            return
-        self.stores.lose_blocks(state)
-        # It may have new blocks already, in the step that says that it lost the old ones.
-        has_new_ones = req_id in self._next.allocated
-        state.lose_blocks(has_new_ones)
-        if not has_new_ones:
-            self.observer.prefills.stop(req_id)
-
-    def _take_meta(self, has_tokens: bool) -> StepMeta:
-        meta, self._next = self._next.meta, UpcomingStep()
-        meta.has_tokens = has_tokens
-        meta.epoch = self.changes.resets
-        self.shelf.was_reset = False
-        return meta
+            self.jobs.changes.contents += 1
+            self.jobs.changes.loads += 1
 
     @guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
         """Takes in what the workers have done. Reports of unknown jobs are ignored."""
-        if report.changed_at == self.changes.resets:
+        if report.changed_at == self.jobs.changes.resets:
             # Before anything that the same workers report as stored: it may belong to either weights.
             self.metrics.add("weight_changes")
             self.observer.warn(WEIGHTS_CHANGED)
             self.reset()
-            self.shelf.drop()
+            self.paused.drop()
         if report.done:
-            self.shelf.take_report(report)
+            self.paused.take_report(report)
         if self.adapters is not None and (report.adapters or report.answers):
             states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
             self.sound.discard(self.adapters.take_report(report, states))
@@ -365,10 +268,10 @@ class OffloadingConnectorScheduler:
         ended: list[Job] = []
         for job in self.jobs.take_reports(report) if report.done else ():
             if job.is_store:
-                self.stores.jobs.end(job)
+                self.jobs.end_store(job)
                 if job.failed and self.stores.leaving is not None:
                     self.stores.leaving.device.forget_early(job.device_blocks)
-            elif not self.loads.end_job(job, self._next):
+            elif not self.loads.end_job(job):
                 continue
             ended.append(job)
         if ended:
@@ -437,7 +340,7 @@ class OffloadingConnectorScheduler:
                     self.metrics.add("handovers", label="sent")
                     passed_on |= handover.to_options()
                     answer = {"do_remote_prefill": True, "do_remote_decode": False, PARAM: passed_on}
-                self.held.hold(state, self._clock() + self.lookups.deadline_s)
+                self.jobs.held[request.request_id] = state, self.lookups.clock() + self.lookups.deadline_s
                 return True, answer
         return False, answer
 
@@ -454,7 +357,7 @@ class OffloadingConnectorScheduler:
 
     def _has_promises(self) -> bool:
         meta = self._next.meta
-        return bool(meta.broken_loads or meta.releases or self.held.deadlines or self.shelf.was_reset)
+        return bool(meta.broken_loads or meta.releases or self.jobs.held or self.jobs.changes.was_reset)
 
     @guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -472,11 +375,11 @@ class OffloadingConnectorScheduler:
         computation; then all are dropped, unless the weights are the same everywhere. Without ``is_pause`` this holds
         for the blocks of shared tiers only.
         """
-        self.shelf.reset(keeps=is_pause)
+        self.paused.reset(keeps=is_pause)
         # With the next step workers learn of the reset: a load in it would pass for one that began afterwards.
-        unsent = self._next.break_loads(self.jobs)
+        unsent = self._next.break_loads()
         for job in unsent:
-            self.loads.end_job(job, self._next)
+            self.loads.end_job(job)
         self.observer.copied(unsent)
         self._distrust_device()
         if is_pause:
@@ -488,37 +391,17 @@ class OffloadingConnectorScheduler:
         """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""
         self.observer.close()
         try:
-            self.shelf.drop()
+            self.paused.drop()
             self.manager.shutdown()
         except Exception:
             logger.exception("kvoffload: shutting down failed")
 
-    def snapshot(self) -> SchedulerSnapshot:
-        """Returns a copy of the state of requests and jobs. O(requests + jobs): for tests and tools, not for every
-        step."""
-        return take_snapshot(self.requests, self.jobs, self.held, self.off)
-
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            state = (self.queued.take(request) if self.queued.requests else None) or self._make_state(request)
+            state = (self.queued.take(request) if self.queued.requests else None) or self.queued.make(request)
             self.requests[request.request_id] = state
             self.observer.begin(state)
-        return state
-
-    def _make_state(self, request: Request) -> RequestState:
-        engine_options = self.engine.engine_options
-        options = None if engine_options is None else engine_options(request)
-        has_adapters = self.adapters is not None
-        adapter = None if self.adapters is None else self.adapters.begin(request)
-        most_blocks = self.manager.most_blocks
-        state = RequestState.new(request, self.layout, self._tenants, most_blocks, options, adapter, has_adapters)
-        if self.engine.drops_tokens is not None and self.engine.drops_tokens(request):
-            self.sound.track()
-            state.give_up()
-        if self.engine.is_beside_others:
-            state.options = replace(state.options, remote_decode=False)
-            state.context = replace(state.context, goes_on=False)
         return state
 
     @guarded(lambda self: None)
@@ -535,7 +418,6 @@ class OffloadingConnectorScheduler:
         )
         self.off = True
         self.metrics.set("off", 1)
-        self._next.break_off(self.jobs, self.held)
-        self.jobs.clear()
+        self._next.break_off()
         self.stores.clear()
         self.queued.clear()

@@ -43,13 +43,9 @@ class _Kept:
 
     def places(self, end: int) -> set[StatePlace]:
         """Returns the places that a state at ``end`` takes."""
-        found = set[StatePlace]()
-        if end <= self.junction < self.prompt_end:
-            found.add(StatePlace.JUNCTION)
-        if end > self.prompt_end:
-            found.add(StatePlace.TURN)
-        elif end >= self.prompt_start:
-            found.add(StatePlace.PROMPT)
+        found = {StatePlace.JUNCTION} if end <= self.junction < self.prompt_end else set[StatePlace]()
+        if end >= self.prompt_start:
+            found.add(StatePlace.TURN if end > self.prompt_end else StatePlace.PROMPT)
         return found
 
     def take(self, end: int) -> None:

@@ -9,23 +9,24 @@ from dataclasses import dataclass, replace
 from kvoffload.abc import (
     BoundaryState,
     Offer,
-    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     Retained,
+    ScheduledStep,
     TieredManager,
     TransferSpec,
 )
 from kvoffload.connector.due import DueList
 from kvoffload.connector.handover import SERVER_CHARS, Handover, name_of
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Block, KeyLayout
 from kvoffload.connector.leaving import LeavingBlocks
 from kvoffload.connector.request import NEVER, Match, Phase, RequestState, Storing
+from kvoffload.connector.resets import BlockOrigins
 from kvoffload.connector.states import StateKeeper
-from kvoffload.connector.store_jobs import StoreJobs
 
 MAX_TOGETHER = 8
-"""Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
+"""Blocks that decoding completes within so many steps are stored by one job."""
 TOGETHER_SHARE = 1 / 8
 """A block waits for others for at most this share of its tokens."""
 
@@ -52,27 +53,40 @@ class StorePlanner:
     hints concern blocks in host memory, as are those of remote decodes.
     """
 
-    def __init__(
-        self,
-        manager: OffloadingManager,
-        layout: KeyLayout,
-        jobs: StoreJobs,
-        leaving: LeavingBlocks | None = None,
-    ) -> None:
-        self._manager = manager
-        self._layout = layout
-        self.jobs = jobs
+    def __init__(self, jobs: JobTable, leaving: LeavingBlocks | None) -> None:
+        self._manager, self._layout, self._jobs = jobs.manager, jobs.layout, jobs
         self.leaving = leaving
-        self._is_late = leaving is not None and not isinstance(manager, TieredManager)
-        self._due = DueList(_together(layout))
-        self._keeper = StateKeeper(layout) if layout.states else None
+        self._is_late = leaving is not None and not isinstance(self._manager, TieredManager)
+        self._due = DueList(_together(self._layout))
+        self._keeper = StateKeeper(self._layout) if self._layout.states else None
         self.server = secrets.token_hex(SERVER_CHARS // 2)
         """The name of this server in what it hands over."""
 
-    def watch(self, req_id: str, has_new_table: bool) -> None:
-        """Looks at a request that was given device blocks: if these are a whole new table, in its next step."""
-        if has_new_table or req_id not in self._due:
-            self._due.add(req_id, 1)
+    def take_tables(self, step: ScheduledStep, requests: Mapping[str, RequestState], sound: BlockOrigins) -> list[int]:
+        """Takes in the device blocks that the step gives to requests, and returns those that they write to. A request
+        with a whole new table is looked at in its next step."""
+        handed_out: list[int] = []
+        found: Sequence[Sequence[int]] = ()
+        replaced, is_tracking = step.replaced, sound.is_tracking
+        for req_id, new in step.block_ids.items():
+            state, found = requests.get(req_id), ()
+            if state is not None:
+                if state.of_others:
+                    state.of_others = frozenset()
+                if req_id in replaced:
+                    if is_tracking and state.has_copied_part:
+                        state.storing = Storing.STALE
+                    found, new = state.blocks.replace_tables(new)
+                    self._due.add(req_id, 1)
+                else:
+                    state.blocks.add_to_tables(new)
+                    if req_id not in self._due:
+                        self._due.add(req_id, 1)
+            for of_group in new:
+                handed_out += of_group
+            if is_tracking:
+                sound.trace(state, set().union(*new), set().union(*found))
+        return handed_out
 
     def lose_blocks(self, state: RequestState) -> None:
         """Stops looking at a request that loses its device blocks."""
@@ -115,7 +129,7 @@ class StorePlanner:
         coming = set() if due is None or state.storing is Storing.REFUSED else {block.key for block in due.blocks}
         keys = blocks.computed_keys(state.state_ends)
         found = self._manager.lookup_each(keys, replace(state.context, may_wait=False))
-        return [key for key, is_there in zip(keys, found.tolist(), strict=True) if is_there or key in coming]
+        return [key for key, is_there in zip(keys, found, strict=True) if is_there or key in coming]
 
     def hand_over(self, state: RequestState) -> Handover | None:
         """Has the chain of a request that has ended written first to the tiers that other servers use. Returns what is
@@ -227,7 +241,7 @@ class StorePlanner:
                 if superseded:
                     self._manager.drop(superseded, only_host=True)
             elif keys and not is_refused:
-                self.jobs.refused()
+                self._jobs.refuse_store()
         return specs
 
     def _states_of(self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper) -> list[Block]:
@@ -239,9 +253,8 @@ class StorePlanner:
         found: dict[int, list[Block]] = {}
         for g, device_block, end in offered:
             ordinal = layout.last_within(g, end)
-            if end % layout.align or end > state.blocks.max_stored_tokens or device_block == NULL_BLOCK:
-                continue
-            if 0 <= ordinal < len(keys[g]):
+            is_possible = not end % layout.align and end <= state.blocks.max_stored_tokens
+            if is_possible and device_block != NULL_BLOCK and 0 <= ordinal < len(keys[g]):
                 found.setdefault(end, []).append(Block(g, ordinal, keys[g][ordinal], ordinal, [device_block]))
         whole = [end for end, blocks in found.items() if {block.group for block in blocks} == set(layout.states)]
         return [block for end in keeper.choose(state, whole) for block in found[end]]
@@ -303,7 +316,7 @@ class StorePlanner:
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
-                self.jobs.refused()
+                self._jobs.refuse_store()
             else:
                 self._start([due], output, specs)
         return specs
@@ -327,7 +340,7 @@ class StorePlanner:
                     state.blocks.stored.append(key)
                 elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
-        self.jobs.add(new, list(states.values()), output, specs)
+        self._jobs.add_store(new, list(states.values()), output, specs)
 
 
 def _together(layout: KeyLayout) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
-from kvoffload.connector.adapters import AdapterCheck, AdapterChecks, AdapterWatch, answer_unreadable
+from kvoffload.connector.adapters import AdapterCheck, AdapterChecks, AdapterWatch
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
@@ -59,11 +59,10 @@ class OffloadingConnectorWorker:
 
     An engine runs its forward pass inside ``step``. An engine with hooks of its own calls, in every step and in this
     order: ``begin_step`` before its forward pass, ``start_loads`` before or after it, ``end_step`` after it,
-    ``get_finished`` and ``take_report``.
+    ``get_finished`` and ``take_report``. Nothing raises into the engine's step.
 
     Stores are submitted to the transfer at the next ``begin_step``: the step that computes them is complete then, and
-    its tokens are not delayed. A job that fails is tried once more, unless its source may have changed; after that it
-    is reported as failed. Nothing raises into the engine's step.
+    its tokens are not delayed. A job that fails is tried once more, unless its source may have changed.
 
     ``weights`` is asked in every step that computes, loads or stores. If the weights have changed, all jobs fail, in
     progress or new, until the epoch of a StepMeta shows that the scheduler half has forgotten all blocks. A job is not
@@ -75,8 +74,7 @@ class OffloadingConnectorWorker:
         self, transfer: Transfer, weights: WeightWatch | None = None, adapters: AdapterWatch | None = None
     ) -> None:
         self.transfer = transfer
-        self.adapters = None if adapters is None else AdapterChecks(adapters)
-        """None if the engine serves no adapters, or none can be read."""
+        self.adapters = AdapterChecks(adapters)
         self.weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
         self.suspend_deadline_s = SUSPEND_DEADLINE_S
@@ -123,15 +121,11 @@ class OffloadingConnectorWorker:
         """Begins a step: submits the stores of the previous step, and those of this one whose device blocks have left
         their requests, and completes the fenced ones."""
         self._check_weights(meta)
-        if self.adapters is not None:
+        if meta.questions or self.adapters.watch is not None:
             self.adapters.begin_step(meta.questions, self._report)
-        elif meta.questions:
-            answer_unreadable(meta.questions, self._report)
         for job_id in meta.before_forward() if meta.stores else ():
             self._accept_store(job_id, meta.stores[job_id])
-        for job_id in self._unsubmitted:
-            self._submit(job_id)
-        self._unsubmitted.clear()
+        self._submit_stores()
         if not self._broken:
             try:
                 if meta.fences:
@@ -175,16 +169,17 @@ class OffloadingConnectorWorker:
                 if job_id not in accepted:
                     self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
-        if meta.has_tokens and self.adapters is not None:
+        if meta.has_tokens and (meta.computes_with or self.adapters.watch is not None):
             self.adapters.end_step(meta.computes_with, self._report)
 
     def get_finished(self, meta: StepMeta) -> Finished:
         """Returns the requests whose loads or stores have ended since the last call. An InlineTransfer copies during
         this call. A step without tokens waits briefly for loads in progress, and for digests of adapters."""
-        if self.adapters is not None:
+        if self.adapters.watch is not None:
             self.adapters.take_answers(self._report, 0.0 if meta.has_tokens else self.idle_wait_s)
         self._collect(busy=meta.has_tokens)
-        if not meta.has_tokens and not self._finished.loaded and self._is_loading():
+        is_idle = not meta.has_tokens and not self._finished.loaded
+        if is_idle and any(not job.is_store for job in self._jobs.values()):
             try:
                 self.transfer.wait_any(self.idle_wait_s)
             except Exception:
@@ -212,9 +207,7 @@ class OffloadingConnectorWorker:
             return
         deadline = time.monotonic() + self.suspend_deadline_s
         try:
-            for job_id in self._unsubmitted:
-                self._submit(job_id)
-            self._unsubmitted.clear()
+            self._submit_stores()
             self.transfer.wait(list(self._jobs))
             self._collect(busy=False)
             while self._jobs and not self._broken:
@@ -239,30 +232,24 @@ class OffloadingConnectorWorker:
         if meta.epoch != self._epoch:
             self._epoch = meta.epoch
             self.weights.begin_epoch()
+        is_able = not self._broken and not self._suspended
         if meta.check_weights is not None:
             self._report.done[meta.check_weights] = 1
-            if not self._are_weights_same():
+            try:
+                are_same = is_able and self.weights.are_same()
+            except Exception:
+                self._give_up()
+                is_able = are_same = False
+            if not are_same:
                 self._report.failed.add(meta.check_weights)
         # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
         # have no memory. While suspended all jobs fail anyway.
-        if not self._broken and not self._suspended and (meta.has_tokens or meta.loads or meta.stores):
+        if is_able and (meta.has_tokens or meta.loads or meta.stores):
             try:
-                self._note_change(self.weights.use())
+                if self.weights.use():
+                    self._report.changed_at = self._epoch
             except Exception:
                 self._give_up()
-
-    def _are_weights_same(self) -> bool:
-        if self._broken or self._suspended:
-            return False
-        try:
-            return self.weights.are_same()
-        except Exception:
-            self._give_up()
-            return False
-
-    def _note_change(self, has_changed: bool) -> None:
-        if has_changed:
-            self._report.changed_at = self._epoch
 
     def _is_outdated(self, job: _PendingJob) -> bool:
         return self.weights.is_stale or job.epoch != self._epoch
@@ -275,12 +262,17 @@ class OffloadingConnectorWorker:
         else:
             self._unsubmitted.append(job_id)
 
+    def _submit_stores(self) -> None:
+        for job_id in self._unsubmitted:
+            self._submit(job_id)
+        self._unsubmitted.clear()
+
     def _submit(self, job_id: int) -> None:
         job = self._jobs.get(job_id)
         if job is None:
             return
         if self._broken or self._suspended or self._is_outdated(job):
-            self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
+            self._end(TransferResult(job_id, ok=False))
             return
         try:
             self.transfer.submit(job_id, job.spec, job.is_store)
@@ -291,24 +283,22 @@ class OffloadingConnectorWorker:
         """Closes the transfer and fails all jobs: after an unexpected error no copy can be trusted."""
         logger.exception("kvoffload: OFFLOADING IS OFF on this worker: a transfer or a check raised an error")
         self._broken = self._report.broken = True
-        self.adapters = None
+        self.adapters.watch = None
         try:
             self.transfer.close()
         except Exception:
             logger.exception("kvoffload: the transfer engine could not be closed")
         self._waiting.clear()
         for job_id in list(self._jobs):
-            self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
-
-    def _is_loading(self) -> bool:
-        return any(not job.is_store for job in self._jobs.values())
+            self._end(TransferResult(job_id, ok=False))
 
     def _collect(self, busy: bool) -> None:
         if self._broken:
             return
         try:
             results = self.transfer.poll(busy)
-            self._note_change(self.weights.advance())
+            if self.weights.advance():
+                self._report.changed_at = self._epoch
         except Exception:
             self._give_up()
             return
@@ -319,34 +309,33 @@ class OffloadingConnectorWorker:
                 continue
             if self._suspended and not job.is_store:
                 # The device blocks that it has filled are about to lose their memory.
-                self._end(replace(result, ok=False), self._jobs.pop(result.job_id))
+                self._end(replace(result, ok=False))
             elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
-            elif (
-                result.ok
-                and not self._is_outdated(job)
-                and (
-                    not self.weights.has_answered(job.comparison) or (job.check is not None and job.check.is_running())
-                )
-            ):
+            elif result.ok and not self._is_outdated(job) and not self._is_confirmed(job):
                 self._unconfirmed.append(result)
                 self._end_reading(result.job_id)
             else:
-                self._end(result, self._jobs.pop(result.job_id))
+                self._end(result)
+
+    def _is_confirmed(self, job: _PendingJob) -> bool:
+        """Whether its weights and its adapter were compared."""
+        return self.weights.has_answered(job.comparison) and (job.check is None or not job.check.is_running())
 
     def _end_reading(self, job_id: int) -> None:
         """Starts the loads that have waited for this store only."""
-        for load in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for load in waiting:
             self._jobs[load].after.discard(job_id)
-        ready = [load for load in self._waiting if not self._jobs[load].after]
-        if ready:
-            self._waiting = [load for load in self._waiting if self._jobs[load].after]
-        for load in ready:
-            self._submit(load)
+            if self._jobs[load].after:
+                self._waiting.append(load)
+        for load in waiting:
+            if load in self._jobs and not self._jobs[load].after:
+                self._submit(load)
 
-    def _end(self, result: TransferResult, job: _PendingJob) -> None:
-        report = self._report
+    def _end(self, result: TransferResult) -> None:
+        report, job = self._report, self._jobs.pop(result.job_id)
         ok = result.ok and not self._is_outdated(job) and (job.check is None or job.check.has_passed())
         report.done[result.job_id] = 1
         if not ok:
@@ -358,9 +347,10 @@ class OffloadingConnectorWorker:
         else:
             report.load_bytes += result.nbytes
             report.load_seconds += result.seconds
-            if job.broken is not None or job.piece != []:
-                self._finished.loaded.add(job.spec.req_id)
-            if job.broken is not None:
-                self._finished.failed[job.spec.req_id] = job.broken
-            elif not ok and job.piece != []:
-                self._finished.failed[job.spec.req_id] = job.piece or job.spec.device.block_ids.tolist()
+            if job.broken is None and job.piece == []:
+                # Other pieces of the load follow.
+                return
+            self._finished.loaded.add(job.spec.req_id)
+            if not ok or job.broken is not None:
+                blocks = job.broken or job.piece or job.spec.device.block_ids.tolist()
+                self._finished.failed[job.spec.req_id] = blocks

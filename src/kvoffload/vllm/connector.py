@@ -275,7 +275,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._was_watched = True
             self.connector_worker.weights.watch = watch_weights(self._vllm_config)
             adapters = watch_adapters(self._vllm_config, self._rank)
-            self.connector_worker.adapters = None if adapters is None else AdapterChecks(adapters)
+            self.connector_worker.adapters = AdapterChecks(adapters)
         return RankInfo(self._pool.handle, self._layers, self.layout.parts, self.layout.row_bytes is not None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from kvoffload.abc import OffloadingManager
 from kvoffload.connector.adapters import Digests
 from kvoffload.connector.jobs import JOB_IDS, JobTable
 from kvoffload.connector.layout import NULL_BLOCK
@@ -16,45 +15,34 @@ logger = logging.getLogger(__name__)
 
 
 class PausedContents:
-    """Keeps contents of the manager after a reset, hidden from all requests: what shared tiers hold, and everything if
-    the engine has only paused.
+    """Hides contents of the manager after a reset: what shared tiers hold, and everything if the engine has only
+    paused. If the workers find that all of their weights are those that the contents were computed with, these are
+    valid again, otherwise they are dropped."""
 
-    Before a request finds something, the workers compare all of their weights with those that the contents were
-    computed with. If they are the same, the contents are valid again, otherwise they are dropped.
-    """
-
-    def __init__(self, manager: OffloadingManager, jobs: JobTable) -> None:
-        self._manager = manager
-        self._changes = jobs.changes
-        self._num_workers = jobs.num_workers
+    def __init__(self, jobs: JobTable) -> None:
+        self._manager, self._changes, self._num_workers = jobs.manager, jobs.changes, jobs.num_workers
         self.is_hidden = False
         """Whether the contents are from before a reset, and not known to be valid."""
-        self.was_reset = False
-        """Since the last step, which the engine must take so that events and metrics show the reset."""
         self._checks: dict[int, int] = {}
         """The jobs in which workers compare their weights, and for each the number of those that have not reported."""
         self._check: int | None = None
         """The job that began after the last reset."""
-        self._must_check = False
-        """A request waits for that job: the next step must begin it."""
+        self.must_check = False
+        """Whether a request waits for that job: the next step must begin it."""
 
     def reset(self, keeps: bool) -> None:
         """Hides the contents, with ``keeps`` all of them, otherwise those of shared tiers. Drops the others."""
         self.is_hidden = keeps or self._manager.reset(keep_shared=True)
         # If a comparison from before this reset fails, the workers have accepted other weights since.
-        self._check, self._must_check = None, False
+        self._check, self.must_check = None, False
         self._changes.resets += 1
-        self.was_reset = True
+        self._changes.was_reset = True
         self._has_changed()
-
-    def ask_for_check(self) -> None:
-        """Notes that a request waits for the workers' comparison."""
-        self._must_check = True
 
     def begin_step(self, has_tokens: bool) -> int | None:
         """Begins a step. Returns the job in which the workers compare their weights, if that begins now."""
         # Not in other steps: a sleeping engine takes some, while its weights have no memory.
-        if not self.is_hidden or self._check is not None or not (has_tokens or self._must_check):
+        if not self.is_hidden or self._check is not None or not (has_tokens or self.must_check):
             return None
         self._check = next(JOB_IDS)
         self._checks[self._check] = self._num_workers
@@ -78,12 +66,11 @@ class PausedContents:
         """Resets the manager, if its contents are from before a reset."""
         if self.is_hidden:
             self._manager.reset()
-            self.was_reset = True
+            self._changes.was_reset = True
             self._accept()
 
     def _accept(self) -> None:
-        """Declares the contents valid."""
-        self.is_hidden, self._check, self._must_check = False, None, False
+        self.is_hidden, self._check, self.must_check = False, None, False
         self._has_changed()
 
     def _has_changed(self) -> None:
@@ -95,10 +82,9 @@ class BlockOrigins:
     """Device blocks that were filled since the last reset, from nothing that was computed before it, each with the
     adapter that has computed it.
 
-    The engine's own cache may still hold KV of weights that are gone, finds blocks by the name of an adapter, and may
-    hold KV of other tokens than their names say, see ``EngineSpec.drops_tokens``. A request that continues from such
-    blocks, or from those of other bytes under the name of its adapter, must store nothing, and the blocks that it fills
-    are not sound either.
+    The engine's own cache may hold KV of weights that are gone, of other bytes under the name of an adapter, and of
+    other tokens than their names say (``EngineSpec.drops_tokens``). A request that continues from such blocks must
+    store nothing, and the blocks that it fills are not sound either.
     """
 
     def __init__(self, has_adapters: bool = False) -> None:
@@ -130,8 +116,7 @@ class BlockOrigins:
             self._origins = {block: origin for block, origin in self._origins.items() if origin not in origins}
 
     def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
-        """Follows a request that continues from the blocks ``found`` in the engine's own cache, and fills ``new``
-        ones."""
+        """Follows a request that continues from the blocks ``found`` in the engine's own cache, and fills ``new``."""
         origins = self._origins
         if origins is None:
             return
