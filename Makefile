@@ -132,6 +132,7 @@ soak: $(VENV)/.tests install
 	$(DEV) tests.sim simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
 	for kind in $(MEDIA); do $(DEV) tests.sim simulate --servers $$kind --handovers --seeds $(HANDOVERS) || exit 1; done
+	$(DEV) tests.sim simulate --pairs --seeds $(SIMULATIONS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) pytest tests/sim/test_simulation.py tests/sim/test_servers.py tests/sim/test_handovers.py tests/sim/test_heads.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest -m "vllm or soak" --timeout $(SOAK_TIMEOUT_S) $(ARGS)

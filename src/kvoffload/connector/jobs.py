@@ -151,7 +151,6 @@ class JobTable:
         keys = frozenset(job.keys)
         for state in job.states:
             state.discard_stored(keys)
-            self.observer.count_stored(state)
         if self.is_current(job):
             self.observer.metrics.add("store_failures")
             self.observer.warn(STORE_FAILED)

@@ -21,7 +21,7 @@ from kvoffload.abc import (
 )
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.history import MAX_PENDING_EVENTS
-from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.keys import key_group_idx, num_of_group
 from kvoffload.cache.tenants import HOST
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, KeyLayout
@@ -224,38 +224,38 @@ class RequestObserver:
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
         for state in states:
-            self.count_stored(state)
-            if state.traced is not None:
-                state.traced.has_ended = True
-                self._make_spans(state)
+            state.has_ended = True
+            record = state.record
+            if record is not None and (record.stored_tokens or record.retained_in or record.retain_refused):
+                log_record(record)
+            self._make_spans(state)
 
     def _make_spans(self, state: RequestState) -> None:
         """Makes the spans of a request that has ended, once the last of its jobs has."""
         traced = state.traced
-        if self._spans is not None and traced is not None and traced.has_ended and state.num_jobs == 0:
+        if self._spans is not None and traced is not None and state.has_ended and state.num_jobs == 0:
             state.traced = None
             self._spans.make(state.context.req_id, traced, state.record)
 
-    def count_stored(self, state: RequestState) -> None:
-        """Writes into its record how many tokens it has stored, and logs the record if the number or an answer is
-        new."""
-        if (record := state.record) is not None:
-            tokens = state.uncounted_tokens
-            record.stored_tokens += tokens
-            state.uncounted -= tokens
-            if tokens or record.retained_in or record.retain_refused:
-                log_record(record)
-
-    def _count_left(self, blocks_of: Mapping[int, int]) -> None:
-        """Adds what was stored for requests when it left the device to their records, see ``Job.blocks_of``. Records
-        that were made long ago are not kept."""
-        records, block_tokens = self.records, self._layout.block_tokens[self._layout.traced]
+    def _count_stored(self, job: Job) -> None:
+        """Adds the tokens of a store to the records of its requests, and logs those of requests that have ended. Old
+        records are not kept."""
+        records, traced = self.records, self._layout.traced
         num_gone = self._num_records - len(records)
+        running = {state.number for state in job.states if not state.has_ended}
+        blocks_of = job.blocks_of
+        if len(job.states) == 1:
+            blocks_of = {job.states[0].number: num_of_group(job.keys, traced)}
+        elif job.states:
+            # Requests share a job only if each has one block in it.
+            groups = map(key_group_idx, job.keys)
+            blocks_of = {state.number: int(g == traced) for state, g in zip(job.states, groups, strict=True)}
         for number, num_blocks in blocks_of.items():
-            if number >= num_gone:
+            if number >= num_gone and num_blocks:
                 record = records[number - num_gone]
-                record.stored_tokens += num_blocks * block_tokens
-                log_record(record)
+                record.stored_tokens += num_blocks * self._layout.block_tokens[traced]
+                if number not in running:
+                    log_record(record)
 
     def _record(
         self,
@@ -362,8 +362,7 @@ class RequestObserver:
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""
         self.metrics.add("store_blocks", len(job.lease.slots))
-        if job.blocks_of:
-            self._count_left(job.blocks_of)
+        self._count_stored(job)
         self._stored.update((block.key, (state, block)) for state, block in job.blocks)
         while len(self._stored) > MAX_PENDING_EVENTS:
             self._stored.popitem(last=False)

@@ -107,8 +107,8 @@ class RequestState:
     """Whether blocks that the engine has forgotten on the device were stored for it."""
     touched: bool = False
     """Whether its use was counted, which happens once."""
-    uncounted: int = 0
-    """Tokens of the blocks that it had stored before the last reset, less those that its record counts."""
+    has_ended: bool = False
+    """Whether its request has ended, and the stores of its last blocks have begun."""
     state_ends: Collection[int] = ()
     """When it has ended: where it has continued from a state, and where states of it are kept."""
     computed_at_load: int = 0
@@ -242,7 +242,6 @@ class RequestState:
         ``unfinished`` stores count as failed."""
         self.match = None
         self.discard_stored(unfinished)
-        self.uncounted = self.uncounted_tokens
         self.blocks.stored.clear()
         self.blocks.restart_stores()
         self.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
@@ -250,12 +249,6 @@ class RequestState:
     def discard_stored(self, keys: Collection[OffloadKey]) -> None:
         """Called when a store of ``keys`` has failed."""
         self.blocks.stored = [key for key in self.blocks.stored if key not in keys]
-
-    @property
-    def uncounted_tokens(self) -> int:
-        """Tokens of the blocks that it has stored, or is storing, less those that its record counts. Negative if stores
-        have failed since it was counted."""
-        return self.uncounted + self.blocks.layout.num_tokens(self.blocks.stored)
 
 
 @dataclass(slots=True, eq=False)

@@ -48,8 +48,6 @@ class TracedRequest:
     loaded_tokens: int = 0
     load: Copies = field(default_factory=Copies)
     store: Copies = field(default_factory=Copies)
-    has_ended: bool = False
-    """Whether no more copies of it will begin."""
 
 
 class RequestSpans:
