@@ -104,7 +104,7 @@ CONFLICTS = (
         ("layout", "canonical"), (("groups", "states"),), "`canonical_layout` has no effect, and the log says why"
     ),
     Conflict(("groups", "states"), (("device cache", "off"),), "nothing is offloaded: refused at start"),
-    Conflict(("retention", "on"), (("tenants", "none"),), "the answer says `retain_refused`"),
+    Conflict(("retention", "on"), (("tenants", "none"),), "the answer says `retain_refused: no_quota`"),
     Conflict(("layout", "canonical"), tuple(("ranks", ranks) for ranks in FEATURES["ranks"][1:]), ""),
 )
 REFUSED = frozenset(frozenset((conflict.one, other)) for conflict in CONFLICTS for other in conflict.others)
@@ -498,7 +498,7 @@ def run_row(row: Row, seed: int, patch: Callable[[Any], None] | None = None) -> 
             counts += PairServer(row, seed, medium, disk, clock).run(patch)
     except AssertionError as error:
         raise type(error)(f"seed {seed}, {row}: {error}") from error
-    return counts
+    return counts + Counter({"simulations": 1})
 
 
 def conflicts_in_words() -> str:
