@@ -14,6 +14,7 @@ import pytest
 
 from kvoffload.abc import OffloadingEvent, OffloadKey, ReqContext
 from kvoffload.connector import request
+from kvoffload.connector.adapters import variant
 from tests.scale import scaled
 from tests.sim.engine import WrongBytes
 from tests.sim.pairs import FEATURES, REFUSED, PairServer, conflicts_in_words, covering_array, pairs_of, run_row
@@ -79,11 +80,11 @@ def hands_over_what_the_filter_refuses(server: PairServer) -> None:
     manager = server.engine.scheduler.manager
     prepare = manager.prepare_store
 
-    def prepare_any(keys: Sequence[OffloadKey], context: ReqContext | None = None, *rest: Any) -> Any:
-        context = None if context is None else replace(context, goes_on=False)
-        return prepare(keys, context, *rest)
+    def prepare_any(keys: Sequence[OffloadKey], req_context: ReqContext | None = None, *rest: Any) -> Any:
+        req_context = None if req_context is None else replace(req_context, goes_on=False)
+        return prepare(keys, req_context, *rest)
 
-    manager.prepare_store = prepare_any  # type: ignore[method-assign]
+    manager.prepare_store = prepare_any  # type: ignore[assignment, method-assign]
 
 
 def the_last_tenant_takes_a_device_block(server: PairServer) -> None:
@@ -123,7 +124,7 @@ def loads_are_not_billed(server: PairServer) -> None:
 def test_planted_bug_of_two_features_is_caught(
     bug: Bug, by: type[AssertionError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request, "variant", request.variant)
+    monkeypatch.setattr(request, "variant", variant)
     for seed, row in itertools.product(range(20), ROWS):
         try:
             run_row(row, seed, bug)
