@@ -18,14 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from kvoffload.abc import (
-    KVBlocks,
-    OffloadingEvent,
-    OffloadingManager,
-    Request,
-    ScheduledStep,
-    TieredManager,
-)
+from kvoffload.abc import KVBlocks, OffloadingEvent, OffloadingManager, Request, ScheduledStep, TieredManager
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
