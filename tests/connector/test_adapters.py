@@ -243,7 +243,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "MAX_ASKED", 2)
     for number in range(5):
         found(rig, number, b"digest", prompt(9), f"r{number}")
-    assert (known := rig.half.adapters) is not None
+    assert (known := rig.half.lookups.adapters) is not None
     assert [number for number in range(5) if known.digests(Adapter(number, "")) is not None] == [2, 3, 4]
     assert len(rig.step().questions) == 2
 

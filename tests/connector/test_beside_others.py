@@ -114,16 +114,6 @@ def test_a_failed_load_that_its_request_waits_for_concerns_no_other_request() ->
     assert not rig.half.sound.is_tracking
 
 
-def test_an_offer_that_loses_to_another_connector_pins_nothing() -> None:
-    rig = Rig(options=OTHERS)
-    rig.store(prompt(8))
-    request = FakeRequest("l", prompt(9))
-    assert rig.look_up(request) == (8, True)
-    rig.allocate(request, [11, 12, 13])
-    assert not rig.step().loads
-    assert rig.status(prompt(8)) == [0, 0]
-
-
 @pytest.mark.parametrize("has_failed", [True, False])
 def test_a_request_whose_load_by_another_connector_failed_is_offered_no_other(has_failed: bool) -> None:
     """It has lost its device blocks, and may stand before requests that hold those which a load would need. The control

@@ -20,7 +20,6 @@ import pytest
 
 from kvoffload import OffloadConfig, OffloadingConnectorScheduler, build_scheduler
 from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
-from kvoffload.cache.keys import NAMESPACE_BYTES, namespace
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.connector.build import tokens_per_block
@@ -81,17 +80,6 @@ def host_of(half: OffloadingConnectorScheduler) -> PolicyOffloadingManager:
 # What is built.
 
 
-def test_the_host_has_a_slot_per_block_that_every_rank_has(make: Builder) -> None:
-    half = make(config(), pools=[pool(8), pool(6)])
-    assert half.manager.most_blocks() == 6
-    assert isinstance(half.manager, PolicyOffloadingManager)
-
-
-def test_the_policy_is_that_of_the_configuration(make: Builder) -> None:
-    assert isinstance(host_of(make(config(policy="lru"))).policy, LRUPolicy)
-    assert not isinstance(host_of(make(config(policy="arc"))).policy, LRUPolicy)
-
-
 def test_a_threshold_filters_what_is_stored(make: Builder) -> None:
     """Samples count as their request, if the engine says which these are."""
     keys = [b"k" * 36]
@@ -103,21 +91,6 @@ def test_a_threshold_filters_what_is_stored(make: Builder) -> None:
         assert output is not None
         assert bool(output.keys_to_store) == is_stored
     assert manager.explain_miss(keys[0]).reason is MissReason.NOT_ADMITTED
-
-
-def test_events_are_off_unless_asked_for(make: Builder) -> None:
-    keys = [b"k" * 36]
-    for enable, num_events in ((False, 0), (True, 1)):
-        half = make(config(), enable_events=enable)
-        output = half.manager.prepare_store(keys)
-        assert output is not None
-        half.manager.complete_store(output.store_spec)
-        assert len(list(half.take_events())) == num_events
-
-
-def test_blocks_of_other_models_have_other_names() -> None:
-    assert len(namespace("a")) == len(namespace("b")) == NAMESPACE_BYTES
-    assert namespace("a") == namespace("a") != namespace("b")
 
 
 @pytest.mark.parametrize(
@@ -199,16 +172,6 @@ def test_host_memory_repeats_the_device_only_where_it_must(
 def test_a_store_counts_when_all_ranks_of_a_pool_have_reported_it(make: Builder) -> None:
     half = make(config(), pools=[pool()], num_workers=3)
     assert half.jobs.num_workers == 3
-
-
-def test_a_pool_may_be_a_handle(make: Builder, tmp_path: Path) -> None:
-    real = HostPool(BLOCKS, SLOT)
-    try:
-        half = make(with_disk(tmp_path / "disk"), pools=[real.handle()])
-        assert half.manager.most_blocks() == BLOCKS
-        half.shutdown()
-    finally:
-        real.close()
 
 
 @pytest.mark.parametrize("other", [{"boot_id": "another"}, {"node": 1}])
@@ -325,13 +288,6 @@ def test_every_field_of_the_engine_is_checked() -> None:
     EngineSpec(tuple(GROUPS), **fields)
 
 
-def test_there_must_be_a_pool_and_a_group(make: Builder) -> None:
-    with pytest.raises(ConfigError, match="one pool per rank"):
-        make(config(), pools=[])
-    with pytest.raises(ConfigError, match="groups"):
-        make(config(), groups=[])
-
-
 @pytest.mark.parametrize(("ranks", "engines"), [(1, 1), (2, 1), (1, 2)])
 def test_pools_never_exceed_host_bytes(make: Builder, ranks: int, engines: int) -> None:
     fitting = config(host_bytes=BLOCKS * SLOT * ranks * engines)
@@ -351,15 +307,6 @@ def test_groups_have_the_block_size_of_the_configuration(make: Builder) -> None:
 
 
 # The disk tier.
-
-
-def test_the_disk_is_below_the_host(make: Builder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    half = make(with_disk(tmp_path / "disk", store_threshold=2))
-    assert isinstance(half.manager, TieredOffloadingManager)
-    (line,) = [message for message in caplog.messages if "disk tier in" in message]
-    assert f"disk tier in {tmp_path / 'disk'} of 64 MiB = " in line
-    assert "found 0 blocks of this model there" in line
 
 
 class RefusingPolicy(LRUPolicy):
@@ -418,12 +365,6 @@ def test_a_directory_that_another_server_uses_is_refused(make: Builder, tmp_path
         time.sleep(0.01)
     first.shutdown()
     assert isinstance(make(with_disk(tmp_path / "disk", **trace)).manager, TieredOffloadingManager)
-
-
-def test_several_engines_share_a_directory(make: Builder, tmp_path: Path) -> None:
-    halves = [make(with_disk(tmp_path / "disk"), engine=engine, engines=2) for engine in range(2)]
-    assert all(isinstance(half.manager, TieredOffloadingManager) for half in halves)
-    assert {path.name for path in (tmp_path / "disk").glob("engine-*")} == {"engine-0", "engine-1"}
 
 
 # The trace.

@@ -112,13 +112,6 @@ def refused(make: Builder, *entries: Any, **changes: Any) -> str:
 # What is built.
 
 
-def test_tiers_are_in_the_order_of_the_configuration(make: Builder, tmp_path: Path) -> None:
-    short = {"disk_dir": str(tmp_path / "a"), "disk_bytes": 64 * MIB}
-    further = MemoryTier([pool()], 2)
-    assert make(own(), options=short, tiers=[further]) == ["disk", "own", "memory"]
-    assert make(own(), disk(tmp_path / "b"), tiers=[further]) == ["own", "disk", "memory"]
-
-
 def test_every_tier_has_a_name_of_its_own(make: Builder, tmp_path: Path) -> None:
     short = {"disk_dir": str(tmp_path / "a"), "disk_bytes": 64 * MIB}
     further = [MemoryTier([pool()], 2) for _ in range(2)]
@@ -300,12 +293,6 @@ def test_each_engine_of_a_node_opens_every_tier(make: Builder, tmp_path: Path) -
         assert len(make(disk(tmp_path / "disk"), own(), engine=engine, engines=2)) == 2
     assert {path.name for path in (tmp_path / "disk").glob("engine-*")} == {"engine-0", "engine-1"}
     assert [context.engine for context in CONTEXTS] == [0, 1]
-
-
-def test_a_block_of_several_ranks_is_one_value(make: Builder, tmp_path: Path) -> None:
-    make(disk(tmp_path / "disk"), own(), pools=[pool(), pool()])
-    assert len(CONTEXTS[0].pools) == 2
-    assert OPENED[0].block_bytes == 2 * SLOT
 
 
 @pytest.mark.parametrize(

@@ -144,15 +144,6 @@ def test_any_engine_loads_what_any_other_has_stored(
     assert not engine.holds(whole, [1]), "the control: this block was not loaded"
 
 
-def test_a_rank_that_is_alone_has_the_layout_of_before() -> None:
-    """Its blocks need not be copied page by page."""
-    views = [np.zeros((BLOCKS, HEADS * HEAD_BYTES), np.uint8) for _ in range(2)]
-    group = PageGroup(views, 2)
-    page = HEADS * HEAD_BYTES
-    assert place(group, [[PageRun(0, 0, page)]] * 2, [page] * 2, 0, 2 * page) is group
-    assert place(group, [[PageRun(0, 0, page)]] * 2, [page] * 2, 0, 3 * page) is not group
-
-
 @pytest.mark.parametrize(
     "runs",
     [

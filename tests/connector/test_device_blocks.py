@@ -11,15 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.abc import (
-    KVGroup,
-    MissReason,
-    OffloadingEvent,
-    OffloadKey,
-    PrepareStoreOutput,
-    ScheduledStep,
-    TransferSpec,
-)
+from kvoffload.abc import KVGroup, MissReason, OffloadingEvent, OffloadKey, ScheduledStep, TransferSpec
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
@@ -67,19 +59,6 @@ def finish(rig: Rig, name: str, tokens: list[int], ids: list[int], tenant: str |
     assert not rig.step().stores
 
 
-def test_a_block_is_stored_and_fenced_in_the_step_in_which_it_leaves_the_device() -> None:
-    rig = rig_of()
-    finish(rig, "a", prompt(8), [1, 2])
-    meta = rig.start(FakeRequest("b", prompt(4, start=50)), [2])
-    job, spec = only(meta.stores)
-    assert device_ids(spec) == [2]
-    assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2}))
-    rig.report(job)
-    assert rig.status(prompt(8)) == [None, 0]
-    again = FakeRequest("c", [*prompt(8), 99])
-    assert rig.look_up(again, computed=4) == (4, True)
-
-
 def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
     rig = rig_of()
     finish(rig, "a", prompt(8), [1, 2])
@@ -93,25 +72,6 @@ def test_what_the_engine_finds_on_the_device_does_not_leave_it() -> None:
     assert device_ids(spec) == [2, 3], "the head of the chain is stored as its head"
     rig.report(job)
     assert rig.status(prompt(12)) == [None, 0, 0]
-
-
-def test_blocks_of_a_load_leave_the_device_and_those_loaded_are_stored_no_second_time() -> None:
-    rig = rig_of(num_host_blocks=32)
-    finish(rig, "a", prompt(8), [1, 2])
-    finish_other = rig.start(FakeRequest("b", prompt(8, start=50)), [2, 1])
-    rig.report(*finish_other.stores)
-    rig.half.request_finished(rig.half.requests["b"].request)
-    rig.step()
-    request = FakeRequest("c", [*prompt(8), 99])
-    meta = rig.load(request, ids=[2, 1])
-    job, spec = only(meta.stores)
-    (load,) = meta.loads
-    assert (meta.fences, meta.load_after) == ([], {load: [job]}), "only the load overwrites its source"
-    assert sorted(device_ids(spec)) == [1, 2]
-    rig.report(job, *meta.loads)
-    rig.step({request: 1}, new={"c": [2, 1, 3]})
-    rig.half.request_finished(request)
-    assert not rig.start(FakeRequest("d", prompt(8, start=80)), [1, 2]).stores, "host memory has both"
 
 
 def test_a_step_that_writes_to_the_blocks_of_a_load_waits_for_what_leaves_them() -> None:
@@ -225,21 +185,6 @@ def test_pieces_of_a_request_with_hints_do_not_leave_host_memory_first(params: M
     assert case.rig.status(case.first)[:7] == [None if params is None else 0] * 7
 
 
-def test_a_load_is_reported_as_failed_once() -> None:
-    case = InPieces()
-    assert case.go_on(failed=True).broken_loads
-    case.rig.half.switch_off("a test")
-    assert not case.rig.step().broken_loads
-
-
-def test_the_last_piece_is_reported_by_the_workers() -> None:
-    case = InPieces()
-    for _ in range(7):
-        case.go_on()
-    assert case.go_on(failed=True).broken_loads == {}
-    assert case.num_loading == 0
-
-
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_reset_ends_a_load_in_pieces(is_sent: bool) -> None:
     case = InPieces()
@@ -304,15 +249,6 @@ def test_blocks_that_the_device_holds_leave_host_memory_first() -> None:
     assert rig.status(prompt(8)) == [0, 0]
 
 
-def test_what_may_be_overwritten_before_it_is_read_is_not_stored() -> None:
-    rig = rig_of()
-    finish(rig, "a", prompt(8), [1, 2])
-    meta = rig.half.build_connector_meta(ScheduledStep({}, overwritten={1}, written={2}))
-    job, spec = only(meta.stores)
-    assert device_ids(spec) == [2]
-    assert meta.fences == [job]
-
-
 def test_blocks_of_the_next_steps_are_stored_early_and_no_step_waits_for_them() -> None:
     free = list(range(1, 25))
     rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
@@ -349,18 +285,6 @@ def test_what_was_stored_early_is_offered_again_only_if_its_copy_has_failed(has_
     assert sum(map(len, offered)) == (4 if has_failed else 2)
 
 
-def test_tokens_that_the_engine_takes_back_leave_nothing_to_store() -> None:
-    rig = rig_of()
-    request = FakeRequest("a", prompt(8))
-    rig.start(request, [1, 2])
-    request.tokens[4:] = [90, 91]
-    request.num_computed_tokens = 4
-    rig.step({request: 2})
-    rig.half.request_finished(request)
-    rig.step()
-    assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
-
-
 def test_a_reset_forgets_what_the_device_holds() -> None:
     for is_pause in (False, True):
         rig = rig_of()
@@ -368,20 +292,6 @@ def test_a_reset_forgets_what_the_device_holds() -> None:
         rig.half.reset(is_pause)
         assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
         assert rig.manager.explain_miss(rig.keys(prompt(4))[0]).reason is MissReason.RESET
-
-
-def test_a_request_gets_what_its_engine_has_forgotten_on_the_device() -> None:
-    rig = rig_of()
-    finish(rig, "a", prompt(12), [1, 2, 3])
-    request = FakeRequest("b", [*prompt(12), 99])
-    assert rig.look_up(request) == (None, False)
-    meta = rig.step()
-    job, spec = only(meta.stores)
-    assert device_ids(spec) == [1, 2, 3]
-    assert not meta.fences
-    assert rig.look_up(request) == (None, False), "it is being stored"
-    rig.report(job)
-    assert rig.look_up(request) == (12, True)
 
 
 def test_a_request_does_not_wait_for_forgotten_blocks_that_cannot_be_stored() -> None:
@@ -425,14 +335,6 @@ def test_what_was_not_worth_storing_ahead_may_be_when_it_leaves() -> None:
     assert not rig.start(FakeRequest("b", prompt(4, start=90)), [3]).stores, "there is no room"
     rig.manager.drop(others)
     assert device_ids(only(rig.start(FakeRequest("c", prompt(4, start=70)), [1]).stores)[1]) == [1]
-
-
-def test_a_block_that_the_engine_computes_again_anyway_is_not_stored() -> None:
-    """It finds all but one token, at most."""
-    rig = rig_of()
-    finish(rig, "a", prompt(8), [1, 2])
-    assert rig.look_up(FakeRequest("b", prompt(8)), computed=4) == (0, False)
-    assert not rig.step().stores
 
 
 def test_blocks_of_a_request_with_hints_are_stored_at_once() -> None:
@@ -528,15 +430,6 @@ def test_what_the_load_of_a_waiting_request_takes_is_stored_ahead() -> None:
     assert not rig.step().stores
 
 
-def test_one_piece_of_a_load_is_stored_ahead() -> None:
-    free = list(range(1, 17))
-    rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
-    finish(rig, "a", prompt(16 * TOKENS), free[::-1])
-    rig.manager.complete_store(rig.manager.prepare_store(rig.keys(prompt(24, start=500))).store_spec)
-    assert rig.look_up(FakeRequest("b", [*prompt(24, start=500), 99])) == (24, True)
-    assert [device_ids(spec) for spec in rig.step().stores.values()] == [[2, 1]]
-
-
 def test_a_request_that_ends_takes_nothing_any_more() -> None:
     free = list(range(1, 17))
     rig = rig_of(num_host_blocks=32, next_free=lambda n: free[:n])
@@ -605,20 +498,6 @@ def test_what_is_stored_for_a_request_is_counted_after_it_has_ended() -> None:
     assert {record.req_id: record.stored_tokens for record in rig.half.records} == {"a": TOKENS, "b": 0, "c": 0, "d": 0}
 
 
-def test_what_is_stored_for_a_preempted_request_is_counted_once() -> None:
-    rig = rig_of()
-    request = FakeRequest("a", prompt(8))
-    rig.start(request, [1, 2])
-    request.num_computed_tokens = 0
-    other = FakeRequest("b", prompt(4, start=50))
-    rig.look_up(other)
-    rig.allocate(other, [2])
-    rig.report(*rig.step({other: 4}, new={"b": [2]}, preempted=["a"]).stores)
-    rig.half.request_finished(request)
-    rig.step()
-    assert [record.stored_tokens for record in rig.half.records] == [TOKENS, 0]
-
-
 def test_the_garbage_collector_visits_no_object_per_device_block() -> None:
     """A collection would stop the engine's scheduler for as long as it looks at them."""
 
@@ -656,15 +535,6 @@ def test_above_tiers_that_are_off_a_block_can_be_lost(is_off: bool) -> None:
     rig.report(*meta.stores)
     rig.half.build_connector_meta(ScheduledStep({}, overwritten={1}))
     assert rig.half.metrics.snapshot().get("lost_blocks", 0) == is_off
-
-
-def test_what_the_policy_refuses_is_not_lost() -> None:
-    rig = rig_of()
-    finish(rig, "a", prompt(8), [1, 2])
-    nothing = rig.manager.backend.get_load_store_spec([], np.zeros(0, dtype=np.int64))
-    rig.manager.prepare_store = lambda keys, context, offer: PrepareStoreOutput([], nothing, [], keys)
-    assert not rig.start(FakeRequest("b", prompt(4, start=50)), [2]).stores
-    assert "lost_blocks" not in rig.half.metrics.snapshot()
 
 
 def test_without_room_for_all_the_head_of_a_chain_is_stored() -> None:

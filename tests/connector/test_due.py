@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -92,16 +91,6 @@ def test_a_decoding_request_is_looked_at_once_per_block() -> None:
         due_list.add(req_id, 16)
 
 
-def test_others_are_not_looked_at_because_one_computes_its_prompt() -> None:
-    due_list = DueList()
-    for i in range(16):
-        due_list.add(f"r{i}", 100)
-    scheduled = {**dict.fromkeys((f"r{i}" for i in range(16)), 1), "prompt": 4096}
-    for _ in range(99):
-        assert due_list.take(scheduled) == ["prompt"]
-    assert len(due_list.take(scheduled)) == 17
-
-
 def test_requests_that_become_due_in_neighbouring_steps_come_out_together() -> None:
     due_list, together = DueList(together=8), 8
     names = [f"r{i}" for i in range(2, 50)]
@@ -121,13 +110,6 @@ def test_what_is_to_be_looked_at_in_the_next_step_does_not_wait_for_others() -> 
         assert due_list.take({"r": 1}) == ["r"]
 
 
-def test_a_request_due_next_step_is_due_in_an_idle_step_too() -> None:
-    due_list = DueList()
-    due_list.add("r", 1)
-    assert due_list.take({}) == ["r"]
-    assert due_list.take({}) == []
-
-
 def test_a_removed_request_is_not_taken_and_each_is_in_it_once() -> None:
     due_list = DueList()
     due_list.add("a", 2)
@@ -144,13 +126,6 @@ def test_a_removed_request_is_not_taken_and_each_is_in_it_once() -> None:
 
 
 # In the model engine: a look at every request finds nothing that the list has missed.
-
-
-@pytest.fixture
-def quiet() -> object:
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def look_at_all(engine: ModelEngine) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -55,11 +54,7 @@ CHUNKS = 1
 PLANTED_SEEDS = 2_000
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

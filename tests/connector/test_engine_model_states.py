@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
@@ -34,11 +33,7 @@ CHUNKS = 2
 PLANTED_SEEDS = 400
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def hybrid(seed: int, make: Callable[[int], Scenario] = Scenario.random) -> Scenario:

@@ -3,9 +3,7 @@ all promises are kept."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from random import Random
 from typing import Any
@@ -24,11 +22,7 @@ SEEDS = 60
 TENANTS = Tenants(b"", [TenantConfig("a"), TenantConfig("b")])
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def random_shares(rng: Random, num_blocks: int) -> Shares:

@@ -53,15 +53,6 @@ def test_a_lookahead_of_states_is_refused() -> None:
         KVGroup(4, state=True, lookahead=1)
 
 
-def test_all_groups_are_stored_and_found() -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=9)])
-    rig.compute(rig.request(22))
-    assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 5, WINDOW: 5}
-    assert rig.hit(rig.request(25)) == 20
-    assert rig.hit(rig.request(20)) == 19, "one token is left to compute"
-    assert rig.hit(rig.request(25), computed=8) == 12
-
-
 @pytest.mark.parametrize(
     ("window", "needed"),
     # For a request that goes on at token 20: blocks of tokens 20 - (window - 1) to 20.
@@ -76,28 +67,6 @@ def test_a_window_needs_its_last_blocks_and_no_others(window: int, needed: set[i
         assert (rig.hit(rig.request(22)) == 20) is (ordinal not in needed), ordinal
 
 
-def test_groups_shrink_until_all_agree() -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=5), KVGroup(4, sliding_window=9)])
-    asked = rig.request(42)
-    rig.compute(asked)
-    rig.drop(asked, 1, 9)  # ends the hit at 36
-    rig.drop(asked, 2, 7)  # which needs blocks 7 and 8 of group 2: at 28 it needs 5 and 6
-    rig.drop(asked, 1, 6)  # the last block before 28
-    assert rig.hit(rig.request(42)) == 24
-    rig.drop(asked, FULL, 3)
-    assert rig.hit(rig.request(42)) == 12
-
-
-def test_a_hit_after_the_devices_needs_only_what_the_device_lacks() -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=17)])
-    asked = rig.request(22)
-    rig.compute(asked)
-    rig.drop(asked, FULL, 0, 1)
-    rig.drop(asked, WINDOW, 0, 1)
-    assert rig.hit(rig.request(22)) == 0
-    assert rig.hit(rig.request(22), computed=8) == 12
-
-
 @pytest.mark.parametrize(("end", "needed"), [(18, set()), (26, {4, 5}), (34, set())])
 def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
     """Chunks of 16 tokens: a request that goes on at 24 needs the blocks of tokens 16 to 24; one that goes on at 16 or
@@ -108,31 +77,6 @@ def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
         rig.compute(asked)
         rig.drop(asked, WINDOW, ordinal)
         assert (rig.hit(rig.request(end)) == end // 4 * 4) is (ordinal not in needed), ordinal
-
-
-def test_block_sizes_may_differ() -> None:
-    rig = GroupRig([KVGroup(2, 2), KVGroup(3, sliding_window=5)])
-    asked = rig.request(26)
-    rig.compute(asked)
-    assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 6, WINDOW: 8}
-    assert rig.hit(rig.request(26)) == 24, "a multiple of 4 and of 3"
-    assert rig.hit(rig.request(23)) == 12
-
-
-def test_a_load_leaves_out_null_blocks_and_blocks_that_the_device_holds() -> None:
-    rig = GroupRig([KVGroup(4, 2), KVGroup(4, 2, sliding_window=10)])
-    rig.compute(rig.request(40))
-    request = rig.request(42)
-    # The device's hit ends inside the second block.
-    assert rig.hit(request, computed=12) == 28
-    tables = rig.tables(40, skip_at=40)
-    rig.allocate(request, tables, 28)
-    (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
-    # The window of the token at 40 begins at 31, in device block 7.
-    assert spec.device.group_sizes == (7, 3)
-    assert spec.device.block_indices == (3, 7)
-    assert spec.device.block_ids.tolist() == tables[FULL][3:] + tables[WINDOW][7:]
-    assert len(spec.host.slots) == 4 + 2
 
 
 def test_blocks_that_slid_out_before_they_were_stored_are_left_out() -> None:
@@ -160,70 +104,11 @@ def test_blocks_that_slid_out_before_they_were_stored_are_left_out() -> None:
     assert [rig.hit(rig.request(n + 1)) for n in (4, 8, 12, 24)] == [0, 0, 12, 24]
 
 
-def test_a_block_whose_head_slid_out_serves_requests_that_need_its_tail() -> None:
-    """Blocks of 16 tokens, a window of 5: while a block fills, its first device blocks slide out."""
-    rig = GroupRig([KVGroup(4, 4, sliding_window=5)])
-    request = rig.request(12)
-    rig.hit(request, 0)
-    tables = rig.tables(12)
-    rig.allocate(request, tables)
-    assert not rig.give(request, 12, tables, new=True).stores
-    request.tokens += range(12, 17)
-    last = rig.tables(8)
-    meta = rig.give(request, 5, last, new=False)
-    (spec,) = meta.stores.values()
-    # The token at 12 looks back to 8.
-    assert spec.device.block_ids.tolist() == [tables[0][2], last[0][0]]
-    assert spec.device.block_indices == (2,)
-    rig.done(meta)
-    again = rig.request(17)
-    assert rig.hit(again) == 16
-    there = rig.tables(16, skip_at=16)
-    rig.allocate(again, there, 16)
-    (load,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
-    assert load.device.block_indices == (3,)
-    assert load.device.block_ids.tolist() == there[0][3:]
-
-
-def test_a_block_that_slides_out_and_is_handed_out_again_is_read_first() -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=5)])
-    request = rig.request(30)
-    rig.hit(request, 0)
-    tables = rig.tables(16)
-    rig.allocate(request, tables)
-    (job,) = rig.give(request, 16, tables, new=True).stores
-    more = (rig.tables(8)[FULL], [tables[WINDOW][0], rig.next_block])
-    assert rig.give(request, 8, more, new=False).fences == [job]
-
-
 DRAFTING = {"following": lambda request, position, n: repr(request.tokens[position : position + n]).encode()}
 
 
 def counts(rig: GroupRig) -> dict[int, int]:
     return {g: len(hashes) for g, hashes in rig.stored().items()}
-
-
-@pytest.mark.parametrize("lookahead", [1, 2])
-def test_a_block_is_found_by_requests_with_the_same_tokens_after_it(lookahead: int) -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(4, lookahead=lookahead)], options=DRAFTING)
-    rig.compute(rig.request(20 + lookahead))
-    assert counts(rig) == {0: 5, 1: 5}
-    assert rig.hit(rig.request(20 + lookahead)) == 20
-    for same in range(lookahead):
-        other = rig.request(20 + same)
-        other.tokens += [7] * 6
-        assert rig.hit(other) == 16, f"of the tokens after the last block, {same} are the same"
-        other.tokens = other.tokens[: 20 + same]
-        assert rig.hit(other) == 16, "the tokens after the last block are not known"
-
-
-def test_two_continuations_of_one_prefix_share_no_block_before_the_first_token_that_differs() -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
-    for token in (7, 8):
-        request = rig.request(16)
-        request.tokens += [token] * 5
-        rig.compute(request)
-    assert counts(rig) == {0: 6, 1: 7}, "3 blocks of each group are shared, and the fourth of the first"
 
 
 def test_a_block_is_stored_when_the_token_after_it_is_sampled() -> None:
@@ -285,12 +170,6 @@ def test_a_block_loses_its_name_when_the_token_after_it_is_replaced() -> None:
         other = rig.request(8)
         other.tokens += [token, 1]
         assert rig.hit(other) == found
-
-
-def test_keys_are_as_long_with_a_lookahead_as_without() -> None:
-    rig = GroupRig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
-    rig.compute(rig.request(5))
-    assert {len(block_hash) for hashes in rig.stored().values() for block_hash in hashes} == {32}
 
 
 def test_a_lookahead_without_a_description_of_the_tokens_is_refused() -> None:

@@ -20,7 +20,6 @@ from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.handover import (
     IMPATIENT_SHARE,
     MAX_HANDED_TOKENS,
-    MAX_PLACES,
     MAX_SERVERS,
     MISSES_IN_A_ROW,
     NAME_CHARS,
@@ -223,15 +222,6 @@ def test_a_server_hands_over_what_it_has_found_itself(pair: Pair) -> None:
     assert handover_of(answer)["tokens"] == 12
 
 
-def test_the_longest_possible_name_and_places_can_be_sent() -> None:
-    places = {"t" * MAX_PLACE_CHARS + str(i): "x" * MAX_PLACE_CHARS for i in range(MAX_PLACES)}
-    assert not is_handover({"tokens": 1, "name": "0" * NAME_CHARS, "places": places, "server": SERVER}), (
-        "names of tiers have a bound too"
-    )
-    places = {str(i): "x" * MAX_PLACE_CHARS for i in range(MAX_PLACES)}
-    assert is_handover({"tokens": MAX_HANDED_TOKENS, "name": "0" * NAME_CHARS, "places": places, "server": SERVER})
-
-
 # What is promised is kept.
 
 
@@ -416,12 +406,6 @@ NOT_HANDOVERS: dict[str, Any] = {
 }
 
 
-def test_none_counts_as_not_sent(pair: Pair) -> None:
-    assert not is_handover(None)
-    assert pair.decode.waits(prompt(9), with_handover(None)) == 0.0
-    assert not any(count for name, count in pair.decode.half.metrics.snapshot().items() if name.startswith("handovers"))
-
-
 @pytest.mark.parametrize("value", NOT_HANDOVERS.values(), ids=NOT_HANDOVERS)
 def test_what_is_no_handover_is_ignored_and_counted(pair: Pair, value: object) -> None:
     assert not is_handover(value)
@@ -488,16 +472,6 @@ def test_blocks_are_found_whatever_a_client_says_where_they_are(pair: Pair, plac
     assert pair.decode.count("complete") == 1
 
 
-def test_a_server_with_another_model_does_not_wait() -> None:
-    """Its blocks have other names."""
-    clock, store = Clock(), OrderedDict[OffloadKey, StoredBlock]()
-    prefill, other, same = (Server(clock, store, Tenants(space * 8)) for space in (b"a", b"b", b"a"))
-    answer = prefill.compute(prompt(9))
-    assert other.waits(prompt(9), answer) == 0.0
-    assert other.count("other_name") == 1
-    assert same.waits(prompt(9), answer) == DEADLINE_S
-
-
 def test_the_answer_keeps_the_tenant(pair: Pair) -> None:
     answer = pair.prefill.compute(prompt(9), tenant="search")
     assert answer is not None
@@ -506,17 +480,3 @@ def test_the_answer_keeps_the_tenant(pair: Pair) -> None:
     for tenant in ({}, {"tenant": "chat"}):
         assert pair.decode.waits(prompt(9), {PARAM: {"handover": handover_of(answer), **tenant}}) == 0.0
     assert pair.decode.count("other_name") == 2
-
-
-def test_no_tenant_finds_what_is_handed_over_to_another(pair: Pair) -> None:
-    answer = pair.prefill.compute(prompt(9), tenant="search")
-    pair.prefill.settle()
-    stolen = {PARAM: {"handover": handover_of(answer), "tenant": "chat"}}
-    request = FakeRequest("thief", prompt(9), stolen)
-    for _ in range(2):
-        assert pair.decode.look_up(request) == (0, False)
-        pair.decode.settle()
-    found = FakeRequest("owner", prompt(9), answer)
-    pair.decode.look_up(found)
-    pair.decode.settle()
-    assert pair.decode.ends(found) == 8

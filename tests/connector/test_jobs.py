@@ -6,19 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import (
-    ScheduledStep,
-)
-from tests.connector.rig import (
-    REMOTE_DECODE,
-    FakeRequest,
-    Rig,
-    device_ids,
-    held,
-    in_flight,
-    only,
-    prompt,
-)
+from kvoffload.abc import ScheduledStep
+from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, held, in_flight, only, prompt
 
 
 def test_a_report_of_another_schedulers_job_is_ignored() -> None:
@@ -30,64 +19,6 @@ def test_a_report_of_another_schedulers_job_is_ignored() -> None:
     second.report(job_id)
     assert second.status(prompt(4)) == [-1]
     assert not second.half.off
-
-
-def test_a_load_is_pinned_until_every_worker_has_reported() -> None:
-    rig = Rig(num_host_blocks=2, num_workers=2)
-    rig.store(prompt(8))
-    job, _ = only(rig.load(FakeRequest("r", prompt(9))).loads)
-    assert rig.status(prompt(8)) == [1, 1]
-    rig.report(job)
-    assert rig.status(prompt(8)) == [1, 1]
-    assert rig.half.has_pending_work()
-    assert not rig.start(FakeRequest("w", prompt(8, start=50))).stores, "no room while both are pinned"
-    rig.report(job)
-    assert rig.status(prompt(8)) == [0, 0]
-    assert rig.half.metrics.snapshot()["load_blocks"] == 2
-
-
-def test_a_load_fails_if_one_of_two_workers_fails() -> None:
-    rig = Rig(num_workers=2)
-    rig.store(prompt(8))
-    job, _ = only(rig.load(FakeRequest("r", prompt(9))).loads)
-    rig.report(job, failed=True)
-    rig.report(job)
-    assert rig.half.metrics.snapshot()["load_failures"] == 1
-
-
-def test_a_store_is_ready_only_when_every_worker_has_reported() -> None:
-    rig = Rig(num_workers=2)
-    job, _ = only(rig.start(FakeRequest("w", prompt(8))).stores)
-    rig.report(job)
-    assert rig.status(prompt(8)) == [-1, -1]
-    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
-    rig.report(job)
-    assert rig.status(prompt(8)) == [0, 0]
-    assert rig.look_up(FakeRequest("r2", prompt(9))) == (8, True)
-    assert rig.half.metrics.snapshot()["store_blocks"] == 2
-
-
-@pytest.mark.parametrize("failing_worker", [0, 1])
-def test_a_failed_store_is_a_miss_and_counted(failing_worker: int) -> None:
-    rig = Rig(num_workers=2)
-    job, _ = only(rig.start(FakeRequest("w", prompt(8))).stores)
-    for worker in range(2):
-        rig.report(job, failed=worker == failing_worker)
-    assert rig.status(prompt(8)) == [None, None]
-    assert rig.half.metrics.snapshot()["store_failures"] == 1
-    assert "store_blocks" not in rig.half.metrics.snapshot()
-    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
-    rig.manager.check_integrity()
-    assert rig.manager.num_used_blocks == 0
-
-
-def test_a_block_handed_to_a_new_request_fences_the_store_that_reads_it() -> None:
-    rig, job, _ = in_flight()
-    new = FakeRequest("n", prompt(4, start=90))
-    rig.look_up(new)
-    rig.allocate(new, [2])
-    meta = rig.step({new: 4}, new={"n": [2]})
-    assert (meta.fences, meta.fenced_blocks) == ([job], frozenset({2}))
 
 
 def test_a_fence_names_the_blocks_that_were_handed_out_and_no_others() -> None:
@@ -106,44 +37,6 @@ def test_a_load_waits_for_the_store_that_reads_its_block_and_the_step_does_not()
     meta = rig.load(FakeRequest("l", prompt(9, start=50)), ids=[1, 20])
     (load,) = meta.loads
     assert (meta.fences, meta.load_after) == ([], {load: [job]})
-
-
-def test_a_block_that_grows_another_request_fences_the_store_that_reads_it() -> None:
-    rig, job, _ = in_flight()
-    other = FakeRequest("o", prompt(8, start=90))
-    rig.look_up(other)
-    rig.allocate(other, [20])
-    assert rig.step({other: 3}, new={"o": [20]}).fences == []
-    assert rig.step({other: 3}, more={"o": [1]}).fences == [job]
-
-
-def test_a_block_of_a_preempted_request_is_fenced_and_its_store_still_counts() -> None:
-    rig, job, request = in_flight()
-    other = FakeRequest("o", prompt(4, start=90))
-    rig.look_up(other)
-    rig.allocate(other, [1])
-    assert rig.step({other: 4}, new={"o": [1]}, preempted=["w"]).fences == [job]
-    assert rig.status(prompt(8)) == [-1, -1], "not ready before it is reported"
-    rig.report(job)
-    assert rig.status(prompt(8)) == [0, 0]
-    request.num_computed_tokens = 0
-    assert rig.look_up(request) == (7, True)
-
-
-def test_a_block_handed_out_in_the_step_after_its_request_finished_is_read_first() -> None:
-    rig = Rig()
-    request = FakeRequest("w", prompt(3))
-    rig.start(request, [1])
-    rig.step({request: 1})
-    request.tokens.append(99)
-    rig.half.request_finished(request, [1])
-    other = FakeRequest("o", prompt(4, start=90))
-    rig.look_up(other)
-    rig.allocate(other, [1])
-    meta = rig.step({other: 3}, new={"o": [1]})
-    job, spec = only(meta.stores)
-    assert device_ids(spec) == [1]
-    assert meta.fences == [job]
 
 
 def test_a_preempted_request_stores_nothing_from_blocks_that_it_lost() -> None:
@@ -188,11 +81,6 @@ def test_a_finished_request_may_be_freed_at_once() -> None:
     assert not rig.half.has_pending_work()
 
 
-def test_an_unknown_request_may_be_freed_at_once() -> None:
-    request = FakeRequest("stranger", prompt(4), REMOTE_DECODE)
-    assert Rig().half.request_finished(request, [1]) == (False, None)
-
-
 def test_remote_decode_keeps_the_blocks_until_they_are_stored_and_releases_once() -> None:
     rig, job = held()
     assert rig.step().releases == []
@@ -219,16 +107,6 @@ def test_remote_decode_releases_once_when_its_deadline_is_over() -> None:
     assert not rig.half.has_pending_work()
 
 
-def test_remote_decode_with_nothing_left_to_store_is_released_in_the_next_step() -> None:
-    rig = Rig()
-    request = FakeRequest("p", prompt(8), REMOTE_DECODE)
-    job, _ = only(rig.start(request, [1, 2]).stores)
-    rig.report(job)
-    assert rig.half.request_finished(request, [1, 2]) == (True, None)
-    assert rig.half.has_pending_work()
-    assert rig.step().releases == ["p"]
-
-
 def test_remote_decode_stores_the_last_block_before_it_releases() -> None:
     rig = Rig()
     request = FakeRequest("p", prompt(3), REMOTE_DECODE)
@@ -248,12 +126,6 @@ def test_a_worker_that_reports_too_often_switches_offloading_off() -> None:
     rig.report(job, times=3)
     assert rig.half.off
     assert rig.half.metrics.snapshot()["off"] == 1
-
-
-def test_reports_of_unknown_jobs_are_ignored() -> None:
-    rig = Rig()
-    rig.report(12345, failed=True, times=3)
-    assert not rig.half.off
 
 
 @pytest.mark.parametrize("when", ["overwritten", "written"])

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import (
-    ConfigError,
-    KVGroup,
-    OffloadingManager,
-)
+from kvoffload.abc import ConfigError, KVGroup, OffloadingManager
 from kvoffload.cache.keys import hash_blocks, make_offload_key
 from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.layout import KeyLayout
@@ -45,20 +41,6 @@ def test_a_blocks_key_has_the_hash_of_its_last_hash_block() -> None:
 def test_block_sizes_that_do_not_divide_are_refused(hash_block_size: int) -> None:
     with pytest.raises(ConfigError, match=f"hash_block_size={hash_block_size}: must divide the 4 tokens"):
         scheduler(SpyManager(4), hash_block_size=hash_block_size)
-
-
-@pytest.mark.parametrize("hash_block_size", [1, 2, 4, None])
-def test_block_sizes_that_divide_are_taken(hash_block_size: int | None) -> None:
-    scheduler(SpyManager(4), hash_block_size=hash_block_size)
-
-
-def test_states_are_not_counted_among_the_blocks_of_a_chain() -> None:
-    states = [KVGroup(16, state=True)] * 3
-    layout = KeyLayout([KVGroup(8), KVGroup(16, sliding_window=32), *states], None)
-    assert (layout.align, layout.chains.kv_blocks_per_unit, layout.states) == (16, 3, (2, 3, 4))
-    assert layout.longest_chain(20) == 5 * 16, "17 blocks, and a state of each group"
-    assert layout.longest_chain(2) == 0
-    assert KeyLayout(states, None).longest_chain(20) == 5 * 16
 
 
 def test_keys_at_boundaries() -> None:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connector.rig import (
-    REMOTE_DECODE,
-    FakeRequest,
-    Rig,
-    device_ids,
-    only,
-    prompt,
-)
+from tests.connector.rig import REMOTE_DECODE, FakeRequest, Rig, device_ids, only, prompt
 
 
 @pytest.mark.parametrize(("computed", "first"), [(0, 0), (4, 1), (12, 3), (16, 4)])
@@ -38,13 +31,6 @@ def test_the_engine_may_take_less_than_it_was_offered() -> None:
     assert rig.status(prompt(32)) == [1, 1, 1, 0]
 
 
-def test_a_full_hit_loads_the_block_of_the_token_that_is_computed_again() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    _, spec = only(rig.load(FakeRequest("r", prompt(8)), ids=[50, 51]).loads)
-    assert device_ids(spec) == [50, 51]
-
-
 def test_zero_external_tokens_decline_the_offer() -> None:
     rig = Rig()
     rig.store(prompt(8))
@@ -56,18 +42,6 @@ def test_zero_external_tokens_decline_the_offer() -> None:
     assert not meta.broken_loads
     assert rig.status(prompt(8)) == [0, 0]
     assert not rig.half.has_pending_work()
-
-
-def test_an_aborted_request_stays_pinned_until_its_load_has_ended() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(9))
-    job, _ = only(rig.load(request).loads)
-    assert rig.half.request_finished(request) == (False, None)
-    rig.step()
-    assert rig.status(prompt(8)) == [1, 1]
-    rig.report(job)
-    assert rig.status(prompt(8)) == [0, 0]
 
 
 @pytest.mark.parametrize("is_pause", [False, True])
@@ -149,24 +123,3 @@ def test_a_promise_that_cannot_be_kept_is_reported_as_broken() -> None:
     assert not rig.half.off
     assert rig.look_up(request) == (0, False), "and it never loads again"
     assert rig.step().broken_loads == {}, "reported once"
-
-
-def test_a_broken_promise_names_no_block_that_the_device_held() -> None:
-    rig = Rig()
-    rig.store(prompt(12))
-    request = FakeRequest("r", prompt(13))
-    assert rig.look_up(request, computed=4) == (8, True)
-    rig.manager.reset()
-    rig.allocate(request, [5, 50, 51], 8)
-    assert rig.step().broken_loads == {"r": [50, 51]}
-
-
-def test_a_load_of_more_than_was_offered_is_reported_as_broken() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(13))
-    assert rig.look_up(request) == (8, True)
-    rig.allocate(request, [50, 51, 52], 12)
-    meta = rig.step()
-    assert not meta.loads
-    assert set(meta.broken_loads) == {"r"}

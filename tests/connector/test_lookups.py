@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import (
-    KVGroup,
-)
+from kvoffload.abc import KVGroup
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
@@ -32,12 +30,6 @@ def test_whole_blocks_are_offered_and_one_token_is_left_to_compute(asked: int, o
     assert rig.look_up(FakeRequest("r", prompt(asked))) == (offered, offered > 0)
 
 
-def test_another_prompt_has_no_hit() -> None:
-    rig = Rig()
-    rig.store(prompt(10))
-    assert rig.look_up(FakeRequest("r", prompt(10, start=1))) == (0, False)
-
-
 def test_a_prompt_of_one_token_is_computed_although_its_block_is_stored() -> None:
     manager = LRUOffloadingManager(HostBackend(1, 4))
     half = make_half(manager, groups=[KVGroup(1)])
@@ -47,13 +39,6 @@ def test_a_prompt_of_one_token_is_computed_although_its_block_is_stored() -> Non
     manager.complete_store([make_offload_key(request.block_hashes[0], 0)])
     assert half.get_num_new_matched_tokens(FakeRequest("s", [7], hash_tokens=1), 0) == (0, False)
     assert half.get_num_new_matched_tokens(FakeRequest("t", [7, 8], hash_tokens=1), 0) == (1, True)
-
-
-@pytest.mark.parametrize(("computed", "offered"), [(0, 12), (4, 8), (8, 4), (12, 0), (16, 0)])
-def test_tokens_that_the_device_holds_are_not_offered(computed: int, offered: int) -> None:
-    rig = Rig()
-    rig.store(prompt(12))
-    assert rig.look_up(FakeRequest("r", prompt(20)), computed) == (offered, offered > 0)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +65,6 @@ def test_less_than_a_device_block_is_computed_at_once(asked: int, computed: int,
     assert rig.half.records[-1].reason is None, "it has missed nothing"
 
 
-def test_less_than_a_large_block_is_loaded_if_it_is_a_device_block() -> None:
-    rig = Rig(factor=4)
-    rig.store(prompt(16))
-    assert rig.look_up(FakeRequest("r", prompt(16))) == (15, True)
-
-
 def test_a_request_does_not_wait_for_the_load_of_what_it_computes_in_a_step() -> None:
     rig = Rig()
     rig.store(prompt(8))
@@ -108,21 +87,6 @@ def test_an_unknown_answer_waits_at_most_for_the_deadline() -> None:
     assert rig.look_up(request) == (0, False), "it does not wait twice"
 
 
-def test_an_unknown_answer_is_asked_for_again_until_it_is_known() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    rig.manager.unknown = True
-    request = FakeRequest("r", prompt(9))
-    assert rig.look_up(request) == (None, False)
-    rig.step()
-    lookups = len(rig.manager.lookups)
-    assert rig.look_up(request) == (None, False)
-    assert len(rig.manager.lookups) == lookups, "nothing has changed: it is not asked for again"
-    rig.manager.unknown, rig.manager.has_news = False, True
-    rig.step()
-    assert rig.look_up(request) == (8, True)
-
-
 def test_a_request_waits_for_blocks_that_another_loads_and_shares_them() -> None:
     rig = Rig()
     rig.store(prompt(8))
@@ -131,14 +95,6 @@ def test_a_request_waits_for_blocks_that_another_loads_and_shares_them() -> None
     assert rig.look_up(second) == (None, False)
     rig.report(job)
     assert rig.look_up(second, computed=8) == (0, False), "it finds them on the device"
-
-
-def test_a_request_for_other_blocks_does_not_wait() -> None:
-    rig = Rig()
-    rig.store(prompt(8), "a")
-    rig.store(prompt(8, start=50), "b")
-    rig.load(FakeRequest("first", prompt(9)))
-    assert rig.look_up(FakeRequest("second", prompt(9, start=50))) == (8, True)
 
 
 def test_after_the_deadline_a_request_loads_its_own_copy() -> None:
@@ -186,16 +142,6 @@ def test_a_request_is_one_use_of_its_blocks_however_often_it_is_looked_up() -> N
     assert rig.manager.touches == [rig.keys(prompt(12))]
 
 
-def test_a_touched_prompt_outlives_one_that_is_not_asked_for() -> None:
-    rig = Rig(num_host_blocks=2)
-    rig.store(prompt(4), "old")
-    rig.store(prompt(4, start=50), "young")
-    rig.look_up(FakeRequest("again", prompt(4)))
-    rig.store(prompt(4, start=90), "third")
-    assert rig.status(prompt(4)) == [0]
-    assert rig.status(prompt(4, start=50)) == [None]
-
-
 def test_a_lookup_is_remembered_until_something_changes() -> None:
     rig = Rig()
     rig.store(prompt(8))
@@ -207,25 +153,6 @@ def test_a_lookup_is_remembered_until_something_changes() -> None:
     assert len(rig.manager.lookups) == 2
     rig.store(prompt(13), "writer of one more block")
     assert rig.look_up(request, computed=4) == (8, True)
-
-
-def test_a_request_that_waits_for_the_load_of_another_does_not_ask_the_manager() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    rig.load(FakeRequest("first", prompt(9)))
-    rig.manager.lookups.clear()
-    second = FakeRequest("second", prompt(9))
-    assert [rig.look_up(second) for _ in range(5)] == [(None, False)] * 5
-    assert rig.manager.lookups == []
-
-
-def test_a_remembered_hit_is_forgotten_when_a_store_evicts_it() -> None:
-    rig = Rig(num_host_blocks=2)
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(9))
-    assert rig.look_up(request) == (8, True)
-    rig.store(prompt(8, start=50), "other")
-    assert rig.look_up(request) == (0, False)
 
 
 def test_a_request_that_waits_is_looked_up_again_only_when_a_load_ends() -> None:

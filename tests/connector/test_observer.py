@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from kvoffload.abc import (
-    MissReason,
-)
+from kvoffload.abc import MissReason
 from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManager
@@ -18,16 +15,10 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import Tenants
-from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.options import PARAM
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from tests.clock import Clock
-from tests.connector.rig import (
-    TOKENS,
-    FakeRequest,
-    Rig,
-    only,
-    prompt,
-)
+from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
 
 
 def test_events_come_once() -> None:
@@ -37,21 +28,6 @@ def test_events_come_once() -> None:
     events = [(event.keys, event.removed) for event in rig.half.take_events()]
     assert events == [(rig.keys(prompt(4)), False), (rig.keys(prompt(4)), True)]
     assert list(rig.half.take_events()) == []
-
-
-def test_reported_bytes_and_seconds_are_counted() -> None:
-    rig = Rig()
-    for _ in range(2):
-        rig.half.update_connector_output(
-            WorkerReport(store_bytes=5, load_bytes=7, store_seconds=0.5, load_seconds=0.25)
-        )
-    totals = rig.half.metrics.snapshot()
-    assert [totals[name] for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds")] == [
-        10,
-        14,
-        1.0,
-        0.5,
-    ]
 
 
 class CountingPolicy(LRUPolicy):
@@ -137,14 +113,6 @@ def test_each_request_leaves_one_record() -> None:
     assert totals["asked_tokens"] == 8 + 16
 
 
-def test_a_full_hit_leaves_a_record_without_a_reason() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    rig.load(FakeRequest("r", prompt(10)))
-    record = rig.half.records[-1]
-    assert (record.host_tokens, record.missed_key, record.reason, record.age_s) == (8, None, None, None)
-
-
 def settle(rig: Rig, tokens: list[int]) -> tuple[MissReason | None, float | None]:
     """Why a request with ``tokens`` misses its first block."""
     request = FakeRequest("asker", tokens)
@@ -157,8 +125,27 @@ def settle(rig: Rig, tokens: list[int]) -> tuple[MissReason | None, float | None
     return record.reason, record.age_s
 
 
-def test_never_stored() -> None:
-    assert settle(Rig(), prompt(8)) == (MissReason.NEVER_STORED, None)
+def computed(rig: Rig, failed: bool | None = None) -> OffloadingConnectorScheduler:
+    """A request has computed two blocks. ``failed``: how their store has ended, if it has."""
+    stores = rig.start(FakeRequest("w", prompt(8))).stores
+    if failed is not None:
+        rig.report(*stores, failed=failed)
+    return rig.half
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (lambda rig: None, MissReason.NEVER_STORED),
+        (computed, MissReason.BEING_WRITTEN),
+        (lambda rig: computed(rig, failed=True), MissReason.COPY_FAILED),
+        (lambda rig: computed(rig, failed=False).reset(), MissReason.RESET),
+    ],
+)
+def test_a_record_has_the_reason_of_the_miss(before: Callable[[Rig], object], reason: MissReason) -> None:
+    rig = Rig()
+    before(rig)
+    assert settle(rig, prompt(8))[0] is reason
 
 
 def test_evicted_with_its_age() -> None:
@@ -169,12 +156,6 @@ def test_evicted_with_its_age() -> None:
     rig.store(prompt(8, start=50), "b")
     clock.now += 12.5
     assert settle(rig, prompt(8)) == (MissReason.EVICTED, 12.5)
-
-
-def test_being_written() -> None:
-    rig = Rig()
-    rig.start(FakeRequest("w", prompt(8)))
-    assert settle(rig, prompt(8)) == (MissReason.BEING_WRITTEN, None)
 
 
 def test_no_room() -> None:
@@ -198,34 +179,6 @@ def test_not_admitted() -> None:
 def test_a_prompt_that_is_asked_for_the_first_time_was_not_refused() -> None:
     rig = Rig(manager=FilterReusedOffloadingManager(LRUOffloadingManager(HostBackend(TOKENS, 4)), 2))
     assert settle(rig, prompt(8)) == (MissReason.NEVER_STORED, None)
-
-
-def test_reset() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    rig.half.reset()
-    assert settle(rig, prompt(8))[0] is MissReason.RESET
-
-
-def test_copy_failed() -> None:
-    rig = Rig()
-    job, _ = only(rig.start(FakeRequest("w", prompt(8))).stores)
-    rig.report(job, failed=True)
-    assert settle(rig, prompt(8))[0] is MissReason.COPY_FAILED
-
-
-def test_records_can_be_written_as_json() -> None:
-    rig = Rig()
-    settle(rig, prompt(8))
-    assert json.loads(json.dumps(rig.half.records[-1].to_dict()))["reason"] == "never_stored"
-
-
-def test_the_pools_size_is_a_metric() -> None:
-    rig = Rig(num_host_blocks=5)
-    rig.store(prompt(8))
-    rig.step()
-    totals = rig.half.metrics.snapshot()
-    assert (totals["pool_blocks"], totals["pool_used_blocks"]) == (5, 2)
 
 
 def test_a_record_names_the_block_and_not_its_namespace() -> None:

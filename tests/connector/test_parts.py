@@ -11,28 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.abc import (
-    BoundaryState,
-    ByteArray,
-    DeviceSpec,
-    KVGroup,
-    LoadStoreSpec,
-    PageGroup,
-    ScheduledStep,
-    Transfer,
-    TransferSpec,
-)
+from kvoffload.abc import BoundaryState, ByteArray, KVGroup, PageGroup, ScheduledStep
 from kvoffload.connector import parts
 from kvoffload.connector.layout import KeyLayout
-from kvoffload.connector.parts import MAX_PARTS, MAX_WASTE, PAGE_ALIGNMENT, PartPlan, Parts, plan_parts
-from kvoffload.host.pool import SLOT_ALIGNMENT
-from kvoffload.native import load
-from kvoffload.transfer.cuda.pages import page_table
-from kvoffload.transfer.cuda.slots import Unregistered
-from kvoffload.transfer.cuda.transfer import CudaTransfer
-from kvoffload.transfer.inline import InlineTransfer
+from kvoffload.connector.parts import MAX_PARTS, MAX_WASTE, PAGE_ALIGNMENT, Parts, plan_parts
 from tests.connector.rig import FakeRequest
-from tests.transfer.cuda.plain_device import PlainDevice
 
 KIB = 1024
 FULL, WINDOW, STATE = KVGroup(128), KVGroup(128, sliding_window=512), KVGroup(128, state=True)
@@ -145,15 +128,6 @@ def test_ranks_with_other_layers_have_the_same_parts_and_slots_of_their_own() ->
     assert plan.slot_bytes == 132 * KIB
 
 
-def test_the_log_has_unit_parts_and_waste() -> None:
-    plan = plan_parts([STATE] * 3 + [FULL], [[2 * KIB] * 3 + [128 * KIB]])
-    assert plan.describe() == (
-        "blocks of 2 KiB, 2 KiB, 2 KiB, 128 KiB, by KV cache group, are divided into 1, 1, 1, 8 parts for slots of "
-        "16 KiB: 7.5% of the slots' bytes hold nothing, instead of 42.2%"
-    )
-    assert "8.3% of the slots' bytes hold nothing" in PartPlan(Parts((1, 1)), (1, 2), 4096, 0.083, 0.083).describe()
-
-
 # Groups, tables and states of parts.
 
 
@@ -243,72 +217,3 @@ def test_each_byte_is_in_one_part(
         assert at % PAGE_ALIGNMENT == 0 or not part.views
         at += part.device_block_bytes
     assert at == whole.device_block_bytes
-
-
-def inline(groups: Sequence[PageGroup], pool: ByteArray) -> Transfer:
-    return InlineTransfer(groups, pool)
-
-
-def cuda(groups: Sequence[PageGroup], pool: ByteArray) -> Transfer:
-    tables = [page_table(group) for group in groups]
-    return CudaTransfer(tables, pool, PlainDevice(tables), Unregistered(), with_threads=False)
-
-
-needs_native_code = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
-
-
-def run(transfer: Transfer, spec: TransferSpec, is_store: bool) -> None:
-    transfer.submit(1, spec, is_store)
-    results = transfer.poll(busy=False)
-    while not results:
-        transfer.wait_any(1.0)
-        results = transfer.poll(busy=False)
-    assert [result.ok for result in results] == [True]
-
-
-COUNTS = (3, 1, 2)
-FACTOR = 2
-
-
-@pytest.mark.parametrize("make_transfer", [inline, pytest.param(cuda, marks=needs_native_code)])
-@pytest.mark.parametrize("make", [merged, apart, packed])
-@pytest.mark.parametrize("fault", [None, "two parts exchanged"])
-def test_bytes_come_back(
-    make_transfer: Callable[[Sequence[PageGroup], ByteArray], Transfer],
-    make: Callable[[Sequence[int]], list[ByteArray]],
-    fault: str | None,
-) -> None:
-    """Three groups are stored and loaded in parts, from other device blocks than they are loaded into."""
-    groups = [PageGroup(make([96, 96]), FACTOR), PageGroup(make([80]), FACTOR), PageGroup(make([48, 48, 48]), FACTOR)]
-    divided = Parts(COUNTS)
-    pages = divided.page_groups(groups)
-    pool = np.zeros((SLOTS, max(part.block_bytes for part in pages)), np.uint8)
-    transfer = make_transfer(pages, pool)
-    tables, targets = [[1, 2, 3, 4], [5, 6], [7, 8]], [[11, 12, 13, 14], [15, 16], [17, 18]]
-    want = [
-        [bytes(b"".join(view[block].tobytes() for view in group.views)) for block in table]
-        for group, table in zip(groups, tables, strict=True)
-    ]
-    num_slots = sum(len(table) // FACTOR for table in divided.tables(tables))
-    slots = np.arange(num_slots, dtype=np.int64)[::-1].copy()
-    run(transfer, spec(slots, divided.tables(tables)), is_store=True)
-    if fault is not None:
-        slots[[0, 2]] = slots[[2, 0]]
-    run(transfer, spec(slots, divided.tables(targets)), is_store=False)
-    found = [
-        [bytes(b"".join(view[block].tobytes() for view in group.views)) for block in table]
-        for group, table in zip(groups, targets, strict=True)
-    ]
-    assert (found == want) is (fault is None)
-    transfer.close()
-
-
-def spec(slots: np.ndarray[tuple[int], np.dtype[np.int64]], tables: Sequence[Sequence[int]]) -> TransferSpec:
-    ids = np.array([block for table in tables for block in table], dtype=np.int64)
-    device = DeviceSpec(ids, tuple(map(len, tables)), (0,) * len(tables))
-    return TransferSpec("r", LoadStoreSpec("CPU", slots), device)
-
-
-def test_slots_are_padded_for_direct_io() -> None:
-    assert Parts((3,)).slot_bytes([FULL], [10_000]) == SLOT_ALIGNMENT
-    assert parts.part_bytes(10_000, 3) == 3344

@@ -57,10 +57,6 @@ def test_every_rank_gets_all_values_in_order(tensor: int, pipeline: int) -> None
     assert results == [list(range(tensor * pipeline))] * (tensor * pipeline)
 
 
-def test_a_rank_alone_asks_no_other() -> None:
-    assert Ranks().collect(lambda: "own") == ["own"]
-
-
 @pytest.mark.parametrize("failing", range(4))
 def test_an_error_on_one_rank_ends_all(failing: int) -> None:
     class OwnError(Exception):

@@ -8,70 +8,7 @@ from typing import Any
 import pytest
 
 from kvoffload.connector.messages import StepMeta, WorkerReport
-from tests.connector.rig import (
-    TOKENS,
-    FakeRequest,
-    Rig,
-    device_ids,
-    in_flight,
-    only,
-    prompt,
-)
-
-
-def test_after_a_reset_nothing_is_found_and_late_completions_are_ignored() -> None:
-    rig, store, _ = in_flight()
-    load, _ = only(rig.load(FakeRequest("l", prompt(9, start=50)), ids=[20, 21, 22]).loads)
-    rig.half.reset()
-    rig.report(store, load)
-    assert not rig.half.off
-    assert rig.status(prompt(8)) == [None, None]
-    assert rig.status(prompt(8, start=50)) == [None, None]
-    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
-    rig.manager.check_integrity()
-    assert rig.manager.num_used_blocks == 0
-
-
-@pytest.mark.parametrize("reset", [True, False])
-def test_what_running_requests_compute_after_a_reset_is_not_stored(reset: bool) -> None:
-    rig = Rig()
-    request = FakeRequest("r", prompt(8))
-    rig.look_up(request)
-    rig.allocate(request, [1, 2])
-    rig.step({request: 3}, new={"r": [1, 2]})
-    if reset:
-        rig.half.reset()
-    assert bool(rig.step({request: 5}).stores) is not reset
-    rig.half.request_finished(request, [1, 2])
-    assert not rig.step().stores
-
-
-def test_a_request_that_waits_at_a_reset_or_starts_again_after_it_is_stored() -> None:
-    rig = Rig()
-    waiting, running = FakeRequest("waiting", prompt(4)), FakeRequest("running", prompt(4, start=50))
-    rig.look_up(waiting)
-    rig.look_up(running)
-    rig.allocate(running, [1])
-    rig.step({running: 3}, new={"running": [1]})
-    rig.half.reset()
-    rig.allocate(waiting, [2])
-    assert device_ids(only(rig.step({waiting: 4}, new={"waiting": [2]}).stores)[1]) == [2]
-    rig.step(preempted=["running"])
-    running.num_computed_tokens = 0
-    rig.look_up(running)
-    rig.allocate(running, [3])
-    assert device_ids(only(rig.step({running: 4}, new={"running": [3]}).stores)[1]) == [3]
-
-
-def test_an_offer_made_before_a_reset_is_not_kept_after_it() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(9))
-    assert rig.look_up(request) == (8, True)
-    rig.half.reset()
-    rig.allocate(request, [50, 51], 8)
-    assert rig.step().broken_loads == {"r": [50, 51]}
-    assert not rig.half.off
+from tests.connector.rig import TOKENS, FakeRequest, Rig, device_ids, only, prompt
 
 
 def test_a_worker_that_finds_changed_weights_has_all_blocks_forgotten_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,17 +59,6 @@ def test_after_a_reset_nothing_is_stored_that_follows_old_blocks_of_the_engines_
     assert not go_on(rig, "on spoiled", prompt(12), [9], [10, 11]).stores
 
 
-def test_after_a_reset_blocks_that_follow_a_load_are_stored() -> None:
-    rig = Rig()
-    rig.half.reset()
-    rig.store(prompt(8))
-    request = FakeRequest("r", prompt(16))
-    load, _ = only(rig.load(request, ids=[20, 21]).loads)
-    rig.report(load)
-    rig.allocate(request, [20, 21, 22, 23])
-    assert device_ids(only(rig.step({request: 8}, new={"r": [20, 21, 22, 23]}).stores)[1]) == [22, 23]
-
-
 def paused(**options: Any) -> Rig:
     """An engine that has stored two blocks and paused."""
     rig = Rig(**options)
@@ -164,16 +90,6 @@ def test_after_a_pause_with_the_same_weights_blocks_are_found_again() -> None:
     rig.manager.check_integrity()
 
 
-def test_after_a_pause_one_worker_with_other_weights_drops_all_blocks() -> None:
-    rig = paused(num_workers=2)
-    request, check = asks_for_a_check(rig)
-    rig.half.update_connector_output(WorkerReport({check: 1}, {check}))
-    assert rig.look_up(request) == (0, False)
-    rig.half.update_connector_output(WorkerReport({check: 1}))
-    assert rig.look_up(request) == (0, False)
-    assert rig.manager.num_used_blocks == 0
-
-
 NOT_PAUSED: dict[str, Callable[[Rig], object]] = {
     "a reset": lambda rig: rig.half.reset(),
     "changed weights": lambda rig: rig.half.update_connector_output(WorkerReport(changed_at=1)),
@@ -191,13 +107,6 @@ def test_what_a_pause_has_kept_may_be_dropped(event: str) -> None:
     assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
     assert rig.step().check_weights is None
     assert not rig.half.off
-
-
-def test_a_reset_drops_all_blocks() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    rig.half.reset()
-    assert rig.manager.num_used_blocks == 0
 
 
 @pytest.mark.parametrize("is_pause", [True, False])

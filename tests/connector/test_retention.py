@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -33,11 +32,7 @@ NAMES = ("a", "b", "other")
 RETAIN = {"a": {"host": 8, "disk": 24}, "b": {"disk": 12}, "other": {}}
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Server:

@@ -8,15 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvoffload.connector.messages import StepMeta, WorkerReport
-from tests.connector.rig import (
-    FakeRequest,
-    Rig,
-    device_ids,
-    held,
-    only,
-    prompt,
-)
+from kvoffload.connector.messages import StepMeta
+from tests.connector.rig import FakeRequest, Rig, device_ids, held, only, prompt
 
 
 def look_up_and_allocate(rig: Rig, request: FakeRequest, device_blocks: list[int], external: int) -> None:
@@ -183,21 +176,3 @@ def test_an_error_at_shutdown_raises_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(rig.manager, "shutdown", broken)
     rig.half.shutdown()
-
-
-def test_shutdown_may_come_twice() -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    rig.half.shutdown()
-    rig.half.shutdown()
-    assert rig.manager.num_used_blocks == 0
-
-
-def test_a_worker_whose_transfer_broke_switches_offloading_off(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
-    rig.store(prompt(8))
-    rig.half.update_connector_output(WorkerReport(broken=True))
-    assert rig.half.off
-    assert rig.look_up(FakeRequest("r", prompt(12))) == (0, False)
-    assert "OFFLOADING IS OFF" in caplog.text
-    assert rig.half.metrics.snapshot()["off"] == 1

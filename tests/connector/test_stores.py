@@ -10,29 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import (
-    KVGroup,
-    MissReason,
-    OffloadKey,
-    PrepareStoreOutput,
-    ReqContext,
-)
+from kvoffload.abc import KVGroup, MissReason, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import StepMeta
 from tests.connector.group_rig import GroupRig
-from tests.connector.rig import (
-    REMOTE_DECODE,
-    TOKENS,
-    FakeRequest,
-    Rig,
-    device_ids,
-    make_half,
-    only,
-    prompt,
-    start_together,
-)
+from tests.connector.rig import REMOTE_DECODE, TOKENS, FakeRequest, Rig, device_ids, only, prompt, start_together
 
 
 def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
@@ -68,32 +52,6 @@ def test_whole_blocks_of_known_and_computed_tokens_are_stored(known: int, schedu
     assert rig.status(prompt(known))[:stored] == [-1] * stored
 
 
-def test_chunks_and_decode_blocks_are_stored_as_they_fill_up() -> None:
-    rig = Rig()
-    request = FakeRequest("r", prompt(6))
-    rig.look_up(request)
-    rig.allocate(request, [1, 2])
-    assert device_ids(only(rig.step({request: 4}, new={"r": [1, 2]}).stores)[1]) == [1]
-    assert not rig.step({request: 2}).stores
-    request.tokens.append(99)
-    assert not rig.step({request: 1}).stores
-    request.tokens.append(98)
-    assert device_ids(only(rig.step({request: 1}).stores)[1]) == [2]
-    request.tokens.append(97)
-    assert not rig.step({request: 1}, more={"r": [3]}).stores
-
-
-def test_a_token_that_is_sampled_but_not_known_yet_completes_no_block() -> None:
-    rig = Rig()
-    request = FakeRequest("r", prompt(3))
-    rig.look_up(request)
-    rig.allocate(request, [1])
-    assert not rig.step({request: 3}, new={"r": [1]}).stores
-    assert not rig.step({request: 1}).stores, "its token has not been reported back"
-    request.tokens.append(99)
-    assert only(rig.step({request: 1}, more={"r": [2]}).stores)
-
-
 def test_the_last_whole_block_is_stored_when_the_request_finishes() -> None:
     rig = Rig()
     request = FakeRequest("r", prompt(3))
@@ -111,17 +69,6 @@ def test_the_last_whole_block_is_stored_when_the_request_finishes() -> None:
     rig.report(job)
     assert rig.status([*prompt(3), 99]) == [0]
     assert not rig.half.has_pending_work()
-
-
-def test_blocks_that_are_stored_are_not_copied_again() -> None:
-    rig = Rig()
-    rig.store(prompt(4))
-    request = FakeRequest("r", prompt(12))
-    assert rig.look_up(request, computed=4) == (0, False)
-    rig.allocate(request, [7, 8, 9])
-    request.num_computed_tokens = 4
-    meta = rig.step({request: 8}, new={"r": [7, 8, 9]})
-    assert device_ids(only(meta.stores)[1]) == [8, 9]
 
 
 def test_no_room_is_tried_again_at_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,14 +98,6 @@ def test_each_prompt_of_a_step_has_a_store_of_its_own() -> None:
     rig.manager.check_integrity()
 
 
-def test_a_block_that_two_requests_compute_in_one_step_is_stored_once() -> None:
-    rig = Rig()
-    meta = start_together(rig, FakeRequest("a", prompt(8)), FakeRequest("b", prompt(12)))
-    assert {spec.req_id: device_ids(spec) for spec in meta.stores.values()} == {"a": [10, 11], "b": [22]}
-    slots = [slot for spec in meta.stores.values() for slot in spec.host.slots.tolist()]
-    assert slots == [rig.manager.block_status(key).slot for key in rig.keys(prompt(12))]
-
-
 def test_a_request_that_fits_is_stored_although_another_of_its_step_does_not() -> None:
     rig = Rig(num_host_blocks=3)
     rig.store(prompt(4, start=90))
@@ -177,15 +116,6 @@ def test_blocks_that_slid_away_are_skipped() -> None:
     meta = rig.start(request, [0, 0, 1, 2, 0, 3, 4, 5])
     assert device_ids(only(meta.stores)[1]) == [1, 2, 4, 5]
     assert rig.status(prompt(32)) == [None, -1, None, -1]
-
-
-def test_a_store_names_each_blocks_slot_in_order() -> None:
-    rig = Rig(factor=2)
-    _, spec = only(rig.start(FakeRequest("w", prompt(16)), [1, 2, 3, 4]).stores)
-    assert device_ids(spec) == [1, 2, 3, 4]
-    assert spec.device.block_indices == (0,)
-    slots = [rig.manager.block_status(key).slot for key in rig.keys(prompt(16))]
-    assert spec.host.slots.tolist() == slots
 
 
 def test_the_head_of_a_prompt_longer_than_the_pool_is_stored() -> None:
@@ -240,17 +170,6 @@ def test_nothing_is_stored_behind_a_refused_block_and_the_policy_learns_of_it(pr
     assert rig.status(prompt(24)) == [0, 0, None, None, None, None]
 
 
-def test_tokens_that_the_engine_takes_back_get_new_keys() -> None:
-    rig = Rig()
-    request = FakeRequest("r", prompt(12))
-    rig.report(*rig.start(request).stores)
-    request.tokens[8:] = prompt(8, start=70)
-    request.num_computed_tokens = 8
-    rig.report(*rig.step({request: 8}, more={"r": rig.new_blocks(1)}).stores)
-    assert rig.status([*prompt(8), *prompt(8, start=70)]) == [0, 0, 0, 0]
-    assert not rig.half.off
-
-
 # Single blocks of several requests.
 
 
@@ -265,38 +184,6 @@ def decode_together(
     return requests, rig.step(dict.fromkeys(requests, 1))
 
 
-def test_single_blocks_that_several_requests_complete_in_a_step_are_one_store() -> None:
-    rig = Rig()
-    requests, meta = decode_together(rig, "a", "b", "c")
-    job, spec = only(meta.stores)
-    assert device_ids(spec) == [10, 20, 30]
-    slots = [rig.manager.block_status(rig.keys(request.tokens)[0]).slot for request in requests]
-    assert spec.host.slots.tolist() == slots
-    assert [state.context.req_id for state in rig.half.jobs.jobs[job].states] == ["a", "b", "c"]
-    rig.report(job)
-    assert [rig.status(request.tokens) for request in requests] == [[0], [0], [0]]
-    assert rig.half.metrics.snapshot()["store_blocks"] == 3
-
-
-def test_a_store_of_several_requests_fails_for_all_and_leaves_no_other_block_behind() -> None:
-    rig = Rig()
-    requests, meta = decode_together(rig, "a", "b")
-    rig.report(*meta.stores, failed=True)
-    assert [rig.status(request.tokens) for request in requests] == [[None], [None]]
-    assert rig.manager.num_used_blocks == 0
-    rig.manager.check_integrity()
-
-
-def test_a_store_of_several_requests_is_fenced_for_the_block_of_each() -> None:
-    for block in (10, 20):
-        rig = Rig()
-        _, meta = decode_together(rig, "a", "b")
-        other = FakeRequest("o", prompt(4, start=900))
-        rig.look_up(other)
-        rig.allocate(other, [block])
-        assert rig.step({other: 3}, new={"o": [block]}).fences == list(meta.stores)
-
-
 def test_every_held_request_waits_for_a_store_of_several() -> None:
     rig = Rig()
     requests, meta = decode_together(rig, "a", "b", params=REMOTE_DECODE)
@@ -305,31 +192,6 @@ def test_every_held_request_waits_for_a_store_of_several() -> None:
     assert rig.step().releases == []
     rig.report(*meta.stores)
     assert rig.step().releases == ["a", "b"]
-
-
-def test_blocks_of_which_a_part_is_gone_are_not_put_beside_others() -> None:
-    """A job says where its first device block lies in its slot, and the others follow from that."""
-    rig = Rig()
-    rig.half = make_half(rig.manager, groups=[KVGroup(TOKENS, 2, sliding_window=4)])
-    decoding, *others = [FakeRequest(name, prompt(8, start=100 * i)) for i, name in enumerate("abc")]
-    decoding.tokens.pop()
-    tables = {name: [10 * i + 1, 10 * i + 2] for i, name in enumerate("abc")}
-    for request in (decoding, *others):
-        rig.look_up(request)
-        rig.allocate(request, tables[request.request_id])
-    rig.step({decoding: 7}, new={"a": tables["a"]})
-    decoding.tokens.append(7)
-    meta = rig.step({decoding: 1, **dict.fromkeys(others, 8)}, new={name: tables[name] for name in "bc"})
-    found = {tuple(device_ids(spec)): spec.device.block_indices for spec in meta.stores.values()}
-    assert found == {(2,): (1,), (11, 12, 21, 22): (0,)}
-
-
-def test_a_request_whose_first_blocks_come_as_additions_is_stored_too() -> None:
-    rig = Rig()
-    request = FakeRequest("r", prompt(8))
-    rig.look_up(request)
-    rig.allocate(request, [1, 2])
-    assert device_ids(only(rig.step({request: 8}, more={"r": [1, 2]}).stores)[1]) == [1, 2]
 
 
 @pytest.mark.parametrize("change", ["reversed", "rotated", "a key that was not offered"])
@@ -389,12 +251,6 @@ def test_one_job_stores_what_decoding_completes_in_neighbouring_steps() -> None:
     assert len(waited) == 8
     assert all(0 <= steps < 8 for steps in waited.values())
     assert len(blocks_per_job) <= 3
-
-
-def test_small_blocks_do_not_wait_for_others() -> None:
-    waited, blocks_per_job = decode_one_by_one(factor=3, num_requests=8)
-    assert waited == {f"r{i}": 0 for i in range(8)}
-    assert blocks_per_job == [1] * 8
 
 
 @pytest.mark.parametrize(("window", "late"), [(None, True), (64, False)])

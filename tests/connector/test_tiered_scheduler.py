@@ -168,17 +168,6 @@ def test_an_event_costs_the_same_however_many_requests_wait() -> None:
     assert cost == same
 
 
-def test_the_next_request_finds_them_in_the_host() -> None:
-    rig = TieredRig()
-    rig.put_below(prompt(8))
-    first, second = FakeRequest("first", prompt(9)), FakeRequest("second", prompt(9))
-    rig.look_up(first)
-    rig.arrive()
-    rig.report(*rig.load(first).loads)
-    rig.load(second)
-    assert (rig.half.records[-1].host_tokens, rig.half.records[-1].disk_tokens) == (8, 0)
-
-
 def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
     rig = TieredRig()
     rig.put_below(prompt(8))
@@ -390,21 +379,6 @@ def test_the_manager_learns_how_fast_the_engine_computes() -> None:
     rig.step({request: 1})
     rig.step({request: 1})
     assert rig.manager.prefills == [(100, pytest.approx(1.5))]
-
-
-def test_tokens_computed_after_a_load_are_not_measured() -> None:
-    rig = TieredRig(num_host_blocks=64)
-    rig.store(prompt(80))
-    rig.manager.prefills.clear()
-    request = FakeRequest("r", prompt(81))
-    ids = rig.new_blocks(21)
-    rig.report(*rig.load(request, ids=ids).loads)
-    rig.allocate(request, ids)
-    for _ in range(3):
-        rig.step({request: 1}, new={"r": ids})
-        rig.clock.now += 0.02
-        request.tokens.append(0)
-    assert rig.manager.prefills == []
 
 
 def test_loaded_and_short_prompts_are_not_measured() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload.abc import ScheduledStep
 from tests.clock import Clock
-from tests.connector.group_rig import FULL, HYBRID, OTHER, STATE, GroupRig
+from tests.connector.group_rig import HYBRID, OTHER, STATE, GroupRig
 from tests.connector.rig import FakeRequest
 from tests.connector.test_tiered_scheduler import SpyManager
 
@@ -56,14 +56,6 @@ def test_a_request_waits_for_its_state_and_the_blocks_before_it() -> None:
     (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
     assert spec.device.group_sizes == (10, 1, 1)
     assert rig.half.records[-1].tier_tokens == {"memory": 40}
-
-
-def test_without_the_blocks_below_there_is_no_hit_and_nothing_hangs() -> None:
-    rig = TieredRig()
-    writer = rig.request(42)
-    rig.put_below(writer, 40)
-    rig.manager.tier.delete([rig.key(writer, FULL, 20)])
-    assert rig.answer(rig.request(60)) == 0
 
 
 def test_blocks_below_without_a_state_are_not_read() -> None:

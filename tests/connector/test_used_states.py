@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import (
-    KVGroup,
-    Need,
-    OffloadKey,
-    ReqContext,
-    ScheduledStep,
-    Slots,
-    States,
-)
+from kvoffload.abc import KVGroup, Need, OffloadKey, ReqContext, ScheduledStep, Slots, States
 from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import LRUOffloadingManager
@@ -116,16 +108,6 @@ def test_a_request_touches_the_last_state_in_host_memory() -> None:
         manager.check(used(rig, rig.request(42), 40))
 
 
-def test_no_state_is_touched_that_a_request_may_not_use() -> None:
-    manager = StrictManager()
-    rig = GroupRig(manager=manager)
-    rig.compute(rig.request(18), 16)
-    rig.compute(rig.request(42), 40)
-    request = rig.request(62, max_tokens=30)
-    assert rig.hit(request) == 16
-    assert manager.touches[-1][0] == used(rig, request, 16)
-
-
 def test_an_ended_request_reorders_the_states_that_it_has_kept_or_used() -> None:
     """It continues at 16, parts from others at 32, ends its prompt at 80, and its output at 88."""
     manager = StrictManager()
@@ -152,16 +134,6 @@ def test_the_devices_own_hit_counts_as_one_that_was_resumed_at() -> None:
     rig.done(rig.step(request, 26))
     rig.finish(request)
     assert manager.reorders[-1] == used(rig, request, 16)
-
-
-def test_a_whole_chain_would_be_noticed() -> None:
-    rig = GroupRig(manager=StrictManager())
-    request = rig.request(42)
-    rig.compute(request, 40)
-    with pytest.raises(Phantom):
-        rig.manager.touch(whole(rig, request))
-    with pytest.raises(Phantom):
-        rig.manager.end_chain(whole(rig, request), [])
 
 
 class Whole(LRUOffloadingManager):
@@ -199,43 +171,6 @@ def test_a_state_behind_which_a_conversation_went_on_is_evicted_first() -> None:
         rig.compute(rig.request(22, first=5000))
         held.append((rig.held(turn, STATE), rig.held(turn, FULL)[-1]))
     assert held == [([60], 68), ([48, 60], 60)]
-
-
-def test_without_states_chains_are_whole_and_no_state_is_looked_for() -> None:
-    for groups in ((KVGroup(SIZE),), (KVGroup(SIZE), KVGroup(SIZE, sliding_window=8))):
-        manager = LRU(100)
-        rig = GroupRig(groups=groups, manager=manager)
-        request = rig.request(42)
-        rig.compute(request)
-        rig.finish(request)
-        keys = [rig.key(request, g, end) for end in range(SIZE, 42, SIZE) for g in range(len(groups))]
-        assert manager.calls == [("touch", keys), ("end_chain", keys), ("whole chain", keys)]
-
-
-class LRU(LRUOffloadingManager):
-    """A manager as they were before there were states."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(HostBackend(1, num_blocks))
-        self.calls: list[tuple[str, list[OffloadKey]]] = []
-
-    def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # type: ignore[override]
-        self.calls.append(("touch", list(keys)))
-        super().touch(keys, req_context)
-
-    def end_chain(  # type: ignore[override]
-        self,
-        keys: Keys,
-        stored: Collection[OffloadKey],
-        req_context: ReqContext | None = None,
-        chain: Keys | None = None,
-    ) -> None:
-        self.calls += [("end_chain", list(keys)), ("whole chain", list(chain or ()))]
-        super().end_chain(keys, stored, req_context)
-
-    def lookup_each(self, keys: Keys, req_context: ReqContext | None = None, need: Need = Need.ALL) -> States:
-        assert need is not Need.LAST, "there are no states"
-        return super().lookup_each(keys, req_context, need)
 
 
 # The order.

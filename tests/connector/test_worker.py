@@ -14,7 +14,7 @@ from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Trans
 from kvoffload.connector.adapters import CHECK_DEADLINE_S, DROPPED, UNREADABLE, Adapter, AdapterNeed
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
-from kvoffload.host.pool import HostPool, padded_slot_bytes
+from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer.inline import InlineTransfer
 from tests.connector.rig import LoadedAdapters
 from tests.sim.faults import SlowTransfer, WrappedTransfer
@@ -139,25 +139,6 @@ def test_a_load_waits_for_the_store_that_reads_its_blocks(device: Device, store_
     assert report(worker) == ({1: 1, 2: 1}, set())
 
 
-def test_a_load_starts_at_once_if_the_store_has_ended(device: Device, worker: OffloadingConnectorWorker) -> None:
-    step(worker, StepMeta(stores={1: job([2], [5])}))
-    step(worker)
-    assert step(worker, StepMeta(loads={2: job([3], [5], "l")}, load_after={2: [1]}))[0] == {"l"}
-
-
-@pytest.mark.parametrize("failures", [1, 2])
-def test_a_load_waits_until_a_failing_store_is_tried_no_more(device: Device, failures: int) -> None:
-    transfer = Faulty(device.transfer, failures)
-    worker = OffloadingConnectorWorker(transfer)
-    device.data[:, 5] = 7
-    loaded = step(worker, StepMeta(loads={2: job([3], [5], "l")}, stores={1: job([2], [5])}, load_after={2: [1]}))[0]
-    for _ in range(4):
-        loaded |= step(worker)[0]
-    assert loaded == {"l"}
-    assert device.slot(2) == (bytes([7]) if failures == 1 else bytes(1)) * LAYERS * PAGE
-    assert 1 in transfer.tries
-
-
 def test_loads_that_wait_end_when_the_device_loses_its_memory_or_the_transfer_breaks(device: Device) -> None:
     for breaks in (False, True):
         transfer = Sleeping(device.transfer)
@@ -191,95 +172,12 @@ def test_a_transfer_that_takes_no_load_fails_all_that_wait_for_one_store(
     assert report(worker)[1] == {2, 3}
 
 
-def test_a_store_starts_at_the_next_step_and_is_reported_once(
-    device: Device, worker: OffloadingConnectorWorker
-) -> None:
-    step(worker, StepMeta(stores={1: job([2], [5])}))
-    assert report(worker) == ({}, set())
-    assert not device.pool.any(), "the step that computes the block may still be under way"
-    device.data[:, 5] = 7
-    step(worker)
-    assert device.slot(2) == device.block(5) == bytes([7]) * LAYERS * PAGE
-    assert report(worker) == ({1: 1}, set())
-    step(worker)
-    assert worker.take_report() is None
-
-
-def test_a_load_is_done_when_it_is_reported(device: Device, worker: OffloadingConnectorWorker) -> None:
-    device.pool[3] = 9
-    assert step(worker, StepMeta(loads={1: job([3], [4])})) == ({"r"}, set(), set())
-    assert device.block(4) == device.slot(3) == bytes([9]) * LAYERS * PAGE
-    assert report(worker) == ({1: 1}, set())
-    assert step(worker) == (set(), set(), set()), "reported once"
-
-
-def test_bytes_come_back_through_a_real_host_pool() -> None:
-    pool = HostPool(4, padded_slot_bytes(LAYERS * PAGE))
-    try:
-        device = Device(pool=pool.data)
-        worker = OffloadingConnectorWorker(device.transfer)
-        before = device.block(1), device.block(2)
-        step(worker, StepMeta(stores={1: job([0, 3], [1, 2])}))
-        step(worker)
-        device.data[:] = 0
-        step(worker, StepMeta(loads={2: job([3, 0], [6, 5])}))
-        assert (device.block(5), device.block(6)) == before
-        taken = worker.take_report()
-        assert taken is not None
-        assert taken.done == {1: 1, 2: 1}
-        assert taken.store_bytes == taken.load_bytes == 2 * LAYERS * PAGE
-    finally:
-        pool.close()
-
-
-def test_a_fenced_store_has_read_its_block_before_the_step_computes(
-    device: Device, worker: OffloadingConnectorWorker
-) -> None:
-    step(worker, StepMeta(stores={1: job([0], [1]), 2: job([1], [2])}))
-    want = device.block(1)
-    worker.begin_step(StepMeta(fences=[1]))
-    device.data[:, 1:3] = 0  # the forward pass
-    assert device.slot(0) == want
-    worker.end_step(NOTHING)
-    worker.get_finished(NOTHING)
-    assert device.slot(1) == bytes(LAYERS * PAGE), "without a fence the old bytes are gone"
-
-
 def test_the_transfer_learns_which_device_blocks_a_fence_is_about(device: Device) -> None:
     transfer = Faulty(device.transfer)
     worker = OffloadingConnectorWorker(transfer)
     step(worker, StepMeta(stores={1: job([0, 1], [1, 2])}))
     step(worker, StepMeta(fences=[1], fenced_blocks=frozenset({2})))
     assert (transfer.waited_for, transfer.waited_blocks) == ([[1]], [{2}])
-
-
-def test_a_store_may_be_fenced_in_the_step_that_asks_for_it(device: Device, worker: OffloadingConnectorWorker) -> None:
-    meta = StepMeta(stores={1: job([0], [1])}, fences=[1])
-    want = device.block(1)
-    worker.begin_step(meta)
-    device.data[:, 1] = 0
-    worker.end_step(meta)
-    worker.get_finished(meta)
-    step(worker)
-    assert device.slot(0) == want
-    assert report(worker) == ({1: 1}, set()), "carried out once"
-
-
-def test_a_load_into_a_fenced_block_comes_after_the_store(device: Device, worker: OffloadingConnectorWorker) -> None:
-    device.pool[3] = 9
-    want = device.block(1)
-    step(worker, StepMeta(stores={1: job([0], [1])}))
-    step(worker, StepMeta(fences=[1], loads={2: job([3], [1])}))
-    assert device.slot(0) == want
-    assert device.block(1) == device.slot(3)
-
-
-def test_a_fence_for_a_store_that_has_ended_does_no_harm(worker: OffloadingConnectorWorker) -> None:
-    step(worker, StepMeta(stores={1: job([0], [1])}))
-    step(worker)
-    assert report(worker) == ({1: 1}, set())
-    step(worker, StepMeta(fences=[1]))
-    assert worker.take_report() is None
 
 
 def test_broken_loads_are_reported_as_failed_once(worker: OffloadingConnectorWorker) -> None:
@@ -313,11 +211,6 @@ def test_a_load_is_not_reported_as_failed_while_a_piece_of_it_is_copied(device: 
     assert step(worker) == ({"r"}, {1, 2}, set())
 
 
-def test_releases_are_reported_once(worker: OffloadingConnectorWorker) -> None:
-    assert step(worker, StepMeta(releases=["a", "b"])) == (set(), set(), {"a", "b"})
-    assert step(worker) == (set(), set(), set())
-
-
 # One call per step.
 
 
@@ -338,18 +231,6 @@ def test_one_call_runs_a_step_and_delivers_its_report(device: Device, worker: Of
         pass
     assert len(reports) == 1, "there was nothing to report"
     assert worker.take_report() is None
-
-
-def test_one_call_makes_fenced_stores_read_before_the_forward_pass(
-    device: Device, worker: OffloadingConnectorWorker
-) -> None:
-    reports: list[WorkerReport] = []
-    want = device.block(1)
-    with worker.step(StepMeta(stores={1: job([0], [1])}), reports.append):
-        pass
-    with worker.step(StepMeta(fences=[1]), reports.append):
-        device.data[:, 1] = 0
-    assert device.slot(0) == want
 
 
 def test_what_a_failed_forward_pass_was_to_compute_is_not_stored(
@@ -412,24 +293,6 @@ def test_a_store_that_failed_is_not_tried_again_after_its_fence(device: Device) 
     assert report(worker) == ({1: 1}, {1})
 
 
-def test_a_store_fenced_in_its_own_step_is_not_tried_again(device: Device) -> None:
-    faulty = Faulty(device.transfer, failures=1)
-    worker = OffloadingConnectorWorker(faulty)
-    step(worker, StepMeta(stores={1: job([0], [1])}, fences=[1]))
-    step(worker)
-    assert faulty.tries == {1: 1}
-    assert report(worker) == ({1: 1}, {1})
-
-
-def test_one_bad_job_does_not_harm_the_others(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    worker = OffloadingConnectorWorker(device.transfer)
-    reported = step(worker, StepMeta(loads={1: job([99], [1], "bad"), 2: job([0], [2], "good")}))
-    reported_later = step(worker)
-    assert reported[0] | reported_later[0] == {"bad", "good"}
-    assert reported[1] | reported_later[1] == {1}
-    assert report(worker) == ({1: 1, 2: 1}, {1})
-
-
 # Idle steps.
 
 
@@ -449,16 +312,6 @@ def test_only_a_step_without_tokens_waits_for_loads(device: Device, meta: StepMe
     worker = OffloadingConnectorWorker(sleeping)
     step(worker, meta)
     assert sleeping.idle_waits == waits
-
-
-def test_what_ended_during_the_wait_is_reported_in_the_same_step(device: Device) -> None:
-    worker = OffloadingConnectorWorker(Sleeping(device.transfer))
-    reported = step(worker, StepMeta(loads={1: job([0], [1])}, has_tokens=False))
-    assert reported == ({"r"}, set(), set())
-
-
-def test_an_idle_step_is_short() -> None:
-    assert 0 < IDLE_WAIT_S <= 0.002
 
 
 # A transfer that raises.
@@ -600,6 +453,10 @@ def test_reports_of_workers_add_up() -> None:
     assert total.add(one).add(two) is total
     assert total == WorkerReport({1: 1, 2: 2, 3: 1}, {2, 3}, 15, 3, 0.75, 3.0)
     assert one.done == {1: 1, 2: 1}, "what is added stays as it was"
+    total = WorkerReport(answers={1: [b"a"]}, adapters={3: {b"a"}}, changed_at=2)
+    total.add(WorkerReport(answers={1: [b"b"], 2: [b"c"]}, adapters={3: {b"b"}, 4: {b"c"}}, changed_at=1))
+    assert (total.answers, total.adapters) == ({1: [b"a", b"b"], 2: [b"c"]}, {3: {b"a", b"b"}, 4: {b"c"}})
+    assert total.changed_at == 2
 
 
 @pytest.fixture(autouse=True)
@@ -663,27 +520,6 @@ def test_weights_are_compared_in_steps_that_compute_load_or_store(
     assert report(watched) == ({1: 1, 2: 1}, set())
 
 
-def test_changed_weights_fail_loads_and_stores_until_the_next_epoch(
-    device: Device, watched: OffloadingConnectorWorker, weights: Weights
-) -> None:
-    before, pool = device.block(4), device.pool.copy()
-    weights.now = 1
-    assert step(watched, StepMeta(loads=LOAD, stores=STORE)) == ({"r"}, {4}, set())
-    assert step(watched) == (set(), set(), set())
-    taken = watched.take_report()
-    assert taken is not None
-    assert (taken.done, taken.failed, taken.changed_at) == ({1: 1, 2: 1}, {1, 2}, 0)
-    step(watched, StepMeta(loads={3: job([3], [4])}))
-    taken = watched.take_report()
-    assert taken is not None
-    assert (taken.failed, taken.changed_at) == ({3}, -1), "reported once"
-    assert device.block(4) == before
-    assert np.array_equal(device.pool, pool), "nothing was stored"
-    step(watched, StepMeta(loads={4: job([3], [4])}, epoch=1))
-    assert report(watched) == ({4: 1}, set())
-    assert device.block(4) == device.slot(3)
-
-
 def test_other_weights_are_seen_in_a_step_without_jobs(watched: OffloadingConnectorWorker, weights: Weights) -> None:
     """What it computes may be stored when the weights are the former ones again."""
     weights.now = 1
@@ -695,48 +531,6 @@ def test_other_weights_are_seen_in_a_step_without_jobs(watched: OffloadingConnec
     assert (taken.changed_at, taken.done, taken.failed) == (0, {}, set())
     step(watched, NOTHING)
     assert report(watched) == ({2: 1}, {2})
-
-
-def test_jobs_in_progress_when_weights_change_fail(device: Device, weights: Weights) -> None:
-    """They fail when the transfer has completed them: until then it writes to the blocks."""
-    worker = OffloadingConnectorWorker(Sleeping(device.transfer), weights)
-    step(worker, StepMeta(loads=LOAD))
-    weights.now = 1
-    assert step(worker, StepMeta(stores=STORE)) == (set(), set(), set())
-    assert report(worker) == ({}, set())
-    assert step(worker, IDLE) == ({"r"}, {4}, set())
-    assert report(worker) == ({1: 1, 2: 1}, {1, 2})
-
-
-def test_jobs_that_began_before_a_reset_fail_after_it(device: Device, weights: Weights) -> None:
-    for watch in (weights, None):
-        worker = OffloadingConnectorWorker(Sleeping(device.transfer), watch)
-        step(worker, StepMeta(loads=LOAD, stores=STORE))
-        assert step(worker, StepMeta(epoch=1)) == (set(), set(), set())
-        assert step(worker, StepMeta(has_tokens=False, epoch=1)) == ({"r"}, {4}, set())
-        assert report(worker) == ({1: 1, 2: 1}, {1, 2})
-
-
-def test_a_load_is_not_reported_before_its_weights_are_known(
-    watched: OffloadingConnectorWorker, weights: Weights
-) -> None:
-    weights.answers = False
-    for meta in (StepMeta(loads=LOAD), NOTHING, StepMeta(loads={3: job([2], [6], "s")}), IDLE):
-        assert step(watched, meta) == (set(), set(), set())
-    assert weights.num_comparisons == 1, "one at a time"
-    weights.answers = True
-    assert step(watched) == ({"r", "s"}, set(), set())
-    assert weights.num_comparisons == 2, "the second load came after the first comparison had begun"
-
-
-def test_a_late_answer_fails_the_jobs_that_waited_for_it(watched: OffloadingConnectorWorker, weights: Weights) -> None:
-    weights.answers, weights.now = False, 1
-    step(watched, StepMeta(loads=LOAD))
-    weights.answers = True
-    assert step(watched) == ({"r"}, {4}, set())
-    taken = watched.take_report()
-    assert taken is not None
-    assert (taken.failed, taken.changed_at) == ({1}, 0)
 
 
 def test_no_comparison_begins_after_copies_have_ended_for_a_sleep(
@@ -807,18 +601,6 @@ def test_after_a_sleep_weights_are_compared_with_those_of_before(
     taken = watched.take_report()
     assert taken is not None
     assert (taken.failed, taken.changed_at) == ({1}, 1)
-
-
-def test_other_weights_after_a_sleep_are_reported_and_accepted_later(
-    watched: OffloadingConnectorWorker, weights: Weights
-) -> None:
-    weights.now = 1
-    step(watched, CHECK)
-    assert report(watched) == ({9: 1}, {9})
-    weights.now = 2
-    step(watched, StepMeta(epoch=1))
-    step(watched, StepMeta(loads=LOAD, epoch=1))
-    assert report(watched) == ({1: 1}, set())
 
 
 def test_weights_may_not_be_known_to_be_the_same(device: Device, weights: Weights) -> None:
@@ -952,13 +734,3 @@ def test_without_a_watch_no_adapter_is_known(device: Device) -> None:
     worker = OffloadingConnectorWorker(device.transfer)
     step(worker, StepMeta(questions={7: Adapter(3, b"")}))
     assert worker.take_report() == WorkerReport(answers={7: [UNREADABLE]})
-
-
-def test_what_workers_say_of_adapters_adds_up() -> None:
-    total = WorkerReport(answers={1: [b"a"]}, adapters={3: {b"a"}})
-    total.add(WorkerReport(answers={1: [b"b"], 2: [b"c"]}, adapters={3: {b"b"}, 4: {b"c"}}))
-    assert (total.answers, total.adapters) == ({1: [b"a", b"b"], 2: [b"c"]}, {3: {b"a", b"b"}, 4: {b"c"}})
-
-
-def test_the_sum_of_reports_has_the_latest_change() -> None:
-    assert WorkerReport().add(WorkerReport(changed_at=2)).add(WorkerReport(changed_at=1)).changed_at == 2

@@ -18,14 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from kvoffload.abc import (
-    KVBlocks,
-    OffloadingEvent,
-    OffloadingManager,
-    Request,
-    ScheduledStep,
-    TieredManager,
-)
+from kvoffload.abc import KVBlocks, OffloadingEvent, OffloadingManager, Request, ScheduledStep, TieredManager
 from kvoffload.cache.bills import MovedBytes
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.tenants import Tenants
@@ -117,14 +110,14 @@ class OffloadingConnectorScheduler:
         self.stores = StorePlanner(jobs, leaving)
         self.paused = PausedContents(jobs)
         adapter_of = engine.adapter_of
-        self.adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
-        self.sound = BlockOrigins(has_adapters=self.adapters is not None)
+        adapters = None if adapter_of is None else AdapterDigests(adapter_of, jobs, deadline_s, clock)
+        self.sound = BlockOrigins(has_adapters=adapters is not None)
         self.loads = LoadPlanner(jobs, self.sound, leaving, self._next)
         loading = jobs.keys_loading if engine.share_loads else {}
         self.lookups = Lookups(
-            manager, layout, loading, self.paused, self.adapters, jobs.changes, deadline_s, clock, leaving
+            manager, layout, loading, self.paused, adapters, jobs.changes, deadline_s, clock, leaving
         )
-        self.queued = QueuedRequests(manager, engine, tenants, self.adapters, self.sound)
+        self.queued = QueuedRequests(manager, engine, tenants, adapters, self.sound)
         self.metrics.set("pool_blocks", manager.most_blocks())
         self.metrics.set("off", 0)
 
@@ -201,8 +194,8 @@ class OffloadingConnectorScheduler:
         meta = upcoming.meta
         if self.paused.is_hidden:
             meta.check_weights = self.paused.begin_step(has_tokens)
-        if self.adapters is not None:
-            self.adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
+        if (adapters := self.lookups.adapters) is not None:
+            adapters.begin_step(meta, step.num_scheduled_tokens, self.requests)
         if self.queued.new:
             self.queued.read_ahead()
         self._poll(0.0 if has_tokens else IDLE_WAIT_S)
@@ -258,9 +251,9 @@ class OffloadingConnectorScheduler:
             self.paused.drop()
         if report.done:
             self.paused.take_report(report)
-        if self.adapters is not None and (report.adapters or report.answers):
+        if (adapters := self.lookups.adapters) is not None and (report.adapters or report.answers):
             states = [*self.requests.values(), *(state for state, _ in self._next.finished)]
-            self.sound.discard(self.adapters.take_report(report, states))
+            self.sound.discard(adapters.take_report(report, states))
         self._poll()
         self.observer.reported(report)
         if self.stores.leaving is not None:
