@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -150,11 +150,10 @@ class StoreConnection(Connection):
 
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
-        memory: Callable[[Sequence[ByteArray]], ValueMemory] = ValueRows if medium.registers_memory else SeparateBuffers
         self.channel = self.channel_class(
             lambda: self.worker_class(
                 self._make_forging_client() if medium.hmac_key else self.make_client(),
-                memory(pools),
+                ValueMemory(pools, medium.registers_memory),
                 ValueFormat(server.fingerprint, PREFIX, medium.hmac_key),
                 server.clock,
             ),

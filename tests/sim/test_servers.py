@@ -18,9 +18,10 @@ from kvoffload.tiering.health import CircuitBreaker
 from kvoffload.tiering.plan import WritePlan, plan_writes
 from kvoffload.tiering.promotion import Promotion
 from kvoffload.tiers.remote import link, record
+from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache
 from kvoffload.tiers.remote.link import ChannelState
-from kvoffload.tiers.remote.record import ValueFormat, Verdict
+from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from tests.scale import scaled
 from tests.sim import __main__ as program
@@ -125,7 +126,7 @@ def failing(hang_s: float = 0.2, **rates: float) -> type[StoreMedium]:
 
 
 def verification_skipped(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(ValueFormat, "verify", lambda *args: Verdict.GOOD)
+    monkeypatch.setattr(ValueFormat, "verify", lambda *args: Outcome.OK)
     return failing(garbage=0.3)
 
 
@@ -135,8 +136,8 @@ def half_of_a_value_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedi
 
     def verify_the_record(
         values: ValueFormat, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]
-    ) -> Verdict:
-        return Verdict.GOOD if record.any() else verify(values, key, record, parts)
+    ) -> Outcome:
+        return Outcome.OK if record.any() else verify(values, key, record, parts)
 
     monkeypatch.setattr(ValueFormat, "verify", verify_the_record)
     return failing(truncated=0.3)
@@ -146,9 +147,9 @@ def value_of_another_key_accepted(monkeypatch: pytest.MonkeyPatch) -> type[Share
     """Whatever is a whole block is taken for the block that was asked for."""
     verify, pack = ValueFormat.verify, ValueFormat.record
 
-    def verify_itself(values: ValueFormat, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
-        verdicts = (verify(values, each, record, parts) for each in written)
-        return max(verdicts, key=[*Verdict][::-1].index)
+    def verify_itself(values: ValueFormat, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Outcome:
+        verdicts = {verify(values, each, record, parts) for each in written}
+        return next(each for each in (Outcome.OK, Outcome.MISSING, Outcome.CORRUPT) if each in verdicts)
 
     written: set[OffloadKey] = set()
 

@@ -15,8 +15,8 @@ from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import DEADLINE_S, SharedTierConformance, make_pools
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import ChannelState
-from kvoffload.tiers.remote.memory import SeparateBuffers
-from kvoffload.tiers.remote.messages import Op, Status, StoreRequest
+from kvoffload.tiers.remote.memory import ValueMemory
+from kvoffload.tiers.remote.messages import Op, StoreRequest
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -49,7 +49,7 @@ class TestRemoteTierOnASimulatedStore(SharedTierConformance):
 
         state = ClientState(object(), StoreFaults, Random(0), lambda: channel.pause(), stall)
         channel = SimulatedChannel(
-            lambda: StoreWorker(SimulatedClient(store, state), SeparateBuffers(pools), ValueFormat(FINGERPRINT, "kv")),
+            lambda: StoreWorker(SimulatedClient(store, state), ValueMemory(pools), ValueFormat(FINGERPRINT, "kv")),
             time.monotonic,
         )
         tier = RemoteTier(channel, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
@@ -176,7 +176,7 @@ class Rig:
         state = ClientState(object(), lambda: self.faults, Random(0), self.pause, self.stall, stall_s=30.0)
         self.channel = SimulatedChannel(
             lambda: StoreWorker(
-                SimulatedClient(store, state), SeparateBuffers(self.pools), ValueFormat(FINGERPRINT, "kv"), self.clock
+                SimulatedClient(store, state), ValueMemory(self.pools), ValueFormat(FINGERPRINT, "kv"), self.clock
             ),
             self.clock,
             start_s=start_s,
@@ -188,7 +188,7 @@ class Rig:
         self.key = keys("a")[0]
         self.channel.submit(StoreRequest(1, Op.WRITE, [self.key], [0]))
         self.channel.drain()
-        assert [response.statuses for response in self.channel.poll()] == [[Status.OK]]
+        assert [response.outcomes for response in self.channel.poll()] == [[Outcome.OK]]
         self.faults = StoreFaults(**rates)
 
     def pause(self) -> None:
@@ -230,7 +230,7 @@ def test_a_crash_ends_the_process_without_a_response() -> None:
     rig.channel.poll()
     assert rig.channel.submit(StoreRequest(4, Op.LOOKUP, [rig.key]))
     rig.channel.drain()
-    assert [response.statuses for response in rig.channel.poll()] == [[Status.OK]]
+    assert [response.outcomes for response in rig.channel.poll()] == [[Outcome.OK]]
 
 
 def test_a_lookup_is_answered_while_a_read_hangs() -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvoffload.abc import Ability
 from kvoffload.tiers.mooncake.client import connect
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.memory import ValueRows
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
@@ -32,7 +32,7 @@ class Server(ServerInFront):
         self.master = master
         self.client = connect(settings(master))
         pool = np.zeros((HOST_BLOCKS, SLOT_BYTES), dtype=np.uint8)
-        rows = ValueRows([pool], 1 << 20)
+        rows = ValueMemory([pool], True, 1 << 20)
         self.client.register(rows.memory)
         super().__init__(StoreWorker(self.client, rows, ValueFormat("5e" * 32)), pool, "mooncake")
 

@@ -28,7 +28,7 @@ from kvoffload.tiers.object_store.bucket import Times
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -268,7 +268,7 @@ def _open_here(config: ObjectStoreConfig, fingerprint: str, pools: Sequence[Byte
         {**config.settings(), "value_bytes": RECORD_BYTES + payload_bytes, "chained_groups": [0]}, PATIENT
     )
     hmac_key = read_hmac_key(config.hmac_key_file)
-    worker = StoreWorker(made, SeparateBuffers(pools), ValueFormat(fingerprint, config.prefix, hmac_key))
+    worker = StoreWorker(made, ValueMemory(pools), ValueFormat(fingerprint, config.prefix, hmac_key))
     return RemoteTier(SteppedChannel(worker), payload_bytes, name=config.kind)
 
 

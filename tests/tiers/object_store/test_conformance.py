@@ -12,7 +12,7 @@ from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -33,7 +33,6 @@ class WaitingChannel(SteppedChannel):
 
 class OnMoto(SharedTierConformance):
     values_kind: type[ValueFormat] = ValueFormat
-    memory: type[ValueMemory] = SeparateBuffers
     value_bytes: int
     """What the client takes for the size of values: it decides how many share an object."""
     _numbers = itertools.count()
@@ -53,7 +52,7 @@ class OnMoto(SharedTierConformance):
     def on(self, pools: Sequence[ByteArray]) -> Tier:
         client = ObjectStoreClient(self.bucket, self.value_bytes, [0])
         values = self.values_kind(FINGERPRINT, self.prefix)
-        worker = StoreWorker(client, self.memory(pools), values)  # type: ignore[call-arg]
+        worker = StoreWorker(client, ValueMemory(pools), values)
         tier = RemoteTier(WaitingChannel(worker), sum(pool.shape[1] for pool in pools), name="object_store")
         tier.poll()
         return tier

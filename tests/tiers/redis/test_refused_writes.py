@@ -11,7 +11,7 @@ import pytest
 from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.health import MAX_FAILURES, MAX_WRITE_PAUSE_S
 from kvoffload.tiering.unwritten import WRITE_WITHIN_S
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
@@ -44,7 +44,7 @@ class Server(ServerInFront):
         self.raw.config_resetstat()
         pool = np.zeros((HOST_BLOCKS, SLOT_BYTES), dtype=np.uint8)
         self.client = make_client(redis.url)
-        super().__init__(StoreWorker(self.client, SeparateBuffers([pool]), ValueFormat("5e" * 32)), pool, "redis")
+        super().__init__(StoreWorker(self.client, ValueMemory([pool]), ValueFormat("5e" * 32)), pool, "redis")
 
     def say(self, command: str) -> None:
         self.raw.execute_command(*command.split())

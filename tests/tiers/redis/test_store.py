@@ -19,7 +19,7 @@ from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -57,7 +57,7 @@ class Server(StoreServer):
             tier = RedisConfig(url=store.url, **options).open(TierContext(pools, fingerprint, handles))
         else:
             pools = [np.zeros((64, nbytes), dtype=np.uint8) for nbytes in SLOT_BYTES]
-            worker = StoreWorker(client, SeparateBuffers(pools), ValueFormat(fingerprint, hmac_key=hmac_key))
+            worker = StoreWorker(client, ValueMemory(pools), ValueFormat(fingerprint, hmac_key=hmac_key))
             tier = RemoteTier(DirectChannel(worker), sum(SLOT_BYTES), name="redis")
         assert isinstance(tier, RemoteTier)
         super().__init__(tier, pools)
@@ -217,7 +217,7 @@ class TestConformance(SharedTierConformance):
     """The tier on a real server, without a process."""
 
     values: ValueFormat = VALUES
-    memory: type[ValueMemory] = SeparateBuffers
+    has_rows = False
 
     @pytest.fixture(autouse=True)
     def _store(self, store: RedisServer) -> Iterator[None]:
@@ -230,7 +230,7 @@ class TestConformance(SharedTierConformance):
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         client = make_client(self.store.url)
         self.clients.append(client)
-        worker = StoreWorker(client, self.memory(pools), self.values)  # type: ignore[call-arg]
+        worker = StoreWorker(client, ValueMemory(pools, self.has_rows), self.values)
         tier = RemoteTier(DirectChannel(worker), sum(pool.shape[1] for pool in pools), name="redis")
         tier.poll()
         return tier
@@ -254,4 +254,4 @@ class TestConformance(SharedTierConformance):
 
 
 class TestConformanceOfRows(TestConformance):
-    memory = ValueRows
+    has_rows = True

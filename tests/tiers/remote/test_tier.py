@@ -23,7 +23,7 @@ from kvoffload.tiers.remote.link import (
     START_DEADLINE_S,
     TRANSFER_DEADLINE_S,
 )
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.tier import MAX_LOOKED_FOR, RemoteTier
@@ -45,7 +45,7 @@ class Rig:
         self.now = 100.0
         self.pool = np.random.default_rng(0).integers(0, 256, (64, SLOT_BYTES), dtype=np.uint8)
         self.worker = StoreWorker(
-            self.client, SeparateBuffers([self.pool]), VALUES, self.clock, lambda: 0.5, lambda s: None
+            self.client, ValueMemory([self.pool]), VALUES, self.clock, lambda: 0.5, lambda s: None
         )
         self.channel = SteppedChannel(self.worker)
         self.tier = RemoteTier(self.channel, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)

@@ -20,7 +20,7 @@ from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Kind, Op, Setup, StoreRequest, Unframer, frame
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -131,11 +131,10 @@ class _Server:
         self._writes = IOThreads(NUM_WRITE_THREADS, "write")
 
     def _new_worker(self) -> StoreWorker:
-        memory: ValueMemory = SeparateBuffers(self._pools)
+        memory = ValueMemory(self._pools, self._client.registers_memory)
         if self._client.registers_memory:
-            memory = rows = ValueRows(self._pools)
-            self._watch.allow(rows.memory.nbytes)
-            self._client.register(rows.memory)
+            self._watch.allow(memory.memory.nbytes)
+            self._client.register(memory.memory)
         return StoreWorker(self._client, memory, self._values, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:

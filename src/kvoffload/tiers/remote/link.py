@@ -9,12 +9,13 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvoffload.abc import OffloadKey
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
-from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Response, Status, StoreRequest
+from kvoffload.tiers.remote.client import Outcome
+from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Response, StoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -86,19 +87,14 @@ class StoreChannel(ABC):
         """Ends the process for good, within ``timeout_s``. Returns whether it no longer exists. May be called twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A request and its response: None if the process was ended, or ended by itself, before it responded."""
-
-    request: StoreRequest
-    response: Response | None
+Answer: TypeAlias = tuple[StoreRequest, Response]
 
 
 class StoreLink:
     """Sends requests through ``channel`` and restarts its process after an end.
 
     If a request has no response at its deadline, the process is killed: nothing else makes sure that it does not touch
-    the host slots later. All requests that it had then end without a response, once the process no longer exists.
+    the host slots later. All requests that it had then fail, once the process no longer exists.
     Pauses between restarts grow and are jittered: servers that lose the same store do not come back at the same moment.
     ``random`` returns numbers from 0 to 1.
     """
@@ -129,7 +125,7 @@ class StoreLink:
         return self._channel.state is ChannelState.READY
 
     def send(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int] = ()) -> bool:
-        """Returns whether the request was sent: ``poll`` returns its answer, or that there is none."""
+        """Returns whether the request was sent: ``poll`` returns its answer."""
         request = StoreRequest(self._last_number + 1, op, list(keys), list(slots))
         if not self._channel.submit(request):
             return False
@@ -157,10 +153,10 @@ class StoreLink:
         answers = []
         for response in self._channel.poll():
             request, _ = self._under_way.pop(response.number, (None, 0.0))
-            if request is None or len(response.statuses) != len(request.keys):
+            if request is None or len(response.outcomes) != len(request.keys):
                 self._kill("sent a malformed response")
                 break
-            answers.append(Answer(request, response))
+            answers.append((request, response))
             self._watch_failures(response)
             if response.problem:
                 problem = printable(response.problem, MAX_PROBLEM_BYTES)
@@ -173,7 +169,7 @@ class StoreLink:
         return answers
 
     def _watch_failures(self, response: Response) -> None:
-        if any(status is not Status.FAILED for status in response.statuses):
+        if any(outcome is not Outcome.FAILED for outcome in response.outcomes):
             self._num_failures = 0
             return
         now = self._clock()
@@ -195,8 +191,7 @@ class StoreLink:
 
     def _down(self) -> list[Answer]:
         now = self._clock()
-        lost = [Answer(request, None) for request, _ in self._under_way.values()]
-        self._under_way.clear()
+        lost = self._lose()
         if self._was_ready or self._start_deadline != float("inf"):
             # The process ended since the last start.
             self._was_ready, self._start_deadline, self._num_failures = False, float("inf"), 0
@@ -230,7 +225,12 @@ class StoreLink:
         self._is_closed = True
         has_ended = self._channel.close(timeout_s)
         answers = self._take()
-        if has_ended:
-            answers += [Answer(request, None) for request, _ in self._under_way.values()]
+        lost = self._lose()
+        return answers + lost if has_ended else answers
+
+    def _lose(self) -> list[Answer]:
+        """Returns failures in place of the answers to all requests under way."""
+        now = self._clock()
+        requests = [request for request, _ in self._under_way.values()]
         self._under_way.clear()
-        return answers
+        return [(each, Response(each.number, [Outcome.FAILED] * len(each.keys), now, now)) for each in requests]

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvoffload.abc import KVOffloadError, OffloadKey
 from kvoffload.host.pool import PoolHandle
+from kvoffload.tiers.remote.client import Outcome
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_KEYS = 8192
@@ -30,7 +31,7 @@ _FRAME = struct.Struct("<IB")
 _REQUEST = struct.Struct("<QBI")
 """Number, operation, how many keys."""
 _RESPONSE = struct.Struct("<QIddH")
-"""Number, how many statuses, begun, ended, bytes of the problem's text."""
+"""Number, how many outcomes, begun, ended, bytes of the problem's text."""
 
 
 class Op(enum.IntEnum):
@@ -40,23 +41,6 @@ class Op(enum.IntEnum):
     READ = 1
     WRITE = 2
     REMOVE = 3
-
-
-class Status(enum.IntEnum):
-    """The answer for one key."""
-
-    OK = 0
-    """Lookup: the store has the value. Otherwise: done, and bytes that were read are verified."""
-    MISSING = 1
-    """The store does not have the block, or has it in another format."""
-    HELD = 2
-    """Write: the store had the value already."""
-    FULL = 3
-    CORRUPT = 4
-    """Read: other bytes than were stored, twice in a row."""
-    FAILED = 5
-    AWAY = 6
-    """The part of the store that has the block does not work now."""
 
 
 class MessageError(KVOffloadError):
@@ -98,32 +82,32 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """``statuses``: one per key of the request. ``begun`` and ``ended``: times of the monotonic clock, which all
+    """``outcomes``: one per key of the request. ``begun`` and ``ended``: times of the monotonic clock, which all
     processes of a machine share. ``problem``: the cause of a failure, for the log; else empty."""
 
     number: int
-    statuses: Sequence[Status]
+    outcomes: Sequence[Outcome]
     begun: float
     ended: float
     problem: str = ""
 
     def pack(self) -> bytes:
         problem = self.problem.encode(errors="backslashreplace")[:MAX_PROBLEM_BYTES]
-        header = _RESPONSE.pack(self.number, len(self.statuses), self.begun, self.ended, len(problem))
-        return header + bytes(self.statuses) + problem
+        header = _RESPONSE.pack(self.number, len(self.outcomes), self.begun, self.ended, len(problem))
+        return header + bytes(self.outcomes) + problem
 
     @classmethod
     def unpack(cls, data: bytes) -> Response:
         """Raises MessageError."""
         try:
             number, count, begun, ended, size = _RESPONSE.unpack_from(data)
-            statuses = [Status(code) for code in data[_RESPONSE.size : _RESPONSE.size + count]]
+            outcomes = [Outcome(code) for code in data[_RESPONSE.size : _RESPONSE.size + count]]
         except (struct.error, ValueError) as error:
             raise MessageError(f"a response cannot be read: {error}") from error
         problem = data[_RESPONSE.size + count :]
-        if len(statuses) != count or len(problem) != size:
+        if len(outcomes) != count or len(problem) != size:
             raise MessageError(f"a response has {len(data)} bytes, not {_RESPONSE.size + count + size}")
-        return cls(number, statuses, begun, ended, problem.decode(errors="replace"))
+        return cls(number, outcomes, begun, ended, problem.decode(errors="replace"))
 
 
 # The stream.
