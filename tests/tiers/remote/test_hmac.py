@@ -8,11 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError, TierError
+from kvoffload.abc import TierError
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.tiers.config import load_tiers
-from kvoffload.tiers.mooncake import config as mooncake
-from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from tests.tiers.remote.rig import FINGERPRINT, Server, content, store_in
 
@@ -67,24 +64,3 @@ def test_forged_blocks_are_never_loaded(servers: tuple[Server, Server, Server]) 
     assert one.write(KEYS[:1])[KEYS[0]].nbytes == RECORD_BYTES + sum(one.slot_bytes)
     other.until(lambda: other.states(KEYS[:1]) == [HIT], "the new block was never found")
     assert other.read(KEYS[:1])[KEYS[0]].ok
-
-
-def test_the_key_is_what_the_file_has_without_white_space(secret: str) -> None:
-    assert read_hmac_key(secret) == SECRET.encode()
-    assert read_hmac_key(None) == b""
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("", "hmac_key_file='': write the path"),
-        (7, r"hmac_key_file=\*\*\*: write the path"),
-        ("/missing/key", "hmac_key_file='/missing/key': cannot be read .*openssl rand -hex 32"),
-        (str(Path(__file__).parent / "__init__.py"), "has 0 bytes, fewer than 32"),
-    ],
-)
-def test_mistakes_are_named(given: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake, "check_installed", lambda: None)
-    with pytest.raises(ConfigError, match=r"tiers\[0\]\.hmac_key_file") as caught:
-        load_tiers([{"kind": "mooncake", "master": "10.0.0.5:50051", "hmac_key_file": given}])
-    assert caught.match(message)
