@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvoffload.abc import ByteArray
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.redis.location import parse_url
@@ -167,3 +169,17 @@ def _commands(connection: socket.socket) -> Iterator[list[bytes]]:
 
 def names(count: int, first: int = 0) -> Sequence[str]:
     return [f"kv/{'5e' * 32}/{i:072x}" for i in range(first, first + count)]
+
+
+def values(count: int, *sizes: int, seed: int = 0) -> list[list[ByteArray]]:
+    """Returns random values, a buffer of each size per value."""
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(0, 256, size, dtype=np.uint8) for size in sizes] for _ in range(count)]
+
+
+def emptied(buffers: list[list[ByteArray]]) -> list[list[ByteArray]]:
+    return [[np.zeros_like(part) for part in parts] for parts in buffers]
+
+
+def same(one: list[list[ByteArray]], other: list[list[ByteArray]]) -> bool:
+    return all((a == b).all() for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True))

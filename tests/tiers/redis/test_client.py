@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray
 from kvoffload.tiers.redis import nodes as nodes_module
 from kvoffload.tiers.redis.client import LOOKUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, connect
 from kvoffload.tiers.redis.config import RedisConfig
@@ -19,7 +18,7 @@ from kvoffload.tiers.redis.nodes import NodeTimes
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.worker import MORE_WITHIN_S, RETRY_WITHIN_S
-from tests.tiers.redis.rig import RedisServer, make_client, names, needs_redis
+from tests.tiers.redis.rig import RedisServer, emptied, make_client, names, needs_redis, same, values
 
 pytestmark = needs_redis
 
@@ -48,26 +47,14 @@ def server(module_server: RedisServer) -> RedisServer:
     return module_server
 
 
-def values(count: int, *sizes: int, seed: int = 0) -> list[list[ByteArray]]:
-    rng = np.random.default_rng(seed)
-    return [[rng.integers(0, 256, size, dtype=np.uint8) for size in sizes] for _ in range(count)]
-
-
-def emptied(buffers: list[list[ByteArray]]) -> list[list[ByteArray]]:
-    return [[np.zeros_like(part) for part in parts] for parts in buffers]
-
-
-def same(one: list[list[ByteArray]], other: list[list[ByteArray]]) -> bool:
-    return all((a == b).all() for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True))
-
-
 def test_timeouts_end_before_the_process_is_killed() -> None:
     assert RETRY_WITHIN_S + LOOKUP_TIMEOUT_S < LOOKUP_DEADLINE_S
     assert MORE_WITHIN_S + LOOKUP_TIMEOUT_S + TRANSFER_TIMEOUT_S < TRANSFER_DEADLINE_S
 
 
-@pytest.mark.parametrize("transport", ["tcp", "unix"])
-@pytest.mark.parametrize("sizes", [(128, 4096), (128, 100_000, 50_001, 7), (128, 3 << 20)])
+@pytest.mark.parametrize(
+    ("transport", "sizes"), [("tcp", (128, 4096)), ("unix", (128, 100_000, 50_001, 7)), ("tcp", (128, 3 << 20))]
+)
 def test_values_come_back_as_they_were(server: RedisServer, transport: str, sizes: tuple[int, ...]) -> None:
     client = make_client(server.url if transport == "tcp" else f"unix://{server.socket}")
     known, buffers = names(9), values(9, *sizes)
@@ -273,25 +260,6 @@ def test_connections_are_kept_bounded_and_replaced(server: RedisServer) -> None:
     assert [each["id"] for each in used()] != [before["id"]]
     client.close()
     assert used() == []
-
-
-def test_a_server_that_is_gone_and_comes_back(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / "redis")
-    client = make_client(server.url)
-    known, buffers = names(2), values(2, 128)
-    assert client.put(known, buffers) == [OK, OK]
-    server.kill()
-    with pytest.raises(StoreError, match=r"redis\.sock"):
-        client.exists(known)
-    with pytest.raises(StoreError, match=r"redis\.sock cannot be reached \(.*No such file"):
-        client.get(known, buffers)
-    with pytest.raises(StoreError, match="cannot be reached"):
-        make_client(server.url)
-    server.start()
-    assert client.exists(known) == [MISSING, MISSING]
-    assert client.put(known, buffers) == [OK, OK]
-    client.close()
-    server.kill()
 
 
 def test_a_server_that_stands_still(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvoffload.abc.tier import HIT
@@ -20,11 +19,21 @@ from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes, NodeTimes
 from kvoffload.tiers.remote.client import Outcome, StoreError
-from tests.tiers.redis.rig import HOST, FakeServer, RedisServer, make_client, names, needs_redis
+from tests.tiers.redis.rig import (
+    HOST,
+    FakeServer,
+    RedisServer,
+    emptied,
+    make_client,
+    names,
+    needs_redis,
+    same,
+    values,
+)
 from tests.tiers.redis.test_store import Server
+from tests.tiers.remote.rig import DEADLINE_S, eventually
 
 pytestmark = needs_redis
-DEADLINE_S = 60.0
 KNOWN = names(60)
 
 
@@ -37,10 +46,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer
     subprocess.run(
         ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"], capture_output=True, check=True, timeout=60
     )
-    deadline = time.monotonic() + DEADLINE_S
-    while any(b"cluster_state:ok" not in cli(node, "INFO") for node in nodes):
-        assert time.monotonic() < deadline, "the cluster never was ready"
-        time.sleep(0.05)
+    eventually(lambda: all(b"cluster_state:ok" in cli(node, "INFO") for node in nodes))
     yield nodes
     for node in nodes:
         node.kill()
@@ -76,19 +82,15 @@ def node_id(node: RedisServer) -> str:
     return str(cli(node, "MYID").decode())
 
 
-def values(count: int, seed: int = 0) -> list[list[np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    return [[rng.integers(0, 256, size, dtype=np.uint8) for size in (128, 5000)] for _ in range(count)]
-
-
 def test_names_are_at_their_nodes(nodes: list[RedisServer]) -> None:
     client = make_client(f"redis://{HOST}:{nodes[1].port}")
-    buffers = values(60)
-    found = [[np.zeros_like(part) for part in parts] for parts in buffers]
+    buffers = values(60, 128, 5000)
+    found = emptied(buffers)
     assert client.exists(KNOWN) == [Outcome.MISSING] * 60
     assert client.put(KNOWN, buffers) == [Outcome.OK] * 60
     assert client.get(KNOWN, found) == [Outcome.OK] * 60
-    assert all((a == b).all() for one, two in zip(buffers, found, strict=True) for a, b in zip(one, two, strict=True))
+    assert same(buffers, found)
+    assert all(cli(nodes[0], "KEYSLOT", name) == slot_of(name) for name in KNOWN)
     held = [node.raw().dbsize() for node in nodes]
     assert sum(held) == 60
     assert min(held) > 5
@@ -98,20 +100,15 @@ def test_names_are_at_their_nodes(nodes: list[RedisServer]) -> None:
     client.close()
 
 
-def test_the_slot_of_a_name_is_that_of_the_server(nodes: list[RedisServer]) -> None:
-    for name in KNOWN:
-        assert cli(nodes[0], "KEYSLOT", name) == slot_of(name)
-
-
 def test_names_that_move_are_found_at_once(nodes: list[RedisServer]) -> None:
     times = NodeTimes(refresh_pause_s=0.0)
     client = make_client(f"redis://{HOST}:{nodes[0].port},{HOST}:{nodes[2].port}", times=times)
-    buffers = values(60)
+    buffers = values(60, 128, 5000)
     client.put(KNOWN, buffers)
     name, slot = KNOWN[0], slot_of(KNOWN[0])
     old = owner(nodes, name)
     new = next(node for node in nodes if node is not old)
-    found = [[np.zeros_like(part) for part in parts] for parts in buffers]
+    found = emptied(buffers)
 
     # While a slot is moved, the old node asks for its names to be looked for at the new one.
     cli(new, "SETSLOT", slot, "IMPORTING", node_id(old))
@@ -142,7 +139,7 @@ def test_names_that_move_are_found_at_once(nodes: list[RedisServer]) -> None:
 
 def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capfd: pytest.CaptureFixture[str]) -> None:
     client = make_client(f"redis://{HOST}:{nodes[0].port}", times=NodeTimes(refresh_pause_s=0.0))
-    client.put(KNOWN, values(60))
+    client.put(KNOWN, values(60, 128, 5000))
     lost = nodes[2].raw().dbsize()
     nodes[2].process.kill()
     nodes[2].process.wait()
@@ -152,10 +149,7 @@ def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capf
         assert outcomes.count(Outcome.OK) == 60 - lost
         assert f"{HOST}:{nodes[2].port}" in capfd.readouterr().err
     nodes[2].start()
-    deadline = time.monotonic() + DEADLINE_S
-    while Outcome.AWAY in client.exists(KNOWN):
-        assert time.monotonic() < deadline, "the client never used the node again"
-        time.sleep(0.05)
+    eventually(lambda: Outcome.AWAY not in client.exists(KNOWN), "the client never used the node again")
     assert client.exists(KNOWN).count(Outcome.MISSING) == lost
     client.close()
 
@@ -163,7 +157,7 @@ def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capf
 def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd: pytest.CaptureFixture[str]) -> None:
     """Also if it is the first node that is asked which node has which names."""
     client = make_client(f"redis://{HOST}:{nodes[1].port}", times=NodeTimes(refresh_pause_s=0.0))
-    assert client.put(KNOWN, values(60)) == [Outcome.OK] * 60
+    assert client.put(KNOWN, values(60, 128, 5000)) == [Outcome.OK] * 60
     first = owner(nodes, min(KNOWN, key=slot_of))
     others = [node for node in nodes if node is not first]
     lost = first.raw().dbsize()
@@ -188,7 +182,7 @@ def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd:
 
 def test_a_node_that_refuses_writes_is_read_and_the_others_are_written(nodes: list[RedisServer]) -> None:
     client = make_client(f"redis://{HOST}:{nodes[0].port}")
-    full, buffers = owner(nodes, KNOWN[0]), values(60)
+    full, buffers = owner(nodes, KNOWN[0]), values(60, 128, 5000)
     more, of_full = names(60, 1000), [name for name in names(60, 1000) if owner(nodes, name) is full]
     assert client.put(KNOWN, buffers) == [Outcome.OK] * 60
     full.raw().config_set("maxmemory", "1mb")
@@ -212,7 +206,7 @@ def test_a_node_that_refuses_writes_is_read_and_the_others_are_written(nodes: li
 
 def test_a_node_that_wants_a_password_costs_its_names_only(nodes: list[RedisServer]) -> None:
     client = make_client(f"redis://{HOST}:{nodes[0].port}")
-    assert client.put(KNOWN, values(60)) == [Outcome.OK] * 60
+    assert client.put(KNOWN, values(60, 128, 5000)) == [Outcome.OK] * 60
     locked = owner(nodes, KNOWN[0])
     expected = [Outcome.AWAY if owner(nodes, name) is locked else Outcome.OK for name in KNOWN]
     raw = locked.raw()
@@ -224,16 +218,6 @@ def test_a_node_that_wants_a_password_costs_its_names_only(nodes: list[RedisServ
         raw.config_set("requirepass", "")
     eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
     client.close()
-
-
-def test_a_cluster_of_which_no_node_works_has_failed() -> None:
-    node = FakeNode(lambda words: b"-LOADING no\r\n")
-    client = make_client(node.url)
-    for _ in range(2):
-        with pytest.raises(StoreError, match="LOADING"):
-            client.exists(KNOWN)
-    client.close()
-    node.close()
 
 
 def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[RedisServer], tmp_path: Path) -> None:
@@ -249,7 +233,7 @@ def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[Redi
     eventually(lambda: all(owner_port(node, slot) == leaving.port for node in nodes))
     eventually(lambda: b"cluster_state:ok" in cli(leaving, "INFO"))
     client = make_client(f"redis://{HOST}:{target.port}")
-    buffers = values(60)
+    buffers = values(60, 128, 5000)
     assert client.put(KNOWN, buffers) == [Outcome.OK] * 60
     assert leaving.raw().dbsize()
 
@@ -274,7 +258,7 @@ def test_a_cluster_is_resharded_fails_over_and_shrinks_under_load(tmp_path: Path
     manage(["create", *addresses, "--cluster-replicas", "1"])
     eventually(lambda: all(b"cluster_state:ok" in cli(node, "INFO") for node in nodes))
     eventually(lambda: all(node.raw().info("replication").get("master_link_status", "up") == "up" for node in nodes))
-    server = Server(nodes[0])
+    server = Server(nodes[0], has_process=True)
     keys = [bytes([i]) * 36 for i in range(30)]
     server.works_again(keys)
     pid = server.tier._link._channel.pid  # type: ignore[attr-defined]
@@ -322,13 +306,6 @@ def manage(words: Sequence[str]) -> None:
         ["redis-cli", "--cluster", *words, "--cluster-yes"], capture_output=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stdout.decode()[-2000:]
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def owner_port(node: RedisServer, slot: int) -> int | None:

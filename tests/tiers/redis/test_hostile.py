@@ -136,14 +136,6 @@ def eventually(call: Callable[[], T]) -> T:
     raise AssertionError("the client never works again")
 
 
-def test_the_same_server_answering_well_is_believed() -> None:
-    with served(says(GOOD)) as (server, client):
-        outcomes, buffers = get(client, 3)
-        assert outcomes == [Outcome.OK] * 3
-        assert buffers.tobytes() == VALUE * 3
-        assert server.num_connections == 1
-
-
 def test_replies_before_a_broken_one_count() -> None:
     replies = iter([says(GOOD), says(b"$-1\r\n"), ends(GOOD[:-700])])
     server = FakeServer(lambda words, send: next(replies)(send))
