@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from tests.sim import __main__ as program
 from tests.sim import life as living
 from tests.sim import store_medium
 from tests.sim.engine import Late, Leak, WrongBytes
-from tests.sim.executor import SteppedExecutor
 from tests.sim.life import Blocked, Patch
 from tests.sim.plain_shared import PlainMedium
 from tests.sim.planted import Bug, bugs, check_found
@@ -71,18 +69,6 @@ def test_no_law_is_broken_on_the_simplest_tier() -> None:
 
 def test_a_slow_medium_keeps_what_one_thread_of_an_idle_server_writes() -> None:
     assert simulate_servers(PlainMedium, 7310023)["blocks found again"] == 1
-
-
-def test_an_executor_ends_although_a_job_waits_again_and_again() -> None:
-    executor = SteppedExecutor()
-
-    def wait_again_and_again() -> None:
-        while True:
-            executor.stall(0.1)
-
-    assert executor.submit_read(wait_again_and_again)
-    assert not executor.close(timeout_s=1.0)
-    executor.kill()
 
 
 def test_a_seed_replays_its_simulation() -> None:
@@ -338,16 +324,3 @@ def test_the_program_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None
     assert printed["simulations"] == 2
     assert printed["failures"] == {}
     assert printed["counts"]["servers"] >= 4
-
-
-def test_the_program_prints_how_to_replay_a_failure(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(medium: type[SharedMedium], seed: int) -> Counter[str]:
-        raise WrongBytes("a block of another")
-
-    monkeypatch.setattr(program, "simulate_servers", fail)
-    assert program.main(["simulate", "--servers", "store", "--first", "7", "--seeds", "2"]) == 1
-    printed = capsys.readouterr().out
-    assert "FAILED: seed 8: WrongBytes: a block of another" in printed
-    assert "python -m tests.sim simulate --servers store --first 8 --seeds 1" in printed

@@ -244,6 +244,8 @@ class Server(StoreServer):
 
         with patched(CREDENTIALS):
             super().__init__(config.open if has_process else open_here, slot_bytes, num_slots, fingerprint)
+        if not has_process:
+            self.connect()
 
     def poll(self) -> list[TierResult]:
         with patched(CREDENTIALS):

@@ -88,27 +88,6 @@ def test_what_a_peer_writes_into_a_row_is_never_loaded(hmac_key: bytes) -> None:
     assert loads_what_a_peer_wrote(VerifiesTheRow, hmac_key), "the negative control"
 
 
-def test_a_block_comes_back_and_slots_share_no_memory_with_rows() -> None:
-    pools = pools_with_kv()
-    rows, values = ValueMemory(pools, has_rows=True), ValueFormat(FINGERPRINT)
-    value = rows.value(2, 0)
-    (stored,) = values.seal(KEY, value)
-    assert not any(np.shares_memory(rows.memory, pool) for pool in pools)
-    whole = rows.value(3, 4).buffers[0]
-    whole[: stored.size] = stored
-    rows.memory.reshape(rows.num_rows, -1)[2] = 0xEE
-    assert values.check(KEY, rows.value(3, 4), stored.size == whole.size) is Outcome.OK
-    assert all((pool[4] == pool[0]).all() for pool in pools)
-
-
-def test_a_value_that_is_not_whole_is_bad() -> None:
-    pools = pools_with_kv()
-    rows, values = ValueMemory(pools, has_rows=True), ValueFormat(FINGERPRINT)
-    values.seal(KEY, rows.value(0, 0))
-    assert values.check(KEY, rows.value(0, 1), is_whole=True) is Outcome.OK
-    assert values.check(KEY, rows.value(0, 1), is_whole=False) is Outcome.CORRUPT
-
-
 @pytest.mark.parametrize(
     ("payload_bytes", "num_rows"), [(64, MAX_ROWS), (ROWS_BYTES // 4, 3), (ROWS_BYTES, 1), (3 * ROWS_BYTES, 1)]
 )
@@ -118,11 +97,3 @@ def test_a_call_moves_many_small_values_or_a_few_large_ones(payload_bytes: int, 
     assert rows.memory.nbytes == num_rows * (RECORD_BYTES + payload_bytes)
     ranges = sorted((rows.value(row, 0).buffers[0].ctypes.data, row) for row in range(num_rows))
     assert all(b - a == RECORD_BYTES + payload_bytes for (a, _), (b, _) in pairwise(ranges))
-
-
-def test_separate_buffers_are_the_slots_themselves() -> None:
-    pools = pools_with_kv()
-    value = ValueMemory(pools).value(3, 2)
-    value.buffers[2][:] = 7
-    assert [buffer.nbytes for buffer in value.buffers] == [RECORD_BYTES, *SIZES]
-    assert (pools[1][2] == 7).all()

@@ -48,18 +48,6 @@ class Rig:
         return all((pool[slot] == pool[source]).all() for pool in self.pools)
 
 
-def test_what_was_written_is_found_and_read() -> None:
-    rig = Rig()
-    assert rig.run(Op.LOOKUP, KEYS[:3]) == [Outcome.MISSING] * 3
-    assert rig.run(Op.WRITE, KEYS[:2]) == [Outcome.OK] * 2
-    assert sorted(rig.client.values) == sorted(NAMES[:2])
-    assert {value.size for value in rig.client.values.values()} == {RECORD_BYTES + 96}
-    assert rig.run(Op.LOOKUP, KEYS[:3]) == [Outcome.OK, Outcome.OK, Outcome.MISSING]
-    assert rig.run(Op.READ, KEYS[:3], 100) == [Outcome.OK, Outcome.OK, Outcome.MISSING]
-    assert rig.is_read(100, 0)
-    assert rig.is_read(101, 1)
-
-
 def test_a_value_that_the_store_has_is_not_put_again() -> None:
     rig = Rig()
     rig.run(Op.WRITE, KEYS[:1])
@@ -67,12 +55,6 @@ def test_a_value_that_the_store_has_is_not_put_again() -> None:
     assert rig.run(Op.WRITE, KEYS[:2], 50) == [Outcome.HELD, Outcome.OK]
     assert (rig.client.values[NAMES[0]] == before).all()
     assert [call for call in rig.client.calls if call[0] == "put"] == [("put", 1), ("put", 1)]
-
-
-def test_a_full_store_says_so() -> None:
-    rig = Rig()
-    rig.client.room = 1
-    assert rig.run(Op.WRITE, KEYS[:3]) == [Outcome.OK, Outcome.FULL, Outcome.FULL]
 
 
 @pytest.mark.parametrize("place", [0, RECORD_BYTES - 1, RECORD_BYTES, -1])
@@ -91,14 +73,6 @@ def test_other_values_are_corrupt() -> None:
     values[NAMES[2]] = values[NAMES[2]][:-1]
     values[NAMES[3]] = np.random.default_rng(3).integers(0, 256, RECORD_BYTES + 96, dtype=np.uint8)
     assert rig.run(Op.READ, KEYS[:4], 100) == [Outcome.CORRUPT] * 4
-
-
-def test_a_value_of_another_layout_is_missing_and_stays() -> None:
-    rig = Rig()
-    whole = np.arange(96, dtype=np.uint8)
-    rig.client.values[NAMES[0]] = np.concatenate([VALUES.record(KEYS[0], [whole]), whole])
-    assert rig.run(Op.READ, KEYS[:1], 100) == [Outcome.MISSING]
-    assert NAMES[0] in rig.client.values
 
 
 @pytest.mark.parametrize("nbytes", [16, 64 + 32 - 1, 64 + 32 + 1, 5000])
