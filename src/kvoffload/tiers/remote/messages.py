@@ -1,8 +1,8 @@
 """Messages between a tier and the process of its store's client, on a stream socket.
 
-A message is the length and the kind of its body in five bytes, then the body. The body of a request or a response is a
-header, the keys (one byte for the length, then the bytes), then eight bytes per slot in a request, or one byte per key
-and a text in a response. Numbers are little-endian. Nothing is pickled.
+A message is the length and the kind of its body in five bytes, then the body. The body of a request is a header, one
+byte per key with its length, the keys, and eight bytes per slot; that of a response a header, one byte per key, and a
+text. Numbers are little-endian. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -57,25 +58,23 @@ class StoreRequest:
     slots: Sequence[int] = ()
 
     def pack(self) -> bytes:
-        keys = [bytes([len(key)]) + key for key in self.keys]
+        header = _REQUEST.pack(self.number, self.op, len(self.keys))
         slots = np.asarray(self.slots, dtype="<i8").tobytes()
-        return b"".join([_REQUEST.pack(self.number, self.op, len(self.keys)), *keys, slots])
+        return b"".join([header, bytes(map(len, self.keys)), *self.keys, slots])
 
     @classmethod
     def unpack(cls, data: bytes) -> StoreRequest:
         """Raises MessageError."""
         try:
             number, op, count = _REQUEST.unpack_from(data)
-            at, keys = _REQUEST.size, []
-            for _ in range(count):
-                end = at + 1 + data[at]
-                keys.append(data[at + 1 : end])
-                at = end
-            slots = np.frombuffer(data, dtype="<i8", offset=at).tolist() if at < len(data) else []
+            begin = _REQUEST.size + count
+            ends = list(accumulate(data[_REQUEST.size : begin], initial=begin))
+            keys = [data[at:end] for at, end in pairwise(ends)]
+            slots = np.frombuffer(data[ends[-1] :], dtype="<i8").tolist()
             request = cls(number, Op(op), keys, slots)
-        except (struct.error, ValueError, IndexError) as error:
+        except (struct.error, ValueError) as error:
             raise MessageError(f"a request cannot be read: {error}") from error
-        if len(slots) != (count if request.op in (Op.READ, Op.WRITE) else 0):
+        if len(keys) != count or len(slots) != (count if request.op in (Op.READ, Op.WRITE) else 0):
             raise MessageError(f"a request has {len(slots)} slots for {count} keys")
         return request
 
@@ -124,9 +123,6 @@ class Kind(enum.IntEnum):
     """From the process: a text for the log."""
 
 
-_KINDS = frozenset(map(int, Kind))
-
-
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Settings of the process. ``client`` is the import path "package.module:function" of a function that
@@ -171,7 +167,7 @@ class Unframer:
         at = 0
         while len(self._data) - at >= _FRAME.size:
             size, kind = _FRAME.unpack_from(self._data, at)
-            if size > MAX_MESSAGE_BYTES or kind not in _KINDS:
+            if size > MAX_MESSAGE_BYTES or kind not in Kind.__members__.values():
                 raise MessageError(f"a message of kind {kind} with {size} bytes")
             end = at + _FRAME.size + size
             if end > len(self._data):
