@@ -167,7 +167,7 @@ class StoreConnection(Connection):
             lambda: medium.store.is_reachable,
         )
         return self.tier_class(
-            self.channel,
+            self.channel.start,
             sum(pool.shape[1] for pool in pools),
             name="store",
             clock=server.clock,
@@ -211,7 +211,7 @@ class StoreConnection(Connection):
 
     def die(self) -> None:
         if self.channel is not None:
-            self.channel.close(0.0)
+            self.channel.end()
 
     def counts(self) -> Counter[str]:
         return Counter({"processes of clients": 0 if self.channel is None else self.channel.num_starts})

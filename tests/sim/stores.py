@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.link import ChannelState, StoreChannel
+from kvoffload.tiers.remote.link import StoreProcess
 from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.executor import SteppedExecutor
@@ -343,12 +343,14 @@ def _fill(buffers: Sequence[ByteArray], data: ByteArray, offset: int) -> None:
         data, offset = data[part.size :], max(0, offset - flat.size)
 
 
-class SimulatedChannel(StoreChannel):
-    """A channel to a simulated process, whose threads run within ``tick`` and ``wait`` only.
+class SimulatedChannel:
+    """Starts simulated processes, whose threads run within ``tick`` and ``wait`` only.
 
-    ``make_worker`` makes one worker per thread of a new process. A process needs ``start_s`` until it is READY, and
+    ``make_worker`` makes one worker per thread of a new process. A process needs ``start_s`` until it is ready, and
     goes on for up to ``death_s`` after it was killed. The interleaving depends on ``seed``.
     """
+
+    process_class: type[SimulatedProcess]
 
     def __init__(
         self,
@@ -363,89 +365,44 @@ class SimulatedChannel(StoreChannel):
         is_store_reachable: Callable[[], bool] = lambda: True,
     ) -> None:
         self._make_worker = make_worker
-        self._clock = clock
-        self._random = Random(seed)
+        self.clock = clock
+        self.random = Random(seed)
         self._num_threads = num_threads
-        self._max_submitted = max_submitted
-        self._start_s, self._death_s, self._chance = start_s, death_s, chance
-        self._is_store_reachable = is_store_reachable
-        self._state = ChannelState.DOWN
-        self._is_closed = False
-        self.process: _Process | None = None
-        """The process that runs, or that was killed and still goes on."""
+        self.max_submitted = max_submitted
+        self._start_s, self.death_s, self._chance = start_s, death_s, chance
+        self.is_store_reachable = is_store_reachable
+        self.process: SimulatedProcess | None = None
+        """The process that was started last."""
         self.num_starts = 0
 
-    @property
-    def state(self) -> ChannelState:
-        return self._state
-
-    def start(self) -> None:
-        if self._state is ChannelState.DOWN and not self._is_closed:
-            self._state = ChannelState.STARTING
-            self.num_starts += 1
-            executors = [
-                SteppedExecutor(self._random.randrange(1 << 30), num_threads, 1 << 20, self._chance, clock=self._clock)
-                for num_threads in (1, self._num_threads)
-            ]
-            workers = [self._make_worker() for _ in range(1 + self._num_threads)]
-            self.process = _Process(executors, workers, self._clock() + self._random.uniform(0, self._start_s))
-
-    def submit(self, request: StoreRequest) -> bool:
-        process = self.process
-        if self._state is not ChannelState.READY or process is None or process.num_open >= self._max_submitted:
-            return False
-        process.submit(StoreRequest.unpack(request.pack()))
-        return True
-
-    def poll(self) -> list[Response]:
-        self._advance()
-        process = self.process
-        if process is None or self._state is not ChannelState.READY:
-            return []
-        responses, process.responses = process.responses, []
-        return [Response.unpack(response.pack()) for response in responses]
-
-    def _advance(self) -> None:
-        """Follows what has become of the process."""
-        process, now = self.process, self._clock()
-        if process is None:
-            return
-        if process.has_crashed or now >= process.dies_at:
-            process.end()
-            self.process, self._state = None, ChannelState.DOWN
-        elif self._state is ChannelState.STARTING and now >= process.ready_at and self._is_store_reachable():
-            self._state = ChannelState.READY
-
-    def wait(self, timeout_s: float) -> None:
-        self.tick()
-
-    def kill(self) -> None:
-        if self.process is not None and self._state is not ChannelState.ENDING:
-            self._state = ChannelState.ENDING
-            self.process.dies_at = self._clock() + self._random.uniform(0, self._death_s)
-
-    def close(self, timeout_s: float) -> bool:
-        self._is_closed = True
-        if self.process is not None:
-            self.process.end()
-        self.process, self._state = None, ChannelState.DOWN
-        return True
+    def start(self) -> StoreProcess:
+        self.num_starts += 1
+        executors = [
+            SteppedExecutor(self.random.randrange(1 << 30), num_threads, 1 << 20, self._chance, clock=self.clock)
+            for num_threads in (1, self._num_threads)
+        ]
+        workers = [self._make_worker() for _ in range(1 + self._num_threads)]
+        ready_at = self.clock() + self.random.uniform(0, self._start_s)
+        self.process = self.process_class(self, executors, workers, ready_at)
+        return self.process
 
     # For simulations.
 
-    def processes(self) -> list[_Process]:
+    def processes(self) -> list[SimulatedProcess]:
         """Returns the processes that have not ended."""
-        return [] if self.process is None else [self.process]
+        return [] if self.process is None or self.process.has_ended else [self.process]
+
+    def end(self) -> None:
+        for process in self.processes():
+            process.end()
 
     def tick(self) -> None:
         """Lets the process go on for a while."""
-        self._advance()
         for process in self.processes():
             process.run(lambda executor: executor.tick())
 
     def drain(self) -> None:
         """Lets the process go on until it waits for time to pass."""
-        self._advance()
         for process in self.processes():
             process.run(lambda executor: executor.drain())
 
@@ -479,12 +436,21 @@ class SimulatedChannel(StoreChannel):
         return any(executor.in_job for process in self.processes() for executor in process.executors)
 
 
-class _Process:
+class SimulatedProcess(StoreProcess):
     """A process with a thread for lookups and others for transfers."""
 
-    def __init__(self, executors: Sequence[SteppedExecutor], workers: Sequence[StoreWorker], ready_at: float) -> None:
+    is_ready = False
+
+    def __init__(
+        self,
+        channel: SimulatedChannel,
+        executors: Sequence[SteppedExecutor],
+        workers: Sequence[StoreWorker],
+        ready_at: float,
+    ) -> None:
+        self._channel = channel
         self.executors = executors
-        self.ready_at = ready_at
+        self._ready_at = ready_at
         self.dies_at = float("inf")
         self.has_crashed = False
         self.responses: list[Response] = []
@@ -492,7 +458,35 @@ class _Process:
         """Requests that are not answered yet."""
         self._lookup_worker, *self._free = workers
 
-    def submit(self, request: StoreRequest) -> None:
+    @property
+    def has_ended(self) -> bool:
+        if self.has_crashed or self._channel.clock() >= self.dies_at:
+            self.end()
+            return True
+        return False
+
+    def poll(self) -> list[Response]:
+        is_reached = self._channel.clock() >= self._ready_at and self._channel.is_store_reachable()
+        self.is_ready |= is_reached and self.dies_at == float("inf") and not self.has_crashed
+        responses, self.responses = self.responses, []
+        return [Response.unpack(response.pack()) for response in responses] if self.is_ready else []
+
+    def wait(self, timeout_s: float) -> None:
+        self._channel.tick()
+
+    def kill(self) -> None:
+        if self.dies_at == float("inf"):
+            self.is_ready = False
+            self.dies_at = self._channel.clock() + self._channel.random.uniform(0, self._channel.death_s)
+
+    def close(self, timeout_s: float) -> bool:
+        self.end()
+        return True
+
+    def submit(self, request: StoreRequest) -> bool:
+        if self.num_open >= self._channel.max_submitted:
+            return False
+        request = StoreRequest.unpack(request.pack())
         self.num_open += 1
         lookups, transfers = self.executors
         if request.op is Op.LOOKUP:
@@ -501,6 +495,7 @@ class _Process:
             transfers.submit_read(lambda: self._transfer(request))
         else:
             transfers.submit_write(lambda: self._transfer(request))
+        return True
 
     def _transfer(self, request: StoreRequest) -> None:
         worker = self._free.pop()
@@ -528,6 +523,10 @@ class _Process:
         for executor in self.executors:
             executor.kill()
         self.num_open = 0
+        self.is_ready, self.dies_at = False, float("-inf")
+
+
+SimulatedChannel.process_class = SimulatedProcess
 
 
 def random_faults(rng: Random, kind: type[StoreFaults] = StoreFaults) -> StoreFaults:

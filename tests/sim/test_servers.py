@@ -19,7 +19,7 @@ from kvoffload.tiering.promotion import Promotion
 from kvoffload.tiers.remote import link, record
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache
-from kvoffload.tiers.remote.link import ChannelState
+from kvoffload.tiers.remote.link import StoreProcess
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from tests.scale import scaled
@@ -41,7 +41,7 @@ from tests.sim.servers import (
 )
 from tests.sim.simulation import Report, run_each
 from tests.sim.store_medium import StoreConnection, StoreMedium
-from tests.sim.stores import SimulatedChannel, SimulatedClient, StoreFaults
+from tests.sim.stores import SimulatedChannel, SimulatedClient, SimulatedProcess, StoreFaults
 from tests.sim.watch import Unreachable
 
 SEEDS = scaled(8)
@@ -193,17 +193,30 @@ def breaker_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedi
 def old_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
     """A process that was killed still writes what it was reading into the host."""
 
-    class Channel(SimulatedChannel):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.old: list[Any] = []
+    class Process(SimulatedProcess):
+        is_killed = False
 
         def kill(self) -> None:
-            self.old.append(self.process)
-            self.process, self._state = None, ChannelState.DOWN
+            self.is_ready, self.is_killed = False, True
 
-        def processes(self) -> list[Any]:
-            return self.old + super().processes()
+        @property
+        def has_ended(self) -> bool:
+            return self.is_killed or super().has_ended
+
+    class Channel(SimulatedChannel):
+        process_class = Process
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.all: list[SimulatedProcess] = []
+
+        def start(self) -> StoreProcess:
+            process = super().start()
+            self.all += [self.process] if self.process else []
+            return process
+
+        def processes(self) -> list[SimulatedProcess]:
+            return [each for each in self.all if each.dies_at > float("-inf")]
 
         @property
         def is_idle(self) -> bool:

@@ -45,7 +45,7 @@ class TestRemoteTierOnASimulatedStore(SharedTierConformance):
             lambda: StoreWorker(SimulatedClient(store, state), ValueMemory(pools), ValueFormat(FINGERPRINT, "kv")),
             time.monotonic,
         )
-        tier = RemoteTier(channel, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
+        tier = RemoteTier(channel.start, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
         self.channels[id(tier)], self.stores[id(tier)] = channel, store
         deadline = time.monotonic() + DEADLINE_S
         while not tier.stats().is_connected and time.monotonic() < deadline:

@@ -22,7 +22,8 @@ from kvoffload.tiers.object_store.contents import (
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.object_store.memory_bucket import MemoryBucket
-from tests.tiers.object_store.rig import FINGERPRINT, chain
+from tests.tiers.object_store.rig import chain
+from tests.tiers.remote.rig import FINGERPRINT
 
 OK, MISSING, HELD, FAILED, OTHER_SIZE = (
     Outcome.OK,

@@ -13,9 +13,9 @@ from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 from kvoffload.tiers.remote.record import ValueFormat
-from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, PATIENT, Moto, needs_moto, patched
+from tests.tiers.object_store.rig import CREDENTIALS, PATIENT, Moto, needs_moto, patched
 from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import tier_here
+from tests.tiers.remote.rig import FINGERPRINT, tier_here
 
 pytestmark = needs_moto
 

@@ -30,7 +30,6 @@ from tests.clock import RealClock
 from tests.tiers.object_store.rig import (
     BUCKET,
     CREDENTIALS,
-    FINGERPRINT,
     KEY_ID,
     PATIENT,
     SECRET,
@@ -44,6 +43,7 @@ from tests.tiers.object_store.rig import (
     patched,
 )
 from tests.tiers.remote.hostile import Hostile
+from tests.tiers.remote.rig import FINGERPRINT
 
 pytestmark = needs_obstore
 

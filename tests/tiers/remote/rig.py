@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -16,10 +17,11 @@ from kvoffload.abc import ByteArray, KVGroup, OffloadKey, Tier, TierError, TierR
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Response, Setup
-from kvoffload.tiers.remote.process import ProcessChannel
+from kvoffload.tiers.remote.process import ChildProcess
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -55,7 +57,7 @@ def tier_here(
 ) -> RemoteTier:
     """Returns a tier whose client runs in this process, when the tier is polled."""
     worker = StoreWorker(client, ValueMemory(pools, has_rows), values)
-    tier = RemoteTier(channel_class(worker), sum(pool.shape[1] for pool in pools), name=name)
+    tier = RemoteTier(channel_class(worker).start, sum(pool.shape[1] for pool in pools), name=name)
     tier.poll()
     return tier
 
@@ -159,15 +161,13 @@ class StoreServer:
         raise AssertionError("the tier never worked again")
 
 
-class ShiftedChannel(ProcessChannel):
-    """A channel whose responses have times of ``clock``, as all processes of a machine have the same clock."""
+class ShiftedProcess(ChildProcess):
+    """A process whose responses have times of ``clock``, as all processes of a machine have the same clock."""
 
-    def __init__(self, setup: Setup, name: str, clock: RealClock) -> None:
-        super().__init__(setup, name)
-        self._clock = clock
+    clock = RealClock()
 
     def poll(self) -> list[Response]:
-        shift = self._clock.shift
+        shift = self.clock.shift
         return [replace(each, begun=each.begun + shift, ended=each.ended + shift) for each in super().poll()]
 
 
@@ -181,9 +181,15 @@ class Server(StoreServer):
         def open_tier(context: TierContext) -> Tier:
             handles = tuple(handle for handle in context.handles if handle is not None)
             made = Setup(client, store.settings(), handles, len(context.pools[0]), fingerprint, "kv", **setup)
-            self.channel = ShiftedChannel(made, "folder", self.clock)
+            log = LimitedLog(logging.getLogger(__name__), time.monotonic)
+
+            def start() -> ShiftedProcess:
+                self.process = ShiftedProcess(made, "folder", log, log)
+                self.process.clock = self.clock
+                return self.process
+
             payload_bytes = sum(pool.shape[1] for pool in context.pools)
-            return RemoteTier(self.channel, payload_bytes, name="folder", clock=self.clock, random=lambda: 0.5)
+            return RemoteTier(start, payload_bytes, name="folder", clock=self.clock, random=lambda: 0.5)
 
         super().__init__(open_tier, (4096, 8192), 32, fingerprint)
 

@@ -19,9 +19,9 @@ from kvoffload.abc import TierError
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.remote.child import SMALL_READ_BLOCKS, TRANSFER_NICENESS
 from kvoffload.tiers.remote.known import PRESENT_TTL_S
-from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S, ChannelState
+from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.messages import Setup
-from kvoffload.tiers.remote.process import ProcessChannel
+from kvoffload.tiers.remote.process import starter
 from tests.tiers.remote.folder_store import FolderStore
 from tests.tiers.remote.rig import FINGERPRINT, Server, eventually, store_in
 
@@ -102,14 +102,14 @@ def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pyt
     server = Server(store)
     try:
         assert begun.wait(10)
-        assert server.channel.state is ChannelState.STARTING
-        assert server.channel.pid is None
+        assert server.tier.is_starting
+        assert server.process.pid is None
         # A process that is killed before it exists ends as soon as it does.
-        server.channel.kill()
+        server.process.kill()
         assert server.tier.poll() == []
-        assert server.channel.state is ChannelState.ENDING  # type: ignore[comparison-overlap]
+        assert not server.process.has_ended
         may_start.set()
-        server.until(lambda: server.channel.state is ChannelState.DOWN, "the process was never ended")
+        server.until(lambda: server.process.has_ended, "the process was never ended")
         restart(server)
         server.works_again(KEYS[:2])
     finally:
@@ -122,7 +122,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     server = Server(store)
-    server.until(lambda: server.channel.state is ChannelState.DOWN, "it was never noticed")
+    server.until(lambda: not server.tier.is_starting, "it was never noticed")
     assert "the store's client cannot be started" in caplog.text
     monkeypatch.undo()
     restart(server)
@@ -134,8 +134,8 @@ def test_a_process_that_is_killed_is_replaced(server: Server) -> None:
     server.works_again(KEYS[:2])
     server.store.switch("hang-get")
     taken = server.tier.read(KEYS[:2], np.array([20, 21]))
-    assert server.channel.pid is not None
-    os.kill(server.channel.pid, signal.SIGKILL)
+    assert server.process.pid is not None
+    os.kill(server.process.pid, signal.SIGKILL)
     assert {result.error for result in server.finish(taken).values()} == {TierError.IO}
     server.store.switch("hang-get", False)
     restart(server)
@@ -168,7 +168,7 @@ def test_bad_values_are_removed_and_written_again(server: Server) -> None:
 @pytest.mark.parametrize(("fault", "deadline_s"), [("hang", LOOKUP_DEADLINE_S), ("hang-get", TRANSFER_DEADLINE_S)])
 def test_a_call_that_hangs_ends_at_its_deadline(server: Server, fault: str, deadline_s: float) -> None:
     server.works_again(KEYS[:2])
-    first = server.channel.pid
+    first = server.process.pid
     assert first is not None
     server.store.switch(fault)
     taken = server.tier.read(KEYS[:2], np.array([20, 21]))
@@ -212,15 +212,10 @@ def test_a_store_that_cannot_be_reached_at_start_is_reached_later(
 
 
 def test_what_a_store_says_at_the_start_reaches_the_log_printable_and_cut(caplog: pytest.LogCaptureFixture) -> None:
-    channel = ProcessChannel(Setup("tests.tiers.remote.folder_store:refuse", {}, (), 0, FINGERPRINT, "kv"), "rude")
-    channel.start()
-
-    def has_ended() -> bool:
-        channel.poll()
-        return channel.state is ChannelState.DOWN
-
-    eventually(has_ended)
-    channel.close(1.0)
+    setup = Setup("tests.tiers.remote.folder_store:refuse", {}, (), 0, FINGERPRINT, "kv")
+    process = starter(setup, "rude")()
+    eventually(lambda: process.has_ended)
+    process.poll()
     (said,) = [record.getMessage() for record in caplog.records if "rude" in record.getMessage()]
     assert "go away" in said
     assert said.isprintable()
@@ -239,7 +234,7 @@ def test_a_client_that_writes_much_output_does_not_block(server: Server, caplog:
 
 def test_close_ends_the_process_and_what_it_does(server: Server) -> None:
     server.works_again(KEYS[:2])
-    pid = server.channel.pid
+    pid = server.process.pid
     assert pid is not None
     server.store.switch("hang-get")
     server.tier.read(KEYS[:2], np.array([20, 21]))
@@ -256,7 +251,7 @@ server = Server(store_in(Path(sys.argv[1])))
 server.connect()
 if os.fork() == 0:
     time.sleep(600)  # It has inherited the socket.
-print(server.channel.pid, flush=True)
+print(server.process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -284,7 +279,7 @@ def test_only_threads_that_move_many_blocks_run_at_lower_priority(server: Server
         return int((thread / "stat").read_text().rpartition(")")[2].split()[16])
 
     mine = os.getpriority(os.PRIO_PROCESS, 0)
-    tasks = Path(f"/proc/{server.channel.pid}/task")
+    tasks = Path(f"/proc/{server.process.pid}/task")
     assert server.states(KEYS[:1]) == [MISS]
     assert {niceness(thread) for thread in tasks.iterdir()} == {mine}
     server.works_again(KEYS[: SMALL_READ_BLOCKS + 1])
@@ -292,14 +287,14 @@ def test_only_threads_that_move_many_blocks_run_at_lower_priority(server: Server
         min(19, mine + TRANSFER_NICENESS)
     ], "one thread has written, and one has read"
     server.works_again(KEYS[:1])
-    assert niceness(tasks / str(server.channel.pid)) == mine
+    assert niceness(tasks / str(server.process.pid)) == mine
 
 
 def test_a_forked_copy_of_the_engine_does_not_kill_the_process(server: Server) -> None:
     server.works_again(KEYS[:2])
     child = os.fork()
     if child == 0:
-        server.channel.kill()
+        server.process.kill()
         os._exit(0)
     os.waitpid(child, 0)
     server.works_again(KEYS[:2])

@@ -48,7 +48,7 @@ class Rig:
             self.client, ValueMemory([self.pool]), VALUES, self.clock, lambda: 0.5, lambda s: None
         )
         self.channel = SteppedChannel(self.worker)
-        self.tier = RemoteTier(self.channel, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)
+        self.tier = RemoteTier(self.channel.start, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)
         self.tier.poll()
 
     def clock(self) -> float:
@@ -159,7 +159,7 @@ def test_while_the_store_cannot_be_reached_nothing_is_held_or_taken_on() -> None
     rig = Rig()
     rig.stored(KEYS[:2])
     rig.now += PRESENT_TTL_S
-    rig.channel.end()
+    rig.channel.kill()
     rig.channel.is_reachable = False
     rig.tier.poll()
     assert rig.states(KEYS[:3]) == [MISS] * 3
@@ -340,7 +340,7 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
     rig.channel.is_reachable = False
     pauses = []
     for _ in range(9):
-        rig.channel.end()
+        rig.channel.kill()
         rig.tier.poll()
         begun, starts = rig.now, rig.channel.num_starts
         while rig.channel.num_starts == starts:
@@ -353,12 +353,12 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
 def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
     rig = Rig()
     for _ in range(5):
-        rig.channel.end()
+        rig.channel.kill()
         rig.tier.poll()
         rig.pass_time(MAX_PAUSE_S)
         rig.pass_time(0)
     rig.stored(KEYS[:1])
-    rig.channel.end()
+    rig.channel.kill()
     rig.tier.poll()
     starts = rig.channel.num_starts
     rig.pass_time(FIRST_PAUSE_S)
@@ -368,7 +368,7 @@ def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
 def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
     rig = Rig()
     rig.channel.is_reachable = False
-    rig.channel.end()
+    rig.channel.kill()
     rig.tier.poll()
     rig.pass_time(FIRST_PAUSE_S)
     assert rig.channel.num_starts == 2

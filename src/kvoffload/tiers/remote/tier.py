@@ -13,7 +13,7 @@ from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierE
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache, Removals
-from kvoffload.tiers.remote.link import StoreChannel, StoreLink
+from kvoffload.tiers.remote.link import StoreLink, StoreProcess
 from kvoffload.tiers.remote.messages import MAX_KEYS, Op, Response, StoreRequest
 from kvoffload.tiers.remote.record import MAX_KEY_BYTES, RECORD_BYTES
 
@@ -40,7 +40,8 @@ _ERRORS = {
 
 
 class RemoteTier(Tier):
-    """Blocks of ``payload_bytes`` each, all ranks together, in the store behind ``channel``.
+    """Blocks of ``payload_bytes`` each, all ranks together, in a store. ``start`` starts a process of its
+    client.
 
     The store is asked about whole chains at once, and its answers are remembered for a short while. While it cannot be
     reached, nothing is held and nothing is taken on; the tier comes back by itself. A corrupt block is removed from the
@@ -51,7 +52,7 @@ class RemoteTier(Tier):
 
     def __init__(
         self,
-        channel: StoreChannel,
+        start: Callable[[], StoreProcess],
         payload_bytes: int,
         *,
         name: str = "remote",
@@ -62,7 +63,7 @@ class RemoteTier(Tier):
         self.block_bytes = RECORD_BYTES + payload_bytes
         self._max_moving = max(1, min(MAX_MOVING_BLOCKS, MAX_MOVING_BYTES // self.block_bytes))
         self._clock = clock
-        self._link = StoreLink(channel, name, clock, random)
+        self._link = StoreLink(start, name, clock, random)
         self._presence = PresenceCache()
         self._asked: set[OffloadKey] = set()
         """Keys that the store is being asked about."""
@@ -74,6 +75,11 @@ class RemoteTier(Tier):
         self._is_off = False
         """Whether the tier was closed or reset: nothing is held or taken on any more."""
         self._link.poll()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a process of the client runs and has not reached the store yet."""
+        return self._link.is_starting
 
     def stats(self) -> TierStats:
         return TierStats(is_connected=self._link.is_ready)

@@ -118,7 +118,7 @@ class StoreWorker:
 
     def _write(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
         found = self._client.exists(names)
-        outcomes = [Outcome.HELD if outcome is Outcome.OK else outcome for outcome in found]
+        outcomes: list[Outcome] = [Outcome.HELD if outcome is Outcome.OK else outcome for outcome in found]
         new = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.MISSING]
         if new:
             values = [self._memory.value(row, slots[i]) for row, i in enumerate(new)]
