@@ -8,9 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.health import MAX_FAILURES, MAX_WRITE_PAUSE_S
-from kvoffload.tiering.unwritten import WRITE_WITHIN_S
 from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -24,7 +22,6 @@ HOST_BLOCKS = 256
 REFUSALS = {
     "OOM": ("CONFIG SET maxmemory 1mb", "CONFIG SET maxmemory 0"),
     "READONLY": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
-    "NOREPLICAS": ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
     "NOPERM": ("ACL SETUSER default -set", "ACL SETUSER default +set"),
 }
 """What makes the server refuse writes with an error, and what ends that."""
@@ -105,14 +102,3 @@ def test_while_reads_are_refused_new_blocks_are_stored(server: Server) -> None:
     server.step(1.0)
     server.finds(old, "probe")
     assert server.finds(old, "after")
-
-
-def test_a_hand_over_to_a_full_server_is_written_again_at_a_growing_pace(server: Server) -> None:
-    server.say("CONFIG SET maxmemory 1mb")
-    try:
-        server.store(chain("x", 24), is_handed_over=True)
-        for _ in range(int(WRITE_WITHIN_S * 20)):
-            server.step(0.05)
-        assert server.num_sets < 24 * (WRITE_WITHIN_S / MAX_REST_S + 6)
-    finally:
-        server.say("CONFIG SET maxmemory 0")

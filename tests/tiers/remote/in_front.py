@@ -34,9 +34,7 @@ class ServerInFront:
         for _ in range(4):
             self.manager.poll()
 
-    def store(self, keys: list[OffloadKey], is_handed_over: bool = False) -> None:
-        if is_handed_over:
-            self.manager.hand_over(keys)
+    def store(self, keys: list[OffloadKey]) -> None:
         output = self.manager.prepare_store(keys)
         assert output is not None
         self.manager.complete_store(keys)

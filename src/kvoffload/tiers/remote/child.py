@@ -39,7 +39,7 @@ TRANSFER_NICENESS = 10
 """Added to the niceness of the threads that read and write many blocks. Clients spin there until the transfer ends, and
 on a busy machine that would take cores from the engine and from the threads that move the bytes."""
 FINISH_DEADLINE_S = 2.0
-"""Time for the requests under way when the engine closes the channel."""
+"""Time for the requests under way when the engine ends the process."""
 WATCH_INTERVAL_S = 1.0
 RECEIVE_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1

@@ -1,4 +1,4 @@
-"""RemoteTier: blocks in a store that other servers use too, reached through a channel."""
+"""RemoteTier: blocks in a store that other servers use too, reached through processes of a client."""
 
 from __future__ import annotations
 
