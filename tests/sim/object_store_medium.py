@@ -11,7 +11,7 @@ from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.object_store import bucket
 from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
 from kvoffload.tiers.object_store.client import ObjectStoreClient
-from kvoffload.tiers.object_store.contents import contents, mark
+from kvoffload.tiers.object_store.contents import contents
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.record import RECORD_BYTES
 from tests.sim.servers import Connection, SharingServer
@@ -142,10 +142,6 @@ class ObjectStoreConnection(StoreConnection):
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         self._value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in pools)
         return super().open(pools)
-
-    def holders(self, name: str) -> Sequence[str]:
-        found = ((each, Found(value.data.size, value.note)) for each, value in self.medium.store.values.items())
-        return [each for each, what in found if mark(name) in contents(each, what)]
 
     def make_client(self) -> StoreClient:
         assert self.channel is not None

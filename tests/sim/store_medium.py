@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
-
-import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
@@ -18,8 +15,6 @@ from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.servers import Connection, DeletedOthers, SharedMedium, SharingServer
 from tests.sim.stores import (
     ClientState,
-    FaultyCalls,
-    ForgingClient,
     SimulatedChannel,
     SimulatedClient,
     SimulatedStore,
@@ -30,12 +25,10 @@ from tests.sim.stores import (
 PREFIX = "sim"
 HMAC_KEY = b"a key that only servers have, 32b"
 """Of the servers of half of all simulations."""
-FORGERS_KEYS = (b"", b"the key of somebody else, 32 bytes")
 
 
 class StoreMedium(SharedMedium):
     """A store that lies, hangs, forgets, fills up, returns other values and restarts empty, and processes that crash.
-    If servers have an HMAC key, others who do not have it put blocks there too.
 
     With ``is_calm`` it does none of that, but may be slow.
     """
@@ -53,11 +46,8 @@ class StoreMedium(SharedMedium):
         self.stall_s = rng.choice((0.01, 0.2, 30.0))
         self.death_s = rng.choice((0.0, 0.05, 1.0))
         self.start_s = rng.choice((0.0, 0.01, 0.5))
-        # Of its own, so that the other choices of a seed do not depend on these.
-        keys = Random(f"hmac {seed}")
-        self.hmac_key = keys.choice((b"", HMAC_KEY))
-        if self.hmac_key and not is_calm:
-            self.faults = dataclasses.replace(self.faults, forged=keys.choice((0.0, 0.02, 0.3)))
+        # Of its own, so that the other choices of a seed do not depend on it.
+        self.hmac_key = Random(f"hmac {seed}").choice((b"", HMAC_KEY))
         self.registers_memory = Random(f"rows {seed}").random() < 0.3
         """Whether values move through rows, as with clients whose peers can write to their memory."""
         self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
@@ -142,17 +132,11 @@ class StoreConnection(Connection):
             medium.injected,
         )
 
-    def _forge(self, name: str, parts: Sequence[ByteArray]) -> ByteArray:
-        """Returns the block that somebody who knows everything except the HMAC key makes for ``name``."""
-        key = bytes.fromhex(name.rpartition("/")[2])
-        record = ValueFormat(self.server.fingerprint, hmac_key=self.random.choice(FORGERS_KEYS)).record(key, parts)
-        return np.concatenate([record, *parts])
-
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
         self.channel = self.channel_class(
             lambda: self.worker_class(
-                self._make_forging_client() if medium.hmac_key else self.make_client(),
+                self.make_client(),
                 ValueMemory(pools, medium.registers_memory),
                 ValueFormat(server.fingerprint, PREFIX, medium.hmac_key),
                 server.clock,
@@ -173,14 +157,6 @@ class StoreConnection(Connection):
             clock=server.clock,
             random=self.random.random,
         )
-
-    def _make_forging_client(self) -> StoreClient:
-        calls = FaultyCalls(self.medium.store, self.state)
-        return ForgingClient(self.make_client(), calls, self._forge, self.holders)
-
-    def holders(self, name: str) -> Sequence[str]:
-        """Returns the names in the store that have the value ``name`` of a block."""
-        return [name]
 
     def make_client(self) -> StoreClient:
         """Returns the client for one thread of the process that starts."""

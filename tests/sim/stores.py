@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,9 +43,6 @@ class StoreFaults:
     """``get`` fills only a part of the buffers and says OK."""
     garbage: float = 0.0
     """``get`` returns random bytes."""
-    forged: float = 0.0
-    """``get`` returns a block that somebody else has made: its checksums are right, its payload is not. See
-    ``ForgingClient``."""
     rotten: float = 0.0
     """``put`` stores other bytes than it was given."""
     forgotten: float = 0.0
@@ -186,13 +183,6 @@ class FaultyCalls:
         state.injected[fault] += 1
         return True
 
-    def random_bytes(self, nbytes: int) -> ByteArray:
-        return np.frombuffer(self._state.random.randbytes(nbytes), np.uint8)
-
-    def note_misread(self, names: Iterable[str]) -> None:
-        """The server has read other bytes than these names have, and may remove them."""
-        self._state.misread.update(names)
-
     def read(self, name: str, value: StoreValue, buffers: Sequence[ByteArray], part: slice = slice(None)) -> bool:
         """Fills ``buffers`` with this part of ``value``. Returns False, with nothing filled, if it has another size."""
         store, state, rng = self._store, self._state, self._state.random
@@ -202,7 +192,7 @@ class FaultyCalls:
             data = store.values[rng.choice(list(store.values))].data
         data = data[part]
         if self.injects("garbage"):
-            data = self.random_bytes(size)
+            data = np.frombuffer(rng.randbytes(size), np.uint8)
         if data.size != size:
             return False
         end = rng.randrange(size) if self.injects("truncated") else size
@@ -280,45 +270,6 @@ class SimulatedClient(StoreClient):
         if not self._calls.read(name, value, first_bytes(buffers, value.data.size)):
             return Outcome.OTHER_SIZE
         return Outcome.OK if value.data.size >= whole else Outcome.OTHER_SIZE
-
-
-class ForgingClient(StoreClient):
-    """Passes calls on to ``client``; what it has read may be a block that somebody has forged.
-
-    ``forge`` returns the value that somebody makes for a name, with these payloads of the ranks. ``holders`` returns
-    the names in the simulated store that have the value of a name: a server may remove them, because it has found a
-    bad block there.
-    """
-
-    def __init__(
-        self,
-        client: StoreClient,
-        calls: FaultyCalls,
-        forge: Callable[[str, Sequence[ByteArray]], ByteArray],
-        holders: Callable[[str], Iterable[str]],
-    ) -> None:
-        self._client = client
-        self._calls = calls
-        self._forge = forge
-        self._holders = holders
-
-    def exists(self, names: Sequence[str]) -> list[Outcome]:
-        return self._client.exists(names)
-
-    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        outcomes = self._client.get(names, buffers)
-        for name, parts, outcome in zip(names, buffers, outcomes, strict=True):
-            if outcome is Outcome.OK and len(parts) > 1 and self._calls.injects("forged"):
-                payloads = [self._calls.random_bytes(part.size) for part in parts[1:]]
-                _fill(parts, self._forge(name, payloads), 0)
-                self._calls.note_misread(self._holders(name))
-        return outcomes
-
-    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        return self._client.put(names, buffers)
-
-    def remove(self, names: Sequence[str]) -> list[Outcome]:
-        return self._client.remove(names)
 
 
 def first_bytes(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
@@ -531,7 +482,6 @@ SimulatedChannel.process_class = SimulatedProcess
 
 def random_faults(rng: Random, kind: type[StoreFaults] = StoreFaults) -> StoreFaults:
     """Returns no faults, or some kinds of them, rare or frequent."""
-    # Forgeries are for servers with an HMAC key only.
-    names = [each.name for each in dataclasses.fields(kind) if each.name != "forged"]
+    names = [each.name for each in dataclasses.fields(kind)]
     chosen = rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
     return kind(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hmac
 import json
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from kvoffload.tiering import writes
 from kvoffload.tiering.health import CircuitBreaker
 from kvoffload.tiering.plan import WritePlan, plan_writes
 from kvoffload.tiering.promotion import Promotion
-from kvoffload.tiers.remote import link, record
+from kvoffload.tiers.remote import link
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache
 from kvoffload.tiers.remote.link import StoreProcess
@@ -146,13 +144,6 @@ def value_of_another_key_accepted(monkeypatch: pytest.MonkeyPatch) -> type[Share
     monkeypatch.setattr(ValueFormat, "record", pack_and_note)
     monkeypatch.setattr(ValueFormat, "verify", verify_itself)
     return failing(wrong_value=0.3)
-
-
-def tag_not_verified(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    """Blocks have tags, and a block without the right one is taken for a good one."""
-    digests = {name: getattr(hmac, name) for name in ("new", "digest")}
-    monkeypatch.setattr(record, "hmac", SimpleNamespace(**digests, compare_digest=lambda one, other: True))
-    return failing(forged=0.3)
 
 
 def fingerprint_ignored(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
@@ -304,7 +295,6 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     verification_skipped: ((WrongBytes,), 6),
     half_of_a_value_accepted: ((WrongBytes,), 12),
     value_of_another_key_accepted: ((WrongBytes,), 5),
-    tag_not_verified: ((WrongBytes,), 9),
     fingerprint_ignored: ((WrongBytes,), 3),
     reset_deletes_the_blocks_of_others: ((DeletedOthers,), 11),
     breaker_that_never_closes: ((NotFound,), 10),

@@ -132,23 +132,6 @@ def test_values_expire_if_they_are_to(server: RedisServer) -> None:
     forever.close()
 
 
-def test_a_full_server_is_full_and_works_again_with_room(server: RedisServer) -> None:
-    client = make_client(server.url)
-    buffers = values(40, 128, 1 << 18)
-    with server.raw() as raw:
-        raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (4 << 20))
-        outcomes = client.put(names(40), buffers)
-        assert set(outcomes) == {OK, FULL}
-        stored = outcomes.count(OK)
-        assert client.exists(names(40)).count(OK) == stored
-        assert client.get(names(40), emptied(buffers)).count(OK) == stored
-        # With a policy that evicts, it goes on.
-        raw.config_set("maxmemory-policy", "allkeys-lru")
-        assert client.put(names(40, first=100), buffers) == [OK] * 40
-        assert 0 < client.exists(names(40, first=100)).count(OK) < 40
-    client.close()
-
-
 @pytest.mark.parametrize(
     ("limit", "policy", "ttl_s", "words"),
     [
@@ -173,24 +156,6 @@ def test_the_log_says_at_start_how_the_server_uses_memory(
     assert words in advice
     assert ("allkeys-lru, so that it evicts" in advice) == bool(words)
     assert len(advice.splitlines()) == bool(words)
-
-
-def test_what_a_server_refuses_fails_in_words(server: RedisServer) -> None:
-    client = make_client(server.url)
-    client.put(names(1), values(1, 128))
-    with server.raw() as raw:
-        raw.replicaof("127.0.0.1", 1)
-        try:
-            with pytest.raises(StoreError, match=r"127.0.0.1:\d+: it is a replica; .*READONLY"):
-                client.put(names(3), values(3, 128))
-            raw.config_set("replica-serve-stale-data", "no")
-            with pytest.raises(StoreError, match="replica that has lost its primary"):
-                client.get(names(3), values(3, 128))
-        finally:
-            raw.config_set("replica-serve-stale-data", "yes")
-            raw.replicaof("NO", "ONE")
-    assert client.put(names(3), values(3, 128)) == [HELD, OK, OK]
-    client.close()
 
 
 def test_values_beyond_the_limit_of_the_server_fail(server: RedisServer) -> None:

@@ -61,10 +61,6 @@ def test_a_record_that_does_not_begin_like_one_is_bad() -> None:
     assert VALUES.verify(KEY, np.zeros(RECORD_BYTES, dtype=np.uint8), PARTS) is Outcome.CORRUPT
 
 
-def test_names_have_prefix_fingerprint_and_key() -> None:
-    assert VALUES.name(b"\x01\xff") == f"kv/{FINGERPRINT}/01ff"
-
-
 def test_a_tag_covers_every_byte_of_record_and_payload() -> None:
     value = np.concatenate([SIGNED.record(KEY, PARTS), *PARTS])
     for i in range(value.size):
@@ -88,7 +84,8 @@ def test_forged_blocks_are_good_only_without_an_hmac_key() -> None:
     assert SIGNED.verify(KEY, ValueFormat(FINGERPRINT, hmac_key=b"x" * 32).record(KEY, PARTS), PARTS) is Outcome.CORRUPT
 
 
-def test_servers_with_other_hmac_keys_have_other_names() -> None:
+def test_names_have_prefix_namespace_and_key() -> None:
+    assert VALUES.name(b"\x01\xff") == f"kv/{FINGERPRINT}/01ff"
     names = {ValueFormat(FINGERPRINT, "kv", key).name(KEY) for key in (b"", HMAC_KEY, b"x" * 32)}
     spaces = {name.split("/")[1] for name in names}
     assert len(spaces) == 3
