@@ -295,7 +295,7 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     verification_skipped: ((WrongBytes,), 6),
     half_of_a_value_accepted: ((WrongBytes,), 12),
     value_of_another_key_accepted: ((WrongBytes,), 5),
-    fingerprint_ignored: ((WrongBytes,), 3),
+    fingerprint_ignored: ((WrongBytes,), 22),
     reset_deletes_the_blocks_of_others: ((DeletedOthers,), 11),
     breaker_that_never_closes: ((NotFound,), 10),
     breaker_that_never_opens: ((Costly,), 10),

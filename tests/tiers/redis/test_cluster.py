@@ -261,7 +261,7 @@ def test_a_cluster_is_resharded_fails_over_and_shrinks_under_load(tmp_path: Path
     server = Server(nodes[0], has_process=True)
     keys = [bytes([i]) * 36 for i in range(30)]
     server.works_again(keys)
-    process = server.tier._link._process
+    run = server.tier._link._run
 
     def found_within_30_s(what: str, event: Callable[[], None]) -> None:
         thread = threading.Thread(target=event)
@@ -274,7 +274,7 @@ def test_a_cluster_is_resharded_fails_over_and_shrinks_under_load(tmp_path: Path
             assert time.monotonic() < ended + 30.0, what
             time.sleep(0.1)
         print(f"{what}: all found after {time.monotonic() - ended:.1f} s")
-        assert server.tier._link._process is process, "the client was restarted"
+        assert server.tier._link._run is run, "the client was restarted"
 
     masters = [node for node in nodes if node.raw().info("replication")["role"] == "master"]
     first, second, third = masters
@@ -432,9 +432,10 @@ def test_a_cluster_of_too_many_nodes_is_not_used() -> None:
     node.close()
 
 
-@pytest.mark.parametrize("host", ["{socket}", "x/../{socket}", "evil\x1b[31m", "a b"])
-def test_a_node_never_is_a_program_of_this_machine(host: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["{socket}", "x/../{socket}", "trap", "evil\x1b[31m", "a b"])
+def test_a_node_never_is_a_program_of_this_machine(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Unix socket would get the password, without TLS."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "trap"
     with socket.socket(socket.AF_UNIX) as trap:
         trap.bind(str(path))

@@ -9,6 +9,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvoffload.abc import OffloadKey
@@ -82,6 +83,34 @@ class StoreProcess(ABC):
 Answer: TypeAlias = tuple[StoreRequest, Response]
 
 
+@dataclass(slots=True)
+class _Run:
+    """One process, and what has become of it."""
+
+    process: StoreProcess
+    start_deadline: float
+    has_connected: bool = False
+    is_killed: bool = False
+    num_failures: int = 0
+    """Answers in a row that are failures, and when the first and the last of them came."""
+    failing_since: float = 0.0
+    failed_at: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.process.is_ready and not self.is_killed
+
+    def note(self, response: Response, now: float) -> None:
+        """Takes in whether an answer is nothing but failures."""
+        if any(outcome is not Outcome.FAILED for outcome in response.outcomes):
+            self.num_failures = 0
+            return
+        if not self.num_failures or now - self.failed_at > MAX_FAILURE_GAP_S:
+            self.num_failures, self.failing_since = 0, now
+        self.num_failures += 1
+        self.failed_at = now
+
+
 class StoreLink:
     """Sends requests to a process that ``start`` returns, and starts another one after its end.
 
@@ -98,35 +127,29 @@ class StoreLink:
         self._name = name
         self._clock = clock
         self._random = random
-        self._process: StoreProcess | None = None
-        self._has_connected = self._is_killed = False
-        """What has become of the process."""
+        self._run: _Run | None = None
         self._under_way: dict[int, tuple[StoreRequest, float]] = {}
         """Requests without an answer and their deadlines, by number."""
         self._last_number = 0
         self._pause = FIRST_PAUSE_S
         self._start_at = clock()
         """When to start the next process."""
-        self._start_deadline = float("inf")
-        self._num_failures = 0
-        """Answers in a row that are failures, and when the first and the last of them came."""
-        self._failing_since = self._failed_at = float("-inf")
         self._is_closed = False
         self._log = LimitedLog(logger, clock)
 
     @property
     def is_ready(self) -> bool:
-        return self._process is not None and self._process.is_ready and not self._is_killed
+        return self._run is not None and self._run.is_ready
 
     @property
     def is_starting(self) -> bool:
         """Whether the process runs and has not reached the store yet."""
-        return self._process is not None and not self._has_connected
+        return self._run is not None and not self._run.has_connected
 
     def send(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int] = ()) -> bool:
         """Returns whether the request was sent: ``poll`` returns its answer."""
         request = StoreRequest(self._last_number + 1, op, list(keys), list(slots))
-        if self._process is None or not self.is_ready or not self._process.submit(request):
+        if self._run is None or not self._run.is_ready or not self._run.process.submit(request):
             return False
         self._last_number += 1
         deadline = LOOKUP_DEADLINE_S if op is Op.LOOKUP else TRANSFER_DEADLINE_S
@@ -135,28 +158,25 @@ class StoreLink:
 
     def poll(self) -> list[Answer]:
         """Returns the answers that have come, and starts or kills the process if it is time."""
-        process = self._process
-        if process is None:
+        run = self._run
+        if run is None:
             if self._clock() >= self._start_at and not self._is_closed:
                 self._start()
             return []
         # In this order: an ended process has sent all of its responses.
-        has_ended = process.has_ended
-        answers = self._take(process)
+        has_ended = run.process.has_ended
+        answers = self._take(run)
         if has_ended:
-            self._process = None
+            self._run = None
             answers += self._lose()
             self._start_later("the process of the store's client ended")
-        elif not self._is_killed:
-            self._check(process)
+        elif not run.is_killed:
+            self._check(run)
         return answers
 
     def _start(self) -> None:
-        self._has_connected = self._is_killed = False
-        self._num_failures = 0
-        self._start_deadline = self._clock() + START_DEADLINE_S
         try:
-            self._process = self._start_process()
+            self._run = _Run(self._start_process(), self._clock() + START_DEADLINE_S)
         except (OSError, RuntimeError) as error:
             self._start_later(f"the store's client cannot be started ({error})")
 
@@ -168,20 +188,20 @@ class StoreLink:
             "%s: %s; blocks of the store are misses until it restarts, in %.1f s", self._name, why, seconds
         )
 
-    def _take(self, process: StoreProcess) -> list[Answer]:
+    def _take(self, run: _Run) -> list[Answer]:
         answers: list[Answer] = []
         try:
-            responses = process.poll()
+            responses = run.process.poll()
         except MessageError as error:
-            self._kill(process, f"sent a malformed message ({error})")
+            self._kill(run, f"sent a malformed message ({error})")
             return answers
         for response in responses:
             request, _ = self._under_way.pop(response.number, (None, 0.0))
             if request is None or len(response.outcomes) != len(request.keys):
-                self._kill(process, "sent a malformed response")
+                self._kill(run, "sent a malformed response")
                 break
             answers.append((request, response))
-            self._watch_failures(response)
+            run.note(response, self._clock())
             if response.problem:
                 problem = printable(response.problem, MAX_PROBLEM_BYTES)
                 effect = "are not stored" if request.op is Op.WRITE else "are misses"
@@ -192,56 +212,46 @@ class StoreLink:
                 self._pause = FIRST_PAUSE_S
         return answers
 
-    def _watch_failures(self, response: Response) -> None:
-        if any(outcome is not Outcome.FAILED for outcome in response.outcomes):
-            self._num_failures = 0
-            return
-        now = self._clock()
-        if not self._num_failures or now - self._failed_at > MAX_FAILURE_GAP_S:
-            self._num_failures, self._failing_since = 0, now
-        self._num_failures += 1
-        self._failed_at = now
-
-    def _check(self, process: StoreProcess) -> None:
+    def _check(self, run: _Run) -> None:
         """Kills the process if it took too long."""
         now = self._clock()
-        if not process.is_ready:
-            if not self._has_connected and now >= self._start_deadline:
-                self._kill(process, f"did not reach the store within {START_DEADLINE_S:g} s")
+        if not run.is_ready:
+            if not run.has_connected and now >= run.start_deadline:
+                self._kill(run, f"did not reach the store within {START_DEADLINE_S:g} s")
             return
-        if not self._has_connected:
-            self._has_connected = True
+        if not run.has_connected:
+            run.has_connected = True
             logger.info("kvoffload: %s: the store is connected; its blocks can be loaded", self._name)
         # Requests of one kind are in the order of their deadlines, and there are only a few.
         if self._under_way and min(deadline for _, deadline in self._under_way.values()) <= now:
-            self._kill(process, "did not answer a request before its deadline")
-        elif self._num_failures >= MIN_FAILURES and self._failed_at - self._failing_since >= RENEW_AFTER_S:
-            self._kill(process, f"answered nothing but failures for {RENEW_AFTER_S:g} s")
+            self._kill(run, "did not answer a request before its deadline")
+        elif run.num_failures >= MIN_FAILURES and run.failed_at - run.failing_since >= RENEW_AFTER_S:
+            self._kill(run, f"answered nothing but failures for {RENEW_AFTER_S:g} s")
 
-    def _kill(self, process: StoreProcess, why: str) -> None:
+    def _kill(self, run: _Run, why: str) -> None:
         self._log.warning(
             "%s: the store's client %s; its process was killed, and blocks of the store are misses until it restarts. "
             "If this goes on, test the store with kvoffload doctor",
             self._name,
             why,
         )
-        self._is_killed = True
-        process.kill()
+        run.is_killed = True
+        run.process.kill()
 
     def wait(self, timeout_s: float) -> None:
-        if self._process is None:
+        if self._run is None:
             time.sleep(min(timeout_s, POLL_INTERVAL_S))
         else:
-            self._process.wait(timeout_s)
+            self._run.process.wait(timeout_s)
 
     def close(self, timeout_s: float) -> list[Answer]:
         """Ends the process. Returns the last answers; none for requests that may still touch host slots."""
         self._is_closed = True
-        process, self._process = self._process, None
-        if process is None:
+        run, self._run = self._run, None
+        if run is None:
             return []
-        has_ended = process.close(timeout_s)
-        answers, lost = self._take(process), self._lose()
+        has_ended = run.process.close(timeout_s)
+        answers, lost = self._take(run), self._lose()
         return answers + lost if has_ended else answers
 
     def _lose(self) -> list[Answer]:
