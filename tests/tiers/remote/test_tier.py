@@ -251,9 +251,21 @@ def test_a_key_is_moved_once_at_a_time() -> None:
     assert rig.read(KEYS[:1]) == []
     assert rig.write(KEYS[1:2]) == KEYS[1:2]
     assert rig.write(KEYS[1:2]) == []
+    assert rig.states(KEYS[1:2]) == [MISS], "it is not asked for before its write was reported"
 
 
 # Delete and reset.
+
+
+def test_deleting_removes_what_this_process_has_written_and_nothing_else() -> None:
+    one, other = Rig(client := MemoryClient()), Rig(client)
+    one.stored(KEYS[:2])
+    other.write(KEYS[:3])
+    other.step()
+    other.tier.delete(KEYS[:3])
+    assert other.states(KEYS[:3]) == [MISS] * 3
+    other.step()
+    assert sorted(client.values) == sorted(VALUES.name(key) for key in KEYS[:2])
 
 
 def test_a_block_deleted_while_it_is_written_is_removed_once_it_is() -> None:
