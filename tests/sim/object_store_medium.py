@@ -144,11 +144,11 @@ class ObjectStoreConnection(StoreConnection):
         return super().open(pools)
 
     def make_client(self) -> StoreClient:
-        assert self.channel is not None
-        if self._client is None or self._made_for != self.channel.num_starts:
+        assert self.starter is not None
+        if self._client is None or self._made_for != self.starter.num_starts:
             simulated = SimulatedBucket(self.medium.store, self.state, self._values_put)
             object_bytes = self._value_bytes * self._values_per_object
             groups = [i for i, group in enumerate(self.server.life.scenario.groups) if group.is_full] or [0]
             self._client = self.client_class(simulated, self._value_bytes, groups, object_bytes, self.server.clock)
-            self._made_for = self.channel.num_starts
+            self._made_for = self.starter.num_starts
         return self._client

@@ -15,8 +15,8 @@ from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.servers import Connection, DeletedOthers, SharedMedium, SharingServer
 from tests.sim.stores import (
     ClientState,
-    SimulatedChannel,
     SimulatedClient,
+    SimulatedStarter,
     SimulatedStore,
     StoreFaults,
     random_faults,
@@ -109,18 +109,18 @@ class StoreMedium(SharedMedium):
 
 
 class StoreConnection(Connection):
-    """The remote tier of one server, and the process of its client. ``tier_class`` and ``channel_class`` may have a
+    """The remote tier of one server, and the process of its client. ``tier_class`` and ``starter_class`` may have a
     planted bug."""
 
     tier_class: type[RemoteTier] = RemoteTier
-    channel_class: type[SimulatedChannel] = SimulatedChannel
+    starter_class: type[SimulatedStarter] = SimulatedStarter
     worker_class: type[StoreWorker] = StoreWorker
 
     def __init__(self, medium: StoreMedium, server: SharingServer) -> None:
         self.medium = medium
         self.server = server
         self.random = Random(f"client {server.life.scenario.seed}")
-        self.channel: SimulatedChannel | None = None
+        self.starter: SimulatedStarter | None = None
         self.state = ClientState(
             server,
             lambda: medium.faults,
@@ -134,7 +134,7 @@ class StoreConnection(Connection):
 
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
-        self.channel = self.channel_class(
+        self.starter = self.starter_class(
             lambda: self.worker_class(
                 self.make_client(),
                 ValueMemory(pools, medium.registers_memory),
@@ -151,7 +151,7 @@ class StoreConnection(Connection):
             lambda: medium.store.is_reachable,
         )
         return self.tier_class(
-            self.channel.start,
+            self.starter.start,
             sum(pool.shape[1] for pool in pools),
             name="store",
             clock=server.clock,
@@ -163,31 +163,31 @@ class StoreConnection(Connection):
         return SimulatedClient(self.medium.store, self.state)
 
     def _pause(self) -> None:
-        if self.channel is None or not self.channel.in_process:
+        if self.starter is None or not self.starter.in_process:
             # On the scheduler's thread.
             self.server.pause()
         else:
-            self.channel.pause()
+            self.starter.pause()
 
     def _stall(self, seconds: float) -> None:
-        if self.channel is not None:
-            self.channel.stall(seconds)
+        if self.starter is not None:
+            self.starter.stall(seconds)
 
     def tick(self) -> None:
-        if self.channel is not None:
-            self.channel.tick()
+        if self.starter is not None:
+            self.starter.tick()
 
     @property
     def is_idle(self) -> bool:
-        return self.channel is None or self.channel.is_idle
+        return self.starter is None or self.starter.is_idle
 
     def drain(self) -> None:
-        if self.channel is not None:
-            self.channel.drain()
+        if self.starter is not None:
+            self.starter.drain()
 
     def die(self) -> None:
-        if self.channel is not None:
-            self.channel.end()
+        if self.starter is not None:
+            self.starter.end()
 
     def counts(self) -> Counter[str]:
-        return Counter({"processes of clients": 0 if self.channel is None else self.channel.num_starts})
+        return Counter({"processes of clients": 0 if self.starter is None else self.starter.num_starts})

@@ -1,8 +1,8 @@
-"""A simulated store for remote tiers, with clients that fail, and a channel to a simulated process.
+"""A simulated store for remote tiers, with clients that fail, in simulated processes.
 
 ``SimulatedStore`` is what all servers share. ``SimulatedClient`` is the client of one process, which lies, hangs, loses
-its connection and returns wrong values at the rates of ``StoreFaults``. ``SimulatedChannel`` runs StoreWorkers on the
-threads of a simulated process, which may crash, and which goes on for a while after it was killed.
+its connection and returns wrong values at the rates of ``StoreFaults``. ``SimulatedStarter`` starts
+processes that run StoreWorkers on their threads, may crash, and go on for a while after they were killed.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _fill(buffers: Sequence[ByteArray], data: ByteArray, offset: int) -> None:
         data, offset = data[part.size :], max(0, offset - flat.size)
 
 
-class SimulatedChannel:
+class SimulatedStarter:
     """Starts simulated processes, whose threads run within ``tick`` and ``wait`` only.
 
     ``make_worker`` makes one worker per thread of a new process. A process needs ``start_s`` until it is ready, and
@@ -394,12 +394,12 @@ class SimulatedProcess(StoreProcess):
 
     def __init__(
         self,
-        channel: SimulatedChannel,
+        starter: SimulatedStarter,
         executors: Sequence[SteppedExecutor],
         workers: Sequence[StoreWorker],
         ready_at: float,
     ) -> None:
-        self._channel = channel
+        self._starter = starter
         self.executors = executors
         self._ready_at = ready_at
         self.dies_at = float("inf")
@@ -411,31 +411,31 @@ class SimulatedProcess(StoreProcess):
 
     @property
     def has_ended(self) -> bool:
-        if self.has_crashed or self._channel.clock() >= self.dies_at:
+        if self.has_crashed or self._starter.clock() >= self.dies_at:
             self.end()
             return True
         return False
 
     def poll(self) -> list[Response]:
-        is_reached = self._channel.clock() >= self._ready_at and self._channel.is_store_reachable()
+        is_reached = self._starter.clock() >= self._ready_at and self._starter.is_store_reachable()
         self.is_ready |= is_reached and self.dies_at == float("inf") and not self.has_crashed
         responses, self.responses = self.responses, []
         return [Response.unpack(response.pack()) for response in responses] if self.is_ready else []
 
     def wait(self, timeout_s: float) -> None:
-        self._channel.tick()
+        self._starter.tick()
 
     def kill(self) -> None:
         if self.dies_at == float("inf"):
             self.is_ready = False
-            self.dies_at = self._channel.clock() + self._channel.random.uniform(0, self._channel.death_s)
+            self.dies_at = self._starter.clock() + self._starter.random.uniform(0, self._starter.death_s)
 
     def close(self, timeout_s: float) -> bool:
         self.end()
         return True
 
     def submit(self, request: StoreRequest) -> bool:
-        if self.num_open >= self._channel.max_submitted:
+        if self.num_open >= self._starter.max_submitted:
             return False
         request = StoreRequest.unpack(request.pack())
         self.num_open += 1
@@ -477,7 +477,7 @@ class SimulatedProcess(StoreProcess):
         self.is_ready, self.dies_at = False, float("-inf")
 
 
-SimulatedChannel.process_class = SimulatedProcess
+SimulatedStarter.process_class = SimulatedProcess
 
 
 def random_faults(rng: Random, kind: type[StoreFaults] = StoreFaults) -> StoreFaults:

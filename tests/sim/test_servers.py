@@ -39,7 +39,7 @@ from tests.sim.servers import (
 )
 from tests.sim.simulation import Report, run_each
 from tests.sim.store_medium import StoreConnection, StoreMedium
-from tests.sim.stores import SimulatedChannel, SimulatedClient, SimulatedProcess, StoreFaults
+from tests.sim.stores import SimulatedClient, SimulatedProcess, SimulatedStarter, StoreFaults
 from tests.sim.watch import Unreachable
 
 SEEDS = scaled(8)
@@ -194,7 +194,7 @@ def old_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
         def has_ended(self) -> bool:
             return self.is_killed or super().has_ended
 
-    class Channel(SimulatedChannel):
+    class Starter(SimulatedStarter):
         process_class = Process
 
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -213,7 +213,7 @@ def old_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
         def is_idle(self) -> bool:
             return self.process is None or self.process.num_open == 0
 
-    monkeypatch.setattr(StoreConnection, "channel_class", Channel)
+    monkeypatch.setattr(StoreConnection, "starter_class", Starter)
     monkeypatch.setattr(link, "TRANSFER_DEADLINE_S", 0.01)
     monkeypatch.setattr(link, "FIRST_PAUSE_S", 0.0)
     return failing(hang_s=0.03, late_get=0.3)

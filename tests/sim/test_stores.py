@@ -18,8 +18,8 @@ from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.stores import (
     ClientState,
-    SimulatedChannel,
     SimulatedClient,
+    SimulatedStarter,
     SimulatedStore,
     StoreFaults,
 )
@@ -30,7 +30,7 @@ FINGERPRINT = "0f" * 32
 class TestRemoteTierOnASimulatedStore(SharedTierConformance):
     @pytest.fixture(autouse=True)
     def without_tiers(self) -> None:
-        self.channels: dict[int, SimulatedChannel] = {}
+        self.starters: dict[int, SimulatedStarter] = {}
         self.stores: dict[int, SimulatedStore] = {}
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
@@ -38,15 +38,15 @@ class TestRemoteTierOnASimulatedStore(SharedTierConformance):
 
     def on(self, store: SimulatedStore, pools: Sequence[ByteArray]) -> Tier:
         def stall(seconds: float) -> None:
-            channel.stall(seconds)
+            starter.stall(seconds)
 
-        state = ClientState(object(), StoreFaults, Random(0), lambda: channel.pause(), stall)
-        channel = SimulatedChannel(
+        state = ClientState(object(), StoreFaults, Random(0), lambda: starter.pause(), stall)
+        starter = SimulatedStarter(
             lambda: StoreWorker(SimulatedClient(store, state), ValueMemory(pools), ValueFormat(FINGERPRINT, "kv")),
             time.monotonic,
         )
-        tier = RemoteTier(channel.start, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
-        self.channels[id(tier)], self.stores[id(tier)] = channel, store
+        tier = RemoteTier(starter.start, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
+        self.starters[id(tier)], self.stores[id(tier)] = starter, store
         deadline = time.monotonic() + DEADLINE_S
         while not tier.stats().is_connected and time.monotonic() < deadline:
             tier.poll()
@@ -59,7 +59,7 @@ class TestRemoteTierOnASimulatedStore(SharedTierConformance):
         return self.on(self.stores[id(tier)], pools)
 
     def hold(self, tier: Tier) -> AbstractContextManager[None]:
-        return self.channels[id(tier)].hold()
+        return self.starters[id(tier)].hold()
 
     def spoil(self, tier: Tier) -> bool:
         for value in self.stores[id(tier)].values.values():

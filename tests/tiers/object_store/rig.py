@@ -28,7 +28,7 @@ from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from tests.tiers.remote.memory_store import SteppedChannel
+from tests.tiers.remote.memory_store import SteppedProcess
 from tests.tiers.remote.rig import FINGERPRINT, StoreServer, pause, tier_here
 
 needs_obstore = pytest.mark.skipif(
@@ -240,7 +240,7 @@ class Server(StoreServer):
             sizes = {"value_bytes": RECORD_BYTES + sum(slot_bytes), "chained_groups": [0]}
             values = ValueFormat(fingerprint, config.prefix, read_hmac_key(config.hmac_key_file))
             made = client.connect({**config.settings(), **sizes}, PATIENT)
-            return tier_here(made, context.pools, values, config.kind, SteppedChannel)
+            return tier_here(made, context.pools, values, config.kind, SteppedProcess)
 
         with patched(CREDENTIALS):
             super().__init__(config.open if has_process else open_here, slot_bytes, num_slots, fingerprint)

@@ -14,7 +14,7 @@ from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.object_store.rig import CREDENTIALS, PATIENT, Moto, needs_moto, patched
-from tests.tiers.remote.memory_store import SteppedChannel
+from tests.tiers.remote.memory_store import SteppedProcess
 from tests.tiers.remote.rig import FINGERPRINT, tier_here
 
 pytestmark = needs_moto
@@ -24,8 +24,8 @@ VALUE_BYTES = 4096
 """What the client takes for the size of values, so that several share an object."""
 
 
-class WaitingChannel(SteppedChannel):
-    """A channel that spends no CPU time on waiting."""
+class WaitingProcess(SteppedProcess):
+    """Spends no CPU time on waiting."""
 
     def wait(self, timeout_s: float) -> None:
         if not self.requests:
@@ -50,7 +50,7 @@ class TestOnMoto(SharedTierConformance):
 
     def on(self, pools: Sequence[ByteArray]) -> Tier:
         client = ObjectStoreClient(self.bucket, VALUE_BYTES, [0])
-        return tier_here(client, pools, ValueFormat(FINGERPRINT, self.prefix), "object_store", WaitingChannel)
+        return tier_here(client, pools, ValueFormat(FINGERPRINT, self.prefix), "object_store", WaitingProcess)
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         return self.on(pools)

@@ -1,4 +1,4 @@
-"""A store in a dictionary, and a channel that runs requests when a test says so."""
+"""A store in a dictionary, and a process that runs requests when a test says so."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def fill(data: ByteArray, parts: Sequence[ByteArray]) -> Outcome:
     return Outcome.OTHER_SIZE if surplus else Outcome.OK
 
 
-class SteppedChannel(StoreProcess):
+class SteppedProcess(StoreProcess):
     """All processes of a client, one after the other, which run requests in ``run``. A process is ready as soon as it
     is polled while ``is_reachable``, and ends as soon as it is looked at after it was killed."""
 
@@ -121,8 +121,8 @@ class SteppedChannel(StoreProcess):
         return not self.is_stuck
 
 
-class DirectChannel(SteppedChannel):
-    """A channel without a process: requests are run when it is polled."""
+class DirectProcess(SteppedProcess):
+    """Runs requests when it is polled."""
 
     def poll(self) -> list[Response]:
         self.run()

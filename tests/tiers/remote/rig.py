@@ -27,7 +27,7 @@ from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.clock import RealClock
 from tests.tiers.remote.folder_store import FolderStore
-from tests.tiers.remote.memory_store import DirectChannel, SteppedChannel
+from tests.tiers.remote.memory_store import DirectProcess, SteppedProcess
 
 CLIENT = "tests.tiers.remote.folder_store:connect"
 FINGERPRINT = "5e" * 32
@@ -52,12 +52,12 @@ def tier_here(
     pools: Sequence[ByteArray],
     values: ValueFormat,
     name: str = "store",
-    channel_class: type[SteppedChannel] = DirectChannel,
+    process_class: type[SteppedProcess] = DirectProcess,
     has_rows: bool = False,
 ) -> RemoteTier:
     """Returns a tier whose client runs in this process, when the tier is polled."""
     worker = StoreWorker(client, ValueMemory(pools, has_rows), values)
-    tier = RemoteTier(channel_class(worker).start, sum(pool.shape[1] for pool in pools), name=name)
+    tier = RemoteTier(process_class(worker).start, sum(pool.shape[1] for pool in pools), name=name)
     tier.poll()
     return tier
 
