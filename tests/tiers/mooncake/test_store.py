@@ -15,6 +15,7 @@ from kvoffload.tiers.mooncake.client import connect
 from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.record import ValueFormat
+from tests.tiers.made import closed_later
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
 from tests.tiers.remote.rig import FINGERPRINT, StoreServer
 
@@ -65,8 +66,6 @@ def test_servers_share_blocks_and_other_fingerprints_do_not(store: Master) -> No
     one.works_again(KEYS[4:6])
     third = Server(store)
     assert third.states(KEYS[:3]) == [MISS, MISS, HIT], "blocks with a lease were not removed"
-    for each in (one, other, stranger, third):
-        each.close()
 
 
 def test_bad_values_are_removed_and_written_again(store: Master) -> None:
@@ -74,7 +73,7 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     keys = KEYS[8:12]
     server.works_again(keys)
     # This process joins the store to change values, as nothing in the tier can.
-    client = connect(settings(store))
+    client = closed_later(connect(settings(store)))
     names = [VALUES.name(key) for key in keys]
     size = 128 + sum(SLOT_BYTES)
     values = np.zeros((4, size), dtype=np.uint8)
@@ -93,8 +92,6 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     assert results[KEYS[12]].error is TierError.GONE
     server.works_again(keys)
     assert client.exists([foreign]) == [Outcome.OK]
-    client.close()
-    server.close()
 
 
 def test_a_master_that_stands_still(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
+from tests.tiers.made import closed_later
 from tests.tiers.remote.memory_store import SteppedProcess
 from tests.tiers.remote.rig import FINGERPRINT, StoreServer, pause, tier_here
 
@@ -136,6 +137,7 @@ class FakeS3:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        closed_later(self)
 
     @property
     def endpoint(self) -> str:

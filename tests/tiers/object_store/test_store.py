@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.clock import RealClock
+from tests.tiers.made import closed_later
 from tests.tiers.object_store.rig import (
     BUCKET,
     CREDENTIALS,
@@ -52,23 +53,19 @@ KEYS = chain(20)
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeS3]:
-    made = FakeS3()
-    yield made
-    made.close()
+def fake() -> FakeS3:
+    return FakeS3()
 
 
 @pytest.fixture
-def server(fake: FakeS3) -> Iterator[Server]:
-    made = Server(fake.endpoint)
-    yield made
-    made.close()
+def server(fake: FakeS3) -> Server:
+    return Server(fake.endpoint)
 
 
 def bucket(endpoint: str, times: Times = PATIENT, clock: RealClock | None = None, **settings: str) -> ObstoreBucket:
     settings = {"url": "s3://kv-bucket/folder", "endpoint": endpoint, "prefix": "kv", **settings}
     with patched(CREDENTIALS):
-        return open_bucket(settings, times, clock or time.monotonic)
+        return closed_later(open_bucket(settings, times, clock or time.monotonic))
 
 
 # On moto.
@@ -101,8 +98,6 @@ def test_servers_share_blocks_on_moto(moto: Moto) -> None:
     assert {each.error for each in other.write(chain(4, seed=1)).values()} == {TierError.NO_SPACE}
     moto.do("drain")
     other.works_again(chain(4, seed=1))
-    for each in (one, other, stranger):
-        each.close()
 
 
 @pytest.mark.soak
@@ -121,7 +116,6 @@ def test_moto_may_stand_still_or_be_killed(moto: Moto) -> None:
     assert not any(each.ok for each in server.read(KEYS[:8]).values())
     moto.start()
     server.works_again(KEYS)
-    server.close()
 
 
 # On a server that misbehaves.
@@ -168,7 +162,6 @@ def test_objects_that_others_have_changed_are_never_loaded_and_written_again(fak
         late.works_again(KEYS)
         late.close()
         reader.works_again(KEYS)
-    reader.close()
 
 
 def test_a_store_that_asks_for_fewer_requests(fake: FakeS3, server: Server) -> None:
@@ -194,7 +187,6 @@ def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pyt
         "s3://kv-bucket/folder: the store has no conditional put; two servers that compute the same block may both "
         "store it"
     ]
-    opened.close()
 
 
 def test_what_a_store_once_could_not_do_is_tried_again(fake: FakeS3, server: Server) -> None:
@@ -229,7 +221,6 @@ def test_a_store_that_loses_metadata_gets_an_object_per_block(fake: FakeS3, capl
     server = Server(fake.endpoint)
     server.works_again(keys)
     assert len(fake.blocks()) == 1
-    server.close()
 
 
 def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(fake: FakeS3) -> None:
@@ -245,7 +236,6 @@ def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(fake: Fake
     assert fake.count("GET") < 40
     with pytest.raises(StoreError, match="did not answer in time"):
         opened.head(names)
-    opened.close()
 
 
 def test_all_deadlines_end_before_those_of_the_link() -> None:
@@ -353,8 +343,6 @@ def test_redirects_to_another_host_are_not_followed(host: str) -> None:
         assert not asked
     else:
         assert SECRET.encode() in asked[0]
-    for server in (thief, store):
-        server.close()
 
 
 def test_planted_secrets_do_not_reach_the_log(fake: FakeS3, server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -394,8 +382,6 @@ def test_a_local_directory(tmp_path: Path) -> None:
     keys: list[OffloadKey] = KEYS
     assert other.states(keys) == [HIT] * 20
     assert other.reads_all(keys)
-    for each in (one, other):
-        each.close()
 
 
 def test_a_late_answer_to_a_put_keeps_no_read_back(fake: FakeS3) -> None:
@@ -415,4 +401,3 @@ def test_a_late_answer_to_a_put_keeps_no_read_back(fake: FakeS3) -> None:
     assert made.exists(["kv/a", "kv/b"]) == [Outcome.OK, Outcome.MISSING]
     assert made.get(["kv/a"], value) == [Outcome.OK]
     released.set()
-    made.close()

@@ -23,6 +23,7 @@ from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import Nodes, NodeTimes
+from tests.tiers.made import closed_later
 from tests.tiers.remote.rig import pause
 
 START_DEADLINE_S = 30.0
@@ -106,7 +107,8 @@ def make_client(url: str, timeout_s: float = TIMEOUT_S, times: NodeTimes | None 
     """Returns a client of the store at ``url``, in this process. Each call may take ``timeout_s``."""
     config = RedisConfig(url=url, **options)
     nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()), times)
-    return RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
+    made = RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
+    return closed_later(made)
 
 
 def free_port() -> int:
@@ -133,6 +135,7 @@ class FakeServer:
         self.num_connections = 0
         self.commands: list[list[bytes]] = []
         threading.Thread(target=self._run, daemon=True).start()
+        closed_later(self)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):

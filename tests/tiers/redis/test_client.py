@@ -74,7 +74,6 @@ def test_values_come_back_as_they_were(server: RedisServer, transport: str, size
     assert same(found[:1], buffers[:1])
     assert client.remove(known) == [OK, OK, OK, MISSING, OK, MISSING, OK, MISSING, OK]
     assert client.exists(known) == [MISSING] * 9
-    client.close()
 
 
 def test_thousands_of_names_in_one_call(server: RedisServer) -> None:
@@ -86,7 +85,6 @@ def test_thousands_of_names_in_one_call(server: RedisServer) -> None:
     assert client.get(known, found) == [OK] * 3000
     assert same(found, buffers)
     assert client.exists([]) == []
-    client.close()
 
 
 def test_values_of_another_size_or_kind_leave_the_others_readable(server: RedisServer) -> None:
@@ -109,7 +107,6 @@ def test_values_of_another_size_or_kind_leave_the_others_readable(server: RedisS
     assert client.remove(known[:4]) == [OK] * 4
     with server.raw() as raw:
         assert len(raw.client_list()) == 2, "the connection went on to be used"
-    client.close()
 
 
 def test_values_expire_if_they_are_to(server: RedisServer) -> None:
@@ -128,8 +125,6 @@ def test_values_expire_if_they_are_to(server: RedisServer) -> None:
         deadline = time.monotonic() + 10
         while client.exists(known) != [MISSING, OK]:
             assert time.monotonic() < deadline
-    client.close()
-    forever.close()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +163,6 @@ def test_values_beyond_the_limit_of_the_server_fail(server: RedisServer) -> None
         finally:
             raw.config_set("proto-max-bulk-len", "512mb")
     assert client.put(names(1), values(1, 1000)) == [OK]
-    client.close()
 
 
 def test_database_of_the_url(server: RedisServer) -> None:
@@ -246,9 +240,6 @@ def test_a_server_that_stands_still(tmp_path: Path) -> None:
     found = emptied(buffers)
     assert patient.get(known, found) == [OK, OK]
     assert same(found, buffers)
-    client.close()
-    patient.close()
-    server.kill()
 
 
 def test_calls_behind_one_that_was_not_answered_fail_at_once(tmp_path: Path) -> None:

@@ -97,7 +97,6 @@ def test_names_are_at_their_nodes(nodes: list[RedisServer]) -> None:
     assert client.put(KNOWN[:2], buffers[:2]) == [Outcome.HELD] * 2
     assert client.remove(KNOWN) == [Outcome.OK] * 60
     assert client.exists(KNOWN) == [Outcome.MISSING] * 60
-    client.close()
 
 
 def test_names_that_move_are_found_at_once(nodes: list[RedisServer]) -> None:
@@ -134,7 +133,6 @@ def test_names_that_move_are_found_at_once(nodes: list[RedisServer]) -> None:
             break
         assert time.monotonic() < deadline, "the client never asked which node has the name now"
         before = now
-    client.close()
 
 
 def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +149,6 @@ def test_a_node_that_is_gone_costs_its_names_only(nodes: list[RedisServer], capf
     nodes[2].start()
     eventually(lambda: Outcome.AWAY not in client.exists(KNOWN), "the client never used the node again")
     assert client.exists(KNOWN).count(Outcome.MISSING) == lost
-    client.close()
 
 
 def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +174,6 @@ def test_a_node_that_hangs_costs_its_names_only(nodes: list[RedisServer], capfd:
     finally:
         first.resume()
     eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
-    client.close()
 
 
 def test_a_node_that_refuses_writes_is_read_and_the_others_are_written(nodes: list[RedisServer]) -> None:
@@ -201,7 +197,6 @@ def test_a_node_that_refuses_writes_is_read_and_the_others_are_written(nodes: li
         for node in nodes:
             node.raw().config_set("maxmemory", "0")
     eventually(lambda: Outcome.OK in client.put(of_full[:1], buffers[:1]))
-    client.close()
 
 
 def test_a_node_that_wants_a_password_costs_its_names_only(nodes: list[RedisServer]) -> None:
@@ -217,7 +212,6 @@ def test_a_node_that_wants_a_password_costs_its_names_only(nodes: list[RedisServ
     finally:
         raw.config_set("requirepass", "")
     eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
-    client.close()
 
 
 def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[RedisServer], tmp_path: Path) -> None:
@@ -245,8 +239,6 @@ def test_a_node_that_has_left_the_cluster_is_not_asked_for_ever(nodes: list[Redi
     assert Outcome.AWAY in client.exists(KNOWN), "the map was wrong, which this test is about"
     eventually(lambda: Outcome.AWAY not in client.put(KNOWN, buffers))
     assert client.exists(KNOWN) == [Outcome.OK] * 60
-    client.close()
-    leaving.kill()
 
 
 @pytest.mark.soak
@@ -367,8 +359,6 @@ def test_errors_that_are_not_about_a_value_make_the_map_stale(error: str) -> Non
         with pytest.raises(StoreError, match=error):
             client.exists(KNOWN)
     assert asked() == 2, "once at the start, once since"
-    client.close()
-    node.close()
 
 
 def test_a_single_server_that_has_become_a_cluster_is_used_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,9 +381,6 @@ def test_a_single_server_that_has_become_a_cluster_is_used_as_one(monkeypatch: p
     seed_port = int(seed.url.rpartition(":")[2])
     assert seed_port != node.port
     eventually(lambda: client.exists(KNOWN) == [Outcome.OK] * 60)
-    client.close()
-    for server in (seed, node):
-        server.close()
 
 
 def test_a_node_that_names_thousands_of_others_costs_a_few_connections(capfd: pytest.CaptureFixture[str]) -> None:
@@ -408,9 +395,6 @@ def test_a_node_that_names_thousands_of_others_costs_a_few_connections(capfd: py
     assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.FAILED)) == (16, 184)
     assert "redirects names to more than 16 other nodes" in capfd.readouterr().err
     assert target.num_connections == 16
-    client.close()
-    for server in (target, node):
-        server.close()
 
 
 @pytest.mark.parametrize("host", [b"?", b"not a host"])
@@ -421,15 +405,12 @@ def test_a_node_without_an_address_costs_its_names_only(host: bytes, capfd: pyte
     assert client.exists([name_in_slot(0), *KNOWN]) == [Outcome.AWAY] + [Outcome.OK] * len(KNOWN)
     assert "cluster-announce-hostname" in capfd.readouterr().err
     assert client._nodes.first.address.port == node.port
-    client.close()
-    node.close()
 
 
 def test_a_cluster_of_too_many_nodes_is_not_used() -> None:
     node = FakeNode(lambda words: b":1\r\n", *((b"127.1.%d.%d" % divmod(i, 256), 7000) for i in range(1100)))
     with pytest.raises(StoreError, match="has 1101 nodes, and 1024 is the most"):
         make_client(node.url)
-    node.close()
 
 
 @pytest.mark.parametrize("host", ["{socket}", "x/../{socket}", "trap", "evil\x1b[31m", "a b"])
@@ -469,12 +450,9 @@ def test_redirects_without_an_end_fail() -> None:
     with pytest.raises(StoreError, match="names were redirected twice"):
         client.exists(names(5))
     assert sum(words[0] == b"EXISTS" for words in server.commands) == 10
-    client.close()
-    server.close()
 
 
 def test_a_cluster_without_slots_is_named(tmp_path: Path) -> None:
     node = RedisServer(tmp_path / "node", "--cluster-enabled", "yes", tcp=True)
     with pytest.raises(StoreError, match="has no nodes with slots yet"):
         make_client(node.url)
-    node.kill()

@@ -12,6 +12,7 @@ import pytest
 from kvoffload.tiers.redis.client import connect
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.remote.client import Outcome, StoreError
+from tests.tiers.made import closed_later
 from tests.tiers.redis.rig import (
     HOST,
     FakeServer,
@@ -104,7 +105,6 @@ def test_a_password_that_was_changed_is_read_again(server: RedisServer, tmp_path
         raw.client_kill_filter(_type="normal", skipme=True)
         with pytest.raises(StoreError, match="cannot be read"):
             client.exists(names(1))
-    client.close()
 
 
 def test_a_server_that_repeats_the_password_does_not_bring_it_into_the_log(tmp_path: Path) -> None:
@@ -112,7 +112,6 @@ def test_a_server_that_repeats_the_password_does_not_bring_it_into_the_log(tmp_p
     with pytest.raises(StoreError, match="does not accept") as caught:
         make_client(server.url, password_file=secret(tmp_path, PASSWORD))
     assert PASSWORD not in f"{caught.value}{caught.value.__cause__!r}"
-    server.close()
 
 
 # TLS, with certificates that are made here.
@@ -177,7 +176,7 @@ def test_tls_on_both_sides(tls: str, authority: Authority) -> None:
         key_file=authority.path("client-key.pem"),
     )
     assert works(config)
-    client = connect(config.settings())
+    client = closed_later(connect(config.settings()))
     before = connections(authority)
     assert len(before) == 1
     buffers = values(4, 128, 3 << 20, 5000)
@@ -189,7 +188,6 @@ def test_tls_on_both_sides(tls: str, authority: Authority) -> None:
     assert client.exists(names(3000)) == [Outcome.OK] * 4 + [Outcome.MISSING] * 2996
     assert client.remove(names(4)) == [Outcome.OK] * 4
     assert connections(authority) == before, "the connection was not used again"
-    client.close()
 
 
 def test_tls_without_what_it_needs(tls: str, authority: Authority) -> None:

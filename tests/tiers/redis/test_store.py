@@ -75,8 +75,6 @@ def test_servers_share_blocks_and_other_fingerprints_do_not(store: RedisServer) 
     one.works_again(KEYS[4:6])
     third = Server(store)
     assert third.states(KEYS[:3]) == [MISS, MISS, HIT]
-    for each in (one, other, stranger, third):
-        each.close()
 
 
 def test_a_server_that_is_killed_and_comes_back_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,8 +107,6 @@ def test_a_server_that_stands_still(tmp_path: Path) -> None:
     assert server.states(KEYS[8:12]) == [MISS] * 4
     store.resume()
     server.works_again(KEYS[:4])
-    server.close()
-    store.kill()
 
 
 def test_bad_values_are_found_removed_and_written_again(store: RedisServer) -> None:
@@ -132,7 +128,6 @@ def test_bad_values_are_found_removed_and_written_again(store: RedisServer) -> N
     assert [raw.get(name) for name in names] == values
     raw.delete(names[0])
     assert server.errors(keys[:1]) == [TierError.GONE]
-    server.close()
 
 
 class TestConformance(SharedTierConformance):

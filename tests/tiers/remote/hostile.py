@@ -19,6 +19,7 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.remote import config as remote_config
 from kvoffload.tiers.remote.config import RemoteTierConfig
+from tests.tiers.made import closed_later
 
 SLOT_BYTES = 64 << 10
 NUM_BLOCKS = 16
@@ -36,6 +37,7 @@ class Hostile:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._run, daemon=True).start()
+        closed_later(self)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.clock import RealClock
+from tests.tiers.made import closed_later
 from tests.tiers.remote.folder_store import FolderStore
 from tests.tiers.remote.memory_store import DirectProcess, SteppedProcess
 
@@ -78,11 +79,12 @@ class StoreServer:
         tier = open_tier(TierContext(self.pools, fingerprint, handles, groups=[KVGroup(16)]))
         assert isinstance(tier, RemoteTier)
         self.tier = tier
+        closed_later(self)
 
     def close(self) -> None:
         self.tier.close()
-        for host in self.hosts:
-            host.close()
+        while self.hosts:
+            self.hosts.pop().close()
 
     def poll(self) -> list[TierResult]:
         self.tier.wait(0.01)

@@ -38,7 +38,6 @@ def attack(config: RemoteTierConfig) -> None:
 def test_redis() -> None:
     server = Hostile(endless_strings)
     attack(RedisConfig(url=f"redis://127.0.0.1:{server.port}"))
-    server.close()
 
 
 @needs_obstore
@@ -46,11 +45,9 @@ def test_redis() -> None:
 def test_object_store(name: str) -> None:
     server = Hostile(S3[name])
     attack(ObjectStoreConfig(url="s3://bucket", endpoint=f"http://127.0.0.1:{server.port}"))
-    server.close()
 
 
 @needs_mooncake
 def test_mooncake() -> None:
     server = Hostile(lambda connection: endless(connection, os.urandom(99999)))
     attack(MooncakeConfig(master=f"127.0.0.1:{server.port}"))
-    server.close()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,12 @@ def store(tmp_path: Path) -> FolderStore:
 
 
 @pytest.fixture
-def server(store: FolderStore) -> Iterator[Server]:
+def server(store: FolderStore) -> Server:
     """A server whose client registers memory. Others that a test makes move records and slots one by one."""
     store.switch("rows")
     server = Server(store)
     server.connect()
-    yield server
-    server.close()
+    return server
 
 
 def exists(pid: int) -> bool:
@@ -67,7 +65,6 @@ def test_two_servers_share_blocks_of_several_ranks(store: FolderStore, server: S
     assert all(result.nbytes == 0 for result in other.write(KEYS[:4]).values())
     other.works_again(KEYS[4:6])
     server.works_again(KEYS[4:6])
-    other.close()
 
 
 def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
@@ -86,8 +83,6 @@ def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
         assert other.states(KEYS[:2]) == [MISS] * 2
         other.until(lambda: "dtype is bfloat16 there, float16 here" in caplog.text, "the log does not say why")
         assert "dtype is float32 there, float16 here" in caplog.text
-    one.close()
-    other.close()
 
 
 def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +122,6 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch.undo()
     restart(server)
     server.works_again(KEYS[:2])
-    server.close()
 
 
 def test_a_process_that_is_killed_is_replaced(server: Server) -> None:
@@ -208,7 +202,6 @@ def test_a_store_that_cannot_be_reached_at_start_is_reached_later(
     server.clock.shift += MAX_PAUSE_S
     server.connect()
     server.works_again(KEYS[:2])
-    server.close()
 
 
 def test_what_a_store_says_at_the_start_reaches_the_log_printable_and_cut(caplog: pytest.LogCaptureFixture) -> None:
