@@ -27,8 +27,8 @@ from kvoffload.tiers.object_store.bucket import Answer, Bucket
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import TRANSFERS, open_bucket
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.memory import MAX_ROWS, SeparateBuffers
-from kvoffload.tiers.remote.messages import Op, Status, StoreRequest
+from kvoffload.tiers.remote.memory import MAX_ROWS, ValueMemory
+from kvoffload.tiers.remote.messages import Op, StoreRequest
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 
@@ -97,7 +97,7 @@ class Side:
         self.pool = np.random.default_rng(0).integers(0, 256, (2 * self.count, block_bytes), dtype=np.uint8)
         self.bucket = Counting(open_bucket(settings))
         client = ObjectStoreClient(self.bucket, RECORD_BYTES + block_bytes if shares else 0, [0])
-        self._worker = StoreWorker(client, SeparateBuffers([self.pool]), ValueFormat(FINGERPRINT))
+        self._worker = StoreWorker(client, ValueMemory([self.pool]), ValueFormat(FINGERPRINT))
 
     def run(self, op: Op, keys: list[OffloadKey]) -> tuple[float, float, float]:
         """Returns seconds, CPU seconds, and requests per block."""
@@ -105,7 +105,7 @@ class Side:
         slots = () if op is Op.LOOKUP else range(first, first + len(keys))
         before, begun, cpu_begun = self.bucket.count, time.perf_counter(), cpu()
         response = self._worker.run(StoreRequest(1, op, keys, slots))
-        assert set(response.statuses) == {Status.OK}, response.problem or "some blocks have failed"
+        assert set(response.outcomes) == {Outcome.OK}, response.problem or "some blocks have failed"
         return time.perf_counter() - begun, cpu() - cpu_begun, (self.bucket.count - before) / len(keys)
 
 

@@ -11,7 +11,7 @@ from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.object_store import bucket
 from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
 from kvoffload.tiers.object_store.client import ObjectStoreClient
-from kvoffload.tiers.object_store.contents import contents, mark
+from kvoffload.tiers.object_store.contents import contents
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.record import RECORD_BYTES
 from tests.sim.servers import Connection, SharingServer
@@ -143,16 +143,12 @@ class ObjectStoreConnection(StoreConnection):
         self._value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in pools)
         return super().open(pools)
 
-    def holders(self, name: str) -> Sequence[str]:
-        found = ((each, Found(value.data.size, value.note)) for each, value in self.medium.store.values.items())
-        return [each for each, what in found if mark(name) in contents(each, what)]
-
     def make_client(self) -> StoreClient:
-        assert self.channel is not None
-        if self._client is None or self._made_for != self.channel.num_starts:
+        assert self.starter is not None
+        if self._client is None or self._made_for != self.starter.num_starts:
             simulated = SimulatedBucket(self.medium.store, self.state, self._values_put)
             object_bytes = self._value_bytes * self._values_per_object
             groups = [i for i, group in enumerate(self.server.life.scenario.groups) if group.is_full] or [0]
             self._client = self.client_class(simulated, self._value_bytes, groups, object_bytes, self.server.clock)
-            self._made_for = self.channel.num_starts
+            self._made_for = self.starter.num_starts
         return self._client

@@ -241,7 +241,7 @@ class PlainMedium(StoreMedium):
         # These tiers ask again when they trust an answer no more.
         self.handover_s += 3 * MISS_TTL_S
         # There is no process that could crash, and no HMAC key.
-        self.faults = dataclasses.replace(self.faults, crash=0.0, forged=0.0)
+        self.faults = dataclasses.replace(self.faults, crash=0.0)
 
     def connect(self, server: SharingServer) -> Connection:
         return PlainConnection(self, server)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
-
-import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.tiers.remote.client import StoreClient
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.servers import Connection, DeletedOthers, SharedMedium, SharingServer
 from tests.sim.stores import (
     ClientState,
-    FaultyCalls,
-    ForgingClient,
-    SimulatedChannel,
     SimulatedClient,
+    SimulatedStarter,
     SimulatedStore,
     StoreFaults,
     random_faults,
@@ -30,12 +25,10 @@ from tests.sim.stores import (
 PREFIX = "sim"
 HMAC_KEY = b"a key that only servers have, 32b"
 """Of the servers of half of all simulations."""
-FORGERS_KEYS = (b"", b"the key of somebody else, 32 bytes")
 
 
 class StoreMedium(SharedMedium):
     """A store that lies, hangs, forgets, fills up, returns other values and restarts empty, and processes that crash.
-    If servers have an HMAC key, others who do not have it put blocks there too.
 
     With ``is_calm`` it does none of that, but may be slow.
     """
@@ -53,11 +46,8 @@ class StoreMedium(SharedMedium):
         self.stall_s = rng.choice((0.01, 0.2, 30.0))
         self.death_s = rng.choice((0.0, 0.05, 1.0))
         self.start_s = rng.choice((0.0, 0.01, 0.5))
-        # Of its own, so that the other choices of a seed do not depend on these.
-        keys = Random(f"hmac {seed}")
-        self.hmac_key = keys.choice((b"", HMAC_KEY))
-        if self.hmac_key and not is_calm:
-            self.faults = dataclasses.replace(self.faults, forged=keys.choice((0.0, 0.02, 0.3)))
+        # Of its own, so that the other choices of a seed do not depend on it.
+        self.hmac_key = Random(f"hmac {seed}").choice((b"", HMAC_KEY))
         self.registers_memory = Random(f"rows {seed}").random() < 0.3
         """Whether values move through rows, as with clients whose peers can write to their memory."""
         self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
@@ -119,18 +109,18 @@ class StoreMedium(SharedMedium):
 
 
 class StoreConnection(Connection):
-    """The remote tier of one server, and the process of its client. ``tier_class`` and ``channel_class`` may have a
+    """The remote tier of one server, and the process of its client. ``tier_class`` and ``starter_class`` may have a
     planted bug."""
 
     tier_class: type[RemoteTier] = RemoteTier
-    channel_class: type[SimulatedChannel] = SimulatedChannel
+    starter_class: type[SimulatedStarter] = SimulatedStarter
     worker_class: type[StoreWorker] = StoreWorker
 
     def __init__(self, medium: StoreMedium, server: SharingServer) -> None:
         self.medium = medium
         self.server = server
         self.random = Random(f"client {server.life.scenario.seed}")
-        self.channel: SimulatedChannel | None = None
+        self.starter: SimulatedStarter | None = None
         self.state = ClientState(
             server,
             lambda: medium.faults,
@@ -142,19 +132,12 @@ class StoreConnection(Connection):
             medium.injected,
         )
 
-    def _forge(self, name: str, parts: Sequence[ByteArray]) -> ByteArray:
-        """Returns the block that somebody who knows everything except the HMAC key makes for ``name``."""
-        key = bytes.fromhex(name.rpartition("/")[2])
-        record = ValueFormat(self.server.fingerprint, hmac_key=self.random.choice(FORGERS_KEYS)).record(key, parts)
-        return np.concatenate([record, *parts])
-
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
-        memory: Callable[[Sequence[ByteArray]], ValueMemory] = ValueRows if medium.registers_memory else SeparateBuffers
-        self.channel = self.channel_class(
+        self.starter = self.starter_class(
             lambda: self.worker_class(
-                self._make_forging_client() if medium.hmac_key else self.make_client(),
-                memory(pools),
+                self.make_client(),
+                ValueMemory(pools, medium.registers_memory),
                 ValueFormat(server.fingerprint, PREFIX, medium.hmac_key),
                 server.clock,
             ),
@@ -168,51 +151,43 @@ class StoreConnection(Connection):
             lambda: medium.store.is_reachable,
         )
         return self.tier_class(
-            self.channel,
+            self.starter.start,
             sum(pool.shape[1] for pool in pools),
             name="store",
             clock=server.clock,
             random=self.random.random,
         )
 
-    def _make_forging_client(self) -> StoreClient:
-        calls = FaultyCalls(self.medium.store, self.state)
-        return ForgingClient(self.make_client(), calls, self._forge, self.holders)
-
-    def holders(self, name: str) -> Sequence[str]:
-        """Returns the names in the store that have the value ``name`` of a block."""
-        return [name]
-
     def make_client(self) -> StoreClient:
         """Returns the client for one thread of the process that starts."""
         return SimulatedClient(self.medium.store, self.state)
 
     def _pause(self) -> None:
-        if self.channel is None or not self.channel.in_process:
+        if self.starter is None or not self.starter.in_process:
             # On the scheduler's thread.
             self.server.pause()
         else:
-            self.channel.pause()
+            self.starter.pause()
 
     def _stall(self, seconds: float) -> None:
-        if self.channel is not None:
-            self.channel.stall(seconds)
+        if self.starter is not None:
+            self.starter.stall(seconds)
 
     def tick(self) -> None:
-        if self.channel is not None:
-            self.channel.tick()
+        if self.starter is not None:
+            self.starter.tick()
 
     @property
     def is_idle(self) -> bool:
-        return self.channel is None or self.channel.is_idle
+        return self.starter is None or self.starter.is_idle
 
     def drain(self) -> None:
-        if self.channel is not None:
-            self.channel.drain()
+        if self.starter is not None:
+            self.starter.drain()
 
     def die(self) -> None:
-        if self.channel is not None:
-            self.channel.close(0.0)
+        if self.starter is not None:
+            self.starter.end()
 
     def counts(self) -> Counter[str]:
-        return Counter({"processes of clients": 0 if self.channel is None else self.channel.num_starts})
+        return Counter({"processes of clients": 0 if self.starter is None else self.starter.num_starts})

@@ -1,15 +1,15 @@
-"""A simulated store for remote tiers, with clients that fail, and a channel to a simulated process.
+"""A simulated store for remote tiers, with clients that fail, in simulated processes.
 
 ``SimulatedStore`` is what all servers share. ``SimulatedClient`` is the client of one process, which lies, hangs, loses
-its connection and returns wrong values at the rates of ``StoreFaults``. ``SimulatedChannel`` runs StoreWorkers on the
-threads of a simulated process, which may crash, and which goes on for a while after it was killed.
+its connection and returns wrong values at the rates of ``StoreFaults``. ``SimulatedStarter`` starts
+processes that run StoreWorkers on their threads, may crash, and go on for a while after they were killed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.link import ChannelState, StoreChannel
+from kvoffload.tiers.remote.link import StoreProcess
 from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.sim.executor import SteppedExecutor
@@ -43,9 +43,6 @@ class StoreFaults:
     """``get`` fills only a part of the buffers and says OK."""
     garbage: float = 0.0
     """``get`` returns random bytes."""
-    forged: float = 0.0
-    """``get`` returns a block that somebody else has made: its checksums are right, its payload is not. See
-    ``ForgingClient``."""
     rotten: float = 0.0
     """``put`` stores other bytes than it was given."""
     forgotten: float = 0.0
@@ -186,13 +183,6 @@ class FaultyCalls:
         state.injected[fault] += 1
         return True
 
-    def random_bytes(self, nbytes: int) -> ByteArray:
-        return np.frombuffer(self._state.random.randbytes(nbytes), np.uint8)
-
-    def note_misread(self, names: Iterable[str]) -> None:
-        """The server has read other bytes than these names have, and may remove them."""
-        self._state.misread.update(names)
-
     def read(self, name: str, value: StoreValue, buffers: Sequence[ByteArray], part: slice = slice(None)) -> bool:
         """Fills ``buffers`` with this part of ``value``. Returns False, with nothing filled, if it has another size."""
         store, state, rng = self._store, self._state, self._state.random
@@ -202,7 +192,7 @@ class FaultyCalls:
             data = store.values[rng.choice(list(store.values))].data
         data = data[part]
         if self.injects("garbage"):
-            data = self.random_bytes(size)
+            data = np.frombuffer(rng.randbytes(size), np.uint8)
         if data.size != size:
             return False
         end = rng.randrange(size) if self.injects("truncated") else size
@@ -282,45 +272,6 @@ class SimulatedClient(StoreClient):
         return Outcome.OK if value.data.size >= whole else Outcome.OTHER_SIZE
 
 
-class ForgingClient(StoreClient):
-    """Passes calls on to ``client``; what it has read may be a block that somebody has forged.
-
-    ``forge`` returns the value that somebody makes for a name, with these payloads of the ranks. ``holders`` returns
-    the names in the simulated store that have the value of a name: a server may remove them, because it has found a
-    bad block there.
-    """
-
-    def __init__(
-        self,
-        client: StoreClient,
-        calls: FaultyCalls,
-        forge: Callable[[str, Sequence[ByteArray]], ByteArray],
-        holders: Callable[[str], Iterable[str]],
-    ) -> None:
-        self._client = client
-        self._calls = calls
-        self._forge = forge
-        self._holders = holders
-
-    def exists(self, names: Sequence[str]) -> list[Outcome]:
-        return self._client.exists(names)
-
-    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        outcomes = self._client.get(names, buffers)
-        for name, parts, outcome in zip(names, buffers, outcomes, strict=True):
-            if outcome is Outcome.OK and len(parts) > 1 and self._calls.injects("forged"):
-                payloads = [self._calls.random_bytes(part.size) for part in parts[1:]]
-                _fill(parts, self._forge(name, payloads), 0)
-                self._calls.note_misread(self._holders(name))
-        return outcomes
-
-    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        return self._client.put(names, buffers)
-
-    def remove(self, names: Sequence[str]) -> list[Outcome]:
-        return self._client.remove(names)
-
-
 def first_bytes(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
     """Returns the first ``nbytes`` of ``buffers``, or all."""
     parts = []
@@ -343,12 +294,14 @@ def _fill(buffers: Sequence[ByteArray], data: ByteArray, offset: int) -> None:
         data, offset = data[part.size :], max(0, offset - flat.size)
 
 
-class SimulatedChannel(StoreChannel):
-    """A channel to a simulated process, whose threads run within ``tick`` and ``wait`` only.
+class SimulatedStarter:
+    """Starts simulated processes, whose threads run within ``tick`` and ``wait`` only.
 
-    ``make_worker`` makes one worker per thread of a new process. A process needs ``start_s`` until it is READY, and
+    ``make_worker`` makes one worker per thread of a new process. A process needs ``start_s`` until it is ready, and
     goes on for up to ``death_s`` after it was killed. The interleaving depends on ``seed``.
     """
+
+    process_class: type[SimulatedProcess]
 
     def __init__(
         self,
@@ -363,89 +316,44 @@ class SimulatedChannel(StoreChannel):
         is_store_reachable: Callable[[], bool] = lambda: True,
     ) -> None:
         self._make_worker = make_worker
-        self._clock = clock
-        self._random = Random(seed)
+        self.clock = clock
+        self.random = Random(seed)
         self._num_threads = num_threads
-        self._max_submitted = max_submitted
-        self._start_s, self._death_s, self._chance = start_s, death_s, chance
-        self._is_store_reachable = is_store_reachable
-        self._state = ChannelState.DOWN
-        self._is_closed = False
-        self.process: _Process | None = None
-        """The process that runs, or that was killed and still goes on."""
+        self.max_submitted = max_submitted
+        self._start_s, self.death_s, self._chance = start_s, death_s, chance
+        self.is_store_reachable = is_store_reachable
+        self.process: SimulatedProcess | None = None
+        """The process that was started last."""
         self.num_starts = 0
 
-    @property
-    def state(self) -> ChannelState:
-        return self._state
-
-    def start(self) -> None:
-        if self._state is ChannelState.DOWN and not self._is_closed:
-            self._state = ChannelState.STARTING
-            self.num_starts += 1
-            executors = [
-                SteppedExecutor(self._random.randrange(1 << 30), num_threads, 1 << 20, self._chance, clock=self._clock)
-                for num_threads in (1, self._num_threads)
-            ]
-            workers = [self._make_worker() for _ in range(1 + self._num_threads)]
-            self.process = _Process(executors, workers, self._clock() + self._random.uniform(0, self._start_s))
-
-    def submit(self, request: StoreRequest) -> bool:
-        process = self.process
-        if self._state is not ChannelState.READY or process is None or process.num_open >= self._max_submitted:
-            return False
-        process.submit(StoreRequest.unpack(request.pack()))
-        return True
-
-    def poll(self) -> list[Response]:
-        self._advance()
-        process = self.process
-        if process is None or self._state is not ChannelState.READY:
-            return []
-        responses, process.responses = process.responses, []
-        return [Response.unpack(response.pack()) for response in responses]
-
-    def _advance(self) -> None:
-        """Follows what has become of the process."""
-        process, now = self.process, self._clock()
-        if process is None:
-            return
-        if process.has_crashed or now >= process.dies_at:
-            process.end()
-            self.process, self._state = None, ChannelState.DOWN
-        elif self._state is ChannelState.STARTING and now >= process.ready_at and self._is_store_reachable():
-            self._state = ChannelState.READY
-
-    def wait(self, timeout_s: float) -> None:
-        self.tick()
-
-    def kill(self) -> None:
-        if self.process is not None and self._state is not ChannelState.ENDING:
-            self._state = ChannelState.ENDING
-            self.process.dies_at = self._clock() + self._random.uniform(0, self._death_s)
-
-    def close(self, timeout_s: float) -> bool:
-        self._is_closed = True
-        if self.process is not None:
-            self.process.end()
-        self.process, self._state = None, ChannelState.DOWN
-        return True
+    def start(self) -> StoreProcess:
+        self.num_starts += 1
+        executors = [
+            SteppedExecutor(self.random.randrange(1 << 30), num_threads, 1 << 20, self._chance, clock=self.clock)
+            for num_threads in (1, self._num_threads)
+        ]
+        workers = [self._make_worker() for _ in range(1 + self._num_threads)]
+        ready_at = self.clock() + self.random.uniform(0, self._start_s)
+        self.process = self.process_class(self, executors, workers, ready_at)
+        return self.process
 
     # For simulations.
 
-    def processes(self) -> list[_Process]:
+    def processes(self) -> list[SimulatedProcess]:
         """Returns the processes that have not ended."""
-        return [] if self.process is None else [self.process]
+        return [] if self.process is None or self.process.has_ended else [self.process]
+
+    def end(self) -> None:
+        for process in self.processes():
+            process.end()
 
     def tick(self) -> None:
         """Lets the process go on for a while."""
-        self._advance()
         for process in self.processes():
             process.run(lambda executor: executor.tick())
 
     def drain(self) -> None:
         """Lets the process go on until it waits for time to pass."""
-        self._advance()
         for process in self.processes():
             process.run(lambda executor: executor.drain())
 
@@ -479,12 +387,21 @@ class SimulatedChannel(StoreChannel):
         return any(executor.in_job for process in self.processes() for executor in process.executors)
 
 
-class _Process:
+class SimulatedProcess(StoreProcess):
     """A process with a thread for lookups and others for transfers."""
 
-    def __init__(self, executors: Sequence[SteppedExecutor], workers: Sequence[StoreWorker], ready_at: float) -> None:
+    is_ready = False
+
+    def __init__(
+        self,
+        starter: SimulatedStarter,
+        executors: Sequence[SteppedExecutor],
+        workers: Sequence[StoreWorker],
+        ready_at: float,
+    ) -> None:
+        self._starter = starter
         self.executors = executors
-        self.ready_at = ready_at
+        self._ready_at = ready_at
         self.dies_at = float("inf")
         self.has_crashed = False
         self.responses: list[Response] = []
@@ -492,7 +409,35 @@ class _Process:
         """Requests that are not answered yet."""
         self._lookup_worker, *self._free = workers
 
-    def submit(self, request: StoreRequest) -> None:
+    @property
+    def has_ended(self) -> bool:
+        if self.has_crashed or self._starter.clock() >= self.dies_at:
+            self.end()
+            return True
+        return False
+
+    def poll(self) -> list[Response]:
+        is_reached = self._starter.clock() >= self._ready_at and self._starter.is_store_reachable()
+        self.is_ready |= is_reached and self.dies_at == float("inf") and not self.has_crashed
+        responses, self.responses = self.responses, []
+        return [Response.unpack(response.pack()) for response in responses] if self.is_ready else []
+
+    def wait(self, timeout_s: float) -> None:
+        self._starter.tick()
+
+    def kill(self) -> None:
+        if self.dies_at == float("inf"):
+            self.is_ready = False
+            self.dies_at = self._starter.clock() + self._starter.random.uniform(0, self._starter.death_s)
+
+    def close(self, timeout_s: float) -> bool:
+        self.end()
+        return True
+
+    def submit(self, request: StoreRequest) -> bool:
+        if self.num_open >= self._starter.max_submitted:
+            return False
+        request = StoreRequest.unpack(request.pack())
         self.num_open += 1
         lookups, transfers = self.executors
         if request.op is Op.LOOKUP:
@@ -501,6 +446,7 @@ class _Process:
             transfers.submit_read(lambda: self._transfer(request))
         else:
             transfers.submit_write(lambda: self._transfer(request))
+        return True
 
     def _transfer(self, request: StoreRequest) -> None:
         worker = self._free.pop()
@@ -528,11 +474,14 @@ class _Process:
         for executor in self.executors:
             executor.kill()
         self.num_open = 0
+        self.is_ready, self.dies_at = False, float("-inf")
+
+
+SimulatedStarter.process_class = SimulatedProcess
 
 
 def random_faults(rng: Random, kind: type[StoreFaults] = StoreFaults) -> StoreFaults:
     """Returns no faults, or some kinds of them, rare or frequent."""
-    # Forgeries are for servers with an HMAC key only.
-    names = [each.name for each in dataclasses.fields(kind) if each.name != "forged"]
+    names = [each.name for each in dataclasses.fields(kind)]
     chosen = rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
     return kind(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})

@@ -11,7 +11,8 @@ import pytest
 from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import NewObject
 from kvoffload.tiers.object_store.contents import Places, ValuePlace
-from kvoffload.tiers.remote.record import ValueFormat, Verdict
+from kvoffload.tiers.remote.client import Outcome
+from kvoffload.tiers.remote.record import ValueFormat
 from tests.scale import scaled
 from tests.sim.engine import WrongBytes
 from tests.sim.life import FalseAlarm
@@ -54,7 +55,7 @@ def offset_off_by_one_block(monkeypatch: pytest.MonkeyPatch) -> type[SharedMediu
 
 
 def notes_trusted_without_verification(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
-    monkeypatch.setattr(ValueFormat, "verify", lambda *args: Verdict.GOOD)
+    monkeypatch.setattr(ValueFormat, "verify", lambda *args: Outcome.OK)
     return type("Replaced", (Shared,), {"faults_now": BucketFaults(wrong_value=0.3)})
 
 

@@ -1,4 +1,4 @@
-"""File systems that tests mount."""
+"""What tests leave is closed; file systems that they mount."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.tiers.made import close_all
 
 
 class Mounts:
@@ -38,6 +40,12 @@ class Mounts:
             subprocess.run(command, check=True, capture_output=True, timeout=60)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"{command[0]} is not possible here: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_all()
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvoffload import OffloadConfig
 from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.tenants import MakeShares, Shares
@@ -40,8 +39,6 @@ from tests.tiers.conftest import Mounts
 
 MIB = 1 << 20
 SLOT = 4096
-NFS = os.environ.get("KVOFFLOAD_NFS_A", "")
-KINDS = ("disk", "shared_dir")
 DEADLINE_S = 60.0
 """For what must come in the end."""
 KEY = b"k" * 36
@@ -208,44 +205,6 @@ def test_a_process_that_waits_for_a_frozen_file_system_can_be_killed(frozen: Fro
     said = "print(flush=True)"
     assert end(f"from kvoffload.tiers.late import wait_until_writable as w\n{said}\nw(sys.argv[1])\n{said}")
     assert not end(f"{said}\nos.utime(sys.argv[1])")
-
-
-@pytest.mark.skipif(not NFS, reason="needs an NFS mount; tools/nfs_guest.py makes one, see tests/tools")
-def test_a_start_on_a_real_mount_without_its_server(opened: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a former server has stored is found when the server is there again. The control has it all the time."""
-    monkeypatch.setattr(opening, "OPEN_DEADLINE_S", 8.0)
-    monkeypatch.setattr(opening, "NOTICE_S", 1.0)
-    pools = make_pools(4, SLOT)
-    options = {
-        "host_bytes": MIB,
-        "tiers": [{"kind": kind, "dir": f"{NFS}/{kind}", "bytes": 16 * MIB} for kind in KINDS],
-    }
-
-    def open_both(stack: ExitStack) -> tuple[list[Tier], float]:
-        begun = time.monotonic()
-        entries = OffloadConfig.from_mapping(options).tier_entries
-        tiers = [tier for tier, _ in opening.open_tiers(entries, TierContext(pools, "ab" * 32), stack)]
-        return tiers, time.monotonic() - begun
-
-    with ExitStack() as former:
-        tiers, seconds = open_both(former)
-        assert seconds < 8.0
-        for tier in tiers:
-            write(tier, KEY)
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-    subprocess.run(["ip", "link", "set", "va", "down"], check=True)
-    try:
-        # Longer than attributes are taken from the cache.
-        time.sleep(4.0)
-        tiers, seconds = open_both(opened)
-        assert seconds < 8.0 + 2.0
-        assert [is_open(tier) for tier in tiers] == [False, False]
-        assert [tier.contains([KEY]).tolist() for tier in tiers] == [[MISS], [MISS]]
-    finally:
-        subprocess.run(["ip", "link", "set", "va", "up"], check=True)
-    for tier in tiers:
-        until(lambda tier=tier: is_open(tier), tier)  # type: ignore[misc]
-        check_read(tier, KEY, pools)
 
 
 # Tiers that open late, by the contract.

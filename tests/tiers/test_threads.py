@@ -39,15 +39,6 @@ def gates() -> Iterator[Callable[[], Gate]]:
         gate.may_end.set()
 
 
-def test_every_job_is_run() -> None:
-    executor = IOThreads(4)
-    done: list[int] = []
-    for i in range(100):
-        assert (executor.submit_read if i % 2 else executor.submit_write)(partial(done.append, i))
-    assert executor.close(LONG_S)
-    assert sorted(done) == list(range(100))
-
-
 def test_maintenance_runs_before_reads_and_reads_before_writes_each_kind_in_order(gates: Callable[[], Gate]) -> None:
     executor, gate = IOThreads(1), gates()
     done: list[object] = []
@@ -97,20 +88,6 @@ def test_close_ends_in_time_if_a_job_hangs(gates: Callable[[], Gate]) -> None:
     gate.may_end.set()
     assert executor.close(LONG_S)
     assert done == []
-
-
-def test_a_closed_executor_takes_no_jobs_and_leaves_no_thread() -> None:
-    before = threading.active_count()
-    executor = IOThreads(3, name="closing")
-    workers = [thread for thread in threading.enumerate() if thread.name.startswith("closing")]
-    assert len(workers) == 3
-    assert executor.close(LONG_S)
-    assert not executor.submit_read(lambda: None)
-    assert not executor.submit_write(lambda: None)
-    assert not executor.submit_maintenance(lambda: None)
-    for worker in workers:
-        worker.join(LONG_S)
-    assert threading.active_count() <= before
 
 
 def test_a_job_that_raises_does_not_affect_others() -> None:

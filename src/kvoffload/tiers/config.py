@@ -161,8 +161,9 @@ def load_tiers(value: object, names: Sequence[str] = ()) -> tuple[TierConfig, ..
 def check_distinct(entries: Sequence[TierEntry]) -> None:
     """Raises ConfigError if two tiers are the same, or have a directory in common."""
     directories = _real([entry.config.directory for entry in entries])
-    for (entry, mine), n in zip(zip(entries, directories, strict=True), count()):
-        for other, theirs in zip(entries[:n], directories, strict=False):
+    pairs = list(zip(entries, directories, strict=True))
+    for n, (entry, mine) in enumerate(pairs):
+        for other, theirs in pairs[:n]:
             if mine is not None and theirs is not None and _overlap(mine, theirs):
                 raise ConfigError(
                     *entry.named,
@@ -206,20 +207,13 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _load(setting: str, entry: object) -> TierConfig:
-    if isinstance(entry, TierConfig):
-        found, made = type(entry), entry
-    elif isinstance(entry, Mapping):
-        given = {key: value for key, value in entry.items() if key == "kind" or value is not None}
-        if "kind" not in given:
-            raise ConfigError(setting, entry, "no kind", f'add one, such as "kind": "disk". Known: {_KNOWN_KINDS}')
-        with prefixed(f"{setting}."):
-            found = _tier_class(given.pop("kind"))
-            made = _make(found, given)
-    else:
-        raise ConfigError(
-            setting, entry, f"must be a mapping with the key kind, such as {json.dumps(_example('disk'))}"
-        )
+    if not isinstance(entry, (TierConfig, Mapping)):
+        example = json.dumps(_example("disk"))
+        raise ConfigError(setting, entry, f"must be a mapping with the key kind, such as {example}")
+    if isinstance(entry, Mapping) and "kind" not in entry:
+        raise ConfigError(setting, entry, "no kind", f'add one, such as "kind": "disk". Known: {_KNOWN_KINDS}')
     with prefixed(f"{setting}."):
+        made = entry if isinstance(entry, TierConfig) else _make(entry)
         check_whole_number("store_threshold", made.store_threshold, 2)
         if made.lookup_deadline_ms is not None:
             check_deadline("lookup_deadline_ms", made.lookup_deadline_ms)
@@ -248,8 +242,10 @@ def _tier_class(kind: object) -> type[TierConfig]:
     return found
 
 
-def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
+def _make(entry: Mapping[Any, Any]) -> TierConfig:
     """Returns the TierConfig with these keys. Raises ConfigError for an unknown, missing or wrong one."""
+    found = _tier_class(entry["kind"])
+    given = {key: value for key, value in entry.items() if key != "kind" and value is not None}
     fields = [each for each in dataclasses.fields(found) if each.init]
     # Those that every tier has come last.
     shared = {each.name for each in dataclasses.fields(TierConfig)}

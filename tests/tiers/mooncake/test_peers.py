@@ -107,7 +107,6 @@ def test_a_peer_neither_reads_nor_changes_the_host_pool(tmp_path: Path) -> None:
     master = Master(tmp_path)
     with segment(master, SEGMENT_BYTES):
         server = Server(master)
-        server.connect()
         server.works_again(KEYS[:4])
         # Every slot gets a block that no peer was ever given, those of blocks that came from the store too.
         for pool in server.pools:
@@ -133,16 +132,15 @@ def test_the_negative_control_memory_of_the_store_is_read_and_changed(tmp_path: 
     master = Master(tmp_path)
     with segment(master, SEGMENT_BYTES) as owner:
         server = Server(master)
-        server.connect()
         for pool in server.pools:
             fill(pool)
         taken = server.tier.write(KEYS[:1], np.arange(1))
-        assert server.finish(taken)[0].ok
+        assert server.finish(taken)[KEYS[0]].ok
         (port,) = ports(owner.pid, "tcp")
         assert intrude(port)["found"] >= sum(pool.shape[1] for pool in server.pools) // len(NEEDLE)
         # No such bytes are loaded.
         taken = server.tier.read(KEYS[:1], np.arange(1))
-        assert [result.error for result in server.finish(taken)] == [TierError.CORRUPT]
+        assert [result.error for result in server.finish(taken).values()] == [TierError.CORRUPT]
         server.close()
     master.kill()
 

@@ -19,21 +19,18 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from demo.process import HOST, START_DEADLINE_S, CommandedProcess, free_ports
-from kvoffload.abc import ByteArray, KVGroup, OffloadKey, TierResult
+from kvoffload.abc import OffloadKey, Tier, TierResult
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.object_store import client
 from kvoffload.tiers.object_store.bucket import Times
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
-from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.worker import StoreWorker
-from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import StoreServer, pause
+from tests.tiers.made import closed_later
+from tests.tiers.remote.memory_store import SteppedProcess
+from tests.tiers.remote.rig import FINGERPRINT, StoreServer, pause, tier_here
 
 needs_obstore = pytest.mark.skipif(
     importlib.util.find_spec("obstore") is None, reason="needs obstore: pip install obstore"
@@ -42,7 +39,6 @@ needs_moto = pytest.mark.skipif(
     importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None,
     reason="needs obstore and moto: pip install obstore 'moto[server]'",
 )
-FINGERPRINT = "5e" * 32
 BUCKET = "kv-bucket"
 SECRET = "PLANTEDSECRETKEY"
 KEY_ID = "PLANTEDKEYID"
@@ -141,6 +137,7 @@ class FakeS3:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        closed_later(self)
 
     @property
     def endpoint(self) -> str:
@@ -239,37 +236,23 @@ class Server(StoreServer):
         has_process: bool = False,
         **settings: Any,
     ) -> None:
-        self.hosts = [HostPool(num_slots, nbytes) for nbytes in slot_bytes]
-        pools = [host.data for host in self.hosts]
         config = ObjectStoreConfig(url=url, endpoint=endpoint, **settings)
-        with patched(CREDENTIALS):
-            if has_process:
-                handles = [host.handle() for host in self.hosts]
-                tier = config.open(TierContext(pools, fingerprint, handles, groups=[KVGroup(16)]))
-                assert isinstance(tier, RemoteTier)
-            else:
-                tier = _open_here(config, fingerprint, pools)
-        super().__init__(tier, pools)
 
-    def close(self) -> None:
-        super().close()
-        for host in self.hosts:
-            host.close()
+        def open_here(context: TierContext) -> Tier:
+            sizes = {"value_bytes": RECORD_BYTES + sum(slot_bytes), "chained_groups": [0]}
+            values = ValueFormat(fingerprint, config.prefix, read_hmac_key(config.hmac_key_file))
+            made = client.connect({**config.settings(), **sizes}, PATIENT)
+            return tier_here(made, context.pools, values, config.kind, SteppedProcess)
+
+        with patched(CREDENTIALS):
+            super().__init__(config.open if has_process else open_here, slot_bytes, num_slots, fingerprint)
+        if not has_process:
+            self.connect()
 
     def poll(self) -> list[TierResult]:
         with patched(CREDENTIALS):
             # A client that has ended is started again.
             return super().poll()
-
-
-def _open_here(config: ObjectStoreConfig, fingerprint: str, pools: Sequence[ByteArray]) -> RemoteTier:
-    payload_bytes = sum(each.shape[1] for each in pools)
-    made = client.connect(
-        {**config.settings(), "value_bytes": RECORD_BYTES + payload_bytes, "chained_groups": [0]}, PATIENT
-    )
-    hmac_key = read_hmac_key(config.hmac_key_file)
-    worker = StoreWorker(made, SeparateBuffers(pools), ValueFormat(fingerprint, config.prefix, hmac_key))
-    return RemoteTier(SteppedChannel(worker), payload_bytes, name=config.kind)
 
 
 @contextlib.contextmanager

@@ -10,21 +10,20 @@ import pytest
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.tiers.object_store import contents as object_contents
-from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Found
+from kvoffload.tiers.object_store.bucket import Answer, Found
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.contents import (
-    MAX_VALUES,
     OBJECT_BYTES,
     Places,
     contents,
     make_note,
     mark,
-    values_per_object,
 )
 from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.record import ValueFormat
 from tests.tiers.object_store.memory_bucket import MemoryBucket
-from tests.tiers.object_store.rig import FINGERPRINT, chain
+from tests.tiers.object_store.rig import chain
+from tests.tiers.remote.rig import FINGERPRINT
 
 OK, MISSING, HELD, FAILED, OTHER_SIZE = (
     Outcome.OK,
@@ -76,14 +75,6 @@ def store(bucket: MemoryBucket, names: Sequence[str], calls: int = 64) -> None:
         new = [name for name, has in zip(part, client.exists(part), strict=True) if has is MISSING]
         assert set(put(client, new)) <= {OK, HELD}
     bucket.take_counts()
-
-
-def test_how_many_values_share_an_object() -> None:
-    assert values_per_object(OBJECT_BYTES) == values_per_object(OBJECT_BYTES * 9) == 1
-    assert values_per_object((2 << 20) + 128) == 4
-    assert values_per_object((64 << 10) + 128) == MAX_VALUES
-    assert values_per_object(0) == 1
-    assert len(make_note([mark(name) for name in CHAIN[:MAX_VALUES]])) <= MAX_NOTE
 
 
 def test_a_chain_costs_a_request_per_object() -> None:

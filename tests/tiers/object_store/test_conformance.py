@@ -1,4 +1,4 @@
-"""The tier passes the conformance suite on moto, with blocks that share objects and with blocks that do not."""
+"""The tier passes the conformance suite on moto, with blocks that share objects."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.tier_conformance import SharedTierConformance
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.obstore_bucket import open_bucket
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
-from kvoffload.tiers.remote.tier import RemoteTier
-from kvoffload.tiers.remote.worker import StoreWorker
-from tests.tiers.object_store.rig import CREDENTIALS, FINGERPRINT, PATIENT, Moto, needs_moto, patched
-from tests.tiers.remote.memory_store import SteppedChannel
+from tests.tiers.object_store.rig import CREDENTIALS, PATIENT, Moto, needs_moto, patched
+from tests.tiers.remote.memory_store import SteppedProcess
+from tests.tiers.remote.rig import FINGERPRINT, tier_here
 
 pytestmark = needs_moto
 
 
-class WaitingChannel(SteppedChannel):
-    """A channel that spends no CPU time on waiting."""
+VALUE_BYTES = 4096
+"""What the client takes for the size of values, so that several share an object."""
+
+
+class WaitingProcess(SteppedProcess):
+    """Spends no CPU time on waiting."""
 
     def wait(self, timeout_s: float) -> None:
         if not self.requests:
@@ -31,11 +33,7 @@ class WaitingChannel(SteppedChannel):
         super().wait(timeout_s)
 
 
-class OnMoto(SharedTierConformance):
-    values_kind: type[ValueFormat] = ValueFormat
-    memory: type[ValueMemory] = SeparateBuffers
-    value_bytes: int
-    """What the client takes for the size of values: it decides how many share an object."""
+class TestOnMoto(SharedTierConformance):
     _numbers = itertools.count()
 
     @pytest.fixture(autouse=True)
@@ -51,12 +49,8 @@ class OnMoto(SharedTierConformance):
         return self.on(pools)
 
     def on(self, pools: Sequence[ByteArray]) -> Tier:
-        client = ObjectStoreClient(self.bucket, self.value_bytes, [0])
-        values = self.values_kind(FINGERPRINT, self.prefix)
-        worker = StoreWorker(client, self.memory(pools), values)  # type: ignore[call-arg]
-        tier = RemoteTier(WaitingChannel(worker), sum(pool.shape[1] for pool in pools), name="object_store")
-        tier.poll()
-        return tier
+        client = ObjectStoreClient(self.bucket, VALUE_BYTES, [0])
+        return tier_here(client, pools, ValueFormat(FINGERPRINT, self.prefix), "object_store", WaitingProcess)
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         return self.on(pools)
@@ -68,12 +62,3 @@ class OnMoto(SharedTierConformance):
     @pytest.mark.parametrize("seed", range(2))
     def test_any_calls_in_any_order(self, seed: int) -> None:
         super().test_any_calls_in_any_order(seed)
-
-
-class TestSharedObjects(OnMoto):
-    value_bytes = 4096
-
-
-@pytest.mark.soak
-class TestSeparateObjects(OnMoto):
-    value_bytes = 0

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from kvoffload.tiers.object_store.errors import BucketProblem, classify, explain
 from kvoffload.tiers.object_store.obstore_bucket import ObstoreBucket, open_bucket
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
-from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
+from kvoffload.tiers.remote.record import ValueFormat
 from tests.clock import RealClock
+from tests.tiers.made import closed_later
 from tests.tiers.object_store.rig import (
     BUCKET,
     CREDENTIALS,
-    FINGERPRINT,
     KEY_ID,
     PATIENT,
     SECRET,
@@ -44,7 +44,7 @@ from tests.tiers.object_store.rig import (
     patched,
 )
 from tests.tiers.remote.hostile import Hostile
-from tests.tiers.remote.rig import content
+from tests.tiers.remote.rig import FINGERPRINT
 
 pytestmark = needs_obstore
 
@@ -53,32 +53,19 @@ KEYS = chain(20)
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeS3]:
-    made = FakeS3()
-    yield made
-    made.close()
+def fake() -> FakeS3:
+    return FakeS3()
 
 
 @pytest.fixture
-def server(fake: FakeS3) -> Iterator[Server]:
-    made = Server(fake.endpoint)
-    made.connect()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def second(fake: FakeS3) -> Iterator[Server]:
-    made = Server(fake.endpoint)
-    made.connect()
-    yield made
-    made.close()
+def server(fake: FakeS3) -> Server:
+    return Server(fake.endpoint)
 
 
 def bucket(endpoint: str, times: Times = PATIENT, clock: RealClock | None = None, **settings: str) -> ObstoreBucket:
     settings = {"url": "s3://kv-bucket/folder", "endpoint": endpoint, "prefix": "kv", **settings}
     with patched(CREDENTIALS):
-        return open_bucket(settings, times, clock or time.monotonic)
+        return closed_later(open_bucket(settings, times, clock or time.monotonic))
 
 
 # On moto.
@@ -87,8 +74,6 @@ def bucket(endpoint: str, times: Times = PATIENT, clock: RealClock | None = None
 @needs_moto
 def test_servers_share_blocks_on_moto(moto: Moto) -> None:
     one, other, stranger = Server(moto.endpoint), Server(moto.endpoint), Server(moto.endpoint, "6f" * 32)
-    for each in (one, other, stranger):
-        each.connect()
     assert one.states(KEYS) == [MISS] * 20
     before = moto.do("count")
     assert all(result.ok and result.nbytes for result in one.write(KEYS).values())
@@ -113,8 +98,6 @@ def test_servers_share_blocks_on_moto(moto: Moto) -> None:
     assert {each.error for each in other.write(chain(4, seed=1)).values()} == {TierError.NO_SPACE}
     moto.do("drain")
     other.works_again(chain(4, seed=1))
-    for each in (one, other, stranger):
-        each.close()
 
 
 @pytest.mark.soak
@@ -133,7 +116,6 @@ def test_moto_may_stand_still_or_be_killed(moto: Moto) -> None:
     assert not any(each.ok for each in server.read(KEYS[:8]).values())
     moto.start()
     server.works_again(KEYS)
-    server.close()
 
 
 # On a server that misbehaves.
@@ -165,7 +147,6 @@ SPOILS: dict[str, tuple[Callable[[FakeS3], None], set[TierError]]] = {
 
 def test_objects_that_others_have_changed_are_never_loaded_and_written_again(fake: FakeS3, server: Server) -> None:
     reader = Server(fake.endpoint)
-    reader.connect()
     for what, (change, errors) in SPOILS.items():
         server.works_again(KEYS)
         reader.works_again(KEYS)
@@ -175,85 +156,12 @@ def test_objects_that_others_have_changed_are_never_loaded_and_written_again(fak
         server.works_again(KEYS)
         # It looks the changed objects up first.
         late = Server(fake.endpoint)
-        late.connect()
         change(fake)
         late.states(KEYS)
         assert not any(each.ok for each in late.read(KEYS[1:]).values()), what
         late.works_again(KEYS)
         late.close()
         reader.works_again(KEYS)
-    reader.close()
-
-
-@pytest.mark.parametrize("slot_bytes", [(4096, 4096), (8192, 16384)])
-def test_blocks_of_another_size_are_misses_and_stay(fake: FakeS3, server: Server, slot_bytes: tuple[int, int]) -> None:
-    """Servers with the same fingerprint and other blocks do not remove each other's."""
-    other = Server(fake.endpoint, slot_bytes=slot_bytes)
-    other.connect()
-    server.works_again(KEYS[:12])
-    before = {name: stored.body for name, stored in fake.blocks().items()}
-    assert len(before) == 1, "blocks share an object"
-    assert other.states(KEYS[:12]) == [HIT] * 12
-    assert set(other.errors(KEYS[:12])) == {TierError.GONE}
-    other.works_again(KEYS[12:14])
-    assert before.items() <= {name: stored.body for name, stored in fake.blocks().items()}.items()
-    assert server.reads_all(KEYS[:12])
-    other.close()
-
-
-def test_small_blocks_share_requests_and_large_ones_do_not(fake: FakeS3, server: Server, second: Server) -> None:
-    keys = chain(100)
-    server.works_again(keys)
-    assert fake.count("PUT") - 0 == len(fake.objects) == 2
-    fake.requests.clear()
-    assert second.states(keys) == [HIT] * 100
-    assert second.reads_all(keys)
-    assert fake.count("HEAD") == 2
-    # Of 64 blocks, and of those behind them.
-    assert fake.count("GET") == 2
-    large = Server(fake.endpoint, slot_bytes=(8 << 20,), num_slots=8)
-    large.connect()
-    fake.objects.clear()
-    large.works_again(KEYS[:2])
-    assert len(fake.blocks()) == 2
-    large.close()
-
-
-def test_an_hmac_key_hides_and_protects_blocks(fake: FakeS3, server: Server, tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_text("0123456789abcdef" * 4)
-    keyed, same = (Server(fake.endpoint, hmac_key_file=str(path)) for _ in range(2))
-    for each in (keyed, same):
-        each.connect()
-    keyed.works_again(KEYS)
-    assert server.states(KEYS) == [MISS] * 20
-    assert same.states(KEYS) == [HIT] * 20
-    forged = [content(b"forged", rank, pool.shape[1]) for rank, pool in enumerate(server.pools)]
-    record = VALUES.record(KEYS[0], forged).tobytes()
-    value = record + b"".join(part.tobytes() for part in forged)
-    secret = path.read_text().encode()
-    fake.objects.clear()
-    fake.objects["folder/" + ValueFormat(FINGERPRINT, hmac_key=secret).name(KEYS[0])] = Stored(value)
-    assert len(value) == RECORD_BYTES + 12288
-    fresh = Server(fake.endpoint, hmac_key_file=str(path))
-    fresh.connect()
-    assert fresh.states(KEYS[:1]) == [HIT]
-    assert [each.error for each in fresh.read(KEYS[:1]).values()] == [TierError.CORRUPT]
-    fresh.works_again(KEYS)
-    for each in (keyed, same, fresh):
-        each.close()
-
-
-def test_two_servers_write_overlapping_chains(fake: FakeS3, server: Server, second: Server) -> None:
-    server.write(KEYS[:7])
-    # It has looked before that, so to say.
-    second.write(KEYS)
-    late = Server(fake.endpoint)
-    late.connect()
-    for each in (server, second, late):
-        each.works_again(KEYS)
-    late.close()
-    assert sum(len(each.body) for each in fake.blocks().values()) == 20 * (RECORD_BYTES + 12288), "stored once"
 
 
 def test_a_store_that_asks_for_fewer_requests(fake: FakeS3, server: Server) -> None:
@@ -279,7 +187,6 @@ def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pyt
         "s3://kv-bucket/folder: the store has no conditional put; two servers that compute the same block may both "
         "store it"
     ]
-    opened.close()
 
 
 def test_what_a_store_once_could_not_do_is_tried_again(fake: FakeS3, server: Server) -> None:
@@ -314,7 +221,6 @@ def test_a_store_that_loses_metadata_gets_an_object_per_block(fake: FakeS3, capl
     server = Server(fake.endpoint)
     server.works_again(keys)
     assert len(fake.blocks()) == 1
-    server.close()
 
 
 def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(fake: FakeS3) -> None:
@@ -330,12 +236,6 @@ def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(fake: Fake
     assert fake.count("GET") < 40
     with pytest.raises(StoreError, match="did not answer in time"):
         opened.head(names)
-    opened.close()
-
-
-def test_no_request_is_repeated_after_it_has_timed_out() -> None:
-    times = Times()
-    assert min(times.small_s, times.connect_s) > times.retry_within_s
 
 
 def test_all_deadlines_end_before_those_of_the_link() -> None:
@@ -345,6 +245,8 @@ def test_all_deadlines_end_before_those_of_the_link() -> None:
     assert lookups < LOOKUP_DEADLINE_S
     # A write looks first.
     assert lookups + transfers < TRANSFER_DEADLINE_S
+    # No request is repeated after it has timed out.
+    assert min(times.small_s, times.connect_s) > times.retry_within_s
 
 
 # Errors.
@@ -406,20 +308,17 @@ def test_credentials_come_from_the_environment_or_a_profile(
         open_bucket(settings)
 
 
-def test_an_endpoint_where_nothing_listens() -> None:
-    said = r"s3://kv-bucket/folder: the store cannot be reached at http://127\.0\.0\.1:9 \(connection refused\)"
-    with pytest.raises(StoreError, match=said):
-        bucket("http://127.0.0.1:9")
-
-
-def test_an_endpoint_whose_name_is_not_known() -> None:
-    with pytest.raises(StoreError, match=r"at http://nosuch\.invalid:9 \(its name is not known\)"):
-        bucket("http://nosuch.invalid:9")
-
-
-def test_an_endpoint_that_does_not_speak_tls(fake: FakeS3) -> None:
-    with pytest.raises(StoreError, match=r"does not speak TLS: write http:// if that is intended"):
-        bucket(fake.endpoint.replace("http:", "https:"))
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        ("http://127.0.0.1:9", r"cannot be reached at http://127\.0\.0\.1:9 \(connection refused\)"),
+        ("http://nosuch.invalid:9", r"at http://nosuch\.invalid:9 \(its name is not known\)"),
+        ("", "does not speak TLS: write http:// if that is intended"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_used(fake: FakeS3, endpoint: str, said: str) -> None:
+    with pytest.raises(StoreError, match=f"s3://kv-bucket/folder: .*{said}"):
+        bucket(endpoint or fake.endpoint.replace("http:", "https:"))
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
@@ -444,8 +343,6 @@ def test_redirects_to_another_host_are_not_followed(host: str) -> None:
         assert not asked
     else:
         assert SECRET.encode() in asked[0]
-    for server in (thief, store):
-        server.close()
 
 
 def test_planted_secrets_do_not_reach_the_log(fake: FakeS3, server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -481,14 +378,10 @@ def test_words_for_errors_that_no_server_here_can_make() -> None:
 
 def test_a_local_directory(tmp_path: Path) -> None:
     one, other = (Server("", url=f"file://{tmp_path}/bucket") for _ in range(2))
-    for each in (one, other):
-        each.connect()
     one.works_again(KEYS)
     keys: list[OffloadKey] = KEYS
     assert other.states(keys) == [HIT] * 20
     assert other.reads_all(keys)
-    for each in (one, other):
-        each.close()
 
 
 def test_a_late_answer_to_a_put_keeps_no_read_back(fake: FakeS3) -> None:
@@ -508,4 +401,3 @@ def test_a_late_answer_to_a_put_keeps_no_read_back(fake: FakeS3) -> None:
     assert made.exists(["kv/a", "kv/b"]) == [Outcome.OK, Outcome.MISSING]
     assert made.get(["kv/a"], value) == [Outcome.OK]
     released.set()
-    made.close()

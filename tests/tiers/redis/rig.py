@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvoffload.abc import ByteArray
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.redis.config import RedisConfig
 from kvoffload.tiers.redis.location import parse_url
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import Nodes, NodeTimes
+from tests.tiers.made import closed_later
 from tests.tiers.remote.rig import pause
 
 START_DEADLINE_S = 30.0
@@ -104,7 +107,8 @@ def make_client(url: str, timeout_s: float = TIMEOUT_S, times: NodeTimes | None 
     """Returns a client of the store at ``url``, in this process. Each call may take ``timeout_s``."""
     config = RedisConfig(url=url, **options)
     nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()), times)
-    return RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
+    made = RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
+    return closed_later(made)
 
 
 def free_port() -> int:
@@ -131,6 +135,7 @@ class FakeServer:
         self.num_connections = 0
         self.commands: list[list[bytes]] = []
         threading.Thread(target=self._run, daemon=True).start()
+        closed_later(self)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -167,3 +172,17 @@ def _commands(connection: socket.socket) -> Iterator[list[bytes]]:
 
 def names(count: int, first: int = 0) -> Sequence[str]:
     return [f"kv/{'5e' * 32}/{i:072x}" for i in range(first, first + count)]
+
+
+def values(count: int, *sizes: int, seed: int = 0) -> list[list[ByteArray]]:
+    """Returns random values, a buffer of each size per value."""
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(0, 256, size, dtype=np.uint8) for size in sizes] for _ in range(count)]
+
+
+def emptied(buffers: list[list[ByteArray]]) -> list[list[ByteArray]]:
+    return [[np.zeros_like(part) for part in parts] for parts in buffers]
+
+
+def same(one: list[list[ByteArray]], other: list[list[ByteArray]]) -> bool:
+    return all((a == b).all() for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True))

@@ -136,14 +136,6 @@ def eventually(call: Callable[[], T]) -> T:
     raise AssertionError("the client never works again")
 
 
-def test_the_same_server_answering_well_is_believed() -> None:
-    with served(says(GOOD)) as (server, client):
-        outcomes, buffers = get(client, 3)
-        assert outcomes == [Outcome.OK] * 3
-        assert buffers.tobytes() == VALUE * 3
-        assert server.num_connections == 1
-
-
 def test_replies_before_a_broken_one_count() -> None:
     replies = iter([says(GOOD), says(b"$-1\r\n"), ends(GOOD[:-700])])
     server = FakeServer(lambda words, send: next(replies)(send))
@@ -151,8 +143,6 @@ def test_replies_before_a_broken_one_count() -> None:
     outcomes, buffers = get(client, 5)
     assert outcomes == [Outcome.OK, Outcome.MISSING, Outcome.FAILED, Outcome.FAILED, Outcome.FAILED]
     assert buffers[0].tobytes() == VALUE
-    client.close()
-    server.close()
 
 
 def test_a_reply_that_comes_late_is_not_taken_for_the_next() -> None:
@@ -174,8 +164,6 @@ def test_a_reply_that_comes_late_is_not_taken_for_the_next() -> None:
     time.sleep(2 * WAIT_S)
     assert eventually(lambda: client.get([second], [[buffer]])) == [Outcome.OK]
     assert buffer.tobytes() == second[-1:].encode() * SIZE
-    client.close()
-    server.close()
 
 
 def test_bytes_behind_the_last_reply_close_the_connection() -> None:
@@ -219,7 +207,6 @@ def test_a_server_that_describes_no_cluster_is_not_used(reply: bytes) -> None:
     server = FakeServer(lambda words, send: send(reply), answers_setup=False)
     with pytest.raises(StoreError):
         make_client(server.url, times=TIMES)
-    server.close()
 
 
 @pytest.mark.parametrize("reply", [b"$100000\r\n", b"*2\r\n$10000\r\n" + b"x" * 10_000 + b"\r\n$10000\r\n"])
@@ -239,8 +226,6 @@ def test_one_name_may_fail_alone_and_the_log_says_why(capfd: pytest.CaptureFixtu
     client = make_client(server.url, times=TIMES)
     assert client.exists(names(3)) == [Outcome.OK, Outcome.FAILED, Outcome.MISSING]
     assert "no node for a part of the keys" in capfd.readouterr().err
-    client.close()
-    server.close()
 
 
 def test_the_text_of_errors_is_cut_and_printable() -> None:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvoffload.tiering.chains import MAX_REST_S
 from kvoffload.tiering.health import MAX_FAILURES, MAX_WRITE_PAUSE_S
-from kvoffload.tiering.unwritten import WRITE_WITHIN_S
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
@@ -24,7 +22,6 @@ HOST_BLOCKS = 256
 REFUSALS = {
     "OOM": ("CONFIG SET maxmemory 1mb", "CONFIG SET maxmemory 0"),
     "READONLY": ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
-    "NOREPLICAS": ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
     "NOPERM": ("ACL SETUSER default -set", "ACL SETUSER default +set"),
 }
 """What makes the server refuse writes with an error, and what ends that."""
@@ -44,7 +41,7 @@ class Server(ServerInFront):
         self.raw.config_resetstat()
         pool = np.zeros((HOST_BLOCKS, SLOT_BYTES), dtype=np.uint8)
         self.client = make_client(redis.url)
-        super().__init__(StoreWorker(self.client, SeparateBuffers([pool]), ValueFormat("5e" * 32)), pool, "redis")
+        super().__init__(StoreWorker(self.client, ValueMemory([pool]), ValueFormat("5e" * 32)), pool, "redis")
 
     def say(self, command: str) -> None:
         self.raw.execute_command(*command.split())
@@ -105,14 +102,3 @@ def test_while_reads_are_refused_new_blocks_are_stored(server: Server) -> None:
     server.step(1.0)
     server.finds(old, "probe")
     assert server.finds(old, "after")
-
-
-def test_a_hand_over_to_a_full_server_is_written_again_at_a_growing_pace(server: Server) -> None:
-    server.say("CONFIG SET maxmemory 1mb")
-    try:
-        server.store(chain("x", 24), is_handed_over=True)
-        for _ in range(int(WRITE_WITHIN_S * 20)):
-            server.step(0.05)
-        assert server.num_sets < 24 * (WRITE_WITHIN_S / MAX_REST_S + 6)
-    finally:
-        server.say("CONFIG SET maxmemory 0")

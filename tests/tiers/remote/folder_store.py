@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.config import RemoteTierConfig
 from tests.tiers.remote.memory_store import fill
 
 VALUES = "values"
@@ -43,20 +41,6 @@ class FolderStore:
 
     def path(self, name: str) -> Path:
         return self.folder / VALUES / name.replace("/", "_")
-
-
-@dataclass(frozen=True)
-class FolderConfig(RemoteTierConfig):
-    """A tier on the store in ``folder``."""
-
-    kind = "folder"
-    connect = "tests.tiers.remote.folder_store:connect"
-
-    folder: str
-
-    @property
-    def address(self) -> str:
-        return self.folder
 
 
 class FolderClient(StoreClient):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
-import os
 import socket
 import threading
 import time
@@ -21,6 +19,7 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.remote import config as remote_config
 from kvoffload.tiers.remote.config import RemoteTierConfig
+from tests.tiers.made import closed_later
 
 SLOT_BYTES = 64 << 10
 NUM_BLOCKS = 16
@@ -38,6 +37,7 @@ class Hostile:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._run, daemon=True).start()
+        closed_later(self)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -60,66 +60,24 @@ def endless(connection: socket.socket, data: bytes = MANY) -> None:
 
 # Redis.
 
-
-def redis(answer: Callable[[list[bytes], socket.socket], None]) -> Talk:
-    """Returns a server that calls ``answer`` with the words of each command but CLIENT."""
-
-    def talk(connection: socket.socket) -> None:
-        with connection.makefile("rb") as lines:
-            while head := lines.readline():
-                words = []
-                for _ in range(int(head[1:])):
-                    words.append(lines.read(int(lines.readline()[1:])))
-                    lines.read(2)
-                if words[0] == b"CLIENT":
-                    connection.sendall(b"+OK\r\n")
-                else:
-                    answer(words, connection)
-
-    return talk
-
-
-def redis_says(data: bytes, then: bytes = MANY, at_setup: bool = False) -> Talk:
-    """Answers with ``data`` and then ``then`` for ever."""
-
-    def answer(words: list[bytes], connection: socket.socket) -> None:
-        if words[0] == b"CLUSTER" and not at_setup:
-            connection.sendall(b"-ERR This instance has cluster support disabled\r\n")
-            return
-        if words[0] == b"EXISTS" and data.startswith(b"$"):
-            connection.sendall(b":1\r\n")
-            return
-        connection.sendall(data)
-        endless(connection, then)
-
-    return redis(answer)
-
-
 STRING = b"$8388608\r\n" + b"x" * (8 << 20) + b"\r\n"
-numbers = itertools.count()
 
 
-def redis_moves(words: list[bytes], connection: socket.socket) -> None:
-    if words[0] == b"CLUSTER":
-        port = connection.getsockname()[1]
-        node = b"*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
-        connection.sendall(b"*1\r\n*3\r\n:0\r\n:16383\r\n" + node)
-    else:
-        n = next(numbers)
-        connection.sendall(b"-MOVED 1 127.%d.%d.%d:7000\r\n" % (n >> 16 & 255, n >> 8 & 255, n & 255))
-
-
-REDIS: dict[str, Talk] = {
-    "an array of strings": redis_says(b"*100000\r\n", STRING),
-    "a map of strings": redis_says(b"*100000\r\n", STRING, at_setup=True),
-    "a map of short strings": redis_says(b"*131072\r\n", b"$1\r\nx\r\n" * 9999, at_setup=True),
-    "nested arrays": redis_says(b"", b"*100\r\n" * 9999, at_setup=True),
-    "a line": redis_says(b"+"),
-    "errors": redis_says(b"", b"-ERR " + b"y" * 9000 + b"\r\n"),
-    "a value": redis_says(b"$536870912\r\n"),
-    "garbage": redis_says(os.urandom(9999), os.urandom(99999)),
-    "other addresses": redis(redis_moves),
-}
+def endless_strings(connection: socket.socket) -> None:
+    """Redis that answers everything but the setup with an array of long strings."""
+    with connection.makefile("rb") as lines:
+        while head := lines.readline():
+            words = []
+            for _ in range(int(head[1:])):
+                words.append(lines.read(int(lines.readline()[1:])))
+                lines.read(2)
+            if words[0] == b"CLIENT":
+                connection.sendall(b"+OK\r\n")
+            elif words[0] == b"CLUSTER":
+                connection.sendall(b"-ERR This instance has cluster support disabled\r\n")
+            else:
+                connection.sendall(b"*100000\r\n")
+                endless(connection, STRING)
 
 
 # Object stores.
@@ -149,48 +107,32 @@ def s3(answer: Callable[[str, dict[str, str], socket.socket], None]) -> Talk:
     return talk
 
 
-def s3_has(body: Callable[[socket.socket], None], note: bytes = b"", error: bytes = b"") -> Talk:
+def s3_has(body: bytes, error: bytes = b"") -> Talk:
     """Has every object, and answers reads with ``body`` for ever, behind the ``error`` if there is one."""
 
     def answer(method: str, headers: dict[str, str], connection: socket.socket) -> None:
         size = SLOT_BYTES + 128
         if method == "HEAD":
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%b%b\r\n" % (size, HEADERS, note))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%b\r\n" % (size, HEADERS))
             return
-        if error:
-            connection.sendall(error)
-            body(connection)
         begin, end = headers.get("range", f"bytes=0-{size - 1}")[6:].split("-")
-        connection.sendall(
-            b"HTTP/1.1 206 Partial\r\nContent-Length: 100000000000\r\nContent-Range: bytes %b-%b/%d\r\n%b\r\n"
-            % (begin.encode(), end.encode(), size, HEADERS)
-        )
-        body(connection)
-
-    return s3(answer)
-
-
-def s3_fails(head: bytes, body: bytes = MANY) -> Talk:
-    def answer(method: str, headers: dict[str, str], connection: socket.socket) -> None:
-        connection.sendall(head)
+        head = b"HTTP/1.1 206 Partial\r\nContent-Length: 100000000000\r\nContent-Range: bytes %b-%b/%d\r\n%b\r\n"
+        connection.sendall(error or head % (begin.encode(), end.encode(), size, HEADERS))
         endless(connection, body)
 
     return s3(answer)
 
 
+def s3_endless_headers(method: str, headers: dict[str, str], connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n")
+    endless(connection, b"x-amz-meta-a: " + b"y" * 4000 + b"\r\n")
+
+
 S3: dict[str, Talk] = {
-    "a body": s3_has(endless),
-    "the body of an error": s3_has(endless, error=b"HTTP/1.1 400 Bad\r\nContent-Length: 3000000000\r\n\r\n"),
-    "an error in chunks": s3_has(
-        lambda connection: endless(connection, CHUNK),
-        error=b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n",
-    ),
-    "headers": s3_fails(b"HTTP/1.1 200 OK\r\n", b"x-amz-meta-a: " + b"y" * 4000 + b"\r\n"),
-    "a header": s3_fails(b"HTTP/1.1 200 OK\r\nx-amz-meta-kvoffload: "),
-    "notes": s3_has(endless, b"x-amz-meta-kvoffload: " + b"z" * 300_000 + b"\r\n"),
-    "garbage": s3_fails(os.urandom(9999), os.urandom(99999)),
+    "a body": s3_has(MANY),
+    "an error in chunks": s3_has(CHUNK, b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n"),
+    "headers": s3(s3_endless_headers),
 }
-MOONCAKE: dict[str, Talk] = {"anything": endless, "garbage": lambda connection: endless(connection, os.urandom(99999))}
 
 
 # Those who listen.

@@ -14,7 +14,7 @@ from kvoffload.tiering.manager import TieredOffloadingManager, TieringSettings
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.clock import Clock
-from tests.tiers.remote.memory_store import DirectChannel
+from tests.tiers.remote.memory_store import DirectProcess
 
 
 class ServerInFront:
@@ -23,7 +23,7 @@ class ServerInFront:
     def __init__(self, worker: StoreWorker, pool: ByteArray, name: str) -> None:
         num_slots, slot_bytes = pool.shape
         self.clock = Clock()
-        self.tier = RemoteTier(DirectChannel(worker), slot_bytes, name=name, clock=self.clock)
+        self.tier = RemoteTier(DirectProcess(worker).start, slot_bytes, name=name, clock=self.clock)
         self.host = PolicyOffloadingManager(HostBackend(16, num_slots), make_policy("lru", num_slots))
         settings = TieringSettings([16.0], groups=[KVGroup(16)], load_only_if_faster=False)
         self.manager = TieredOffloadingManager(self.host, [self.tier], settings, clock=self.clock, random=lambda: 0.0)
@@ -34,9 +34,7 @@ class ServerInFront:
         for _ in range(4):
             self.manager.poll()
 
-    def store(self, keys: list[OffloadKey], is_handed_over: bool = False) -> None:
-        if is_handed_over:
-            self.manager.hand_over(keys)
+    def store(self, keys: list[OffloadKey]) -> None:
         output = self.manager.prepare_store(keys)
         assert output is not None
         self.manager.complete_store(keys)

@@ -1,4 +1,4 @@
-"""A store in a dictionary, and a channel that runs requests when a test says so."""
+"""A store in a dictionary, and a process that runs requests when a test says so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
-from kvoffload.tiers.remote.link import ChannelState, StoreChannel
+from kvoffload.tiers.remote.link import StoreProcess
 from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
 from kvoffload.tiers.remote.worker import StoreWorker
 
@@ -67,9 +67,11 @@ def fill(data: ByteArray, parts: Sequence[ByteArray]) -> Outcome:
     return Outcome.OTHER_SIZE if surplus else Outcome.OK
 
 
-class SteppedChannel(StoreChannel):
-    """Runs requests in ``run``. A process is READY as soon as it is polled while ``is_reachable``, and ends as soon as
-    it is polled after it was killed."""
+class SteppedProcess(StoreProcess):
+    """All processes of a client, one after the other, which run requests in ``run``. A process is ready as soon as it
+    is polled while ``is_reachable``, and ends as soon as it is looked at after it was killed."""
+
+    is_ready = False
 
     def __init__(self, worker: StoreWorker) -> None:
         self.worker = worker
@@ -79,19 +81,18 @@ class SteppedChannel(StoreChannel):
         """Whether a process that was killed does not end."""
         self.num_starts = 0
         self._responses: list[Response] = []
-        self._state = ChannelState.DOWN
+        self._is_killed = False
+
+    def start(self) -> StoreProcess:
+        self.is_ready = self._is_killed = False
+        self.num_starts += 1
+        return self
 
     @property
-    def state(self) -> ChannelState:
-        return self._state
-
-    def start(self) -> None:
-        self._state = ChannelState.STARTING
-        self.num_starts += 1
+    def has_ended(self) -> bool:
+        return self._is_killed and not self.is_stuck
 
     def submit(self, request: StoreRequest) -> bool:
-        if self._state is not ChannelState.READY:
-            return False
         self.requests.append(StoreRequest.unpack(request.pack()))
         return True
 
@@ -102,33 +103,26 @@ class SteppedChannel(StoreChannel):
         self._responses += [Response.unpack(self.worker.run(request).pack()) for request in chosen]
 
     def poll(self) -> list[Response]:
-        if self._state is ChannelState.STARTING and self.is_reachable:
-            self._state = ChannelState.READY
-        if self._state is ChannelState.ENDING and not self.is_stuck:
-            self.end()
+        self.is_ready |= self.is_reachable and not self._is_killed
         responses, self._responses = self._responses, []
         return responses
-
-    def end(self) -> None:
-        """The process ends."""
-        self.requests.clear()
-        self._responses.clear()
-        self._state = ChannelState.DOWN
 
     def wait(self, timeout_s: float) -> None:
         self.run()
 
     def kill(self) -> None:
-        self._state = ChannelState.ENDING
+        """The process ends."""
+        self.requests.clear()
+        self._responses.clear()
+        self.is_ready, self._is_killed = False, True
 
     def close(self, timeout_s: float) -> bool:
         self.run()
-        self._state = ChannelState.DOWN
         return not self.is_stuck
 
 
-class DirectChannel(SteppedChannel):
-    """A channel without a process: requests are run when it is polled."""
+class DirectProcess(SteppedProcess):
+    """Runs requests when it is polled."""
 
     def poll(self) -> list[Response]:
         self.run()

@@ -1,29 +1,38 @@
-"""Remote tiers on a store in a folder, with a real process of its client."""
+"""Servers with a remote tier: on any store, and on one in a folder, with a real process of its client."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, OffloadKey, TierError, TierResult
+from kvoffload.abc import ByteArray, KVGroup, OffloadKey, Tier, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.host.pool import HostPool
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.limited_log import LimitedLog
+from kvoffload.tiers.remote.client import StoreClient
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Response, Setup
-from kvoffload.tiers.remote.process import ProcessChannel
+from kvoffload.tiers.remote.process import ChildProcess
+from kvoffload.tiers.remote.record import ValueFormat
 from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.worker import StoreWorker
 from tests.clock import RealClock
+from tests.tiers.made import closed_later
 from tests.tiers.remote.folder_store import FolderStore
+from tests.tiers.remote.memory_store import DirectProcess, SteppedProcess
 
 CLIENT = "tests.tiers.remote.folder_store:connect"
 FINGERPRINT = "5e" * 32
-DEADLINE_S = 60.0
-STORE_DEADLINE_S = 90.0
+DEADLINE_S = 90.0
 
 
 def pause(pid: int) -> None:
@@ -32,56 +41,54 @@ def pause(pid: int) -> None:
     os.waitpid(pid, os.WUNTRACED)
 
 
-class ShiftedChannel(ProcessChannel):
-    """A channel whose responses have times of ``clock``, as all processes of a machine have the same clock."""
-
-    def __init__(self, setup: Setup, name: str, clock: RealClock) -> None:
-        super().__init__(setup, name)
-        self._clock = clock
-
-    def poll(self) -> list[Response]:
-        shift = self._clock.shift
-        return [replace(each, begun=each.begun + shift, ended=each.ended + shift) for each in super().poll()]
+def eventually(condition: Callable[[], object], what: str = "it never came about") -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
-@dataclass
-class Server:
-    """A tier with pools of its own."""
+def tier_here(
+    client: StoreClient,
+    pools: Sequence[ByteArray],
+    values: ValueFormat,
+    name: str = "store",
+    process_class: type[SteppedProcess] = DirectProcess,
+    has_rows: bool = False,
+) -> RemoteTier:
+    """Returns a tier whose client runs in this process, when the tier is polled."""
+    worker = StoreWorker(client, ValueMemory(pools, has_rows), values)
+    tier = RemoteTier(process_class(worker).start, sum(pool.shape[1] for pool in pools), name=name)
+    tier.poll()
+    return tier
 
-    store: FolderStore
-    num_slots: int = 32
-    slot_bytes: Sequence[int] = (4096, 8192)
-    fingerprint: str = FINGERPRINT
-    identity: dict[str, str] = field(default_factory=dict)
-    clock: RealClock = field(default_factory=RealClock)
-    hmac_key_file: str | None = None
-    client: str = CLIENT
 
-    def __post_init__(self) -> None:
-        self.hosts = [HostPool(self.num_slots, nbytes) for nbytes in self.slot_bytes]
-        handles = tuple(host.handle() for host in self.hosts)
-        settings, identity, key_file = self.store.settings(), self.identity, self.hmac_key_file
-        setup = Setup(
-            self.client,
-            settings,
-            handles,
-            self.num_slots,
-            self.fingerprint,
-            "kv",
-            identity,
-            key_file,
-        )
-        self.channel = ShiftedChannel(setup, "folder", self.clock)
-        self.tier = RemoteTier(self.channel, sum(self.slot_bytes), name="folder", clock=self.clock, random=lambda: 0.5)
+class StoreServer:
+    """A server with host pools of ``slot_bytes`` and the tier that ``open_tier`` opens on a real store."""
 
-    @property
-    def pools(self) -> list[ByteArray]:
-        return [host.data for host in self.hosts]
+    def __init__(
+        self,
+        open_tier: Callable[[TierContext], Tier],
+        slot_bytes: Sequence[int],
+        num_slots: int = 64,
+        fingerprint: str = FINGERPRINT,
+    ) -> None:
+        self.hosts = [HostPool(num_slots, nbytes) for nbytes in slot_bytes]
+        self.pools = [host.data for host in self.hosts]
+        handles = [host.handle() for host in self.hosts]
+        tier = open_tier(TierContext(self.pools, fingerprint, handles, groups=[KVGroup(16)]))
+        assert isinstance(tier, RemoteTier)
+        self.tier = tier
+        closed_later(self)
 
     def close(self) -> None:
         self.tier.close()
-        for host in self.hosts:
-            host.close()
+        while self.hosts:
+            self.hosts.pop().close()
+
+    def poll(self) -> list[TierResult]:
+        self.tier.wait(0.01)
+        return self.tier.poll()
 
     def until(self, condition: Callable[[], bool], what: str) -> list[TierResult]:
         """Polls until ``condition`` holds. Returns the results."""
@@ -89,25 +96,15 @@ class Server:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, what
-            self.tier.wait(0.01)
-            results += self.tier.poll()
+            results += self.poll()
         return results
 
     def connect(self) -> None:
         self.until(lambda: self.tier.stats().is_connected, "the tier never reached the store")
 
-    def finish(self, taken: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
-        results: dict[OffloadKey, TierResult] = {}
-        deadline = time.monotonic() + DEADLINE_S
-        while len(results) < len(taken):
-            assert time.monotonic() < deadline, "transfers never ended"
-            self.tier.wait(0.01)
-            results |= {result.key: result for result in self.tier.poll()}
-        return results
-
     def states(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Returns the states of ``keys`` once they are known."""
-        self.until(lambda: 3 not in self.tier.contains(keys).tolist(), "lookups were never answered")
+        self.until(lambda: RETRY not in self.tier.contains(keys).tolist(), "lookups were never answered")
         states: list[int] = self.tier.contains(keys).tolist()
         return states
 
@@ -119,77 +116,30 @@ class Server:
 
     def write(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
         self.fill(keys)
-        taken = self.tier.write(keys, np.arange(len(keys)))
-        return self.finish(taken)
+        return self.finish(self.tier.write(keys, np.arange(len(keys))))
 
-    def read(self, keys: Sequence[OffloadKey], first_slot: int = 16) -> dict[OffloadKey, TierResult]:
-        taken = self.tier.read(keys, np.arange(first_slot, first_slot + len(keys)))
-        return self.finish(taken)
-
-    def has(self, key: OffloadKey, slot: int) -> bool:
-        return all((pool[slot] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools))
-
-
-class StoreServer:
-    """The tier of one server on a real store. ``pools``: those that it has."""
-
-    def __init__(self, tier: RemoteTier, pools: Sequence[ByteArray]) -> None:
-        self.tier = tier
-        self.pools = pools
-
-    def close(self) -> None:
-        self.tier.close()
-
-    def poll(self) -> list[TierResult]:
-        self.tier.wait(0.01)
-        return self.tier.poll()
-
-    def connect(self) -> None:
-        deadline = time.monotonic() + STORE_DEADLINE_S
-        while not self.tier.stats().is_connected:
-            assert time.monotonic() < deadline, "the tier never reached the store"
-            self.poll()
-
-    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Returns the states of ``keys`` once they are known."""
-        deadline = time.monotonic() + STORE_DEADLINE_S
-        while RETRY in (states := list(self.tier.contains(keys).tolist())):
-            assert time.monotonic() < deadline, "lookups were never answered"
-            self.poll()
-        return states
-
-    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
-        """Reads ``keys`` into the upper half of the slots, or writes them from the lower one. Asserts that what was
-        read is right."""
+    def read(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        """Reads ``keys`` into the upper half of the slots. Asserts that what was read is right."""
         half = len(self.pools[0]) // 2
-        slots = np.arange(len(keys)) + half * is_read
-        for key, slot in zip(keys, slots.tolist(), strict=True):
-            for rank, pool in enumerate(self.pools):
-                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
-        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
-        results = {result.key: result for result in self.finish(taken)}
+        for pool in self.pools:
+            pool[half : half + len(keys)] = 0
+        results = self.finish(self.tier.read(keys, np.arange(half, half + len(keys))))
         for i, key in enumerate(keys):
-            if is_read and key in results and results[key].ok:
+            if key in results and results[key].ok:
                 assert self.has(key, half + i), "a read that has succeeded has other bytes"
         return results
 
-    def finish(self, taken: Sequence[OffloadKey]) -> list[TierResult]:
-        """Returns the results of a transfer."""
-        results: list[TierResult] = []
-        deadline = time.monotonic() + STORE_DEADLINE_S
+    def finish(self, taken: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        """Returns the results of transfers."""
+        results: dict[OffloadKey, TierResult] = {}
+        deadline = time.monotonic() + DEADLINE_S
         while len(results) < len(taken):
             assert time.monotonic() < deadline, "transfers never ended"
-            results += self.poll()
+            results |= {result.key: result for result in self.poll()}
         return results
 
     def has(self, key: OffloadKey, slot: int) -> bool:
         return all((pool[slot] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools))
-
-    def write(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
-        return self.move(keys, is_read=False)
-
-    def read(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
-        return self.move(keys, is_read=True)
 
     def errors(self, keys: Sequence[OffloadKey]) -> list[TierError | None]:
         """Reads ``keys``. Returns the error of each."""
@@ -202,7 +152,7 @@ class StoreServer:
 
     def works_again(self, keys: Sequence[OffloadKey]) -> None:
         """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
-        deadline = time.monotonic() + STORE_DEADLINE_S
+        deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             self.write([key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS])
             if self.states(keys) == [HIT] * len(keys) and self.reads_all(keys):
@@ -211,6 +161,39 @@ class StoreServer:
             while time.monotonic() < until:
                 self.poll()
         raise AssertionError("the tier never worked again")
+
+
+class ShiftedProcess(ChildProcess):
+    """A process whose responses have times of ``clock``, as all processes of a machine have the same clock."""
+
+    clock = RealClock()
+
+    def poll(self) -> list[Response]:
+        shift = self.clock.shift
+        return [replace(each, begun=each.begun + shift, ended=each.ended + shift) for each in super().poll()]
+
+
+class Server(StoreServer):
+    """A server on a store in a folder. ``setup``: further fields of Setup. The test moves its ``clock``."""
+
+    def __init__(self, store: FolderStore, fingerprint: str = FINGERPRINT, client: str = CLIENT, **setup: Any) -> None:
+        self.store = store
+        self.clock = RealClock()
+
+        def open_tier(context: TierContext) -> Tier:
+            handles = tuple(handle for handle in context.handles if handle is not None)
+            made = Setup(client, store.settings(), handles, len(context.pools[0]), fingerprint, "kv", **setup)
+            log = LimitedLog(logging.getLogger(__name__), time.monotonic)
+
+            def start() -> ShiftedProcess:
+                self.process = ShiftedProcess(made, "folder", log, log)
+                self.process.clock = self.clock
+                return self.process
+
+            payload_bytes = sum(pool.shape[1] for pool in context.pools)
+            return RemoteTier(start, payload_bytes, name="folder", clock=self.clock, random=lambda: 0.5)
+
+        super().__init__(open_tier, (4096, 8192), 32, fingerprint)
 
 
 def content(key: OffloadKey, rank: int, nbytes: int) -> ByteArray:

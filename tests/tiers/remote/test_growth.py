@@ -54,4 +54,3 @@ def test_what_a_clients_libraries_take_is_not_counted(tmp_path: Path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     server = Server(store_in(tmp_path / "store"), client="large_client:connect")
     server.connect()
-    server.close()

@@ -8,11 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError, TierError
+from kvoffload.abc import TierError
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.tiers.config import load_tiers
-from kvoffload.tiers.mooncake import config as mooncake
-from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from tests.tiers.remote.rig import FINGERPRINT, Server, content, store_in
 
@@ -44,8 +41,7 @@ def test_servers_with_the_same_key_share_blocks_and_others_do_not(servers: tuple
     assert all(result.ok for result in one.write(KEYS).values())
     assert stranger.states(KEYS) == [MISS] * 4
     assert other.states(KEYS) == [HIT] * 4
-    assert all(result.ok for result in other.read(KEYS).values())
-    assert all(other.has(key, 16 + i) for i, key in enumerate(KEYS))
+    assert other.reads_all(KEYS)
     # Both write their own, and neither removes what the other has.
     assert all(result.nbytes for result in stranger.write(KEYS).values())
     assert other.states(KEYS) == stranger.states(KEYS) == [HIT] * 4
@@ -58,33 +54,13 @@ def test_forged_blocks_are_never_loaded(servers: tuple[Server, Server, Server]) 
     names = [ValueFormat(FINGERPRINT, "kv", hmac_key).name(KEYS[0]) for hmac_key in (b"", SECRET.encode())]
     for name in names:
         value.tofile(one.store.path(name))
-    assert stranger.read(KEYS[:1])[KEYS[0]].ok, "without a key it is loaded: checksums find damage, not forgery"
+    taken = stranger.tier.read(KEYS[:1], np.array([16]))
+    assert stranger.finish(taken)[KEYS[0]].ok, "without a key it is loaded: checksums find damage, not forgery"
     assert (stranger.pools[0][16] == forged[0]).all()
     assert other.read(KEYS[:1])[KEYS[0]].error is TierError.CORRUPT
     # The forged value is removed, and the right one takes its place.
     assert other.states(KEYS[:1]) == [MISS]
     other.until(lambda: not one.store.path(names[1]).exists(), "the forged block was never removed")
-    assert one.write(KEYS[:1])[KEYS[0]].nbytes == RECORD_BYTES + sum(one.slot_bytes)
+    assert one.write(KEYS[:1])[KEYS[0]].nbytes == RECORD_BYTES + sum(pool.shape[1] for pool in one.pools)
     other.until(lambda: other.states(KEYS[:1]) == [HIT], "the new block was never found")
     assert other.read(KEYS[:1])[KEYS[0]].ok
-
-
-def test_the_key_is_what_the_file_has_without_white_space(secret: str) -> None:
-    assert read_hmac_key(secret) == SECRET.encode()
-    assert read_hmac_key(None) == b""
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("", "hmac_key_file='': write the path"),
-        (7, r"hmac_key_file=\*\*\*: write the path"),
-        ("/missing/key", "hmac_key_file='/missing/key': cannot be read .*openssl rand -hex 32"),
-        (str(Path(__file__).parent / "__init__.py"), "has 0 bytes, fewer than 32"),
-    ],
-)
-def test_mistakes_are_named(given: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake, "check_installed", lambda: None)
-    with pytest.raises(ConfigError, match=r"tiers\[0\]\.hmac_key_file") as caught:
-        load_tiers([{"kind": "mooncake", "master": "10.0.0.5:50051", "hmac_key_file": given}])
-    assert caught.match(message)

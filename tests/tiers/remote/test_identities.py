@@ -46,12 +46,6 @@ def test_damaged_identities_and_a_store_that_fails_are_ignored() -> None:
     assert notes(client, 3, dtype="float32") == []
 
 
-def test_a_server_without_an_identity_leaves_nothing() -> None:
-    client = MemoryClient()
-    assert list(announce(client, ValueFormat("0" * 64, "kv"), {})) == []
-    assert not client.calls
-
-
 def test_servers_that_start_together_leave_both_identities() -> None:
     class Early(MemoryClient):
         """Has not heard of the values of others yet."""

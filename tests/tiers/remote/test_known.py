@@ -6,29 +6,7 @@ import pytest
 
 from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.tiers.remote import known
-from kvoffload.tiers.remote.known import MISSING_TTL_S, PRESENT_TTL_S, PresenceCache
-
-
-def test_knowledge_expires() -> None:
-    cache = PresenceCache()
-    cache.note_present([b"a"], 0.0)
-    cache.note_missing([b"b"], 0.0)
-    cache.note_missing([b"c"], 0.0, float("inf"))
-    keys = [b"a", b"b", b"c", b"d"]
-    assert cache.states(keys, 0.0).tolist() == [HIT, MISS, MISS, RETRY]
-    assert cache.states(keys, MISSING_TTL_S).tolist() == [HIT, RETRY, MISS, RETRY]
-    assert cache.states(keys, PRESENT_TTL_S).tolist() == [RETRY, RETRY, MISS, RETRY]
-    cache.clear()
-    assert cache.states(keys, 0.0).tolist() == [RETRY] * 4
-
-
-def test_the_last_answer_counts() -> None:
-    cache = PresenceCache()
-    cache.note_missing([b"a"], 0.0)
-    cache.note_present([b"a"], 1.0)
-    assert cache.states([b"a"], 1.0).tolist() == [HIT]
-    cache.note_missing([b"a"], 2.0)
-    assert cache.states([b"a"], 2.0).tolist() == [MISS]
+from kvoffload.tiers.remote.known import PresenceCache
 
 
 def test_the_oldest_knowledge_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.tiers.remote.memory import MAX_ROWS, ROWS_BYTES, SeparateBuffers, ValueRows
-from kvoffload.tiers.remote.record import RECORD_BYTES, Value, ValueFormat, Verdict
+from kvoffload.tiers.remote.client import Outcome
+from kvoffload.tiers.remote.memory import MAX_ROWS, ROWS_BYTES, ValueMemory
+from kvoffload.tiers.remote.record import RECORD_BYTES, Value, ValueFormat
 
 FINGERPRINT = "5e" * 32
 KEY = bytes(36)
@@ -30,7 +31,7 @@ def pools_with_kv() -> list[ByteArray]:
 class VerifiesTheRow(ValueFormat):
     """Planted: verifies what peers can write, then copies it."""
 
-    def check(self, key: bytes, value: Value, is_whole: bool) -> Verdict:
+    def check(self, key: bytes, value: Value, is_whole: bool) -> Outcome:
         stored = np.split(value.buffers[0][RECORD_BYTES:], np.cumsum(SIZES)[:-1])
         verdict = self.verify(key, value.record, stored)
         for part, source in zip(value.parts, stored, strict=True):
@@ -42,7 +43,7 @@ def loads_what_a_peer_wrote(of: type[ValueFormat], hmac_key: bytes) -> bool:
     """Writes a block and reads it into another slot, while a peer changes the row before or after one of the looks at
     bytes. Returns whether the verdict was ever GOOD with other bytes in the slot, or for bytes that lie in the row."""
     pools = pools_with_kv()
-    rows = ValueRows(pools)
+    rows = ValueMemory(pools, has_rows=True)
     (stored,) = of(FINGERPRINT, "kv", hmac_key).seal(KEY, rows.value(0, 0))
     good = stored.copy()
     value = rows.value(1, 3)
@@ -76,7 +77,7 @@ def loads_what_a_peer_wrote(of: type[ValueFormat], hmac_key: bytes) -> bool:
         whole[: good.size] = good
         verdict = Meddled(FINGERPRINT, "kv", hmac_key).check(KEY, value, is_whole=True)
         looks = max(looks, moments)
-        is_wrong |= verdict is Verdict.GOOD and any((pool[3] != pool[0]).any() for pool in pools)
+        is_wrong |= verdict is Outcome.OK and any((pool[3] != pool[0]).any() for pool in pools)
     assert 0 < looks < MOMENTS
     return is_wrong
 
@@ -87,41 +88,12 @@ def test_what_a_peer_writes_into_a_row_is_never_loaded(hmac_key: bytes) -> None:
     assert loads_what_a_peer_wrote(VerifiesTheRow, hmac_key), "the negative control"
 
 
-def test_a_block_comes_back_and_slots_share_no_memory_with_rows() -> None:
-    pools = pools_with_kv()
-    rows, values = ValueRows(pools), ValueFormat(FINGERPRINT)
-    value = rows.value(2, 0)
-    (stored,) = values.seal(KEY, value)
-    assert not any(np.shares_memory(rows.memory, pool) for pool in pools)
-    whole = rows.value(3, 4).buffers[0]
-    whole[: stored.size] = stored
-    rows.memory.reshape(rows.num_rows, -1)[2] = 0xEE
-    assert values.check(KEY, rows.value(3, 4), stored.size == whole.size) is Verdict.GOOD
-    assert all((pool[4] == pool[0]).all() for pool in pools)
-
-
-def test_a_value_that_is_not_whole_is_bad() -> None:
-    pools = pools_with_kv()
-    rows, values = ValueRows(pools), ValueFormat(FINGERPRINT)
-    values.seal(KEY, rows.value(0, 0))
-    assert values.check(KEY, rows.value(0, 1), is_whole=True) is Verdict.GOOD
-    assert values.check(KEY, rows.value(0, 1), is_whole=False) is Verdict.BAD
-
-
 @pytest.mark.parametrize(
     ("payload_bytes", "num_rows"), [(64, MAX_ROWS), (ROWS_BYTES // 4, 3), (ROWS_BYTES, 1), (3 * ROWS_BYTES, 1)]
 )
 def test_a_call_moves_many_small_values_or_a_few_large_ones(payload_bytes: int, num_rows: int) -> None:
-    rows = ValueRows([np.zeros((1, payload_bytes), dtype=np.uint8)])
+    rows = ValueMemory([np.zeros((1, payload_bytes), dtype=np.uint8)], has_rows=True)
     assert rows.num_rows == num_rows
     assert rows.memory.nbytes == num_rows * (RECORD_BYTES + payload_bytes)
     ranges = sorted((rows.value(row, 0).buffers[0].ctypes.data, row) for row in range(num_rows))
     assert all(b - a == RECORD_BYTES + payload_bytes for (a, _), (b, _) in pairwise(ranges))
-
-
-def test_separate_buffers_are_the_slots_themselves() -> None:
-    pools = pools_with_kv()
-    value = SeparateBuffers(pools).value(3, 2)
-    value.buffers[2][:] = 7
-    assert [buffer.nbytes for buffer in value.buffers] == [RECORD_BYTES, *SIZES]
-    assert (pools[1][2] == 7).all()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.host.pool import PoolHandle
+from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.messages import (
     MAX_MESSAGE_BYTES,
     MAX_PROBLEM_BYTES,
@@ -17,7 +18,6 @@ from kvoffload.tiers.remote.messages import (
     Op,
     Response,
     Setup,
-    Status,
     StoreRequest,
     Unframer,
     frame,
@@ -34,14 +34,14 @@ def test_requests_arrive_as_they_were(number: int, op: Op, keys: list[bytes], da
     assert StoreRequest.unpack(request.pack()) == request
 
 
-@given(st.integers(0, 2**63), st.lists(st.sampled_from(Status)), st.floats(0, 1e9), st.text(max_size=99))
-def test_responses_arrive_as_they_were(number: int, statuses: list[Status], begun: float, problem: str) -> None:
+@given(st.integers(0, 2**63), st.lists(st.sampled_from(Outcome)), st.floats(0, 1e9), st.text(max_size=99))
+def test_responses_arrive_as_they_were(number: int, statuses: list[Outcome], begun: float, problem: str) -> None:
     response = Response(number, statuses, begun, begun + 1, problem)
     assert Response.unpack(response.pack()) == response
 
 
 def test_a_long_problem_is_cut() -> None:
-    problem = Response.unpack(Response(1, [Status.OK], 0, 1, "ä" * 9999).pack()).problem
+    problem = Response.unpack(Response(1, [Outcome.OK], 0, 1, "ä" * 9999).pack()).problem
     assert problem.startswith("ää")
     assert len(problem.encode()) <= MAX_PROBLEM_BYTES + 3
 

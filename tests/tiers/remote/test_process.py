@@ -8,27 +8,21 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier, TierError
+from kvoffload.abc import TierError
 from kvoffload.abc.tier import HIT, MISS
-from kvoffload.host.pool import HostPool
-from kvoffload.testing.conformance import keys
-from kvoffload.testing.tier_conformance import SharedTierConformance
-from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.remote.child import SMALL_READ_BLOCKS, TRANSFER_NICENESS
 from kvoffload.tiers.remote.known import PRESENT_TTL_S
-from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S, ChannelState
+from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.messages import Setup
-from kvoffload.tiers.remote.process import ProcessChannel
-from tests.tiers.remote.folder_store import FolderConfig, FolderStore
-from tests.tiers.remote.rig import FINGERPRINT, Server, store_in
+from kvoffload.tiers.remote.process import starter
+from tests.tiers.remote.folder_store import FolderStore
+from tests.tiers.remote.rig import FINGERPRINT, Server, eventually, store_in
 
 KEYS = [bytes([i]) * 36 for i in range(16)]
 
@@ -39,13 +33,12 @@ def store(tmp_path: Path) -> FolderStore:
 
 
 @pytest.fixture
-def server(store: FolderStore) -> Iterator[Server]:
+def server(store: FolderStore) -> Server:
     """A server whose client registers memory. Others that a test makes move records and slots one by one."""
     store.switch("rows")
     server = Server(store)
     server.connect()
-    yield server
-    server.close()
+    return server
 
 
 def exists(pid: int) -> bool:
@@ -55,15 +48,6 @@ def exists(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def restart(server: Server) -> None:
     server.until(lambda: not server.tier.stats().is_connected, "the tier never noticed that the process has ended")
     server.clock.shift += MAX_PAUSE_S
@@ -71,29 +55,16 @@ def restart(server: Server) -> None:
     server.clock.shift += PRESENT_TTL_S
 
 
-def works(server: Server, keys: list[OffloadKey]) -> bool:
-    """Whether ``keys`` can be read, after they have been written if they are missing."""
-    deadline = time.monotonic() + 30
-    while missing := [key for key, state in zip(keys, server.states(keys), strict=True) if state == MISS]:
-        assert time.monotonic() < deadline, "blocks were never written"
-        assert all(result.ok for result in server.write(missing).values())
-        server.tier.poll()
-    assert all(result.ok for result in server.read(keys).values())
-    return all(server.has(key, 16 + i) for i, key in enumerate(keys))
-
-
 def test_two_servers_share_blocks_of_several_ranks(store: FolderStore, server: Server) -> None:
-    assert works(server, KEYS[:4])
+    server.works_again(KEYS[:4])
     store.switch("rows", False)
     other = Server(store)
     other.connect()
     assert other.states(KEYS[:5]) == [HIT] * 4 + [MISS]
-    assert all(result.ok for result in other.read(KEYS[:4]).values())
-    assert all(other.has(key, 16 + i) for i, key in enumerate(KEYS[:4]))
+    assert other.reads_all(KEYS[:4])
     assert all(result.nbytes == 0 for result in other.write(KEYS[:4]).values())
-    assert works(other, KEYS[4:6])
-    assert works(server, KEYS[4:6])
-    other.close()
+    other.works_again(KEYS[4:6])
+    server.works_again(KEYS[4:6])
 
 
 def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
@@ -101,7 +72,7 @@ def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
 ) -> None:
     one = Server(store, identity={"model": "m", "dtype": "bfloat16"})
     one.connect()
-    assert works(one, KEYS[:2])
+    one.works_again(KEYS[:2])
     two = Server(store, fingerprint="7a" * 32, identity={"model": "m", "dtype": "float32"})
     two.connect()
     two.until(lambda: len(list(store.folder.glob("values/*identities*"))) == 2, "its identity was never stored")
@@ -112,8 +83,6 @@ def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
         assert other.states(KEYS[:2]) == [MISS] * 2
         other.until(lambda: "dtype is bfloat16 there, float16 here" in caplog.text, "the log does not say why")
         assert "dtype is float32 there, float16 here" in caplog.text
-    one.close()
-    other.close()
 
 
 def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,16 +97,16 @@ def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pyt
     server = Server(store)
     try:
         assert begun.wait(10)
-        assert server.channel.state is ChannelState.STARTING
-        assert server.channel.pid is None
+        assert server.tier.is_starting
+        assert server.process.pid is None
         # A process that is killed before it exists ends as soon as it does.
-        server.channel.kill()
+        server.process.kill()
         assert server.tier.poll() == []
-        assert server.channel.state is ChannelState.ENDING  # type: ignore[comparison-overlap]
+        assert not server.process.has_ended
         may_start.set()
-        server.until(lambda: server.channel.state is ChannelState.DOWN, "the process was never ended")
+        server.until(lambda: server.process.has_ended, "the process was never ended")
         restart(server)
-        assert works(server, KEYS[:2])
+        server.works_again(KEYS[:2])
     finally:
         may_start.set()
         server.close()
@@ -148,24 +117,23 @@ def test_a_process_that_cannot_be_started_is_tried_again(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     server = Server(store)
-    server.until(lambda: server.channel.state is ChannelState.DOWN, "it was never noticed")
+    server.until(lambda: not server.tier.is_starting, "it was never noticed")
     assert "the store's client cannot be started" in caplog.text
     monkeypatch.undo()
     restart(server)
-    assert works(server, KEYS[:2])
-    server.close()
+    server.works_again(KEYS[:2])
 
 
 def test_a_process_that_is_killed_is_replaced(server: Server) -> None:
-    assert works(server, KEYS[:2])
+    server.works_again(KEYS[:2])
     server.store.switch("hang-get")
     taken = server.tier.read(KEYS[:2], np.array([20, 21]))
-    assert server.channel.pid is not None
-    os.kill(server.channel.pid, signal.SIGKILL)
+    assert server.process.pid is not None
+    os.kill(server.process.pid, signal.SIGKILL)
     assert {result.error for result in server.finish(taken).values()} == {TierError.IO}
     server.store.switch("hang-get", False)
     restart(server)
-    assert works(server, KEYS[:3])
+    server.works_again(KEYS[:3])
 
 
 def test_a_crash_of_the_client_costs_the_engine_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,13 +145,24 @@ def test_a_crash_of_the_client_costs_the_engine_nothing(server: Server, caplog: 
     assert "client ended" in caplog.text
     server.store.switch("crash", False)
     restart(server)
-    assert works(server, KEYS[:2])
+    server.works_again(KEYS[:2])
+
+
+def test_bad_values_are_removed_and_written_again(server: Server) -> None:
+    server.works_again(KEYS[:2])
+    one, other = server.store.values()
+    data = one.read_bytes()
+    for damaged in (data[:-1] + bytes([data[-1] ^ 1]), data[:99], other.read_bytes()):
+        one.write_bytes(damaged)
+        assert sorted(map(str, server.errors(KEYS[:2]))) == ["None", "corrupt"]
+        server.until(lambda: not one.exists(), "the bad value was never removed")
+        server.works_again(KEYS[:2])
 
 
 @pytest.mark.parametrize(("fault", "deadline_s"), [("hang", LOOKUP_DEADLINE_S), ("hang-get", TRANSFER_DEADLINE_S)])
 def test_a_call_that_hangs_ends_at_its_deadline(server: Server, fault: str, deadline_s: float) -> None:
-    assert works(server, KEYS[:2])
-    first = server.channel.pid
+    server.works_again(KEYS[:2])
+    first = server.process.pid
     assert first is not None
     server.store.switch(fault)
     taken = server.tier.read(KEYS[:2], np.array([20, 21]))
@@ -194,11 +173,11 @@ def test_a_call_that_hangs_ends_at_its_deadline(server: Server, fault: str, dead
     assert not exists(first)
     server.store.switch(fault, False)
     restart(server)
-    assert works(server, KEYS[:3])
+    server.works_again(KEYS[:3])
 
 
 def test_lookups_do_not_queue_behind_transfers(server: Server) -> None:
-    assert works(server, KEYS[:2])
+    server.works_again(KEYS[:2])
     server.store.switch("hang-get")
     server.store.switch("hang-put")
     reads = [key for key in KEYS[:2] for key in server.tier.read([key], np.array([20]))]
@@ -222,47 +201,14 @@ def test_a_store_that_cannot_be_reached_at_start_is_reached_later(
     store.switch("unreachable", False)
     server.clock.shift += MAX_PAUSE_S
     server.connect()
-    assert works(server, KEYS[:2])
-    server.close()
-
-
-@pytest.mark.parametrize("damage", ["bit", "short", "other", "noise"])
-def test_bad_values_are_misses_and_are_written_again(server: Server, damage: str) -> None:
-    assert works(server, KEYS[:2])
-    one, other = server.store.values()
-    data = bytearray(one.read_bytes())
-    if damage == "bit":
-        data[len(data) // 2] ^= 1
-    damaged: dict[str, bytes] = {
-        "bit": bytes(data),
-        "short": bytes(data[:99]),
-        "other": other.read_bytes(),
-        "noise": os.urandom(len(data)),
-    }
-    one.write_bytes(damaged[damage])
-    results = server.read(KEYS[:2])
-    assert sorted(str(result.error) for result in results.values()) == ["None", "corrupt"]
-    server.until(lambda: not one.exists(), "the bad value was never removed")
-    assert works(server, KEYS[:2])
-
-
-def test_a_full_store_takes_blocks_again_later(server: Server) -> None:
-    server.store.switch("full")
-    assert {result.error for result in server.write(KEYS[:2]).values()} == {TierError.NO_SPACE}
-    server.store.switch("full", False)
-    assert works(server, KEYS[:2])
+    server.works_again(KEYS[:2])
 
 
 def test_what_a_store_says_at_the_start_reaches_the_log_printable_and_cut(caplog: pytest.LogCaptureFixture) -> None:
-    channel = ProcessChannel(Setup("tests.tiers.remote.folder_store:refuse", {}, (), 0, FINGERPRINT, "kv"), "rude")
-    channel.start()
-
-    def has_ended() -> bool:
-        channel.poll()
-        return channel.state is ChannelState.DOWN
-
-    assert eventually(has_ended)
-    channel.close(1.0)
+    setup = Setup("tests.tiers.remote.folder_store:refuse", {}, (), 0, FINGERPRINT, "kv")
+    process = starter(setup, "rude")()
+    eventually(lambda: process.has_ended)
+    process.poll()
     (said,) = [record.getMessage() for record in caplog.records if "rude" in record.getMessage()]
     assert "go away" in said
     assert said.isprintable()
@@ -273,15 +219,15 @@ def test_a_client_that_writes_much_output_does_not_block(server: Server, caplog:
     server.store.switch("chatter")
     with caplog.at_level(logging.WARNING):
         for key in KEYS[:8]:
-            assert works(server, [key])
+            server.works_again([key])
     said = [record.getMessage() for record in caplog.records if "output of the store's client" in record.getMessage()]
     assert len(said) == 1
     assert len(said[0]) < 3000
 
 
 def test_close_ends_the_process_and_what_it_does(server: Server) -> None:
-    assert works(server, KEYS[:2])
-    pid = server.channel.pid
+    server.works_again(KEYS[:2])
+    pid = server.process.pid
     assert pid is not None
     server.store.switch("hang-get")
     server.tier.read(KEYS[:2], np.array([20, 21]))
@@ -298,7 +244,7 @@ server = Server(store_in(Path(sys.argv[1])))
 server.connect()
 if os.fork() == 0:
     time.sleep(600)  # It has inherited the socket.
-print(server.channel.pid, flush=True)
+print(server.process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -317,7 +263,7 @@ def test_the_process_ends_with_the_engine_however_that_ends(tmp_path: Path, numb
         assert os.getpgid(pid) != os.getpgid(engine.pid)
         engine.send_signal(number)
         engine.wait()
-        assert eventually(lambda: not exists(pid))
+        eventually(lambda: not exists(pid))
         os.killpg(engine.pid, signal.SIGKILL)
 
 
@@ -326,86 +272,22 @@ def test_only_threads_that_move_many_blocks_run_at_lower_priority(server: Server
         return int((thread / "stat").read_text().rpartition(")")[2].split()[16])
 
     mine = os.getpriority(os.PRIO_PROCESS, 0)
-    tasks = Path(f"/proc/{server.channel.pid}/task")
+    tasks = Path(f"/proc/{server.process.pid}/task")
     assert server.states(KEYS[:1]) == [MISS]
     assert {niceness(thread) for thread in tasks.iterdir()} == {mine}
-    assert works(server, KEYS[: SMALL_READ_BLOCKS + 1])
+    server.works_again(KEYS[: SMALL_READ_BLOCKS + 1])
     assert [niceness(thread) for thread in tasks.iterdir() if niceness(thread) != mine] == 2 * [
         min(19, mine + TRANSFER_NICENESS)
     ], "one thread has written, and one has read"
-    assert works(server, KEYS[:1])
-    assert niceness(tasks / str(server.channel.pid)) == mine
+    server.works_again(KEYS[:1])
+    assert niceness(tasks / str(server.process.pid)) == mine
 
 
 def test_a_forked_copy_of_the_engine_does_not_kill_the_process(server: Server) -> None:
-    assert works(server, KEYS[:2])
+    server.works_again(KEYS[:2])
     child = os.fork()
     if child == 0:
-        server.channel.kill()
+        server.process.kill()
         os._exit(0)
     os.waitpid(child, 0)
-    assert works(server, KEYS[:2])
-
-
-def test_a_pool_that_no_other_process_can_open_is_refused() -> None:
-    context = TierContext([np.zeros((4, 4096), dtype=np.uint8)], FINGERPRINT, [None])
-    with pytest.raises(ConfigError, match=r"1 of the 1 host pools; give build_scheduler HostPool.handle\(\)"):
-        FolderConfig(folder="", prefix="kv").open(context)
-
-
-CHOSEN = (
-    "test_close_ends_all_transfers",
-    "test_servers_find_each_others_blocks",
-    "test_a_reset_forgets_without_deleting",
-    "test_blocks_that_the_medium_has_lost_are_gone",
-    "test_blocks_outlive_the_process",
-)
-"""Tests that say something about the process. The simulated channel runs all of them."""
-
-
-class TestConformanceOfTheProcess(SharedTierConformance):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> Iterator[None]:
-        self.store = store_in(tmp_path / "store")
-        self.tiers: list[Tier] = []
-        self.hosts: list[HostPool] = []
-        yield
-        for each in self.tiers:
-            each.close()
-        for host in self.hosts:
-            host.close()
-
-    def make(self, num_blocks: int = 8, *slot_bytes: int) -> tuple[Tier, list[ByteArray]]:
-        pools = self.make_host_pools(slot_bytes or (4096,))
-        return self.make_tier(pools, num_blocks), pools
-
-    def make_another(self, tier: Tier) -> tuple[Tier, list[ByteArray]]:
-        return self.make()
-
-    def make_host_pools(self, slot_bytes: tuple[int, ...]) -> list[ByteArray]:
-        self.hosts_of_tier = [HostPool(64, nbytes) for nbytes in slot_bytes]
-        self.hosts += self.hosts_of_tier
-        return [host.data for host in self.hosts_of_tier]
-
-    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        handles = [host.handle() for host in self.hosts_of_tier]
-        context = TierContext(pools, FINGERPRINT, handles)
-        tier = FolderConfig(folder=str(self.store.folder), prefix="kv").open(context)
-        self.tiers.append(tier)
-        while not tier.stats().is_connected:
-            tier.wait(0.01)
-            tier.poll()
-        return tier
-
-    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        return self.make_tier(pools, num_blocks)
-
-    def lose(self, tier: Tier, names: str) -> bool:
-        for path in self.store.values():
-            if any(path.name.endswith(key.hex()) for key in keys(names)):
-                path.unlink()
-        return True
-
-
-for _name in [name for name in dir(SharedTierConformance) if name.startswith("test_") and name not in CHOSEN]:
-    setattr(TestConformanceOfTheProcess, _name, None)
+    server.works_again(KEYS[:2])

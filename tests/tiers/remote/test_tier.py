@@ -23,12 +23,12 @@ from kvoffload.tiers.remote.link import (
     START_DEADLINE_S,
     TRANSFER_DEADLINE_S,
 )
-from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
-from kvoffload.tiers.remote.tier import MAX_LOOKED_FOR, RemoteTier
+from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
-from tests.tiers.remote.memory_store import MemoryClient, SteppedChannel
+from tests.tiers.remote.memory_store import MemoryClient, SteppedProcess
 
 FINGERPRINT = "5e" * 32
 VALUES = ValueFormat(FINGERPRINT, "kv")
@@ -45,10 +45,10 @@ class Rig:
         self.now = 100.0
         self.pool = np.random.default_rng(0).integers(0, 256, (64, SLOT_BYTES), dtype=np.uint8)
         self.worker = StoreWorker(
-            self.client, SeparateBuffers([self.pool]), VALUES, self.clock, lambda: 0.5, lambda s: None
+            self.client, ValueMemory([self.pool]), VALUES, self.clock, lambda: 0.5, lambda s: None
         )
-        self.channel = SteppedChannel(self.worker)
-        self.tier = RemoteTier(self.channel, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)
+        self.process = SteppedProcess(self.worker)
+        self.tier = RemoteTier(self.process.start, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)
         self.tier.poll()
 
     def clock(self) -> float:
@@ -56,7 +56,7 @@ class Rig:
 
     def step(self, *ops: Op) -> list[TierResult]:
         """Answers all requests, or those with ``ops``."""
-        self.channel.run(*ops)
+        self.process.run(*ops)
         return self.tier.poll()
 
     def write(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -77,7 +77,7 @@ class Rig:
         return self.tier.poll()
 
     def lookups(self) -> list[int]:
-        return [len(request.keys) for request in self.channel.requests if request.op is Op.LOOKUP]
+        return [len(request.keys) for request in self.process.requests if request.op is Op.LOOKUP]
 
 
 def errors(results: Sequence[TierResult]) -> list[TierError | None]:
@@ -123,42 +123,10 @@ def test_a_store_is_asked_again_at_once_for_what_another_server_is_writing(looks
     rig.tier.check_integrity()
 
 
-def test_looking_for_blocks_asks_for_a_bounded_part_of_them() -> None:
-    rig = Rig()
-    keys = [number.to_bytes(2) * 18 for number in range(MAX_LOOKED_FOR + 10)]
-    for first in range(0, len(keys), 100):
-        rig.tier.contains(keys[first : first + 100])
-        rig.step()
-    rig.now += PAUSE_S
-    rig.tier.look_for(keys, "", PAUSE_S)
-    assert sum(rig.lookups()) == MAX_LOOKED_FOR
-    assert rig.states(keys[-10:]) == [MISS] * 10
-
-
-def test_a_place_means_nothing_to_a_store() -> None:
-    rig = Rig()
-    assert rig.tier.hand_over(KEYS[:2]) == ""
-    rig.tier.contains(KEYS[:2])
-    rig.step()
-    rig.now += PAUSE_S
-    rig.tier.look_for(KEYS[:2], "../../" * 10, PAUSE_S)
-    assert rig.lookups() == [2]
-
-
-def test_a_store_that_was_left_is_not_asked() -> None:
-    rig = Rig()
-    rig.tier.contains(KEYS[:2])
-    rig.step()
-    rig.tier.reset()
-    rig.now += PAUSE_S
-    rig.tier.look_for(KEYS[:2], "", PAUSE_S)
-    assert rig.lookups() == []
-
-
 def test_an_answer_that_an_idle_engine_takes_in_late_is_as_old_as_it_is() -> None:
     rig = Rig()
     rig.tier.contains(KEYS[:2])
-    rig.channel.run()
+    rig.process.run()
     # Another server stores them, while this one takes no steps.
     rig.now += MISSING_TTL_S
     rig.tier.poll()
@@ -191,43 +159,19 @@ def test_while_the_store_cannot_be_reached_nothing_is_held_or_taken_on() -> None
     rig = Rig()
     rig.stored(KEYS[:2])
     rig.now += PRESENT_TTL_S
-    rig.channel.end()
-    rig.channel.is_reachable = False
+    rig.process.kill()
+    rig.process.is_reachable = False
     rig.tier.poll()
     assert rig.states(KEYS[:3]) == [MISS] * 3
     assert rig.read(KEYS[:2]) == []
     assert rig.write(KEYS[2:4]) == []
-    rig.channel.is_reachable = True
+    rig.process.is_reachable = True
     rig.pass_time(FIRST_PAUSE_S)
     rig.tier.poll()
     assert rig.states(KEYS[:2]) == [RETRY] * 2
 
 
 # Transfers.
-
-
-def test_blocks_are_written_and_read() -> None:
-    rig = Rig()
-    assert rig.write(KEYS[:3]) == KEYS[:3]
-    assert rig.states(KEYS[:3]) == [MISS] * 3, "a block was found before its write was reported"
-    results = rig.step()
-    assert [(result.key, result.error, result.nbytes) for result in results] == [
-        (key, None, RECORD_BYTES + SLOT_BYTES) for key in KEYS[:3]
-    ]
-    assert rig.states(KEYS[:3]) == [HIT] * 3
-    assert rig.read(KEYS[:3]) == KEYS[:3]
-    assert errors(rig.step()) == [None] * 3
-    assert (rig.pool[32:35] == rig.pool[:3]).all()
-
-
-def test_a_block_that_another_server_has_written_is_not_moved_again() -> None:
-    one = Rig()
-    one.stored(KEYS[:2])
-    other = Rig(one.client)
-    assert other.write(KEYS[:2]) == KEYS[:2]
-    assert [(result.ok, result.nbytes) for result in other.step()] == [(True, 0)] * 2
-    assert other.states(KEYS[:2]) == [HIT] * 2
-    assert other.write(KEYS[:2]) == []
 
 
 def test_a_block_that_the_store_has_evicted_is_gone_and_reported_as_lost() -> None:
@@ -292,7 +236,7 @@ def test_blocks_in_flight_are_bounded_and_share_requests(monkeypatch: pytest.Mon
     monkeypatch.setattr(remote_tier, "REQUEST_BYTES", 2 * block)
     rig = Rig()
     assert rig.write(KEYS[:8]) == KEYS[:5]
-    assert [len(request.keys) for request in rig.channel.requests] == [2, 2, 1]
+    assert [len(request.keys) for request in rig.process.requests] == [2, 2, 1]
     assert rig.write(KEYS[5:8]) == []
     rig.step()
     assert rig.read(KEYS[:3]) == KEYS[:3]
@@ -307,21 +251,21 @@ def test_a_key_is_moved_once_at_a_time() -> None:
     assert rig.read(KEYS[:1]) == []
     assert rig.write(KEYS[1:2]) == KEYS[1:2]
     assert rig.write(KEYS[1:2]) == []
+    assert rig.states(KEYS[1:2]) == [MISS], "it is not asked for before its write was reported"
 
 
 # Delete and reset.
 
 
 def test_deleting_removes_what_this_process_has_written_and_nothing_else() -> None:
-    one, other = Rig(), None
+    one, other = Rig(client := MemoryClient()), Rig(client)
     one.stored(KEYS[:2])
-    other = Rig(one.client)
     other.write(KEYS[:3])
     other.step()
     other.tier.delete(KEYS[:3])
     assert other.states(KEYS[:3]) == [MISS] * 3
     other.step()
-    assert sorted(one.client.values) == sorted(VALUES.name(key) for key in KEYS[:2])
+    assert sorted(client.values) == sorted(VALUES.name(key) for key in KEYS[:2])
 
 
 def test_a_block_deleted_while_it_is_written_is_removed_once_it_is() -> None:
@@ -340,7 +284,7 @@ def test_a_lookup_under_way_does_not_bring_a_deleted_block_back() -> None:
     rig.stored(KEYS[:1])
     rig.now += PRESENT_TTL_S
     rig.tier.contains(KEYS[:1])
-    rig.channel.run(Op.LOOKUP)
+    rig.process.run(Op.LOOKUP)
     rig.tier.delete(KEYS[:1])
     rig.tier.poll()
     assert rig.states(KEYS[:1]) == [MISS]
@@ -356,6 +300,8 @@ def test_reset_forgets_and_deletes_nothing() -> None:
     assert rig.states(KEYS[:3]) == [MISS] * 3
     assert rig.read(KEYS[:2]) == []
     assert rig.write(KEYS[4:5]) == []
+    rig.tier.look_for(KEYS[:2], "", 0.0)
+    assert rig.lookups() == [], "a store that was left is not asked"
     rig.step()
     assert {VALUES.name(key) for key in KEYS[:2]} <= set(rig.client.values)
 
@@ -367,7 +313,7 @@ def test_a_request_without_an_answer_ends_with_its_process(caplog: pytest.LogCap
     rig = Rig()
     rig.stored(KEYS[:2])
     rig.read(KEYS[:2])
-    rig.channel.is_stuck = True
+    rig.process.is_stuck = True
     assert rig.pass_time(TRANSFER_DEADLINE_S - 1) == []
     with caplog.at_level(logging.WARNING):
         assert rig.pass_time(1) == []
@@ -375,10 +321,10 @@ def test_a_request_without_an_answer_ends_with_its_process(caplog: pytest.LogCap
     # Until the process no longer exists, it may write to the slots.
     assert rig.pass_time(50) == []
     assert rig.states(KEYS[2:3]) == [MISS]
-    rig.channel.is_stuck = False
+    rig.process.is_stuck = False
     assert errors(rig.pass_time(0)) == [TierError.IO] * 2
     rig.pass_time(FIRST_PAUSE_S)
-    assert rig.channel.num_starts == 2
+    assert rig.process.num_starts == 2
     rig.pass_time(0)
     rig.tier.contains(KEYS[:2])
     rig.step()
@@ -388,31 +334,28 @@ def test_a_request_without_an_answer_ends_with_its_process(caplog: pytest.LogCap
 
 def test_a_lookup_has_a_shorter_deadline() -> None:
     rig = Rig()
+    rig.tier.contains(KEYS[2:4])
+    rig.step()
     rig.tier.contains(KEYS[:2])
-    rig.pass_time(LOOKUP_DEADLINE_S)
+    rig.pass_time(LOOKUP_DEADLINE_S - 1)
+    rig.pass_time(0)
+    assert rig.tier.num_failed_lookups == 0
+    rig.pass_time(1)
     rig.pass_time(0)
     assert rig.tier.num_failed_lookups == 1
     rig.pass_time(FIRST_PAUSE_S)
-    assert rig.channel.num_starts == 2
-
-
-def test_an_answered_request_has_no_deadline() -> None:
-    rig = Rig()
-    rig.tier.contains(KEYS[:2])
-    rig.step()
-    rig.pass_time(LOOKUP_DEADLINE_S * 10)
-    assert rig.channel.num_starts == 1
+    assert rig.process.num_starts == 2
 
 
 def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
     rig = Rig()
-    rig.channel.is_reachable = False
+    rig.process.is_reachable = False
     pauses = []
     for _ in range(9):
-        rig.channel.end()
+        rig.process.kill()
         rig.tier.poll()
-        begun, starts = rig.now, rig.channel.num_starts
-        while rig.channel.num_starts == starts:
+        begun, starts = rig.now, rig.process.num_starts
+        while rig.process.num_starts == starts:
             rig.pass_time(0.25)
         pauses.append(rig.now - begun)
     assert pauses[:4] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
@@ -422,29 +365,29 @@ def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
 def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
     rig = Rig()
     for _ in range(5):
-        rig.channel.end()
+        rig.process.kill()
         rig.tier.poll()
         rig.pass_time(MAX_PAUSE_S)
         rig.pass_time(0)
     rig.stored(KEYS[:1])
-    rig.channel.end()
+    rig.process.kill()
     rig.tier.poll()
-    starts = rig.channel.num_starts
+    starts = rig.process.num_starts
     rig.pass_time(FIRST_PAUSE_S)
-    assert rig.channel.num_starts == starts + 1
+    assert rig.process.num_starts == starts + 1
 
 
 def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
     rig = Rig()
-    rig.channel.is_reachable = False
-    rig.channel.end()
+    rig.process.is_reachable = False
+    rig.process.kill()
     rig.tier.poll()
     rig.pass_time(FIRST_PAUSE_S)
-    assert rig.channel.num_starts == 2
+    assert rig.process.num_starts == 2
     rig.pass_time(START_DEADLINE_S)
     rig.pass_time(0)
     rig.pass_time(2 * FIRST_PAUSE_S)
-    assert rig.channel.num_starts == 3
+    assert rig.process.num_starts == 3
 
 
 def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
@@ -465,10 +408,10 @@ def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
         rig.pass_time(MAX_FAILURE_GAP_S)
     for second in range(120, 120 + int(RENEW_AFTER_S)):
         ask(second, succeeds=False)
-    assert rig.channel.num_starts == 1
+    assert rig.process.num_starts == 1
     ask(200, succeeds=False)
     rig.pass_time(FIRST_PAUSE_S)
-    assert rig.channel.num_starts == 2
+    assert rig.process.num_starts == 2
     rig.client.num_errors = 0
     rig.pass_time(0)
     rig.stored(KEYS[:2])
@@ -476,7 +419,7 @@ def test_a_process_that_answers_nothing_but_failures_is_replaced() -> None:
         # The tier is hardly used, because its circuit breaker is open.
         ask(second, succeeds=False)
         rig.pass_time(MAX_PAUSE_S)
-    assert rig.channel.num_starts == 3
+    assert rig.process.num_starts == 3
 
 
 def test_an_orderly_end_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -485,7 +428,7 @@ def test_an_orderly_end_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     rig.tier.close()
     rig.pass_time(MAX_PAUSE_S)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert rig.channel.num_starts == 1, "the process was started again"
+    assert rig.process.num_starts == 1, "the process was started again"
 
 
 def test_what_a_store_says_reaches_the_log_printable_and_cut(caplog: pytest.LogCaptureFixture) -> None:
@@ -508,7 +451,7 @@ def test_closing_reports_what_was_under_way_unless_it_may_still_go_on() -> None:
     assert errors(rig.tier.poll()) == [None] * 2
     stuck = Rig()
     stuck.write(KEYS[:2])
-    stuck.channel.is_stuck = True
-    stuck.channel.requests.clear()
+    stuck.process.is_stuck = True
+    stuck.process.requests.clear()
     stuck.tier.close()
     assert stuck.tier.poll() == []

@@ -62,12 +62,8 @@ class MooncakeConfig(RemoteTierConfig):
             ("host", 'such as "10.0.0.7"'),
         ):
             value = getattr(self, name)
-            if (
-                not isinstance(value, str)
-                or not value.isprintable()
-                or " " in value
-                or (name == "metadata" and not value)
-            ):
+            is_word = isinstance(value, str) and value.isprintable() and " " not in value
+            if not is_word or (name == "metadata" and not value):
                 raise ConfigError(name, value, "", f"write a string, {fix}")
         super().__post_init__()
         if self.segment_bytes != 0:

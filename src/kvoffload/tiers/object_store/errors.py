@@ -22,13 +22,10 @@ _REASONS = (
     ("unreachable", "no route"),
 )
 """Parts of obstore's texts, and their meanings."""
-_FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "InsufficientCapacity")
-_KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 _SERVICES = ("169.254.", "/latest/", "metadata", "oauth2", "credential")
 """Parts of addresses and messages of the services that give credentials to machines."""
 NO_PROXY_THERE = "127.0.0.1:0"
 """An address without a proxy."""
-_SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
 
 
 class BucketProblem(enum.Enum):
@@ -58,6 +55,30 @@ class BucketProblem(enum.Enum):
     OTHER = "the request failed"
 
 
+_CODES = {
+    BucketProblem.EXPIRED: ("ExpiredToken", "TokenRefreshRequired"),
+    BucketProblem.KEYS: (
+        "RequestTimeTooSkewed", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure", 401,
+    ),
+    BucketProblem.REFUSED: (403,),
+    BucketProblem.NO_BUCKET: ("NoSuchBucket", "ContainerNotFound"),
+    BucketProblem.OTHER_REGION: (
+        "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", 301,
+    ),
+    BucketProblem.SLOW_DOWN: ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy", 429, 503),
+    BucketProblem.FULL: (
+        "QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "InsufficientCapacity", 507,
+    ),
+    BucketProblem.NOT_IMPLEMENTED: ("NotImplemented", 501),
+    BucketProblem.TIMEOUT: (408, 504),
+    BucketProblem.OUT_OF_RANGE: ("InvalidRange", 416),
+}  # fmt: skip
+_MEANINGS: dict[str | int | None, BucketProblem] = {
+    code: problem for problem, codes in _CODES.items() for code in codes
+}
+"""Meanings of the store's codes and, if there is none, of the status."""
+
+
 def classify(error: BaseException) -> BucketProblem:
     """Returns the kind of problem of ``error``, an exception of obstore."""
     text = str(error)
@@ -67,34 +88,10 @@ def classify(error: BaseException) -> BucketProblem:
     if "//169.254." in text or "//metadata.google" in text:
         # The machine's own service for credentials: it is asked because there are none. Its status is not the store's.
         return BucketProblem.NO_CREDENTIALS
-    by_code = (
-        (("ExpiredToken", "TokenRefreshRequired"), BucketProblem.EXPIRED),
-        (("RequestTimeTooSkewed", *_KEYS_CODES), BucketProblem.KEYS),
-        (("NoSuchBucket", "ContainerNotFound"), BucketProblem.NO_BUCKET),
-        (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
-         BucketProblem.OTHER_REGION),
-        (_SLOW_CODES, BucketProblem.SLOW_DOWN),
-        (_FULL_CODES, BucketProblem.FULL),
-        (("NotImplemented",), BucketProblem.NOT_IMPLEMENTED),
-        (("InvalidRange",), BucketProblem.OUT_OF_RANGE),
-    )  # fmt: skip
-    for codes, problem in by_code:
-        if code in codes:
-            return problem
-    by_status = {
-        301: BucketProblem.OTHER_REGION,
-        401: BucketProblem.KEYS,
-        403: BucketProblem.REFUSED,
-        408: BucketProblem.TIMEOUT,
-        416: BucketProblem.OUT_OF_RANGE,
-        429: BucketProblem.SLOW_DOWN,
-        501: BucketProblem.NOT_IMPLEMENTED,
-        503: BucketProblem.SLOW_DOWN,
-        504: BucketProblem.TIMEOUT,
-        507: BucketProblem.FULL,
-    }
+    if code in _MEANINGS:
+        return _MEANINGS[code]
     if status is not None:
-        return by_status.get(status, BucketProblem.OTHER)
+        return _MEANINGS.get(status, BucketProblem.OTHER)
     if "redirect without LOCATION" in text:
         return BucketProblem.OTHER_REGION
     if any(each in text.lower() for each in _SERVICES):

@@ -75,15 +75,14 @@ class RedisClient(StoreClient):
 
     def _numbers(self, word: bytes, names: Sequence[str], ability: Ability | None) -> list[Outcome]:
         """Runs a command that answers how many of its names, one, there are."""
-        return self._run(
-            _Call(
-                names,
-                lambda index: [command(word, names[index].encode())],
-                lambda index, stream: _count_answer(stream.reply()),
-                ability,
-                time.monotonic() + self._lookup_timeout_s,
-            )
+        call = _Call(
+            names,
+            lambda index: [command(word, names[index].encode())],
+            lambda index, stream: _count_answer(stream.reply()),
+            ability,
+            time.monotonic() + self._lookup_timeout_s,
         )
+        return self._run(call)
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         views = [[part.data for part in parts] for parts in buffers]
@@ -97,16 +96,10 @@ class RedisClient(StoreClient):
                 return Outcome.MISSING
             return Outcome.OK if reply == _nbytes(views[index]) else Outcome.OTHER_SIZE
 
-        return self._run(
-            _Call(
-                names,
-                lambda index: [command(b"GET", names[index].encode())],
-                answer,
-                Ability.READ,
-                time.monotonic() + self._transfer_timeout_s,
-                max(map(_nbytes, views), default=0),
-            )
-        )
+        deadline = time.monotonic() + self._transfer_timeout_s
+        most = max(map(_nbytes, views), default=0)
+        requests = [[command(b"GET", name.encode())] for name in names]
+        return self._run(_Call(names, requests.__getitem__, answer, Ability.READ, deadline, most))
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         views = [[part.data for part in parts] for parts in buffers]
@@ -124,16 +117,9 @@ class RedisClient(StoreClient):
                 return Outcome.HELD
             return Outcome.OK if reply == b"OK" else None
 
-        return self._run(
-            _Call(
-                names,
-                request,
-                answer,
-                Ability.WRITE,
-                time.monotonic() + self._transfer_timeout_s,
-                max(map(_nbytes, views), default=0),
-            )
-        )
+        deadline = time.monotonic() + self._transfer_timeout_s
+        most = max(map(_nbytes, views), default=0)
+        return self._run(_Call(names, request, answer, Ability.WRITE, deadline, most))
 
     def _run(self, call: _Call) -> list[Outcome]:
         parts = self._nodes.split(call.names)
@@ -162,14 +148,10 @@ class RedisClient(StoreClient):
     ) -> None:
         """Sends the commands about the names at ``indexes`` to a node, the first of ``num_nodes`` that share the time
         that is left, and takes its replies."""
-        if address == NOWHERE:
-            call.note(NO_ADDRESS)
-            call.away.update(indexes)
-            self._nodes.note_lost()
-            return
-        if self._nodes.rests(address):
+        if address == NOWHERE or self._nodes.rests(address):
             why = self._nodes.health.why_away(address)
-            call.note(f"{address}: {why}; its blocks are misses, and it gets no requests until it answers a test")
+            rests = f"{address}: {why}; its blocks are misses, and it gets no requests until it answers a test"
+            call.note(NO_ADDRESS if address == NOWHERE else rests)
             call.away.update(indexes)
             self._nodes.note_lost()
             return
@@ -244,7 +226,30 @@ class RedisClient(StoreClient):
             self._nodes.health.wrote(address)
 
     def advice(self) -> str:
-        return memory_note(self._nodes, self._ttl_s)
+        """Returns a warning about the memory limit of the store. Asks one node, if the user may do that."""
+        node = self._nodes.first
+        try:
+            with node.connection(time.monotonic() + LOOKUP_TIMEOUT_S) as stream:
+                stream.send([command(b"INFO", b"memory")])
+                reply = stream.reply(MAX_INFO_BYTES)
+        except StoreError:
+            return ""
+        text = reply.decode("ascii", "replace") if isinstance(reply, bytes) else ""
+        fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        limit, policy = fields.get("maxmemory", ""), fields.get("maxmemory_policy", "")
+        if limit == "0":
+            return (
+                f"{node.address} has no memory limit, and may take all memory of its machine; set maxmemory there, and "
+                "maxmemory-policy allkeys-lru, so that it evicts what is not used"
+            )
+        evicts_none = policy == "noeviction" or (policy.startswith("volatile") and self._ttl_s is None)
+        if re.fullmatch("[0-9]{1,18}", limit) and evicts_none:
+            return (
+                f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
+                f"maxmemory-policy is {printable(policy, MAX_LINE_CHARS)}; set allkeys-lru, so that it evicts what is "
+                "not used"
+            )
+        return ""
 
     def close(self) -> None:
         self._nodes.close()
@@ -325,32 +330,3 @@ def _redirect(error: ErrorReply, asked: Address) -> _Redirect | None:
 
 def _nbytes(views: Sequence[memoryview]) -> int:
     return sum(len(view) for view in views)
-
-
-def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
-    """Returns a warning about the memory limit of the store, with its fix, or an empty string. Asks one node, if the
-    user may do that."""
-    node = nodes.first
-    try:
-        with node.connection(time.monotonic() + LOOKUP_TIMEOUT_S) as stream:
-            stream.send([command(b"INFO", b"memory")])
-            reply = stream.reply(MAX_INFO_BYTES)
-    except StoreError:
-        return ""
-    if not isinstance(reply, bytes):
-        return ""
-    fields = dict(line.split(":", 1) for line in reply.decode("ascii", "replace").splitlines() if ":" in line)
-    limit, policy = fields.get("maxmemory", ""), fields.get("maxmemory_policy", "")
-    if limit == "0":
-        return (
-            f"{node.address} has no memory limit, and may take all memory of its machine; set maxmemory there, and "
-            "maxmemory-policy allkeys-lru, so that it evicts what is not used"
-        )
-    evicts_none = policy == "noeviction" or (policy.startswith("volatile") and ttl_s is None)
-    if re.fullmatch("[0-9]{1,18}", limit) and evicts_none:
-        return (
-            f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
-            f"maxmemory-policy is {printable(policy, MAX_LINE_CHARS)}; set allkeys-lru, so that it evicts what is "
-            "not used"
-        )
-    return ""

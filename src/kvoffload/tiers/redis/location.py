@@ -10,8 +10,8 @@ from kvoffload.abc import ConfigError
 
 DEFAULT_PORT = 6379
 MAX_SEEDS = 64
-_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?"
-_TCP = re.compile(rf"(rediss?)://({_HOST}(?:,{_HOST})*)(?:/([0-9]{{1,5}})?)?")
+_SEED = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_TCP = re.compile(r"(rediss?)://([^/]+)(?:/([0-9]{1,5})?)?")
 _NODE = re.compile(r"[A-Za-z0-9._:-]{1,255}")
 _PORT = re.compile("[0-9]{1,5}")
 _UNIX = re.compile(r"unix://(/[^?#@]+)")
@@ -57,9 +57,10 @@ def parse_url(url: object) -> Location:
     if match is not None:
         return Location((Address(match[1], 0),), has_tls=False, database=0)
     match = _TCP.fullmatch(url)
-    if match is None:
+    found = [_SEED.fullmatch(each) for each in match[2].split(",")] if match is not None else [None]
+    if match is None or not all(found):
         raise ConfigError("url", url, "", _FIX)
-    seeds = tuple(map(_address, match[2].split(",")))
+    seeds = tuple(Address(each[1].strip("[]"), int(each[2] or DEFAULT_PORT)) for each in found if each)
     if not all(0 < seed.port < 1 << 16 for seed in seeds):
         raise ConfigError("url", url, "ports are 1 to 65535", _FIX)
     if len(seeds) > MAX_SEEDS:
@@ -81,10 +82,3 @@ def node_address(host: str, port: int, named_by: Address) -> Address | None:
     would get the password without TLS."""
     host = host.strip("[]") or named_by.host
     return Address(host, port) if _NODE.fullmatch(host) and 0 < port < 1 << 16 else None
-
-
-def _address(text: str) -> Address:
-    if re.fullmatch(r".*[^:\]]:[0-9]+|\[.*\]:[0-9]+", text):
-        host, _, port = text.rpartition(":")
-        return Address(host.strip("[]"), int(port))
-    return Address(text.strip("[]"), DEFAULT_PORT)

@@ -20,7 +20,7 @@ from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.growth import GrowthWatch
 from kvoffload.tiers.remote.identities import announce
-from kvoffload.tiers.remote.memory import SeparateBuffers, ValueMemory, ValueRows
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Kind, Op, Setup, StoreRequest, Unframer, frame
 from kvoffload.tiers.remote.record import RECORD_BYTES, ValueFormat
 from kvoffload.tiers.remote.worker import StoreWorker
@@ -39,7 +39,7 @@ TRANSFER_NICENESS = 10
 """Added to the niceness of the threads that read and write many blocks. Clients spin there until the transfer ends, and
 on a busy machine that would take cores from the engine and from the threads that move the bytes."""
 FINISH_DEADLINE_S = 2.0
-"""Time for the requests under way when the engine closes the channel."""
+"""Time for the requests under way when the engine ends the process."""
 WATCH_INTERVAL_S = 1.0
 RECEIVE_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
@@ -131,11 +131,10 @@ class _Server:
         self._writes = IOThreads(NUM_WRITE_THREADS, "write")
 
     def _new_worker(self) -> StoreWorker:
-        memory: ValueMemory = SeparateBuffers(self._pools)
+        memory = ValueMemory(self._pools, self._client.registers_memory)
         if self._client.registers_memory:
-            memory = rows = ValueRows(self._pools)
-            self._watch.allow(rows.memory.nbytes)
-            self._client.register(rows.memory)
+            self._watch.allow(memory.memory.nbytes)
+            self._client.register(memory.memory)
         return StoreWorker(self._client, memory, self._values, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:

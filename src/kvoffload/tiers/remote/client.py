@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from kvoffload.abc import ByteArray, KVOffloadError
 
 
-class Outcome(enum.Enum):
-    """The result of a call for one value."""
+class Outcome(enum.IntEnum):
+    """The result of a call for one value, and of a request for one block. None of them is 0."""
 
     OK = enum.auto()
-    """``exists``: the store has the value. Otherwise: done."""
+    """``exists``: the store has the value. Otherwise: done. A block that was read is verified."""
     MISSING = enum.auto()
-    """The store does not have the value."""
+    """The store does not have the value, or has it in another format."""
     HELD = enum.auto()
     """``put``: the store has a value of this name already, and has kept it."""
     OTHER_SIZE = enum.auto()
@@ -27,6 +27,8 @@ class Outcome(enum.Enum):
     """The part of the store that has the value does not work now, or refuses writes, while other parts work."""
     FAILED = enum.auto()
     """The store did not answer, or answered with another error. It may have carried the call out."""
+    CORRUPT = enum.auto()
+    """Not of a client: the bytes that were read are not those that were stored under the name."""
 
 
 class StoreError(KVOffloadError):

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierConfig, TierContext
-from kvoffload.tiers.remote.link import ChannelState
 from kvoffload.tiers.remote.messages import Setup
-from kvoffload.tiers.remote.process import ProcessChannel
+from kvoffload.tiers.remote.process import starter
 from kvoffload.tiers.remote.record import RECORD_BYTES
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.units import format_bytes
@@ -122,10 +121,9 @@ class RemoteTierConfig(TierConfig):
             self.hmac_key_file,
             self.client_bytes + self.memory_bytes // context.engines,
         )
-        channel = ProcessChannel(setup, self.kind)
-        tier = RemoteTier(channel, payload_bytes, name=self.kind)
+        tier = RemoteTier(starter(setup, self.kind), payload_bytes, name=self.kind)
         deadline = time.monotonic() + START_WAIT_S
-        while channel.state is ChannelState.STARTING and time.monotonic() < deadline:
+        while tier.is_starting and time.monotonic() < deadline:
             tier.wait(0.05)
             tier.poll()
         logger.info(
@@ -133,7 +131,7 @@ class RemoteTierConfig(TierConfig):
             self.kind,
             self.address,
             self.prefix,
-            "is connected" if channel.state is ChannelState.READY else "connects in the background",
+            "is connected" if tier.stats().is_connected else "connects in the background",
         )
         return tier
 

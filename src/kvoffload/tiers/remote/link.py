@@ -1,20 +1,23 @@
-"""StoreLink: keeps the process of a store's client running, and gives each request a deadline.
+"""StoreLink: keeps a process of a store's client running, and gives each request a deadline.
 
-StoreChannel is the contract of the channel to that process, which ``process`` fulfils.
+StoreProcess is the contract of such a process, which ``process`` fulfils.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvoffload.abc import OffloadKey
+from kvoffload.abc.tier import POLL_INTERVAL_S
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
-from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, Op, Response, Status, StoreRequest
+from kvoffload.tiers.remote.client import Outcome
+from kvoffload.tiers.remote.messages import MAX_PROBLEM_BYTES, MessageError, Op, Response, StoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -35,43 +38,33 @@ FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 
 
-class ChannelState(enum.Enum):
-    DOWN = enum.auto()
-    """There is no process. Nothing that was submitted before touches a host slot any more."""
-    STARTING = enum.auto()
-    """The process starts, or has not reached the store yet."""
-    READY = enum.auto()
-    """Requests are answered."""
-    ENDING = enum.auto()
-    """The process was killed and may still touch host slots."""
-
-
-class StoreChannel(ABC):
-    """Requests to the process of a store's client, and its responses.
+class StoreProcess(ABC):
+    """One process of a store's client, from its start to its end.
 
     All methods are called on one thread. Only ``wait`` and ``close`` wait, for a bounded time. The process answers a
-    lookup without finishing reads and writes first, so responses come in any order. If the process ends, by itself or
-    by ``kill``, requests without a response never get one; the caller sees it in ``state``. A channel is DOWN at first.
+    lookup without finishing reads and writes first, so responses come in any order. If it ends, by itself or by
+    ``kill``, requests without a response never get one.
     """
 
     @property
     @abstractmethod
-    def state(self) -> ChannelState:
-        """The state that the last ``poll`` found, or that a later call brought about."""
+    def is_ready(self) -> bool:
+        """Whether the process has reached the store, as the last ``poll`` found. False once it was killed."""
 
+    @property
     @abstractmethod
-    def start(self) -> None:
-        """Starts the process, if the channel is DOWN. It is READY some time later, once it has reached the store, or
-        DOWN again."""
+    def has_ended(self) -> bool:
+        """Whether the process no longer exists. Nothing that was submitted touches a host slot any more, and ``poll``
+        returns all responses."""
 
     @abstractmethod
     def submit(self, request: StoreRequest) -> bool:
-        """Sends a request. Returns False if the process is not READY or too much is waiting to be sent; the request is
+        """Sends a request to a process that is ready. Returns False if too much is waiting to be sent; the request is
         then dropped."""
 
     @abstractmethod
     def poll(self) -> list[Response]:
-        """Returns the responses that have come since the last call."""
+        """Returns the responses that have come since the last call. Raises MessageError if they make no sense."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -79,59 +72,84 @@ class StoreChannel(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Ends the process at once. The channel is ENDING until the process no longer exists, then DOWN."""
+        """Ends the process at once."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Ends the process for good, within ``timeout_s``. Returns whether it no longer exists. May be called twice."""
+        """Lets the process finish the requests under way, and ends it within ``timeout_s``. Returns whether it has
+        ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A request and its response: None if the process was ended, or ended by itself, before it responded."""
+Answer: TypeAlias = tuple[StoreRequest, Response]
 
-    request: StoreRequest
-    response: Response | None
+
+@dataclass(slots=True)
+class _Run:
+    """One process, and what has become of it."""
+
+    process: StoreProcess
+    start_deadline: float
+    has_connected: bool = False
+    is_killed: bool = False
+    num_failures: int = 0
+    """Answers in a row that are failures, and when the first and the last of them came."""
+    failing_since: float = 0.0
+    failed_at: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.process.is_ready and not self.is_killed
+
+    def note(self, response: Response, now: float) -> None:
+        """Takes in whether an answer is nothing but failures."""
+        if any(outcome is not Outcome.FAILED for outcome in response.outcomes):
+            self.num_failures = 0
+            return
+        if not self.num_failures or now - self.failed_at > MAX_FAILURE_GAP_S:
+            self.num_failures, self.failing_since = 0, now
+        self.num_failures += 1
+        self.failed_at = now
 
 
 class StoreLink:
-    """Sends requests through ``channel`` and restarts its process after an end.
+    """Sends requests to a process that ``start`` returns, and starts another one after its end.
 
     If a request has no response at its deadline, the process is killed: nothing else makes sure that it does not touch
-    the host slots later. All requests that it had then end without a response, once the process no longer exists.
+    the host slots later. All requests that it had then fail, once the process no longer exists.
     Pauses between restarts grow and are jittered: servers that lose the same store do not come back at the same moment.
     ``random`` returns numbers from 0 to 1.
     """
 
     def __init__(
-        self, channel: StoreChannel, name: str, clock: Callable[[], float], random: Callable[[], float]
+        self, start: Callable[[], StoreProcess], name: str, clock: Callable[[], float], random: Callable[[], float]
     ) -> None:
-        self._channel = channel
+        self._start_process = start
         self._name = name
         self._clock = clock
         self._random = random
+        self._run: _Run | None = None
         self._under_way: dict[int, tuple[StoreRequest, float]] = {}
         """Requests without an answer and their deadlines, by number."""
         self._last_number = 0
         self._pause = FIRST_PAUSE_S
         self._start_at = clock()
-        """When to start the process next."""
-        self._start_deadline = float("inf")
-        self._num_failures = 0
-        """Answers in a row that are failures, and when the first and the last of them came."""
-        self._failing_since = self._failed_at = float("-inf")
-        self._was_ready = False
+        """When to start the next process."""
         self._is_closed = False
         self._log = LimitedLog(logger, clock)
 
     @property
     def is_ready(self) -> bool:
-        return self._channel.state is ChannelState.READY
+        return self._run is not None and self._run.is_ready
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the process runs and has not reached the store yet."""
+        return self._run is not None and not self._run.has_connected
 
     def send(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int] = ()) -> bool:
-        """Returns whether the request was sent: ``poll`` returns its answer, or that there is none."""
+        """Returns whether the request was sent: ``poll`` returns its answer."""
         request = StoreRequest(self._last_number + 1, op, list(keys), list(slots))
-        if not self._channel.submit(request):
+        if self._run is None or not self._run.is_ready or not self._run.process.submit(request):
             return False
         self._last_number += 1
         deadline = LOOKUP_DEADLINE_S if op is Op.LOOKUP else TRANSFER_DEADLINE_S
@@ -140,28 +158,50 @@ class StoreLink:
 
     def poll(self) -> list[Answer]:
         """Returns the answers that have come, and starts or kills the process if it is time."""
-        if self._is_closed:
+        run = self._run
+        if run is None:
+            if self._clock() >= self._start_at and not self._is_closed:
+                self._start()
             return []
-        answers = self._take()
-        state = self._channel.state
-        if state is ChannelState.READY:
-            self._ready()
-        elif state is ChannelState.STARTING:
-            if self._clock() >= self._start_deadline:
-                self._kill(f"did not reach the store within {START_DEADLINE_S:g} s")
-        elif state is ChannelState.DOWN:
-            answers += self._down()
+        # In this order: an ended process has sent all of its responses.
+        has_ended = run.process.has_ended
+        answers = self._take(run)
+        if has_ended:
+            self._run = None
+            answers += self._lose()
+            self._start_later("the process of the store's client ended")
+        elif not run.is_killed:
+            self._check(run)
         return answers
 
-    def _take(self) -> list[Answer]:
-        answers = []
-        for response in self._channel.poll():
+    def _start(self) -> None:
+        try:
+            self._run = _Run(self._start_process(), self._clock() + START_DEADLINE_S)
+        except (OSError, RuntimeError) as error:
+            self._start_later(f"the store's client cannot be started ({error})")
+
+    def _start_later(self, why: str) -> None:
+        seconds = self._pause * (0.5 + self._random() / 2)
+        self._start_at = self._clock() + seconds
+        self._pause = min(MAX_PAUSE_S, self._pause * 2)
+        self._log.warning(
+            "%s: %s; blocks of the store are misses until it restarts, in %.1f s", self._name, why, seconds
+        )
+
+    def _take(self, run: _Run) -> list[Answer]:
+        answers: list[Answer] = []
+        try:
+            responses = run.process.poll()
+        except MessageError as error:
+            self._kill(run, f"sent a malformed message ({error})")
+            return answers
+        for response in responses:
             request, _ = self._under_way.pop(response.number, (None, 0.0))
-            if request is None or len(response.statuses) != len(request.keys):
-                self._kill("sent a malformed response")
+            if request is None or len(response.outcomes) != len(request.keys):
+                self._kill(run, "sent a malformed response")
                 break
-            answers.append(Answer(request, response))
-            self._watch_failures(response)
+            answers.append((request, response))
+            run.note(response, self._clock())
             if response.problem:
                 problem = printable(response.problem, MAX_PROBLEM_BYTES)
                 effect = "are not stored" if request.op is Op.WRITE else "are misses"
@@ -172,65 +212,51 @@ class StoreLink:
                 self._pause = FIRST_PAUSE_S
         return answers
 
-    def _watch_failures(self, response: Response) -> None:
-        if any(status is not Status.FAILED for status in response.statuses):
-            self._num_failures = 0
-            return
+    def _check(self, run: _Run) -> None:
+        """Kills the process if it took too long."""
         now = self._clock()
-        if not self._num_failures or now - self._failed_at > MAX_FAILURE_GAP_S:
-            self._num_failures, self._failing_since = 0, now
-        self._num_failures += 1
-        self._failed_at = now
-
-    def _ready(self) -> None:
-        if not self._was_ready:
-            self._was_ready = True
-            self._start_deadline = float("inf")
+        if not run.is_ready:
+            if not run.has_connected and now >= run.start_deadline:
+                self._kill(run, f"did not reach the store within {START_DEADLINE_S:g} s")
+            return
+        if not run.has_connected:
+            run.has_connected = True
             logger.info("kvoffload: %s: the store is connected; its blocks can be loaded", self._name)
         # Requests of one kind are in the order of their deadlines, and there are only a few.
-        if self._under_way and min(deadline for _, deadline in self._under_way.values()) <= self._clock():
-            self._kill("did not answer a request before its deadline")
-        elif self._num_failures >= MIN_FAILURES and self._failed_at - self._failing_since >= RENEW_AFTER_S:
-            self._kill(f"answered nothing but failures for {RENEW_AFTER_S:g} s")
+        if self._under_way and min(deadline for _, deadline in self._under_way.values()) <= now:
+            self._kill(run, "did not answer a request before its deadline")
+        elif run.num_failures >= MIN_FAILURES and run.failed_at - run.failing_since >= RENEW_AFTER_S:
+            self._kill(run, f"answered nothing but failures for {RENEW_AFTER_S:g} s")
 
-    def _down(self) -> list[Answer]:
-        now = self._clock()
-        lost = [Answer(request, None) for request, _ in self._under_way.values()]
-        self._under_way.clear()
-        if self._was_ready or self._start_deadline != float("inf"):
-            # The process ended since the last start.
-            self._was_ready, self._start_deadline, self._num_failures = False, float("inf"), 0
-            self._start_at = now + self._pause * (0.5 + self._random() / 2)
-            self._log.warning(
-                "%s: the process of the store's client ended; blocks of the store are misses until it restarts, in "
-                "%.1f s",
-                self._name,
-                self._start_at - now,
-            )
-            self._pause = min(MAX_PAUSE_S, self._pause * 2)
-        if now >= self._start_at:
-            self._start_deadline = now + START_DEADLINE_S
-            self._channel.start()
-        return lost
-
-    def _kill(self, why: str) -> None:
+    def _kill(self, run: _Run, why: str) -> None:
         self._log.warning(
             "%s: the store's client %s; its process was killed, and blocks of the store are misses until it restarts. "
             "If this goes on, test the store with kvoffload doctor",
             self._name,
             why,
         )
-        self._channel.kill()
+        run.is_killed = True
+        run.process.kill()
 
     def wait(self, timeout_s: float) -> None:
-        self._channel.wait(timeout_s)
+        if self._run is None:
+            time.sleep(min(timeout_s, POLL_INTERVAL_S))
+        else:
+            self._run.process.wait(timeout_s)
 
     def close(self, timeout_s: float) -> list[Answer]:
         """Ends the process. Returns the last answers; none for requests that may still touch host slots."""
         self._is_closed = True
-        has_ended = self._channel.close(timeout_s)
-        answers = self._take()
-        if has_ended:
-            answers += [Answer(request, None) for request, _ in self._under_way.values()]
+        run, self._run = self._run, None
+        if run is None:
+            return []
+        has_ended = run.process.close(timeout_s)
+        answers, lost = self._take(run), self._lose()
+        return answers + lost if has_ended else answers
+
+    def _lose(self) -> list[Answer]:
+        """Returns failures in place of the answers to all requests under way."""
+        now = self._clock()
+        requests = [request for request, _ in self._under_way.values()]
         self._under_way.clear()
-        return answers
+        return [(each, Response(each.number, [Outcome.FAILED] * len(each.keys), now, now)) for each in requests]

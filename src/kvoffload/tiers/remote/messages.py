@@ -1,8 +1,8 @@
 """Messages between a tier and the process of its store's client, on a stream socket.
 
-A message is the length and the kind of its body in five bytes, then the body. The body of a request or a response is a
-header, the keys (one byte for the length, then the bytes), then eight bytes per slot in a request, or one byte per key
-and a text in a response. Numbers are little-endian. Nothing is pickled.
+A message is the length and the kind of its body in five bytes, then the body. The body of a request is a header, one
+byte per key with its length, the keys, and eight bytes per slot; that of a response a header, one byte per key, and a
+text. Numbers are little-endian. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from kvoffload.abc import KVOffloadError, OffloadKey
 from kvoffload.host.pool import PoolHandle
+from kvoffload.tiers.remote.client import Outcome
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_KEYS = 8192
@@ -30,7 +32,7 @@ _FRAME = struct.Struct("<IB")
 _REQUEST = struct.Struct("<QBI")
 """Number, operation, how many keys."""
 _RESPONSE = struct.Struct("<QIddH")
-"""Number, how many statuses, begun, ended, bytes of the problem's text."""
+"""Number, how many outcomes, begun, ended, bytes of the problem's text."""
 
 
 class Op(enum.IntEnum):
@@ -40,23 +42,6 @@ class Op(enum.IntEnum):
     READ = 1
     WRITE = 2
     REMOVE = 3
-
-
-class Status(enum.IntEnum):
-    """The answer for one key."""
-
-    OK = 0
-    """Lookup: the store has the value. Otherwise: done, and bytes that were read are verified."""
-    MISSING = 1
-    """The store does not have the block, or has it in another format."""
-    HELD = 2
-    """Write: the store had the value already."""
-    FULL = 3
-    CORRUPT = 4
-    """Read: other bytes than were stored, twice in a row."""
-    FAILED = 5
-    AWAY = 6
-    """The part of the store that has the block does not work now."""
 
 
 class MessageError(KVOffloadError):
@@ -73,57 +58,55 @@ class StoreRequest:
     slots: Sequence[int] = ()
 
     def pack(self) -> bytes:
-        keys = [bytes([len(key)]) + key for key in self.keys]
+        header = _REQUEST.pack(self.number, self.op, len(self.keys))
         slots = np.asarray(self.slots, dtype="<i8").tobytes()
-        return b"".join([_REQUEST.pack(self.number, self.op, len(self.keys)), *keys, slots])
+        return b"".join([header, bytes(map(len, self.keys)), *self.keys, slots])
 
     @classmethod
     def unpack(cls, data: bytes) -> StoreRequest:
         """Raises MessageError."""
         try:
             number, op, count = _REQUEST.unpack_from(data)
-            at, keys = _REQUEST.size, []
-            for _ in range(count):
-                end = at + 1 + data[at]
-                keys.append(data[at + 1 : end])
-                at = end
-            slots = np.frombuffer(data, dtype="<i8", offset=at).tolist() if at < len(data) else []
+            begin = _REQUEST.size + count
+            ends = list(accumulate(data[_REQUEST.size : begin], initial=begin))
+            keys = [data[at:end] for at, end in pairwise(ends)]
+            slots = np.frombuffer(data[ends[-1] :], dtype="<i8").tolist()
             request = cls(number, Op(op), keys, slots)
-        except (struct.error, ValueError, IndexError) as error:
+        except (struct.error, ValueError) as error:
             raise MessageError(f"a request cannot be read: {error}") from error
-        if len(slots) != (count if request.op in (Op.READ, Op.WRITE) else 0):
+        if len(keys) != count or len(slots) != (count if request.op in (Op.READ, Op.WRITE) else 0):
             raise MessageError(f"a request has {len(slots)} slots for {count} keys")
         return request
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """``statuses``: one per key of the request. ``begun`` and ``ended``: times of the monotonic clock, which all
+    """``outcomes``: one per key of the request. ``begun`` and ``ended``: times of the monotonic clock, which all
     processes of a machine share. ``problem``: the cause of a failure, for the log; else empty."""
 
     number: int
-    statuses: Sequence[Status]
+    outcomes: Sequence[Outcome]
     begun: float
     ended: float
     problem: str = ""
 
     def pack(self) -> bytes:
         problem = self.problem.encode(errors="backslashreplace")[:MAX_PROBLEM_BYTES]
-        header = _RESPONSE.pack(self.number, len(self.statuses), self.begun, self.ended, len(problem))
-        return header + bytes(self.statuses) + problem
+        header = _RESPONSE.pack(self.number, len(self.outcomes), self.begun, self.ended, len(problem))
+        return header + bytes(self.outcomes) + problem
 
     @classmethod
     def unpack(cls, data: bytes) -> Response:
         """Raises MessageError."""
         try:
             number, count, begun, ended, size = _RESPONSE.unpack_from(data)
-            statuses = [Status(code) for code in data[_RESPONSE.size : _RESPONSE.size + count]]
+            outcomes = [Outcome(code) for code in data[_RESPONSE.size : _RESPONSE.size + count]]
         except (struct.error, ValueError) as error:
             raise MessageError(f"a response cannot be read: {error}") from error
         problem = data[_RESPONSE.size + count :]
-        if len(statuses) != count or len(problem) != size:
+        if len(outcomes) != count or len(problem) != size:
             raise MessageError(f"a response has {len(data)} bytes, not {_RESPONSE.size + count + size}")
-        return cls(number, statuses, begun, ended, problem.decode(errors="replace"))
+        return cls(number, outcomes, begun, ended, problem.decode(errors="replace"))
 
 
 # The stream.
@@ -138,9 +121,6 @@ class Kind(enum.IntEnum):
     RESPONSE = 3
     NOTE = 4
     """From the process: a text for the log."""
-
-
-_KINDS = frozenset(map(int, Kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +167,7 @@ class Unframer:
         at = 0
         while len(self._data) - at >= _FRAME.size:
             size, kind = _FRAME.unpack_from(self._data, at)
-            if size > MAX_MESSAGE_BYTES or kind not in _KINDS:
+            if size > MAX_MESSAGE_BYTES or kind not in Kind.__members__.values():
                 raise MessageError(f"a message of kind {kind} with {size} bytes")
             end = at + _FRAME.size + size
             if end > len(self._data):

@@ -1,4 +1,4 @@
-"""ProcessChannel: the client of a store in a process of its own."""
+"""ChildProcess: the client of a store in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from kvoffload.printable import printable
 from kvoffload.tiers.limited_log import LimitedLog
-from kvoffload.tiers.remote.link import ChannelState, StoreChannel
-from kvoffload.tiers.remote.messages import Kind, MessageError, Response, Setup, StoreRequest, Unframer, frame
+from kvoffload.tiers.remote.link import StoreProcess
+from kvoffload.tiers.remote.messages import Kind, Response, Setup, StoreRequest, Unframer, frame
 
 logger = logging.getLogger(__name__)
 
@@ -32,156 +33,27 @@ KILL_DEADLINE_S = 2.0
 """How long ``close`` waits for a process that was killed."""
 
 
-class ProcessChannel(StoreChannel):
+def starter(setup: Setup, name: str) -> Callable[[], ChildProcess]:
+    """Returns a function that starts a process of the client. ``name`` is for the log, which all of them share."""
+    notes, output = LimitedLog(logger, time.monotonic), LimitedLog(logger, time.monotonic)
+    return lambda: ChildProcess(setup, name, notes, output)
+
+
+class ChildProcess(StoreProcess):
     """Starts ``kvoffload.tiers.remote.child`` with ``setup`` and talks to it over a socket, without blocking.
 
     The process maps the host pools, runs the client and computes checksums. It ends with this process, however that
-    ends, and gets no signal of its terminal. ``name`` is for the log.
+    ends, and gets no signal of its terminal. ``notes`` and ``output`` are the logs for what it says, under ``name``.
+
+    A thread starts it, which takes milliseconds, and longer if the interpreter is on a medium that is slow, and logs
+    its output. The thread lives as long as the process, which the kernel ends when the thread that has started it ends.
     """
 
-    def __init__(self, setup: Setup, name: str) -> None:
-        self._setup = setup
+    is_ready = False
+
+    def __init__(self, setup: Setup, name: str, notes: LimitedLog, output: LimitedLog) -> None:
         self._name = name
-        self._child: _Child | None = None
-        self._state = ChannelState.DOWN
-        self._unframer = Unframer()
-        self._unsent = bytearray()
-        self._notes = LimitedLog(logger, time.monotonic)
-        self._output = LimitedLog(logger, time.monotonic)
-        self._closed = False
-
-    @property
-    def state(self) -> ChannelState:
-        return self._state
-
-    @property
-    def pid(self) -> int | None:
-        """The process id, None if there is no process yet or any more."""
-        return None if self._child is None else self._child.pid
-
-    def start(self) -> None:
-        if self._closed or self._state is not ChannelState.DOWN:
-            return
-        self._unframer, self._unsent = Unframer(), bytearray()
-        try:
-            self._child = _Child(self._name, self._output)
-        except (OSError, RuntimeError) as error:
-            self._notes.warning(
-                "%s: the store's client cannot be started (%s); blocks of the store are misses until a start succeeds",
-                self._name,
-                error,
-            )
-            return
-        self._state = ChannelState.STARTING
-        self._unsent += frame(Kind.SETUP, self._setup.pack())
-        self._send()
-
-    def submit(self, request: StoreRequest) -> bool:
-        if self._state is not ChannelState.READY or len(self._unsent) > MAX_UNSENT_BYTES:
-            return False
-        self._unsent += frame(Kind.REQUEST, request.pack())
-        self._send()
-        return True
-
-    def _send(self) -> None:
-        if self._child is None:
-            return
-        try:
-            while self._unsent:
-                del self._unsent[: self._child.socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()  # The process ended; ``poll`` notices it.
-
-    def poll(self) -> list[Response]:
-        if self._child is None:
-            return []
-        # In this order: after its end, all that the process sent can be received.
-        has_ended = self._child.has_ended()
-        responses = self._receive() if self._state is not ChannelState.ENDING else []
-        if has_ended:
-            self._child.socket.close()
-            self._child, self._state = None, ChannelState.DOWN
-        elif self._unsent:
-            self._send()
-        return responses
-
-    def _receive(self) -> list[Response]:
-        responses: list[Response] = []
-        child = self._child
-        while child is not None:
-            try:
-                data = child.socket.recv(RECEIVE_BYTES)
-            except BlockingIOError:
-                break
-            except OSError:
-                data = b""
-            if not data:
-                # The process closed its end, and may hang before it exits.
-                if self._state is not ChannelState.ENDING and not self._closed:
-                    self.kill()
-                break
-            try:
-                for kind, body in self._unframer.feed(data):
-                    if kind is Kind.RESPONSE:
-                        responses.append(Response.unpack(body))
-                    elif kind is Kind.READY:
-                        self._state = ChannelState.READY
-                    elif kind is Kind.NOTE:
-                        # The text may come from a peer of the client.
-                        notes = [printable(line, MAX_LINE_BYTES) for line in body.split(b"\n", MAX_NOTES)[:MAX_NOTES]]
-                        self._notes.warning("%s: %s", self._name, "\n".join(notes))
-            except MessageError as error:
-                self._notes.warning(
-                    "%s: malformed message of the store's client (%s); its process is killed and restarts",
-                    self._name,
-                    error,
-                )
-                self.kill()
-                break
-        return responses
-
-    def wait(self, timeout_s: float) -> None:
-        if self._child is None:
-            time.sleep(timeout_s)
-            return
-        poller = select.poll()
-        poller.register(self._child.socket, select.POLLIN)
-        poller.poll(timeout_s * 1000)
-
-    def kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._state = ChannelState.ENDING
-
-    def close(self, timeout_s: float) -> bool:
-        """Lets the process finish the requests under way and leave the store; kills it after ``timeout_s``. Responses
-        are left for ``poll``."""
-        self._closed = True
-        if self._child is None:
-            return True
-        if self._state is ChannelState.READY:
-            self._child.socket.shutdown(socket.SHUT_WR)
-        else:
-            self._child.kill()
-        if not self._child.wait(timeout_s):
-            self._child.kill()
-        return self._child.wait(KILL_DEADLINE_S)
-
-
-class _Child:
-    """One process, its socket, and a thread that starts it and logs its output.
-
-    Starting a process takes milliseconds, and longer if the interpreter is on a medium that is slow. The thread lives
-    as long as the process, which the kernel ends when the thread that has started it ends.
-    """
-
-    def __init__(self, name: str, log: LimitedLog) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.socket.setblocking(False)
-        self._name = name
-        self._log = log
+        self._notes, self._output = notes, output
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_killed = False
@@ -189,25 +61,100 @@ class _Child:
         """Held while ``_process`` is assigned, so that a process that is killed meanwhile does not stay."""
         self._started = threading.Event()
         """Set when there is a process, or there will be none."""
+        self._unframer = Unframer()
+        self._unsent = bytearray()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
         thread = threading.Thread(target=self._run, args=(theirs,), name="kvoffload-remote-log", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            self.socket.close()
+            self._socket.close()
             theirs.close()
             raise
+        self._send(Kind.SETUP, setup.pack())
 
     @property
     def pid(self) -> int | None:
+        """The process id, None if there is no process yet."""
         return None if self._process is None else self._process.pid
 
+    @property
     def has_ended(self) -> bool:
-        if not self._started.is_set():
-            return False
-        return self._process is None or self._process.poll() is not None
+        return self._started.is_set() and (self._process is None or self._process.poll() is not None)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Waits for the end of the process for up to ``timeout_s``. Returns whether it ended."""
+    def submit(self, request: StoreRequest) -> bool:
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            return False
+        self._send(Kind.REQUEST, request.pack())
+        return True
+
+    def _send(self, kind: Kind, body: bytes) -> None:
+        self._unsent += frame(kind, body)
+        self._send_on()
+
+    def _send_on(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()  # The process ended.
+
+    def poll(self) -> list[Response]:
+        responses: list[Response] = []
+        self._send_on()
+        while not self._is_killed:
+            try:
+                data = self._socket.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                return responses
+            except OSError:
+                data = b""
+            if not data:
+                # The process closed its end, and may hang before it exits.
+                self.kill()
+                break
+            for kind, body in self._unframer.feed(data):
+                if kind is Kind.RESPONSE:
+                    responses.append(Response.unpack(body))
+                elif kind is Kind.READY:
+                    self.is_ready = True
+                elif kind is Kind.NOTE:
+                    # The text may come from a peer of the client.
+                    notes = [printable(line, MAX_LINE_BYTES) for line in body.split(b"\n", MAX_NOTES)[:MAX_NOTES]]
+                    self._notes.warning("%s: %s", self._name, "\n".join(notes))
+        self._socket.close()
+        return responses
+
+    def wait(self, timeout_s: float) -> None:
+        if self._is_killed:
+            self._has_ended_within(timeout_s)
+            return
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+
+    def kill(self) -> None:
+        # A forked copy of the engine has this object too, and must not end the process of the original.
+        if os.getpid() == self._owner:
+            with self._starting:
+                self.is_ready, self._is_killed = False, True
+                if self._process is not None:
+                    self._process.kill()
+
+    def close(self, timeout_s: float) -> bool:
+        """Responses are left for ``poll``."""
+        if self.is_ready:
+            self._socket.shutdown(socket.SHUT_WR)
+        else:
+            self.kill()
+        if not self._has_ended_within(timeout_s):
+            self.kill()
+        return self._has_ended_within(KILL_DEADLINE_S)
+
+    def _has_ended_within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         if not self._started.wait(timeout_s):
             return False
@@ -218,20 +165,12 @@ class _Child:
             return False
         return True
 
-    def kill(self) -> None:
-        # A forked copy of the engine has this object too, and must not end the process of the original.
-        if os.getpid() == self._owner:
-            with self._starting:
-                self._is_killed = True
-                if self._process is not None:
-                    self._process.kill()
-
     def _run(self, theirs: socket.socket) -> None:
         try:
             with theirs:
                 process = self._start(theirs.fileno())
         except Exception as error:
-            self._log.warning(
+            self._output.warning(
                 "%s: the store's client cannot be started (%s); blocks of the store are misses until a start succeeds",
                 self._name,
                 error,
@@ -267,8 +206,8 @@ class _Child:
         with output:
             while line := output.readline(MAX_LINE_BYTES):
                 last.append(printable(line.rstrip(), MAX_LINE_BYTES))
-                self._log.warning("%s: output of the store's client: %s", self._name, last[-1])
-        # Reaps the process even if the channel is not polled any more.
+                self._output.warning("%s: output of the store's client: %s", self._name, last[-1])
+        # Reaps the process even if nobody polls it any more.
         process.wait()
         if process.returncode and last:
             logger.warning(

@@ -8,7 +8,6 @@ do not take each other's blocks for forged ones.
 
 from __future__ import annotations
 
-import enum
 import hmac
 import struct
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
+from kvoffload.tiers.remote.client import Outcome
 
 FORMAT_VERSION = 1
 RECORD_BYTES = 128
@@ -50,16 +50,6 @@ class Value:
         return [self.record, *self.parts] if self.row is None else [self.row]
 
 
-class Verdict(enum.Enum):
-    """Results of the comparison of a value with its record."""
-
-    GOOD = enum.auto()
-    FOREIGN = enum.auto()
-    """An intact record of another version, or of blocks with another number of ranks or bytes."""
-    BAD = enum.auto()
-    """These are not the bytes that were stored under this name."""
-
-
 class ValueFormat:
     """The names and records of the values of blocks with this ``fingerprint``, 64 hexadecimal digits.
 
@@ -89,15 +79,15 @@ class ValueFormat:
             np.concatenate(value.parts, out=value.row[RECORD_BYTES:])
         return value.buffers
 
-    def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Verdict:
-        """Returns whether the value that was read has the block of ``key``, which is then in the parts of ``value``.
-        ``is_whole``: whether all buffers were filled."""
+    def check(self, key: OffloadKey, value: Value, is_whole: bool) -> Outcome:
+        """Returns whether the value that was read has the block of ``key``, see ``verify``. The block is then in the
+        parts of ``value``. ``is_whole``: whether all buffers were filled."""
         if value.row is not None:
             stored = value.row[RECORD_BYTES:]
             for part in value.parts:
                 part[:], stored = stored[: part.size], stored[part.size :]
         verdict = self.verify(key, value.record, value.parts)
-        return Verdict.BAD if verdict is Verdict.GOOD and not is_whole else verdict
+        return Outcome.CORRUPT if verdict is Outcome.OK and not is_whole else verdict
 
     def record(self, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
         """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes."""
@@ -124,23 +114,24 @@ class ValueFormat:
             tag.update(part.data)
         return tag.digest()[:TAG_BYTES]
 
-    def verify(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
-        """Returns whether ``record`` and ``parts`` were stored under ``key``, by a server with the same HMAC key if
-        there is one."""
+    def verify(self, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Outcome:
+        """Returns OK if ``record`` and ``parts`` were stored under ``key``, by a server with the same HMAC key if there
+        is one; MISSING for an intact record of another version, or of blocks with another number of ranks or bytes;
+        otherwise CORRUPT."""
         raw = record.tobytes()
         if len(raw) != RECORD_BYTES or not is_sealed(raw):
-            return Verdict.BAD
+            return Outcome.CORRUPT
         fields = _RECORD.unpack_from(raw)
         magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, checksum, tag = fields
         if magic != _MAGIC:
-            return Verdict.BAD
+            return Outcome.CORRUPT
         if version != FORMAT_VERSION:
-            return Verdict.FOREIGN
+            return Outcome.MISSING
         if fingerprint_id != self._fingerprint[:_ID_BYTES] or stored_key[:key_bytes] != key or key_bytes != len(key):
-            return Verdict.BAD
+            return Outcome.CORRUPT
         if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
-            return Verdict.FOREIGN
+            return Outcome.MISSING
         if self.checksum(key, parts) != checksum:
-            return Verdict.BAD
+            return Outcome.CORRUPT
         is_good = hmac.compare_digest(tag, self._tag(raw[: _RECORD.size], parts))
-        return Verdict.GOOD if is_good else Verdict.BAD
+        return Outcome.OK if is_good else Outcome.CORRUPT

@@ -1,4 +1,4 @@
-"""RemoteTier: blocks in a store that other servers use too, reached through a channel."""
+"""RemoteTier: blocks in a store that other servers use too, reached through processes of a client."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
 from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.known import PresenceCache, Removals
-from kvoffload.tiers.remote.link import Answer, StoreChannel, StoreLink
-from kvoffload.tiers.remote.messages import MAX_KEYS, Op, Status
+from kvoffload.tiers.remote.link import StoreLink, StoreProcess
+from kvoffload.tiers.remote.messages import MAX_KEYS, Op, Response, StoreRequest
 from kvoffload.tiers.remote.record import MAX_KEY_BYTES, RECORD_BYTES
 
 CLOSE_DEADLINE_S = 5.0
@@ -28,17 +29,19 @@ MAX_ASKED = 1 << 16
 MAX_LOOKED_FOR = 256
 """Blocks that are asked for again at once. They are written in the order of their chain."""
 
+_DONE = {Op.READ: (Outcome.OK,), Op.WRITE: (Outcome.OK, Outcome.HELD)}
 _ERRORS = {
-    Status.MISSING: TierError.GONE,
-    Status.FULL: TierError.NO_SPACE,
-    Status.CORRUPT: TierError.CORRUPT,
-    Status.FAILED: TierError.IO,
-    Status.AWAY: TierError.AWAY,
+    Outcome.MISSING: TierError.GONE,
+    Outcome.FULL: TierError.NO_SPACE,
+    Outcome.CORRUPT: TierError.CORRUPT,
+    Outcome.AWAY: TierError.AWAY,
 }
+"""The errors of outcomes; of others, the medium has failed."""
 
 
 class RemoteTier(Tier):
-    """Blocks of ``payload_bytes`` each, all ranks together, in the store behind ``channel``.
+    """Blocks of ``payload_bytes`` each, all ranks together, in a store. ``start`` starts a process of its
+    client.
 
     The store is asked about whole chains at once, and its answers are remembered for a short while. While it cannot be
     reached, nothing is held and nothing is taken on; the tier comes back by itself. A corrupt block is removed from the
@@ -49,7 +52,7 @@ class RemoteTier(Tier):
 
     def __init__(
         self,
-        channel: StoreChannel,
+        start: Callable[[], StoreProcess],
         payload_bytes: int,
         *,
         name: str = "remote",
@@ -60,7 +63,7 @@ class RemoteTier(Tier):
         self.block_bytes = RECORD_BYTES + payload_bytes
         self._max_moving = max(1, min(MAX_MOVING_BLOCKS, MAX_MOVING_BYTES // self.block_bytes))
         self._clock = clock
-        self._link = StoreLink(channel, name, clock, random)
+        self._link = StoreLink(start, name, clock, random)
         self._presence = PresenceCache()
         self._asked: set[OffloadKey] = set()
         """Keys that the store is being asked about."""
@@ -72,6 +75,11 @@ class RemoteTier(Tier):
         self._is_off = False
         """Whether the tier was closed or reset: nothing is held or taken on any more."""
         self._link.poll()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a process of the client runs and has not reached the store yet."""
+        return self._link.is_starting
 
     def stats(self) -> TierStats:
         return TierStats(is_connected=self._link.is_ready)
@@ -149,70 +157,70 @@ class RemoteTier(Tier):
 
     def poll(self) -> list[TierResult]:
         results, self._unreported = self._unreported, []
-        for answer in self._link.poll():
-            results += self._take(answer)
+        for request, response in self._link.poll():
+            results += self._take(request, response)
         self._ask_to_remove()
         return results
 
-    def _take(self, answer: Answer) -> list[TierResult]:
+    def _take(self, request: StoreRequest, response: Response) -> list[TierResult]:
         """Takes in an answer. Returns the results of the transfers that it ends."""
-        request, response = answer.request, answer.response
-        statuses = [Status.FAILED] * len(request.keys) if response is None else response.statuses
         if request.op is Op.LOOKUP:
-            self._end_lookup(request.keys, statuses, self._clock() if response is None else response.ended)
+            self._end_lookup(request.keys, response)
         elif request.op is Op.REMOVE:
-            kept = (Status.FAILED, Status.AWAY)
-            removed = [key for key, status in zip(request.keys, statuses, strict=True) if status not in kept]
-            self._removals.answered(removed, len(removed) < len(statuses), self._clock())
-            self._presence.note_missing(removed, self._clock())
+            self._end_removal(request.keys, response)
         else:
-            now = self._clock()
-            begun, ended = (now, now) if response is None else (response.begun, response.ended)
-            return self._end_transfers(request.op, request.keys, statuses, begun, ended)
+            return self._end_transfers(request, response)
         return []
 
-    def _end_lookup(self, keys: Sequence[OffloadKey], statuses: Sequence[Status], at: float) -> None:
-        """Takes in an answer of the store of the time ``at``: an idle engine may take it in much later."""
+    def _end_lookup(self, keys: Sequence[OffloadKey], response: Response) -> None:
+        """Takes in an answer as old as it is: an idle engine may take it in much later."""
         self._asked.difference_update(keys)
         # A block that is being written or removed is not found before that ends.
         answers = [
-            (key, status)
-            for key, status in zip(keys, statuses, strict=True)
+            (key, outcome)
+            for key, outcome in zip(keys, response.outcomes, strict=True)
             if key not in self._moving[Op.WRITE] and key not in self._removals
         ]
-        self._presence.note_present([key for key, status in answers if status is Status.OK], at)
-        self._presence.note_missing([key for key, status in answers if status is not Status.OK], at)
-        self._removals.note_missing(key for key, status in answers if status is Status.MISSING)
-        self.num_failed_lookups += Status.FAILED in statuses
+        self._presence.note_present([key for key, outcome in answers if outcome is Outcome.OK], response.ended)
+        self._presence.note_missing([key for key, outcome in answers if outcome is not Outcome.OK], response.ended)
+        self._removals.note_missing(key for key, outcome in answers if outcome is Outcome.MISSING)
+        self.num_failed_lookups += Outcome.FAILED in response.outcomes
 
-    def _end_transfers(
-        self, op: Op, keys: Sequence[OffloadKey], statuses: Sequence[Status], begun: float, ended: float
-    ) -> list[TierResult]:
-        seconds = max(0.0, ended - begun) / len(keys)
+    def _end_removal(self, keys: Sequence[OffloadKey], response: Response) -> None:
+        kept = (Outcome.FAILED, Outcome.AWAY)
+        removed = [key for key, outcome in zip(keys, response.outcomes, strict=True) if outcome not in kept]
+        self._removals.answered(removed, len(removed) < len(keys), self._clock())
+        self._presence.note_missing(removed, self._clock())
+
+    def _end_transfers(self, request: StoreRequest, response: Response) -> list[TierResult]:
+        op, begun, ended = request.op, response.begun, response.ended
+        seconds = max(0.0, ended - begun) / len(request.keys)
         results = []
-        for key, status in zip(keys, statuses, strict=True):
+        for key, outcome in zip(request.keys, response.outcomes, strict=True):
             is_wanted = self._moving[op].pop(key)
-            self._note_end(op, key, status, is_wanted)
-            error = _ERRORS.get(status) if is_wanted else TierError.GONE
-            nbytes = self.block_bytes if status is Status.OK and is_wanted else 0
+            self._note_end(op, key, outcome, is_wanted)
+            error = None if outcome in _DONE[op] else _ERRORS.get(outcome, TierError.IO)
+            if not is_wanted:
+                error = TierError.GONE
+            nbytes = self.block_bytes if outcome is Outcome.OK and is_wanted else 0
             results.append(TierResult(key, op is Op.READ, error, nbytes, seconds, begun, ended))
         return results
 
-    def _note_end(self, op: Op, key: OffloadKey, status: Status, is_wanted: bool) -> None:
+    def _note_end(self, op: Op, key: OffloadKey, outcome: Outcome, is_wanted: bool) -> None:
         """Remembers whether the store has the block of a transfer that ended."""
         now = self._clock()
-        if status is Status.CORRUPT or (op is Op.WRITE and status is Status.OK and not is_wanted):
+        if outcome is Outcome.CORRUPT or (op is Op.WRITE and outcome is Outcome.OK and not is_wanted):
             self._removals.remove([key])
             self._presence.note_missing([key], now, float("inf"))
         elif key in self._removals or not is_wanted:
             self._presence.note_missing([key], now)
-        elif status in (Status.OK, Status.HELD):
+        elif outcome in (Outcome.OK, Outcome.HELD):
             self._presence.note_present([key], now)
-            if op is Op.WRITE and status is Status.OK:
+            if op is Op.WRITE and outcome is Outcome.OK:
                 self._removals.note_written([key])
         else:
             self._presence.note_missing([key], now)
-            if status is Status.MISSING:
+            if outcome is Outcome.MISSING:
                 self._removals.note_missing([key])
 
     def _ask_to_remove(self) -> None:
@@ -254,8 +262,8 @@ class RemoteTier(Tier):
 
     def close(self) -> None:
         self._is_off = True
-        for answer in self._link.close(CLOSE_DEADLINE_S):
-            self._unreported += self._take(answer)
+        for request, response in self._link.close(CLOSE_DEADLINE_S):
+            self._unreported += self._take(request, response)
         self._presence.clear()
 
     def check_integrity(self) -> None:

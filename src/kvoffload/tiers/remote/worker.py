@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from kvoffload.abc import OffloadKey
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.memory import ValueMemory
-from kvoffload.tiers.remote.messages import Op, Response, Status, StoreRequest
-from kvoffload.tiers.remote.record import ValueFormat, Verdict
+from kvoffload.tiers.remote.messages import Op, Response, StoreRequest
+from kvoffload.tiers.remote.record import ValueFormat
 
 RETRY_WITHIN_S = 1.0
 """Lookups and reads that fail sooner are repeated once: a lost connection is replaced by then."""
@@ -19,16 +19,7 @@ MORE_WITHIN_S = 4.0
 deadline of transfers, see ``link``."""
 RETRY_PAUSE_S = 0.2
 """The longest pause before the repetition; pauses are random, so that servers do not come back all at once."""
-
-_STATUS = {
-    Outcome.OK: Status.OK,
-    Outcome.MISSING: Status.MISSING,
-    Outcome.HELD: Status.HELD,
-    Outcome.FULL: Status.FULL,
-    Outcome.AWAY: Status.AWAY,
-    Outcome.FAILED: Status.FAILED,
-}
-_VERDICTS = {Verdict.GOOD: Status.OK, Verdict.FOREIGN: Status.MISSING, Verdict.BAD: Status.CORRUPT}
+TOO_SLOW = "the store is too slow"
 
 
 class StoreWorker:
@@ -54,87 +45,87 @@ class StoreWorker:
         self._clock = clock
         self._random = random
         self._pause = pause
+        self._begun = 0.0
+        """When the request under way began."""
 
     def run(self, request: StoreRequest) -> Response:
         """Returns the response to ``request``. Does not raise: an exception of the client fails the keys."""
-        begun = self._clock()
-        statuses, problem = self._try(request.op, request.keys, request.slots, begun)
-        failed = [i for i, status in enumerate(statuses) if status is Status.FAILED]
+        self._begun = begun = self._clock()
+        outcomes, problem = self._try(request.op, request.keys, request.slots)
+        failed = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]
         if failed and request.op in (Op.LOOKUP, Op.READ) and self._clock() - begun < RETRY_WITHIN_S:
             self._pause(self._random() * RETRY_PAUSE_S)
             keys, slots = [request.keys[i] for i in failed], [request.slots[i] for i in failed if request.slots]
-            again, problem = self._try(request.op, keys, slots, begun)
-            for i, status in zip(failed, again, strict=True):
-                statuses[i] = status
-        return Response(request.number, statuses, begun, self._clock(), problem)
+            again, problem = self._try(request.op, keys, slots)
+            for i, outcome in zip(failed, again, strict=True):
+                outcomes[i] = outcome
+        return Response(request.number, outcomes, begun, self._clock(), problem)
 
-    def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int], begun: float) -> tuple[list[Status], str]:
-        """Returns a status per key, and the cause if the client raised an exception, or took too long since
-        ``begun``."""
-        statuses: list[Status] = []
+    @property
+    def _is_late(self) -> bool:
+        return self._clock() - self._begun > MORE_WITHIN_S
+
+    def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[Outcome], str]:
+        """Returns an outcome per key, and the cause if the client raised an exception, or took too long."""
+        outcomes: list[Outcome] = []
+        problem = ""
         step = max(1, len(keys) if op is Op.LOOKUP else self._memory.num_rows)
-        for start in range(0, len(keys), step):
-            part = slice(start, start + step)
-            if start and self._clock() - begun > MORE_WITHIN_S:
-                return statuses + [Status.FAILED] * (len(keys) - len(statuses)), "the store is too slow"
-            try:
-                statuses += self._run(op, keys[part], slots[part], begun)
-            except Exception as error:
-                return statuses + [Status.FAILED] * (len(keys) - len(statuses)), f"{type(error).__name__}: {error}"
-        return statuses, ""
+        try:
+            for start in range(0, len(keys), step):
+                if start and self._is_late:
+                    raise StoreError(TOO_SLOW)
+                outcomes += self._run(op, keys[start : start + step], slots[start : start + step])
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        return outcomes + [Outcome.FAILED] * (len(keys) - len(outcomes)), problem
 
-    def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int], begun: float) -> list[Status]:
+    def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[Outcome]:
         names = [self._values.name(key) for key in keys]
         if op is Op.READ:
-            return self._read(keys, names, slots, begun)
+            return self._read(keys, names, slots)
         if op is Op.WRITE:
-            return self._write(keys, names, slots, begun)
-        outcomes = self._client.exists(names) if op is Op.LOOKUP else self._client.remove(names)
-        return [_STATUS[outcome] for outcome in outcomes]
+            return self._write(keys, names, slots)
+        return self._client.exists(names) if op is Op.LOOKUP else self._client.remove(names)
 
-    def _read(
-        self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int], begun: float
-    ) -> list[Status]:
-        statuses = self._get(keys, names, slots)
-        bad = [i for i, status in enumerate(statuses) if status is Status.CORRUPT]
+    def _read(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = self._get(keys, names, slots)
+        bad = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.CORRUPT]
         if bad:
             # Another server may have replaced the value meanwhile, or the transfer went wrong.
-            again = [Status.FAILED] * len(bad)
-            if self._clock() - begun <= MORE_WITHIN_S:
+            again = [Outcome.FAILED] * len(bad)
+            if not self._is_late:
                 again = self._get([keys[i] for i in bad], [names[i] for i in bad], [slots[i] for i in bad])
-            for i, status in zip(bad, again, strict=True):
-                statuses[i] = status
-            corrupt = [i for i in bad if statuses[i] is Status.CORRUPT]
+            for i, outcome in zip(bad, again, strict=True):
+                outcomes[i] = outcome
+            corrupt = [i for i in bad if outcomes[i] is Outcome.CORRUPT]
             removed = frozenset(self._client.distrust([names[i] for i in corrupt]))
             for i in corrupt:
-                statuses[i] = Status.CORRUPT if names[i] in removed else Status.MISSING
-        return statuses
+                outcomes[i] = Outcome.CORRUPT if names[i] in removed else Outcome.MISSING
+        return outcomes
 
-    def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
+    def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
         """Reads blocks and verifies them."""
         values = [self._memory.value(row, slot) for row, slot in enumerate(slots)]
         for value in values:
             value.record[:] = 0
-        statuses = []
         outcomes = self._client.get(names, [value.buffers for value in values])
-        for key, outcome, value in zip(keys, outcomes, values, strict=True):
-            if outcome in (Outcome.OK, Outcome.OTHER_SIZE):
-                statuses.append(_VERDICTS[self._values.check(key, value, outcome is Outcome.OK)])
-            else:
-                statuses.append(_STATUS[outcome])
-        return statuses
+        return [
+            self._values.check(key, value, outcome is Outcome.OK)
+            if outcome in (Outcome.OK, Outcome.OTHER_SIZE)
+            else outcome
+            for key, outcome, value in zip(keys, outcomes, values, strict=True)
+        ]
 
-    def _write(
-        self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int], begun: float
-    ) -> list[Status]:
-        statuses = [Status.HELD if found is Outcome.OK else _STATUS[found] for found in self._client.exists(names)]
-        new = [i for i, status in enumerate(statuses) if status is Status.MISSING]
+    def _write(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Outcome]:
+        found = self._client.exists(names)
+        outcomes: list[Outcome] = [Outcome.HELD if outcome is Outcome.OK else outcome for outcome in found]
+        new = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.MISSING]
         if new:
             values = [self._memory.value(row, slots[i]) for row, i in enumerate(new)]
             buffers = [self._values.seal(keys[i], value) for i, value in zip(new, values, strict=True)]
-            if self._clock() - begun > MORE_WITHIN_S:
-                raise StoreError("the store is too slow")
-            outcomes = self._client.put([names[i] for i in new], buffers)
-            for i, outcome in zip(new, outcomes, strict=True):
-                statuses[i] = _STATUS[outcome]
-        return statuses
+            if self._is_late:
+                raise StoreError(TOO_SLOW)
+            stored = self._client.put([names[i] for i in new], buffers)
+            for i, outcome in zip(new, stored, strict=True):
+                outcomes[i] = outcome
+        return outcomes
