@@ -281,11 +281,11 @@ def test_output_that_cannot_be_written(trace: Path) -> None:
     assert done.stderr.startswith("kvoffload replay: cannot write the output: No space left on device")
 
 
-def test_invalid_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path) -> None:
+def test_an_empty_or_missing_trace(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    for arguments in ((empty,), (tmp_path / "missing",), (trace, "--jobs", "0")):
-        done = testing.CliRunner().invoke(cli.group(), ["replay", *map(str, arguments)])
+    for path in (empty, tmp_path / "missing"):
+        done = testing.CliRunner().invoke(cli.group(), ["replay", str(path)])
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr.count("\n") == 1
 

@@ -199,7 +199,6 @@ def test_the_page(chat: str, tmp_path: Path) -> None:
         (["--disk-speed", "nan"], "--disk-speed=nan: must be more than 0"),
         (["--ttft-p95", "-1"], "--ttft-p95=-1: must be more than 0"),
         (["--ram-price", "-1"], "--ram-price=-1: must be"),
-        (["--jobs", "0"], "--jobs=0: must be 1 or more"),
         (["--kv-dtype", "fp8"], "--kv-dtype='fp8' without --model: give"),
         (["--model", "nowhere.json"], "--model='nowhere.json': No such file"),
         (["--html", "/nowhere/page.html"], "--html='/nowhere/page.html': cannot be written"),
