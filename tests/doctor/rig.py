@@ -73,7 +73,7 @@ def findings_of(check: Callable[[Report], object]) -> dict[str, Finding]:
     """Runs one check in this process. Returns its findings by id."""
     messages: list[Mapping[str, Any]] = []
     check(Report(messages.append))
-    found = [Finding.from_dict(each["finding"]) for each in messages if "finding" in each]
+    found = [Finding.from_json(each["finding"]) for each in messages if "finding" in each]
     return {finding.id: finding for finding in found}
 
 

@@ -20,7 +20,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.cli import group
 from kvoffload.doctor import configuration, examine
 from kvoffload.doctor.examine import Examination
-from kvoffload.doctor.findings import AREAS, CHECKS, Finding, Level, Report, Secrets, secrets_in
+from kvoffload.doctor.findings import AREAS, CHECKS, Area, Finding, Level, Report, Secrets, secrets_in
 from kvoffload.doctor.integrations import Integration
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
@@ -217,9 +217,11 @@ def printed(findings: list[Finding], width: int, encoding: str = "utf-8") -> str
 
 
 FOUND = [
-    Finding("memory.b", Level.OK, "all is well"),
-    Finding("memory.c", Level.PROBLEM, "a long sentence that must be wrapped " * 4, "run /a/path/that-is-long"),
-    Finding("tier.d", Level.WARNING, "slow", "faster", "disk"),
+    Finding("memory.b", Level.OK, Area.MACHINE, "", "all is well"),
+    Finding(
+        "memory.c", Level.PROBLEM, Area.MACHINE, "", "a long sentence that must be wrapped " * 4, "run /a/long-path"
+    ),
+    Finding("tier.d", Level.WARNING, Area.TIER, "disk", "slow", "faster"),
 ]
 
 
@@ -228,7 +230,7 @@ def test_findings_are_grouped_and_fixes_stand_below() -> None:
     assert lines[0] == "This machine"
     assert lines[1] == "  ✓ all is well"
     assert lines[2].startswith("  ✗ a long sentence")
-    assert "    → run /a/path/that-is-long" in lines
+    assert "    → run /a/long-path" in lines
     assert lines[-1] == "1 problem and 1 warning: fix the problem before you deploy."
     assert max(map(len, lines)) <= 60
     assert "Tier disk" in lines
@@ -249,7 +251,7 @@ def test_secrets_are_hidden() -> None:
     texts = Secrets(secrets_in(options))
     text = "sesame rediss://user:pa%20ss@host:1/0 /a/key rediss://host"
     assert texts.hide(text) == "*** *** /a/key rediss://host"
-    hidden = texts.hide_in(Finding("tier.a", Level.NOTE, "sesame", "sesame!", figures={"x": "sesame", "y": 1}))
+    hidden = texts.hide_in(Finding("tier.a", Level.NOTE, Area.TIER, "", "sesame", "sesame!", {"x": "sesame", "y": 1}))
     assert (hidden.text, hidden.fix, dict(hidden.figures)) == ("***", "***!", {"x": "***", "y": 1})
 
 

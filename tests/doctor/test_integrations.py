@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.doctor import integrations, machine
 from kvoffload.doctor.configuration import PlannedServer
-from kvoffload.doctor.engine import cpu_findings, version_findings
+from kvoffload.doctor.engine import check_on_cpus, check_version
 from kvoffload.doctor.findings import Level
 from kvoffload.doctor.integrations import Integration
 from tests.doctor.rig import diagnose, findings_of, judge, private
@@ -204,20 +204,16 @@ def test_a_container_with_little_shared_memory(tmp_path: Path) -> None:
     ],
 )
 def test_versions_of_engines(version: str | None, integration: Integration, id: str) -> None:
-    (found,) = version_findings(version, PlannedServer(integration))
+    (found,) = findings_of(partial(check_version, version, PlannedServer(integration))).values()
     assert found.id == id
     assert "SGLang" in found.text if integration is Integration.SGLANG else "vLLM" in found.text
 
 
 def test_own_offloading_on_cpus_needs_a_spec_that_copies_there() -> None:
-    (found,) = cpu_findings(True, PlannedServer(Integration.VLLM, is_for_cpus=False, shared_memory_bytes=1))
-    assert '"HostTieringSpec"' in found.fix
-    for is_for_cpus, plan in (
-        (False, PlannedServer(Integration.VLLM, is_for_cpus=False)),
-        (True, PlannedServer(Integration.VLLM, is_for_cpus=True)),
-    ):
-        assert list(cpu_findings(is_for_cpus, plan)) == []
-    assert list(cpu_findings(True, PlannedServer())) == []
+    plan = PlannedServer(Integration.VLLM, is_for_cpus=False, shared_memory_bytes=1)
+    assert '"HostTieringSpec"' in findings_of(partial(check_on_cpus, plan))["engine.cpus"].fix
+    for plan in (PlannedServer(Integration.VLLM, is_for_cpus=True), PlannedServer()):
+        assert findings_of(partial(check_on_cpus, plan)) == {}
 
 
 def test_the_names_are_those_of_the_classes() -> None:
