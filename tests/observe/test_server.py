@@ -534,7 +534,7 @@ def test_an_incomplete_answer_is_an_error(answer: Answer) -> None:
 
 
 def test_incomplete_metrics_are_an_error(answer: Answer) -> None:
-    with pytest.raises(RecordsError, match="stopped before the end of its metrics"):
+    with pytest.raises(RecordsError, match="stopped after 2 of 3 records and metrics"):
         read_records(answer(lines({**header(1), "totals_count": 2}, record(1).to_dict(), {})), TIMEOUT_S)
 
 

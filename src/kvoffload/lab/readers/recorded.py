@@ -17,9 +17,8 @@ from kvoffload.abc import Hints
 from kvoffload.lab.readers.lines import Source, optional_name, parse_object, prefix_ids, seconds, whole
 from kvoffload.lab.readers.mooncake import MILLISECOND
 from kvoffload.lab.trace import PREFILL_SPEED, Trace, TraceBuilder, TraceError
+from kvoffload.observe.trace import HEADER, VERSION
 
-VERSION = 1
-HEADER = "kvoffload_trace"
 FOUND = ("device_tokens", "host_tokens", "disk_tokens")
 
 
