@@ -411,7 +411,7 @@ CAUGHT_BY: dict[type[Tier], str] = {
     ResetOnlyForgets: "a_reset_forgets_without_deleting",
     DeletesWhatOthersHaveWritten: "deleting_leaves_what_others_have_written",
     RemembersMissesForGood: "a_miss_is_not_remembered_for_good",
-    NeverAnswers: "a_tier_that_is_asked_ahead_answers_in_the_end",
+    NeverAnswers: "a_tier_that_is_asked_ahead_answers_in_the_end_and_blocks_nobody",
     SeesOnlyItsOwn: "servers_find_each_others_blocks",
     OverwritesOthers: "a_block_that_another_server_holds_is_not_written_again",
     HeldIsAFailure: "a_write_that_finds_the_block_held_has_succeeded",
