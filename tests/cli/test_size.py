@@ -22,8 +22,12 @@ from kvoffload.cli.size import size  # noqa: E402
 from kvoffload.lab.writer import write_trace  # noqa: E402
 
 CONFIG = {
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "hidden_size": 4096, "intermediate_size": 14336, "torch_dtype": "bfloat16",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "torch_dtype": "bfloat16",
 }
 
 
