@@ -122,12 +122,12 @@ class GivenSpeeds:
     def for_trace(self, trace: Trace) -> Speeds:
         """Returns the speeds in bytes per second. If no prefill speed was given, it is what the server measured that
         recorded ``trace``, if it did."""
-        known = {"host_bytes_per_s": self.host_speed * 1e9, "disk_bytes_per_s": self.disk_speed * 1e9}
+        host, disk = self.host_speed * 1e9, self.disk_speed * 1e9
         if self.prefill_speed is not None:
-            return Speeds(self.prefill_speed, **known, prefill_origin=Origin.GIVEN)
+            return Speeds(self.prefill_speed, host, disk, Origin.GIVEN)
         if trace.prefill_tokens_per_s is not None:
-            return Speeds(trace.prefill_tokens_per_s, **known, prefill_origin=Origin.MEASURED)
-        return Speeds(**known)
+            return Speeds(trace.prefill_tokens_per_s, host, disk, Origin.MEASURED)
+        return Speeds(host_bytes_per_s=host, disk_bytes_per_s=disk)
 
 
 def _speed(name: str, default: float | None, metavar: str, text: str) -> Decorator:
