@@ -187,25 +187,15 @@ def show_contract(result: ReplayResult, without: ReplayResult) -> None:
     """Shows what each tenant finds with tenants' shares and hints, and without."""
     console = console_of()
     table = table_of("tenant", "requests", "asked", "found, %", "without shares\nand hints, %", "difference,\npoints")
+
+    def add(name: str, requests: int, asked: int, found: float, before: float, style: str | None = None) -> None:
+        percentages = f"{found:.2f}", f"{before:.2f}", f"{found - before:+.2f}"
+        table.add_row(name, f"{requests:,}", f"{asked:,}", *percentages, style=style)
+
     for tenant, before in zip(result.tenants, without.tenants, strict=True):
-        table.add_row(
-            printable(tenant.name),
-            f"{tenant.requests:,}",
-            f"{tenant.tokens_asked:,}",
-            f"{tenant.found_pct:.2f}",
-            f"{before.found_pct:.2f}",
-            f"{tenant.found_pct - before.found_pct:+.2f}",
-        )
-    found, before_all = result.prefix_hit_tokens_pct, without.prefix_hit_tokens_pct
-    table.add_row(
-        "all",
-        f"{result.requests:,}",
-        f"{result.prompt_tokens:,}",
-        f"{found:.2f}",
-        f"{before_all:.2f}",
-        f"{found - before_all:+.2f}",
-        style="bold",
-    )
+        add(printable(tenant.name), tenant.requests, tenant.tokens_asked, tenant.found_pct, before.found_pct)
+    percentages = result.prefix_hit_tokens_pct, without.prefix_hit_tokens_pct
+    add("all", result.requests, result.prompt_tokens, *percentages, style="bold")
     console.print("\nWhat the contract brings and costs", style="bold")
     console.print(table)
 
