@@ -42,18 +42,8 @@ def test_the_help_of_each_command_has_examples_that_it_accepts(tmp_path: Path, m
 
 
 PROJECT = Path(kvoffload.__file__).parent
-NOT_PLAIN = (
-    "vllm",
-    "torch",
-    "triton",
-    "matplotlib",
-    "jinja2",
-    "markupsafe",
-    "PIL",
-    "hypothesis",
-    "pytest",
-    "libcachesim",
-)
+PLOTS = ("matplotlib", "jinja2", "markupsafe", "PIL")
+NOT_PLAIN = ("vllm", "torch", "triton", *PLOTS, "hypothesis", "pytest", "libcachesim")
 PLAIN = f"""
 import contextlib, io, json, sys
 
