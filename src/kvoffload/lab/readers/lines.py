@@ -10,7 +10,7 @@ import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -241,30 +241,24 @@ def whole(data: Mapping[str, Any], field: str, least: int = 0) -> int:
     return value
 
 
-def block_ids(data: Mapping[str, Any], field: str = "hash_ids") -> list[int]:
-    """Returns a list of numbers in [0, 2**64). Raises ValueError."""
-    value = data.get(field)
+def block_ids(data: Mapping[str, Any]) -> list[int]:
+    """Returns the field ``hash_ids``, a list of numbers in [0, 2**64). Raises ValueError."""
+    value = data.get("hash_ids")
     if not isinstance(value, list):
-        raise wrong(data, field, "a list of block ids")
+        raise wrong(data, "hash_ids", "a list of block ids")
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_ID):
         bad = next(each for each in value if type(each) is not int or not 0 <= each <= MAX_ID)
-        raise ValueError(f"{field} contains {_shown(bad)}: not a whole number in [0, 2**64)")
+        raise ValueError(f"hash_ids contains {_shown(bad)}: not a whole number in [0, 2**64)")
     return value
 
 
-def prefix_ids(data: Mapping[str, Any], field: str = "hash_ids") -> list[int]:
+def prefix_ids(data: Mapping[str, Any]) -> list[int]:
     """Returns ``block_ids`` that each name a prefix, so none may repeat. Raises ValueError."""
-    value = block_ids(data, field)
+    value = block_ids(data)
     if len(set(value)) != len(value):
-        raise ValueError(
-            f"{field} contains {first_repeated(value)} twice: each id must name another prefix of the prompt"
-        )
+        repeated = next(each for each, count in Counter(value).items() if count > 1)
+        raise ValueError(f"hash_ids contains {repeated} twice: each id must name another prefix of the prompt")
     return value
-
-
-def first_repeated(ids: Iterable[int]) -> int:
-    """Returns the first of ``ids`` that occurs again."""
-    return next(each for each, count in Counter(ids).items() if count > 1)
 
 
 def wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:
