@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -45,8 +45,6 @@ FROM_AN_INDEX = re.compile(
 )
 """kvoffload as pip, uv and pipx would ask an index for it, in text without quotes and line breaks."""
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-
 
 def prose(text: str) -> str:
     """``text`` without its fenced blocks."""
@@ -61,7 +59,7 @@ def blocks(text: str, *languages: str) -> Iterator[str]:
 # Checks. Each returns the faults that it finds.
 
 
-def missing_files(text: str) -> list[str]:
+def missing_files(document: Path, text: str) -> list[str]:
     """Code spans that look like a path in the repository, and are none."""
     names = {path.name for folder in (ROOT / "tests", SOURCE) for path in folder.rglob("*.py")}
     folders = {path.name for base in (ROOT, SOURCE) for path in base.iterdir() if path.is_dir()} | {"kvoffload"}
@@ -98,13 +96,13 @@ def broken_links(document: Path, text: str) -> list[str]:
     return broken
 
 
-def unknown_metrics(text: str) -> list[str]:
+def unknown_metrics(document: Path, text: str) -> list[str]:
     """Names after "kvoffload:" that are no metrics."""
     names = re.findall(r"`kvoffload:(\w+)", text)
     return [name for name in names if name not in METRICS and name.removesuffix("_total") not in METRICS]
 
 
-def unknown_commands(text: str) -> list[str]:
+def unknown_commands(document: Path, text: str) -> list[str]:
     """Lines of code blocks that call ``kvoffload`` or ``make`` with a command, option or target that does not exist."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     unknown = []
@@ -126,15 +124,16 @@ def unknown_commands(text: str) -> list[str]:
     return unknown
 
 
-def unquoted_patterns(text: str) -> list[str]:
-    """Commands with a pattern outside of quotes; square brackets around options are a synopsis, which nobody pastes."""
+def unquoted_patterns(document: Path, text: str) -> list[str]:
+    """Commands with a pattern outside of quotes, which zsh refuses unless it names a file. Brackets around options
+    are a synopsis."""
     lines = "\n".join(blocks(text, "", "console", "sh")).splitlines()
     commands = [line for line in lines if re.match(r"(\$ |sudo )*(kvoffload|curl|pip|python3?) ", line)]
     bare = [re.sub(r"'[^']*'|\"[^\"]*\"|\$\?|#.*| \[[-A-Z][^\]]*\]", "", line) for line in commands]
     return [line for line, rest in zip(commands, bare, strict=True) if re.search(r"[?*\[]", rest)]
 
 
-def unknown_names(text: str) -> list[str]:
+def unknown_names(document: Path, text: str) -> list[str]:
     """Dotted names that begin with "kvoffload" and name nothing that can be imported: in code spans, and in Python."""
     names = [span.split("(")[0] for span in SPAN.findall(prose(text)) if re.match(r"kvoffload(\.\w+)+(\(|$)", span)]
     for source in blocks(text, "python"):
@@ -149,6 +148,17 @@ def unknown_names(text: str) -> list[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in short:
                 names.append(f"{short[node.value.id]}.{node.attr}")
     return [name for name in names if name.startswith("kvoffload.") and not is_importable(name)]
+
+
+def not_python(document: Path, text: str) -> list[str]:
+    """The errors of blocks of Python that do not compile."""
+    errors = []
+    for source in blocks(text, "python"):
+        try:
+            compile(source, str(document), "exec")
+        except SyntaxError as error:
+            errors.append(str(error))
+    return errors
 
 
 def from_an_index(text: str) -> list[str]:
@@ -182,41 +192,14 @@ def table(text: str, heading: str) -> list[list[str]]:
 # What must hold.
 
 
-@every_document
-def test_paths_exist(document: Path) -> None:
-    assert missing_files(document.read_text()) == []
-
-
-@every_document
-def test_links_resolve(document: Path) -> None:
-    assert broken_links(document, document.read_text()) == []
-
-
-@every_document
-def test_metrics_exist(document: Path) -> None:
-    assert unknown_metrics(document.read_text()) == []
-
-
-@every_document
-def test_commands_and_their_options_exist(document: Path) -> None:
-    assert unknown_commands(document.read_text()) == []
-
-
-@every_document
-def test_commands_can_be_pasted_into_zsh(document: Path) -> None:
-    """It refuses a word with ``?``, ``*`` or ``[`` that names no file, unless the word is quoted."""
-    assert unquoted_patterns(document.read_text()) == []
-
-
-@every_document
-def test_names_can_be_imported(document: Path) -> None:
-    assert unknown_names(document.read_text()) == []
-
-
-@every_document
-def test_python_compiles(document: Path) -> None:
-    for source in blocks(document.read_text(), "python"):
-        compile(source, str(document), "exec")
+@pytest.mark.parametrize(
+    "faults",
+    [missing_files, broken_links, unknown_metrics, unknown_commands, unquoted_patterns, unknown_names, not_python],
+)
+def test_documents_name_only_what_exists(faults: Callable[[Path, str], list[str]]) -> None:
+    found = {document.name: faults(document, document.read_text()) for document in DOCUMENTS}
+    assert len(found) > 20
+    assert {name: each for name, each in found.items() if each} == {}
 
 
 def test_nothing_installs_kvoffload_from_an_index() -> None:
@@ -290,6 +273,11 @@ def test_every_metric_is_documented() -> None:
     assert sorted(rows) == sorted(expected), "docs/metrics.md: write these rows instead:\n" + "\n".join(expected)
 
 
+def test_every_benchmark_is_documented() -> None:
+    rows = table((ROOT / "docs" / "benchmarks.md").read_text(), "# Benchmarks")
+    assert sorted(row[0] for row in rows) == sorted(f"`{name}`" for name in BENCHMARKS)
+
+
 def test_every_miss_reason_is_documented() -> None:
     rows = table((ROOT / "docs" / "metrics.md").read_text(), "## Why requests miss")
     assert [row[0] for row in rows] == [f"`{reason}`" for reason in MissReason]
@@ -331,8 +319,48 @@ def test_quoted_output_is_what_the_command_prints(document: str, block: str, tmp
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("faults", "text", "expected"),
     [
+        *[
+            (missing_files, f"`{path}` `tests/test_docs.py` `src/kvoffload/abc/` `cache/manager.py:Name` `a/b`", [path])
+            for path in ("tests/test_nothing.py", "src/kvoffload/no.py", "cache/no.py:name", "nothing.py", "tests/no/")
+        ],
+        *[
+            (broken_links, f"# A heading\n[text]({link}) [text](#a-heading) [text](docs/serving.md#memory)", [link])
+            for link in ("nothing.md", "README.md#nothing", "#nothing")
+        ],
+        (unknown_metrics, "`kvoffload:off` `kvoffload:store_blocks_total` `kvoffload:nothing`", ["nothing"]),
+        *[
+            (
+                unknown_commands,
+                f"```\nkvoffload size TRACE --ram 1GiB    # why\nmake test JOBS=4\n{line}\n```\n",
+                [line],
+            )
+            for line in ("make nothing", "kvoffload nothing", "kvoffload size t --nothing", "kvoffload disk no d")
+        ],
+        *[
+            (
+                unquoted_patterns,
+                f"```\nkvoffload size 't?n=1' \"*\"    # why?\nkvoffload a [--json]\n{line}\n```\n",
+                [line],
+            )
+            for line in ("kvoffload size trace?n=1", "$ pip install .[redis]", "sudo curl a/?b")
+        ],
+        (unknown_names, "`kvoffload.abc.Tier` `kvoffload.Nothing`", ["kvoffload.Nothing"]),
+        (unknown_names, "`kvoffload.nothing.Tier`", ["kvoffload.nothing.Tier"]),
+        (unknown_names, "```python\nfrom kvoffload import Nothing, Tier\n```\n", ["kvoffload.Nothing"]),
+        (unknown_names, "```python\nimport kvoffload as kv, numpy as np\nkv.No(np.no)\n```\n", ["kvoffload.No"]),
+        (not_python, "```python\nx =\n```\n", ["invalid syntax (README.md, line 1)"]),
+    ],
+)
+def test_a_fault_of_a_document_is_found(
+    faults: Callable[[Path, str], list[str]], text: str, expected: list[str]
+) -> None:
+    assert faults(ROOT / "README.md", text) == expected
+
+
+def test_an_installation_from_an_index_is_found() -> None:
+    for line in (
         "pip install kvoffload",
         "pip install 'kvoffload[redis]'",
         'run pip install "\n    "kvoffload, or something else',
@@ -340,70 +368,7 @@ def test_quoted_output_is_what_the_command_prints(document: str, block: str, tmp
         "python -m pip install -q kvoffload",
         "kvoffload>=0.1",
         "part of the extra kvoffload[plots]",
-    ],
-)
-def test_an_installation_from_an_index_is_found(line: str) -> None:
-    assert from_an_index(f"First, {line}\n") != []
-    right = "pip install . in a checkout of kvoffload; pip install '.[redis]'; pip install ./kvoffload; kvoffload[name]"
-    assert from_an_index(right.replace("kvoffload[name]", 'kvoffload["name"]') + " add kvoffload-wheels") == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["`tests/test_nothing.py`", "`src/kvoffload/nothing.py`", "`cache/nothing.py:name`", "`nothing.py`", "`tests/no/`"],
-)
-def test_a_path_that_does_not_exist_is_found(text: str) -> None:
-    assert missing_files(text) == [text.strip("`")]
-
-
-def test_a_path_that_exists_is_not() -> None:
-    assert (
-        missing_files("`tests/test_docs.py` `src/kvoffload/abc/` `cache/manager.py:Name` `config.py` `a/b` `tests`")
-        == []
-    )
-
-
-@pytest.mark.parametrize("link", ["nothing.md", "README.md#nothing", "#nothing"])
-def test_a_broken_link_is_found(link: str) -> None:
-    document = ROOT / "README.md"
-    assert broken_links(document, f"# A heading\n[text]({link}) [text](#a-heading) [text](docs/serving.md#memory)") == [
-        link
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "`kvoffload.Nothing`",
-        "`kvoffload.nothing.Tier`",
-        "```python\nfrom kvoffload import Nothing\n```\n",
-        "```python\nimport kvoffload as kv\n\nkv.Nothing()\n```\n",
-    ],
-)
-def test_an_unknown_name_is_found(text: str) -> None:
-    assert len(unknown_names(text)) == 1
-    known = "`kvoffload.abc.Tier` ```python\nfrom kvoffload import Tier\nimport numpy\nnumpy.nothing()\n```\n"
-    assert unknown_names(known) == []
-
-
-def test_every_benchmark_is_documented() -> None:
-    rows = table((ROOT / "docs" / "benchmarks.md").read_text(), "# Benchmarks")
-    assert sorted(row[0] for row in rows) == sorted(f"`{name}`" for name in BENCHMARKS)
-
-
-def test_an_unknown_metric_is_found() -> None:
-    assert unknown_metrics("`kvoffload:off` `kvoffload:store_blocks_total` `kvoffload:nothing`") == ["nothing"]
-
-
-@pytest.mark.parametrize("line", ["kvoffload size trace?n=1", "$ pip install .[redis]", "sudo curl a/?b"])
-def test_an_unquoted_pattern_is_found(line: str) -> None:
-    text = f"```\nkvoffload size 'trace?n=1' \"*\"    # why?\nkvoffload convert A [--json] [OUT]\n{line}\n```\n"
-    assert unquoted_patterns(text) == [line]
-
-
-@pytest.mark.parametrize(
-    "line", ["make nothing", "kvoffload nothing", "kvoffload size trace --nothing", "kvoffload disk no d"]
-)
-def test_an_unknown_command_is_found(line: str) -> None:
-    text = f"```\nkvoffload size TRACE --ram 1GiB    # a comment\nmake test JOBS=4\n{line}\n```\n"
-    assert unknown_commands(text) == [line]
+    ):
+        assert from_an_index(f"First, {line}\n") != [], line
+    right = "pip install . in a checkout of kvoffload; pip install '.[redis]'; pip install ./kvoffload; "
+    assert from_an_index(right + 'kvoffload["name"] add kvoffload-wheels') == []

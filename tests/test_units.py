@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvoffload import units
 from kvoffload.printable import MAX_PRINTED_CHARS, printable
 
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1 << 20, "1 MiB"),
-        (8 * GIB, "8 GiB"),
-        (10 * GIB, "10 GiB"),
-        (100 * GIB, "100 GiB"),
-        (int(2.5 * (1 << 40)), "2.5 TiB"),
-        (GIB + 1, "1 GiB"),
-    ],
-)
-def test_bytes_are_formatted_with_binary_units(n: int, text: str) -> None:
-    assert units.format_bytes(n) == text
+def test_bytes_are_formatted_with_binary_units() -> None:
+    amounts = [0, 1023, 1024, 1536, 1 << 20, 8 * GIB, 100 * GIB, int(2.5 * (1 << 40)), GIB + 1]
+    texts = ["0 bytes", "1023 bytes", "1 KiB", "1.5 KiB", "1 MiB", "8 GiB", "100 GiB", "2.5 TiB", "1 GiB"]
+    assert list(map(units.format_bytes, amounts)) == texts
 
 
 def test_counts_have_a_plural_and_separators() -> None:
     assert [units.counted(n, "block") for n in (0, 1, 1234)] == ["0 blocks", "1 block", "1,234 blocks"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-1.0, "0 s"), (90.0, "90 s"), (900.0, "15 min"), (10_800.0, "3 h"), (172_800.0, "2 d")],
-)
-def test_ages_are_in_the_largest_unit_of_which_there_are_two(seconds: float, text: str) -> None:
-    assert units.age(seconds) == text
+def test_ages_are_in_the_largest_unit_of_which_there_are_two() -> None:
+    ages = list(map(units.age, (-1.0, 90.0, 900.0, 10_800.0, 172_800.0)))
+    assert ages == ["0 s", "90 s", "15 min", "3 h", "2 d"]
 
 
 def test_a_missing_value_is_a_dash() -> None:

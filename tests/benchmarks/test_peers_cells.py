@@ -17,7 +17,7 @@ from benchmarks.peers.judge import Cell, Outcome, short
 from benchmarks.peers.place import Place
 from benchmarks.peers.report import markdown, verdict
 from benchmarks.peers.running import FailedError
-from benchmarks.peers.systems import Service, Settings, StartError, System, make_systems
+from benchmarks.peers.systems import NAMES, Service, Settings, StartError, System, make_systems
 from demo.process import free_ports, session_pids
 
 RIGHT = Cell(Outcome.RIGHT, from_cache=8)
@@ -176,12 +176,13 @@ def test_services_run_while_an_engine_does_and_leave_nothing_behind(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["store.log"]
 
 
-def test_every_system_has_a_name_and_a_title_of_its_own() -> None:
+def test_systems_have_names_of_their_own_and_vllm_is_always_asked() -> None:
     systems = make_systems(for_faults=True)
     assert len({system.name for system in systems}) == len({system.title for system in systems}) == 8
+    assert [system.name for system in make_systems()] == NAMES
     assert [system.name for system in make_systems(["mooncake"])] == ["vllm", "mooncake"]
     assert [system.name for system in make_systems(["mooncake"], for_faults=True)] == ["vllm", "mooncake"]
-    assert {system.python() for system in systems} > {sys.executable}
+    assert [system.name for system in make_systems(["kvoffload"], for_faults=True)] == ["vllm", "kvoffload", "control"]
 
 
 def test_the_table_has_every_system_and_every_message_once() -> None:

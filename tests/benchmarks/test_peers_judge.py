@@ -61,16 +61,10 @@ def test_a_tie_is_not_wrong_and_ends_the_comparison() -> None:
     assert not is_right(replace(tied, logprobs=[-0.5, -1.1, -9.0]), REFERENCE[0])
 
 
-def test_hangs_and_crashes_keep_the_counts_of_what_was_answered() -> None:
+def test_hangs_crashes_and_failures_keep_the_counts_of_what_was_answered() -> None:
     assert counts(Asked(CACHED[:3], Outcome.HANG, "no answer in 40 s")) == (Outcome.HANG, 3, 0, 0, 0, 1)
     assert counts(Asked([], Outcome.CRASH, "AssertionError")) == (Outcome.CRASH, 0, 0, 0, 0, 4)
-
-
-def test_a_wrong_answer_before_a_hang_is_still_a_wrong_answer() -> None:
     wrong = replace(CACHED[0], logprobs=[-5.0, -1.0, -1.5])
     assert counts(Asked([wrong], Outcome.HANG)) == (Outcome.WRONG, 0, 0, 1, 0, 3)
-
-
-def test_requests_that_fail_are_counted_apart() -> None:
     failed = replace(CACHED[0], tokens=[], logprobs=[], error="error")
     assert counts(Asked([failed, *CACHED[1:]])) == (Outcome.FAILED, 3, 0, 0, 1, 0)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.systems import (
-    NAMES,
     KVOffload,
     KVOffloadTier,
     Service,
@@ -21,7 +20,6 @@ from benchmarks.peers.systems import (
     System,
     VLLMOffloading,
     failure,
-    make_systems,
     wait_for_port,
 )
 from demo.process import free_ports, kill_session, session_pids, start_program
@@ -81,9 +79,3 @@ def test_settings_have_the_budgets(tmp_path: Path) -> None:
 def test_each_engine_has_shared_memory_of_its_own(tmp_path: Path) -> None:
     system = VLLMOffloading()
     assert len({system.settings(tmp_path, 1, 1).leftovers[0][1] for _ in range(3)}) == 3
-
-
-def test_vllm_alone_is_always_asked() -> None:
-    assert [system.name for system in make_systems()] == NAMES
-    assert [system.name for system in make_systems(["kvoffload"])] == ["vllm", "kvoffload"]
-    assert [system.name for system in make_systems(["kvoffload"], for_faults=True)] == ["vllm", "kvoffload", "control"]

@@ -141,27 +141,6 @@ def test_the_tables_show_reasons_and_time(log: Path) -> None:
     assert [line[:5] for line in lines if line.startswith("22:")] == ["22:10", "22:15", "22:20"]
 
 
-@pytest.mark.parametrize("columns", ["80", "120"])
-def test_no_line_is_too_long(tmp_path: Path, columns: str) -> None:
-    path = tmp_path / "all.log"
-    reasons = list(MissReason)
-    path.write_text(
-        as_log(
-            [
-                RequestRecord(START + 3600 * i, f"r{i}", 10**6, 1, 1, "ab", reasons[i % len(reasons)], 1e6)
-                for i in range(2000)
-            ]
-        )
-    )
-    done = run_program(path, COLUMNS=columns)
-    assert done.returncode == 0
-    assert max(map(len, done.stdout.splitlines())) <= int(columns)
-    assert "…" not in done.stdout, "nothing may be truncated"
-    assert "\x1b" not in done.stdout
-    for reason in reasons:
-        assert f"\n{reason.replace('_', ' ')} " in done.stdout
-
-
 def test_an_ascii_terminal_gets_ascii(log: Path) -> None:
     done = run_program(log, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
@@ -180,10 +159,13 @@ def test_stdin_and_several_logs_are_merged_without_duplicates(log: Path, tmp_pat
     assert times == sorted(times)
 
 
-def test_last_counts_back_from_the_logs_end(log: Path) -> None:
+def test_only_the_latest_requests_or_those_of_a_tenant(log: Path) -> None:
     report = json.loads(run(log, "--last", "95s", "--json").stdout)
     assert report["total"]["requests"] == 10
     assert [record["time"] for record in report["records"]] == [START + 500 + 10 * i for i in range(10)]
+    log.write_text(as_log([RequestRecord(START + i, f"r{i}", 10, 0, 0, tenant="ab"[i % 2]) for i in range(9)]))
+    shown = json.loads(run(log, "--tenant", "b", "--json").stdout)
+    assert [record["req_id"] for record in shown["records"]] == ["r1", "r3", "r5", "r7"]
 
 
 def test_json_is_complete(log: Path) -> None:
@@ -222,10 +204,6 @@ def test_malformed_records_are_reported_and_the_rest_is_explained(log: Path) -> 
     assert f"{log}:6: not JSON" in done.stderr
     assert "59 requests within" in done.stdout
     assert json.loads(run(log, "--json").stdout)["malformed"] == 1
-
-
-def test_only_some_of_many_malformed_records_are_listed(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
     log.write_text((LOG_MARKER + "{}\n") * 1000 + as_log(some_records()))
     done = run(log)
     assert "1,000 malformed records" in done.stderr
@@ -245,26 +223,15 @@ def test_a_log_without_records_says_how_to_get_them(log: Path, tmp_path: Path) -
     assert f"{empty}: contains no records" in done.stderr
 
 
-def test_a_missing_log_is_an_error(tmp_path: Path) -> None:
-    result = run(tmp_path / "none.log")
-    assert result.exit_code == 2
-    assert "none.log" in result.output
-
-
-@pytest.mark.parametrize("value", ["5", "0s", "-1m", "1.5h", "m", "1 m", "1234567s", "\u0663m"])
-@pytest.mark.parametrize("option", ["--every", "--last"])
-def test_an_invalid_duration_is_an_error_with_an_example(log: Path, option: str, value: str) -> None:
-    result = run(log, option, value)
-    assert result.exit_code == 2
-    assert option in result.output
-    assert "15m" in result.output
-
-
-def test_the_requests_of_one_tenant(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    log.write_text(as_log([RequestRecord(START + i, f"r{i}", 10, 0, 0, tenant="ab"[i % 2]) for i in range(9)]))
-    shown = json.loads(run(log, "--tenant", "b", "--json").stdout)
-    assert [record["req_id"] for record in shown["records"]] == ["r1", "r3", "r5", "r7"]
+def test_wrong_options_are_named_with_an_example(log: Path) -> None:
+    for option in ("--every", "--last"):
+        for value in ("5", "0s", "-1m", "1.5h", "m", "1 m", "1234567s", "\u0663m"):
+            result = run(log, option, value)
+            assert result.exit_code == 2
+            assert option in result.output
+            assert "15m" in result.output
+    for options in (["--json", "--records"], ["--pid", "1"], ["/no/such.log"]):
+        assert run(log, *options).exit_code == 2
 
 
 def test_too_short_periods_are_refused(tmp_path: Path) -> None:
@@ -276,11 +243,6 @@ def test_too_short_periods_are_refused(tmp_path: Path) -> None:
     assert "--every is too short: 1,000,001 periods" in result.output
     assert "--last" in result.output
     assert run(log, "--every", "1s", "--last", "10m").exit_code == 0
-
-
-@pytest.mark.parametrize("options", [["--json", "--records"], ["--pid", "1"]])
-def test_options_that_cannot_be_combined(log: Path, options: list[str]) -> None:
-    assert run(log, *options).exit_code == 2
 
 
 def test_a_request_of_one_token_that_found_nothing() -> None:

@@ -108,11 +108,16 @@ def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
     assert sum(row.count("*") for row in rows) >= 3 * 11
 
 
-def test_percentages_are_shown_as_typed(trace: Path) -> None:
+def test_one_configuration_is_shown_in_detail_with_percentages_as_typed(trace: Path) -> None:
     """19% of 10 distinct blocks are rounded down to one."""
     done = run(trace, "--capacity", "19%,5", "--device", "99 %")
     assert re.search(r"19% +50%", done.stdout)
     assert "Device cache: 576 MiB, 9 blocks, 99% of the distinct blocks" in done.stdout
+    for device in ("640MiB", "10", "100%"):
+        done = run(trace, "--device", device, "--capacity", "4", "--disk", 20)
+        for words in ("device", "host", "disk", "never stored", "amplifi-", "TTFT p95"):
+            assert words in done.stdout
+        assert "Device cache: 640 MiB, 10 blocks, 100% of the distinct blocks" in done.stdout
 
 
 @pytest.mark.parametrize("capacities", ["4", "2,4"])
@@ -134,14 +139,8 @@ def test_a_long_name_leaves_the_numbers_whole(trace: Path, capacities: str) -> N
     assert "bound (knows the rest)" in done.stdout
 
 
-def test_one_configuration_is_shown_in_detail(trace: Path) -> None:
-    done = run(trace, "--capacity", 4, "--device", 8, "--disk", 20)
-    assert done.exit_code == 0
-    for words in ("device", "host", "disk", "never stored", "amplifi-", "TTFT p95"):
-        assert words in done.stdout
-
-
 def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
+    """Without a curve of one point, and without more bars than anybody can read."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
     page = tmp_path / "page.html"
@@ -149,30 +148,16 @@ def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert done.stdout.endswith(f"Page: {page}\n")
     text = page.read_text()
-    assert text.count("<svg") == 4
     assert not re.search(r'(?:src|href)="http', text)
     for words in ("small.jsonl", "bound is a policy", "never stored"):
         assert words in text
     done = run(trace, "--capacity", 4, "--html", page, "--json")
     assert json.loads(done.stdout)
     assert done.stderr.endswith(f"Page: {page}\n")
-    run(trace, "--capacity", ",".join(map(str, range(1, 60))), "--html", page)
-    assert page.read_text().count("<svg") == 2
-
-
-def test_a_page_of_one_capacity_has_no_curve_of_one_point(trace: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    page = tmp_path / "page.html"
-    for capacities, curves in (("4", 0), ("4,5", 2)):
-        run(trace, "--policy", "lru,arc", "--capacity", capacities, "--html", page)
-        assert page.read_text().count("<svg") == curves + 2
+    for capacities, curves, bars in (("2,4,8", 2, 2), ("4", 0, 2), (",".join(map(str, range(1, 60))), 2, 0)):
+        run(trace, "--capacity", capacities, "--html", page)
+        assert page.read_text().count("<svg") == curves + bars
         assert ("Percent of all prompt tokens" in page.read_text()) is bool(curves)
-
-
-def test_the_device_is_shown_in_bytes_too(trace: Path) -> None:
-    for device in ("640MiB", "10", "100%"):
-        shown = run(trace, "--device", device, "--capacity", "4")
-        assert "Device cache: 640 MiB, 10 blocks, 100% of the distinct blocks" in shown.stdout
 
 
 def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
@@ -281,11 +266,11 @@ def test_output_that_cannot_be_written(trace: Path) -> None:
     assert done.stderr.startswith("kvoffload replay: cannot write the output: No space left on device")
 
 
-def test_invalid_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path) -> None:
+def test_an_empty_or_missing_trace(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    for arguments in ((empty,), (tmp_path / "missing",), (trace, "--jobs", "0")):
-        done = testing.CliRunner().invoke(cli.group(), ["replay", *map(str, arguments)])
+    for path in (empty, tmp_path / "missing"):
+        done = testing.CliRunner().invoke(cli.group(), ["replay", str(path)])
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr.count("\n") == 1
 

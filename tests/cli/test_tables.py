@@ -52,16 +52,9 @@ def run(width: int, terminal: bool, *arguments: object) -> str:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
-    lines = (
-        {
-            "timestamp": 1000 * i,
-            "input_length": 2048,
-            "output_length": 1,
-            "hash_ids": [i % 7, 100 + i % 3, 200 + i, 300],
-        }
-        for i in range(40)
-    )
-    path.write_text("\n".join(map(json.dumps, lines)))
+    chains = ([i % 7, 100 + i % 3, 200 + i, 300] for i in range(40))
+    lines = ({"timestamp": 1000 * i, "input_length": 2048, "hash_ids": ids} for i, ids in enumerate(chains))
+    path.write_text("\n".join(json.dumps(line | {"output_length": 1}) for line in lines))
     return path
 
 
@@ -83,25 +76,17 @@ def test_replay(trace: Path, arguments: list[str], terminal: bool) -> None:
 @ON
 def test_explain(tmp_path: Path, terminal: bool) -> None:
     log = tmp_path / "log"
-    reasons = [*MissReason, *[MissReason.FASTER_TO_COMPUTE] * 3, *[MissReason.NEVER_STORED] * 3, None]
-    records = (
-        RequestRecord(
-            1.7e9 + 40 * i,
-            f"r{i}",
-            130_000,
-            16_000,
-            6_400,
-            "ab" if reasons[i % len(reasons)] else None,
-            reasons[i % len(reasons)],
-            345_600.0,
-            13_000,
-            tier_tokens={"disk": 13_000},
-        )
-        for i in range(20_000)
-    )
+    reasons = [*MissReason, *[MissReason.FASTER_TO_COMPUTE] * 3, *[MissReason.NEVER_STORED] * 3, None] * 600
+    from_disk = {"disk_tokens": 13_000, "tier_tokens": {"disk": 13_000}}
+    records = [
+        RequestRecord(1.7e9 + 40 * i, f"r{i}", 130_000, 16_000, 6_400, reason and "ab", reason, 345_600.0, **from_disk)
+        for i, reason in enumerate(reasons)
+    ]
     log.write_text("\n".join(json.dumps(record.to_dict()) for record in records))
     narrow, wide = (run(width, terminal, "explain", log) for width in (WIDTH, WIDE))
     assert words(narrow) == words(wide)
+    for reason in MissReason:
+        assert f"\n{reason.replace('_', ' ')} " in re.sub(r"\x1b\[[0-9;]*m", "", narrow)
 
 
 def tables() -> dict[str, Table]:

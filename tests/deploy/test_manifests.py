@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,10 +17,11 @@ import pytest
 from kvoffload import ConfigError, OffloadConfig
 from kvoffload.cli import group
 from kvoffload.connector.worker import SUSPEND_DEADLINE_S
-from kvoffload.doctor.engine import variable_findings
+from kvoffload.doctor.engine import check_variables
 from kvoffload.tiers.disk.tier import CLOSE_DEADLINE_S
 from kvoffload.units import parse_bytes
 from tests.deploy.service_links import has_links, variables
+from tests.doctor.rig import findings_of
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -186,7 +188,7 @@ def shutdown_faults(objects: Objects) -> list[str]:
 
 def variable_faults(objects: Objects) -> list[str]:
     """Service links of the servers, and variables of the Services that would keep another vLLM from starting."""
-    faults = [finding.text for finding in variable_findings(variables(objects))]
+    faults = [found.text for found in findings_of(partial(check_variables, variables(objects))).values()]
     return [*faults, "the servers get service links"] if has_links(server(objects)["spec"]) else faults
 
 

@@ -27,13 +27,8 @@ QUICK = Effort(seconds=0.01)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
 }
 """A config.json whose KV is 128 KiB per token."""
 
@@ -73,7 +68,7 @@ def findings_of(check: Callable[[Report], object]) -> dict[str, Finding]:
     """Runs one check in this process. Returns its findings by id."""
     messages: list[Mapping[str, Any]] = []
     check(Report(messages.append))
-    found = [Finding.from_dict(each["finding"]) for each in messages if "finding" in each]
+    found = [Finding.from_json(each["finding"]) for each in messages if "finding" in each]
     return {finding.id: finding for finding in found}
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import tempfile
+from functools import partial
 
 import pytest
 
 from kvoffload.doctor.configuration import PlannedServer
 from kvoffload.doctor.directories import mount_of
-from kvoffload.doctor.engine import variable_findings, version_findings
+from kvoffload.doctor.engine import check_variables, check_version
 from kvoffload.doctor.findings import Level
+from tests.doctor.rig import findings_of
 
 DISK = PlannedServer(host_bytes=1 << 30)
 
@@ -29,7 +31,7 @@ DISK = PlannedServer(host_bytes=1 << 30)
     ],
 )
 def test_versions_of_vllm(version: str | None, plan: PlannedServer, id: str, level: Level) -> None:
-    (found,) = version_findings(version, plan)
+    (found,) = findings_of(partial(check_version, version, plan)).values()
     assert (found.id, found.level) == (id, level)
     # zsh looks for files of that name if a star is not quoted.
     assert "*" not in re.sub("'[^']*'", "", found.fix)
@@ -48,7 +50,7 @@ def test_versions_of_vllm(version: str | None, plan: PlannedServer, id: str, lev
     ],
 )
 def test_variables_that_vllm_cannot_read(environment: dict[str, str], fixes: list[str]) -> None:
-    found = list(variable_findings(environment))
+    found = findings_of(partial(check_variables, environment)).values()
     assert [(each.id, each.level) for each in found] == [("engine.port_variable", Level.PROBLEM)] * len(fixes)
     assert all(fix in each.fix for fix, each in zip(fixes, found, strict=True))
 

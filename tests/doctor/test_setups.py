@@ -69,38 +69,24 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
 def test_a_healthy_setup_has_no_problem(healthy: Diagnosis) -> None:
     assert healthy.exit_status == 0
     assert healthy.ids("problem") == set()
-    assert {
-        "config.valid",
-        "memory.fits",
-        "directory.private",
-        "directory.space",
-        "directory.direct_io",
-        "directory.speed",
-        "model.room",
-    } <= healthy.ids()
+    of_disk = {f"directory.{each}" for each in ("private", "space", "direct_io", "speed")}
+    assert {"config.valid", "memory.fits", "model.room"} | of_disk <= healthy.ids()
     assert healthy.one("model.room")["figures"]["host_memory_tokens"] == 512
     assert healthy.one("directory.speed")["figures"]["read_bytes_per_s"] > 0
+
+
+REFUSED, UNMOUNTED = ("config.refused", "problem"), "does not exist; .* another file system may not be mounted"
 
 
 @pytest.mark.parametrize(
     ("id", "level", "text", "fix"),
     [
-        (
-            "config.refused",
-            "problem",
-            "host_bytes=.*900 TiB.*: this machine has",
-            "set host_bytes to what it can spare",
-        ),
-        ("config.refused", "problem", r"tiers\[0\].dir='relative': not an absolute path", "write an absolute path"),
-        ("config.refused", "problem", r"tiers\[4\].kind='disc'", "did you mean disk?"),
+        (*REFUSED, "host_bytes=.*900 TiB.*: this machine has", "set host_bytes to what it can spare"),
+        (*REFUSED, r"tiers\[0\].dir='relative': not an absolute path", "write an absolute path"),
+        (*REFUSED, r"tiers\[4\].kind='disc'", "did you mean disk?"),
         ("directory.refused", "problem", r"tiers\[1\].*others can write to it \(mode 777\)", "run chmod 700 on it"),
         ("directory.space", "problem", r"tiers\[2\].bytes=.*4000 TiB.*can give only", "set it to .* or less"),
-        (
-            "directory.missing",
-            "warning",
-            "does not exist; .* another file system may not be mounted",
-            "install -d -m 700",
-        ),
+        ("directory.missing", "warning", UNMOUNTED, "install -d -m 700"),
     ],
 )
 def test_what_is_broken_is_named_with_its_fix(

@@ -52,18 +52,12 @@ def best_block_hits(chains: list[list[int]], capacity: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_choice_has_more_hits_of_single_blocks(seed: int) -> None:
+def test_no_choice_has_more_hits(seed: int) -> None:
+    """Of single blocks, and of blocks in chains."""
     rng = random.Random(seed)
-    chains = [[rng.randrange(6)] for _ in range(25)]
-    capacity = rng.randint(1, 4)
-    assert clairvoyant(trace_of(chains), capacity).block_hits == best_block_hits(chains, capacity)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_no_choice_has_more_hits_of_blocks_in_chains(seed: int) -> None:
-    rng = random.Random(seed)
-    chains = random_chains(rng, 12, 3, 3)
-    capacity = rng.randint(3, 5)
+    single, capacity = [[rng.randrange(6)] for _ in range(25)], rng.randint(1, 4)
+    assert clairvoyant(trace_of(single), capacity).block_hits == best_block_hits(single, capacity)
+    chains, capacity = random_chains(rng, 12, 3, 3), rng.randint(3, 5)
     assert clairvoyant(trace_of(chains), capacity).block_hits == best_block_hits(chains, capacity)
 
 

@@ -8,11 +8,9 @@ import random
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from kvoffload.abc import ConfigError
 from kvoffload.cache.tenants import TenantConfig
-from kvoffload.cli.replay import replay as replay_command
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import Contract, ReplayConfig, replay
 from kvoffload.lab.trace import Trace, TraceError
@@ -104,51 +102,6 @@ def test_hints_that_nobody_can_have_sent_are_problems(tmp_path: Path, wrong: dic
         pytest.fail("one bad line hides the good ones")
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(replay_command, list(arguments))
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_the_command_shows_what_the_contract_costs_the_others(tmp_path: Path) -> None:
-    path, shares = write(tmp_path / "t.jsonl"), tmp_path / "tenants.json"
-    shares.write_text(json.dumps({"search": {"guaranteed": {"host": "200MiB"}, "retain": {"host": "200MiB"}}}))
-    shown = run(str(path), "--capacity", "300", "--policy", "lru", "--tenants", str(shares))
-    assert "What the contract brings and costs" in shown
-    (found,) = json.loads(
-        run(str(path), "--capacity", "300", "--policy", "lru", "--tenants", shares.read_text(), "--json")
-    )
-    before = {each["name"]: each["found_pct"] for each in found["without_contract"]["by_tenant"]}
-    after = {each["name"]: each["found_pct"] for each in found["by_tenant"]}
-    assert after["search"] > before["search"]
-    assert "What the contract" not in run(str(path), "--capacity", "300", "--policy", "lru", "--no-hints")
-
-
-@pytest.mark.parametrize(
-    "tenants", ["{", "no-file", '{"search": {"retain": {"host": "1TiB"}, "quota": {"host": "1"}}}']
-)
-def test_wrong_tenants_are_named(tmp_path: Path, tenants: str) -> None:
-    path = write(tmp_path / "t.jsonl")
-    result = CliRunner().invoke(replay_command, [str(path), "--capacity", "300", "--tenants", tenants])
-    assert result.exit_code == 2
-    assert "tenants" in result.output
-
-
 def test_shares_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="guaranteed"):
         found(read_trace(write(tmp_path / "t.jsonl")), Contract((TenantConfig("search", {"host": 1000}),)))
-
-
-def test_the_least_room_for_shares_is_enough() -> None:
-    for guaranteed, retain in ((4, 4), (2, 4), (4, 0), (0, 3)):
-        tenants = (TenantConfig("a", {"host": guaranteed}, {}, {"host": retain}), TenantConfig("b", {"host": 4}))
-        contract = Contract(tuple(map(without_empty, tenants)))
-        least = contract.least_blocks("host")
-        assert contract.shares("host", least).names == ("a", "b", "other")
-        with pytest.raises(ConfigError):
-            contract.shares("host", least - 1)
-
-
-def without_empty(tenant: TenantConfig) -> TenantConfig:
-    guaranteed, quota, retain = ({tier: n for tier, n in of.items() if n} for of in tenant.shares.values())
-    return TenantConfig(tenant.name, guaranteed, quota, retain)

@@ -59,24 +59,15 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def test_the_default_is_llama() -> None:
-    assert ModelShape.from_config(LLAMA) == DEFAULT_MODEL
-
-
 def test_grouped_query_attention() -> None:
     shape = ModelShape.from_config(LLAMA)
+    assert shape == DEFAULT_MODEL
     assert shape.bytes_per_token == 32 * 2 * 8 * 128 * 2 == 131_072
     # 8.03 billion parameters, less embedding and head of 128,256 x 4,096 each.
     assert shape.linear_flops_per_token == pytest.approx(2 * (8.03e9 - 2 * 128_256 * 4096), rel=0.001)
     assert shape.attention_flops_per_pair == 4 * 32 * 32 * 128
     assert shape.notes == ()
-
-
-def test_without_groups_every_head_has_its_own_kv() -> None:
     assert ModelShape.from_config(without(LLAMA, "num_key_value_heads")).bytes_per_token == 4 * 131_072
-
-
-def test_an_explicit_head_size() -> None:
     assert ModelShape.from_config({**LLAMA, "head_dim": 64}).bytes_per_token == 131_072 / 2
     assert ModelShape.from_config(QWEN3_30B_A3B).bytes_per_token == 48 * 2 * 4 * 128 * 2
 
@@ -103,23 +94,16 @@ def test_the_language_model_in_a_multi_modal_config() -> None:
     assert ModelShape.from_config(inner).bytes_per_token == 131_072
 
 
-@pytest.mark.parametrize(
-    ("dtype", "factor"), [("float16", 1.0), ("float32", 2.0), ("torch.bfloat16", 1.0), ("float8_e4m3", None)]
-)
-def test_dtypes(dtype: str, factor: float | None) -> None:
-    config = {**without(LLAMA, "torch_dtype"), "dtype": dtype}
-    if factor is None:
-        with pytest.raises(ConfigError, match="dtype='float8_e4m3': unknown; give the dtype of the KV cache"):
-            ModelShape.from_config(config)
-    else:
+def test_dtypes() -> None:
+    for dtype, factor in (("float16", 1.0), ("float32", 2.0), ("torch.bfloat16", 1.0)):
+        config = {**without(LLAMA, "torch_dtype"), "dtype": dtype}
         assert ModelShape.from_config(config).bytes_per_token == factor * 131_072
-    assert ModelShape.from_config(config, dtype_bytes=1.0).bytes_per_token == 131_072 / 2
-
-
-def test_a_missing_dtype_is_assumed_and_noted() -> None:
-    shape = ModelShape.from_config(without(LLAMA, "torch_dtype"))
-    assert shape.bytes_per_token == 131_072
-    assert "2 bytes" in shape.notes[0]
+        assert ModelShape.from_config(config, dtype_bytes=1.0).bytes_per_token == 131_072 / 2
+    with pytest.raises(ConfigError, match="dtype='float8_e4m3': unknown; give the dtype of the KV cache"):
+        ModelShape.from_config({**LLAMA, "dtype": "float8_e4m3"})
+    assumed = ModelShape.from_config(without(LLAMA, "torch_dtype"))
+    assert assumed.bytes_per_token == 131_072
+    assert "2 bytes" in assumed.notes[0]
 
 
 GEMMA_SIZES: dict[str, Any] = {
@@ -157,19 +141,10 @@ def test_layers_that_differ(more: dict[str, Any], nbytes: int) -> None:
     shape = ModelShape.from_config({"intermediate_size": 256, **GEMMA_SIZES, **more})
     assert shape.bytes_per_token == nbytes
     assert "2 of 6 layers use the KV of earlier ones" in shape.notes[0]
-
-
-def test_the_mlps_of_layers_are_added() -> None:
-    one, other = (
-        ModelShape.from_config({**GEMMA_SIZES, "intermediate_size": each}).linear_flops_per_token
-        for each in (256, [256] * 4 + [384] * 2)
-    )
-    assert other - one == 2 * 2 * 3 * 128 * 128
-
-
-def test_a_list_of_another_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"intermediate_size=\[1, 2\]: must be .* or a list with one per layer"):
-        ModelShape.from_config({**GEMMA_SIZES, "intermediate_size": [1, 2]})
+    same = ModelShape.from_config({"intermediate_size": 256, **GEMMA_SIZES})
+    mlps = [256] * 4 + [384] * 2
+    added = ModelShape.from_config({**GEMMA_SIZES, "intermediate_size": mlps}).linear_flops_per_token
+    assert added - same.linear_flops_per_token == 2 * 2 * 3 * 128 * 128
 
 
 def test_sliding_windows_are_an_upper_bound_of_bytes_but_not_of_attention() -> None:
@@ -208,23 +183,19 @@ def test_alternative_field_names() -> None:
     assert shape.linear_flops_per_token == pytest.approx(2 * (124.4e6 - 51_281 * 768), rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
-def test_a_missing_field_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is missing.*; add it"):
-        ModelShape.from_config(without(LLAMA, name))
-
-
-@pytest.mark.parametrize("value", [0, -1, "32", 1.5, True, 10**12, 10**400])
-def test_an_invalid_number_is_named(value: object) -> None:
-    with pytest.raises(ConfigError, match=f"num_hidden_layers={repr(value)[:40]}.*: must be a whole number"):
-        ModelShape.from_config({**LLAMA, "num_hidden_layers": value})
-
-
-def test_inconsistent_sizes() -> None:
+def test_missing_invalid_and_inconsistent_sizes_are_named() -> None:
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        with pytest.raises(ConfigError, match=f"{name} is missing.*; add it"):
+            ModelShape.from_config(without(LLAMA, name))
+    for value in (0, -1, "32", 1.5, True, 10**12, 10**400):
+        with pytest.raises(ConfigError, match=f"num_hidden_layers={repr(value)[:40]}.*: must be a whole number"):
+            ModelShape.from_config({**LLAMA, "num_hidden_layers": value})
     with pytest.raises(ConfigError, match="layer_types has 3 entries for 32 layers"):
         ModelShape.from_config({**LLAMA, "layer_types": ["full_attention"] * 3})
     with pytest.raises(ConfigError, match=r"hidden_size=4100 is not a multiple.*add head_dim"):
         ModelShape.from_config({**LLAMA, "hidden_size": 4100})
+    with pytest.raises(ConfigError, match=r"intermediate_size=\[1, 2\]: must be .* or a list with one per layer"):
+        ModelShape.from_config({**GEMMA_SIZES, "intermediate_size": [1, 2]})
 
 
 def test_config_files(tmp_path: Path) -> None:
@@ -263,14 +234,11 @@ def ttft(prompt: int, device: int = 0, host: int = 0, disk: int = 0, speeds: Spe
 
 def test_found_tokens_are_loaded_and_the_rest_computed() -> None:
     assert ttft(100) == pytest.approx(1.0)
+    assert ttft(100, device=100) == pytest.approx(0.01), "at least one token is computed"
+    assert ttft(0) == 0.0
     assert ttft(100, device=40) == pytest.approx(0.6)
     assert ttft(100, host=40) == pytest.approx(0.04 + 0.6)
     assert ttft(100, device=10, host=40, disk=30) == pytest.approx(0.04 + 0.09 + 0.2)
-
-
-def test_at_least_one_token_is_computed() -> None:
-    assert ttft(100, device=100) == pytest.approx(0.01)
-    assert ttft(0) == 0.0
 
 
 def test_tokens_that_are_faster_to_compute_are_not_loaded_from_disk() -> None:

@@ -79,13 +79,6 @@ def test_a_subagent_a_hair_before_its_marker_has_absolute_times(tmp_path: Path) 
     assert trace.times[agent].tolist() == pytest.approx([12.5, 18.0])
 
 
-def test_a_parquet_file_is_refused_with_the_fix(tmp_path: Path) -> None:
-    path = tmp_path / "train-00000.parquet"
-    path.write_bytes(b"PAR1" + bytes(100))
-    with pytest.raises(TraceError, match=r"a Parquet file; give the JSON file .* traces\.jsonl"):
-        read_trace(path)
-
-
 # Mooncake.
 
 

@@ -136,16 +136,12 @@ def test_default_sizes_cover_small_to_nearly_complete_caches(answer: Sizing) -> 
     assert answer.warnings == ()
 
 
-def test_the_answer_in_sentences(answer: Sizing) -> None:
+def test_the_answer_in_sentences(chat: Trace, answer: Sizing) -> None:
     best = answer.best
     assert answer.chosen is best
-    text = answer.answer
-    assert text.startswith(f"{best} serve")
-    assert f"{best.served_pct:.1f}% of prompt tokens" in text
-    assert f"A cache that never evicts would serve {answer.ceiling.served_pct:.1f}%." in text
-
-
-def test_the_answer_without_a_disk(chat: Trace) -> None:
+    assert answer.answer.startswith(f"{best} serve")
+    assert f"{best.served_pct:.1f}% of prompt tokens" in answer.answer
+    assert f"A cache that never evicts would serve {answer.ceiling.served_pct:.1f}%." in answer.answer
     found = size(chat, MODEL, Choices(ram=[256 * GIB]))
     more = size(chat, MODEL, Choices(ram=[512 * GIB])).settings[0].served_pct - found.settings[0].served_pct
     assert found.answer.startswith(f"256 GiB RAM serves {found.settings[0].served_pct:.1f}% of prompt tokens. ")

@@ -224,8 +224,8 @@ def test_what_the_contract_costs_the_others_is_shown(path: Path, tmp_path: Path)
 @pytest.mark.parametrize("command", [size_command, replay_command])
 def test_wrong_shares_are_not_called_wrong_json(path: Path, command: Any) -> None:
     wrong = json.dumps({"search": {"retain": {"host": "1TiB"}, "quota": {"host": "1TiB"}}})
-    result = CliRunner().invoke(command, [str(path), "--tenants", wrong])
-    assert result.exit_code == 2
-    assert ": tenants.search.retain.host=1099511627776 (1 TiB): more than half of its quota" in result.output
-    broken = CliRunner().invoke(command, [str(path), "--tenants", wrong[:-1]])
-    assert "is not JSON" in broken.output
+    named = "tenants.search.retain.host=1099511627776 (1 TiB): more than half of its quota"
+    for text, words in ((wrong, named), (wrong[:-1], "is not JSON"), ("no-file", "cannot be read")):
+        result = CliRunner().invoke(command, [str(path), "--tenants", text])
+        assert result.exit_code == 2
+        assert words in result.output

@@ -25,20 +25,9 @@ from kvoffload.abc import (
     Slots,
 )
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.testing.conformance import ALPHABET, keys, letters
+from kvoffload.testing.conformance import ALPHABET, check_slots, keys, letters
 
 MISS, HIT, PENDING = LookupState.MISS, LookupState.HIT, LookupState.PENDING
-
-
-def check_slots(slots: Slots, num_blocks: int) -> list[int]:
-    """Returns the slots as a list, and checks that each is an integer in range and none occurs twice."""
-    assert isinstance(slots, np.ndarray)
-    assert slots.ndim == 1
-    assert slots.dtype == np.int64
-    listed: list[int] = slots.tolist()
-    assert len(set(listed)) == len(listed), f"a slot twice: {listed}"
-    assert all(0 <= slot < num_blocks for slot in listed), f"slot out of range: {listed}"
-    return listed
 
 
 class ManagerConformance:

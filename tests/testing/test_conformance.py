@@ -1,15 +1,14 @@
-"""The suites are tested too: each planted bug must be caught, and nothing that is right may be.
+"""The suites are tested too: each planted bug is caught by the test that is for it, and nothing that is right is.
 
-Every class below but the plain ones is a manager, a policy or a backend with one thing wrong with it. Many
-of the bugs were found in real offloading code.
+Every class below but the plain ones is a manager, a policy or a backend with one thing wrong with it, named after it.
+Many of the bugs were found in real offloading code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -25,14 +24,10 @@ from kvoffload.abc import (
     IntegrityError,
     LoadStoreSpec,
     LookupState,
-    Need,
-    Offer,
-    OffloadingEvent,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     Slots,
-    States,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.slots import HostBackend
@@ -40,39 +35,50 @@ from kvoffload.testing.conformance import PolicyConformance
 from tests.cache.reference_filter import ReferenceFilter
 from tests.cache.reference_policies import ReferenceARCManager
 from tests.suites.conformance import BackendConformance, ManagerConformance
-from tests.suites.reference import (
-    ReferenceLRUManager,
-    ReferenceManager,
-    unique,
-)
+from tests.suites.reference import ReferenceLRUManager, unique
 from tests.suites.stateful import manager_machine, walk
+from tests.testing.suites import failures
 
 Keys = Sequence[OffloadKey]
-Context = ReqContext | None
 Blocks = LoadStoreSpec | Sequence[OffloadKey]
+Bug = TypeVar("Bug", bound=type)
+
+CAUGHT_BY: dict[type, str] = {}
+"""The test that must catch each bug."""
+
+
+def caught_by(test: str) -> Callable[[Bug], Bug]:
+    def note(bug: Bug) -> Bug:
+        CAUGHT_BY[bug] = f"test_{test}"
+        return bug
+
+    return note
+
 
 # Managers
 
 
+@caught_by("pinned_block_is_not_evicted_until_its_last_reader_is_done")
 class EvictsPinned(ReferenceLRUManager):
     def evictable(self, protected: Keys) -> set[OffloadKey]:
         return {key for key, block in self.blocks.items() if block.is_ready and key not in protected}
 
 
+@caught_by("new_blocks_are_not_ready_and_cannot_be_evicted")
 class EvictsBeingWritten(ReferenceLRUManager):
     def evictable(self, protected: Keys) -> set[OffloadKey]:
         return {key for key, block in self.blocks.items() if block.ref_cnt <= 0 and key not in protected}
 
 
+@caught_by("store_never_evicts_one_of_its_own_keys")
 class EvictsItsOwnPrefix(ReferenceLRUManager):
     def evictable(self, protected: Keys) -> set[OffloadKey]:
         return super().evictable([])
 
 
+@caught_by("store_without_room_is_refused_and_nothing_changed")
 class EvictsThenGivesUp(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, *more: Any, **named: Any) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
             for victim in [key for key in self.order if key in self.evictable(keys)]:
@@ -82,84 +88,15 @@ class EvictsThenGivesUp(ReferenceLRUManager):
         return output
 
 
-class MovesBeforeItGivesUp(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = super().prepare_store(keys)
-        if output is None and self.order:
-            self.order.append(self.order.pop(0))
-        return output
-
-
-class EvictsOneMore(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = super().prepare_store(keys)
-        if output is not None and output.evicted_keys and self.evictable(keys):
-            victim = self.order_evict(self.evictable(keys))
-            self.free_slots.append(self.blocks.pop(victim).slot)
-            self.announce([victim], removed=True)
-            output.evicted_keys.append(victim)
-        return output
-
-
-class EvictsWithoutSaying(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = super().prepare_store(keys)
-        return output and PrepareStoreOutput(output.keys_to_store, output.store_spec, [])
-
-
-class EvictsNewest(ReferenceLRUManager):
-    def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
-        self.order.reverse()
-        victim = super().order_evict(evictable)
-        self.order.reverse()
-        return victim
-
-
-class RefusesAnEmptyStore(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = super().prepare_store(keys)
-        return output if output and output.keys_to_store else None
-
-
-class ReadyTooEarly(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = super().prepare_store(keys)
-        if output is not None:
-            self.complete_store(output.keys_to_store)
-        return output
-
-
-class NeverReady(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        if not success:
-            super().complete_store(keys, success=False)
-
-
+@caught_by("lookup_stops_at_a_block_being_written")
 class ReportsWritingAsHit(ReferenceLRUManager):
     def state(self, key: OffloadKey) -> LookupState:
         return LookupState.HIT if key in self.blocks else LookupState.MISS
 
 
-class ReportsWritingAsMiss(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
-        states = super().lookup_each(keys)
-        states[states == LookupState.PENDING] = LookupState.MISS
-        return states
-
-
+@caught_by("a_failed_store_vanishes_and_its_slots_are_free")
 class FailureLeaksTheSlot(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Any = None, success: bool = True) -> None:
         keys = self.named(blocks)
         free_before = list(self.free_slots)
         super().complete_store(keys, success=success)
@@ -170,36 +107,16 @@ class FailureLeaksTheSlot(ReferenceLRUManager):
         pass
 
 
-class FailureFreesTwice(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        free_before = list(self.free_slots)
-        super().complete_store(keys, success=success)
-        if not success:
-            self.free_slots += [slot for slot in self.free_slots if slot not in free_before]
-
-    def check_integrity(self) -> None:
-        pass
-
-
-class FailureDropsReadyBlocks(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        super().complete_store(keys, success=success)
-        for key in unique(keys):
-            if not success and key in self.blocks and self.blocks[key].ref_cnt == 0:
-                self.free_slots.append(self.blocks.pop(key).slot)
-                self.order_remove(key)
-
-
+@caught_by("a_failed_key_can_be_stored_again")
 class FailureIsSuccess(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Any = None, success: bool = True) -> None:
         keys = self.named(blocks)
         super().complete_store(keys)
 
 
+@caught_by("completing_unknown_or_ready_keys_is_ignored")
 class CompletionUnpins(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Any = None, success: bool = True) -> None:
         keys = self.named(blocks)
         super().complete_store(keys, success=success)
         for key in keys:
@@ -207,42 +124,9 @@ class CompletionUnpins(ReferenceLRUManager):
                 self.blocks[key].ref_cnt = 0
 
 
-class UnknownCompletionRaises(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        for key in keys:
-            if self.held(key) is None:
-                raise KeyError(key)
-        super().complete_store(keys, success=success)
-
-
-class BecomingReadyMoves(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        written = [key for key in unique(keys) if self.state(key) is LookupState.PENDING]
-        super().complete_store(keys, success=success)
-        for key in written:
-            self.order_touch(key)
-
-
-class DuplicateLeaksASlot(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = super().prepare_store(keys)
-        new = set() if output is None else set(output.keys_to_store)
-        for _ in range(sum(key in new for key in keys) - len(new)):
-            del self.free_slots[:1]
-        return output
-
-    def check_integrity(self) -> None:
-        pass
-
-
+@caught_by("load_reads_where_the_store_wrote")
 class SlotsInAnotherOrder(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, *more: Any, **named: Any) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
             return None
@@ -250,17 +134,9 @@ class SlotsInAnotherOrder(ReferenceLRUManager):
         return PrepareStoreOutput(output.keys_to_store, spec, output.evicted_keys)
 
 
-class KeysInAnotherOrder(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        return super().prepare_store(sorted(keys))
-
-
+@caught_by("store_drops_what_is_present_or_in_flight_and_keeps_order")
 class StoresAgainWhatIsInFlight(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, *more: Any, **named: Any) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys)
         if output is None:
             return None
@@ -268,6 +144,7 @@ class StoresAgainWhatIsInFlight(ReferenceLRUManager):
         return PrepareStoreOutput(again, self.spec([self.blocks[key].slot for key in again]), output.evicted_keys)
 
 
+@caught_by("a_spec_does_not_change_after_it_was_given")
 class SpecChangesLater(ReferenceLRUManager):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -279,137 +156,34 @@ class SpecChangesLater(ReferenceLRUManager):
         return LoadStoreSpec("reference", view)
 
 
+@caught_by("lookup_is_the_leading_run_of_ready_blocks")
 class LookupSkipsGaps(ReferenceLRUManager):
-    def lookup(self, keys: Keys, req_context: Context = None) -> int | None:
+    def lookup(self, keys: Keys, req_context: ReqContext | None = None) -> int | None:
         return sum(self.state(key) is LookupState.HIT for key in keys)
 
 
-class LookupTouches(ReferenceLRUManager):
-    def lookup(self, keys: Keys, req_context: Context = None) -> int | None:
-        self.touch(keys)
-        return super().lookup(keys)
-
-
-class LookupEachStopsAtAMiss(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
-        states = super().lookup_each(keys)
-        states[super().lookup(keys) :] = LookupState.MISS
-        return states
-
-
-class LookupOfTheLastFindsTheFirst(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
-        states = super().lookup_each(keys)
-        if need is Need.LAST:
-            states[int((states == LookupState.HIT).argmax()) + 1 :] = LookupState.MISS
-        return states
-
-
-class LookupOfTheLastStopsAtAMiss(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
-        states = super().lookup_each(keys)
-        if need is Need.LAST:
-            states[super().lookup(keys) :] = LookupState.MISS
-        return states
-
-
-class LookupOfTheLastFindsBlocksBeingWritten(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
-        states = super().lookup_each(keys)
-        if need is Need.LAST:
-            states[states == LookupState.PENDING] = LookupState.HIT
-        return states
-
-
-class LookupOfTheLastTouches(ReferenceLRUManager):
-    def lookup_each(self, keys: Keys, req_context: Context = None, need: Need = Need.ALL) -> States:
-        states = super().lookup_each(keys)
-        if need is Need.LAST:
-            self.touch([key for key, state in zip(keys, states, strict=True) if state == LookupState.HIT][-1:])
-        return states
-
-
+@caught_by("load_of_a_block_that_is_not_ready_is_an_error_and_pins_nothing")
 class PinsBeforeItChecks(ReferenceLRUManager):
-    def prepare_load(self, keys: Keys, req_context: Context = None) -> LoadStoreSpec:
+    def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         specs = [super(PinsBeforeItChecks, self).prepare_load([key]) for key in unique(keys)]
         return self.spec([int(spec.slots[0]) for spec in specs])
 
 
-class DuplicatePinsTwice(ReferenceLRUManager):
-    def prepare_load(self, keys: Keys, req_context: Context = None) -> LoadStoreSpec:
-        spec = super().prepare_load(keys)
-        for key in set(keys):
-            self.blocks[key].ref_cnt += list(keys).count(key) - 1
-        return spec
-
-
-class PinsOnce(ReferenceLRUManager):
-    def prepare_load(self, keys: Keys, req_context: Context = None) -> LoadStoreSpec:
-        spec = super().prepare_load(keys)
-        for key in keys:
-            self.blocks[key].ref_cnt = 1
-        return spec
-
-
-class UnpinForgives(ReferenceLRUManager):
-    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
-        keys = self.named(blocks)
-        super().complete_load([key for key in keys if (block := self.held(key)) and block.ref_cnt > 0])
-
-
+@caught_by("unpinning_a_block_without_a_pin_is_an_error_and_unpins_nothing")
 class UnpinsBeforeItChecks(ReferenceLRUManager):
-    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
+    def complete_load(self, blocks: Blocks, req_context: ReqContext | None = None) -> None:
         keys = self.named(blocks)
         for key in unique(keys):
             super().complete_load([key])
 
 
-class UnpinMoves(ReferenceLRUManager):
-    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
-        super().complete_load(blocks)
-        for key in reversed(unique(self.named(blocks))):
-            self.order_touch(key)
-
-
-class PinMoves(ReferenceLRUManager):
-    def prepare_load(self, keys: Keys, req_context: Context = None) -> LoadStoreSpec:
-        spec = super().prepare_load(keys)
-        self.touch(keys)
-        return spec
-
-
-class StoresTheHeadFirst(ReferenceLRUManager):
-    def order_insert_all(self, keys: list[OffloadKey]) -> None:
-        super().order_insert_all(keys[::-1])
-
-
+@caught_by("touch_is_applied_last_key_first")
 class TouchesFirstKeyFirst(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
+    def touch(self, keys: Keys, req_context: ReqContext | None = None, chain: Keys | None = None) -> None:
         super().touch(unique(keys)[::-1])
 
 
-class TouchesDuplicatesAgain(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
-        super().touch(unique(keys[::-1])[::-1])
-
-
-class TouchDoesNothing(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
-        pass
-
-
-class TouchRaisesForAMiss(ReferenceLRUManager):
-    def order_touch(self, key: OffloadKey) -> None:
-        self.order.remove(key)
-        self.order.append(key)
-
-
-class TouchSkipsBlocksBeingWritten(ReferenceLRUManager):
-    def order_touch(self, key: OffloadKey) -> None:
-        if self.state(key) is LookupState.HIT:
-            super().order_touch(key)
-
-
+@caught_by("a_block_passed_over_while_written_keeps_its_place")
 class PassedOverLoseTheirPlace(ReferenceLRUManager):
     def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
         while self.order[0] not in evictable:
@@ -417,59 +191,14 @@ class PassedOverLoseTheirPlace(ReferenceLRUManager):
         return self.order.pop(0)
 
 
-class SaysItTwice(ReferenceLRUManager):
-    def take_events(self) -> list[OffloadingEvent]:
-        return list(self.events)
-
-
-class SaysReadyTooEarly(ReferenceLRUManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        output = super().prepare_store(keys)
-        if output is not None:
-            self.announce(output.keys_to_store, removed=False)
-        return output
-
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        waiting = list(self.events)
-        super().complete_store(keys, success=success)
-        self.events = waiting
-
-
-class SaysRemovedOnFailure(ReferenceLRUManager):
-    def order_remove(self, key: OffloadKey) -> None:
-        super().order_remove(key)
-        self.announce([key], removed=True)
-
-
+@caught_by("there_are_events_when_blocks_become_ready_and_when_they_are_evicted")
 class EvictsInSilence(ReferenceLRUManager):
     def announce(self, keys: list[OffloadKey], removed: bool) -> None:
         if not removed:
             super().announce(keys, removed)
 
 
-class WrongMedium(ReferenceLRUManager):
-    def announce(self, keys: list[OffloadKey], removed: bool) -> None:
-        if keys:
-            self.events.append(OffloadingEvent(keys, "elsewhere", removed))
-
-
-class ResetInSilence(ReferenceLRUManager):
-    def reset(self, keep_shared: bool = False) -> bool:
-        waiting = list(self.events)
-        super().reset()
-        self.events = waiting
-        return False
-
-
-class ResetAnnouncesWhatNeverWas(ReferenceLRUManager):
-    def reset(self, keep_shared: bool = False) -> bool:
-        self.announce([key for key, block in self.blocks.items() if not block.is_ready], removed=True)
-        return super().reset()
-
-
+@caught_by("after_a_reset_a_slot_being_written_returns_when_its_transfer_ends")
 class ResetFreesSlotsInTransfer(ReferenceLRUManager):
     def reset(self, keep_shared: bool = False) -> bool:
         super().reset()
@@ -478,38 +207,11 @@ class ResetFreesSlotsInTransfer(ReferenceLRUManager):
         return False
 
 
-class ResetLeaksSlotsInTransfer(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        super().complete_store([key for key in keys if key not in self.leaving], success=success)
-
-
-class ResetSparesPinnedBlocks(ReferenceLRUManager):
-    def reset(self, keep_shared: bool = False) -> bool:
-        pinned = {key: block for key, block in self.blocks.items() if block.ref_cnt > 0}
-        super().reset()
-        for key in pinned:
-            self.blocks[key] = self.leaving.pop(key)
-            self.order_insert(key)
-        return False
-
-
-class LateCompletionRevives(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
-        keys = self.named(blocks)
-        for key in unique(keys):
-            if success and key in self.leaving and self.leaving[key].ref_cnt < 0:
-                self.blocks[key] = self.leaving.pop(key)
-                self.order_insert(key)
-        super().complete_store(keys, success=success)
-
-
+@caught_by("after_a_reset_a_key_in_transfer_counts_as_in_flight")
 class ForgetsOldTransfersOfAKey(ReferenceLRUManager):
     """Stores a key again while its old transfer runs: the old completion is taken for the new one's."""
 
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, *more: Any, **named: Any) -> PrepareStoreOutput | None:
         old = {key: self.leaving.pop(key) for key in keys if key in self.leaving}
         output = super().prepare_store(keys)
         if output is None:
@@ -520,107 +222,14 @@ class ForgetsOldTransfersOfAKey(ReferenceLRUManager):
         pass
 
 
+@caught_by("after_a_reset_a_completion_of_the_other_kind_ends_no_transfer")
 class OldCompletionEndsALoad(ReferenceLRUManager):
-    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Any = None, success: bool = True) -> None:
         keys = self.named(blocks)
         for key in unique(keys):
             if key in self.leaving and self.leaving[key].ref_cnt > 0:
                 self.leaving[key] = BlockStatus(self.leaving[key].slot, -1)
         super().complete_store(keys, success=success)
-
-
-class FirstOldReaderFreesTheSlot(ReferenceLRUManager):
-    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
-        keys = self.named(blocks)
-        for key in keys:
-            if key in self.leaving and self.leaving[key].ref_cnt > 1:
-                self.leaving[key].ref_cnt = 1
-        super().complete_load(keys)
-
-
-class ShutdownOnce(ReferenceLRUManager):
-    down = False
-
-    def shutdown(self) -> None:
-        if self.down:
-            raise RuntimeError("already down")
-        self.down = True
-
-
-class ShutdownKeepsBlocks(ReferenceLRUManager):
-    def shutdown(self) -> None:
-        pass
-
-
-class GivesOutTheSameSlotTwice(ReferenceLRUManager):
-    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
-        keys = self.named(blocks)
-        super().complete_load(keys)
-        for key in unique(keys):
-            if self.state(key) is LookupState.HIT and self.blocks[key].ref_cnt == 0:
-                self.free_slots.append(self.blocks[key].slot)
-                break
-
-    def check_integrity(self) -> None:
-        pass
-
-
-class NeedsAList(ReferenceLRUManager):
-    def lookup(self, keys: Keys, req_context: Context = None) -> int | None:
-        return super().lookup(keys + [])  # type: ignore[operator]
-
-
-class ChangesTheCallersKeys(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
-        if isinstance(keys, list):
-            keys.reverse()
-        super().touch(keys[::-1])
-
-
-class IgnoresTheGroup(ReferenceLRUManager):
-    def state(self, key: OffloadKey) -> LookupState:
-        return super().state(next((held for held in self.blocks if held[:-4] == key[:-4]), key))
-
-
-class DoesNotCountUse(ReferenceLRUManager):
-    @property
-    def num_used_blocks(self) -> int:
-        return sum(block.is_ready for block in self.blocks.values())
-
-
-class CountsOnlyResets(ReferenceLRUManager):
-    @property
-    def num_removed(self) -> int:
-        return 0 if self.blocks else self.removed
-
-
-MANAGER_BUGS = [bug for bug in ReferenceLRUManager.__subclasses__() if bug.__module__ == __name__]
-
-
-class ARCPromotesBlocksBeingWritten(ReferenceARCManager):
-    def order_touch(self, key: OffloadKey) -> None:
-        if key in self.t1:
-            self.t1.remove(key)
-            self.t2.append(key)
-        else:
-            super().order_touch(key)
-
-
-class ARCTouchOfABlockBeingWrittenRaises(ReferenceARCManager):
-    def order_touch(self, key: OffloadKey) -> None:
-        super().order_touch(key)
-        if self.state(key) is LookupState.PENDING:
-            raise KeyError(key)
-
-
-class ARCGivesUpBelowTarget(ReferenceARCManager):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        below = len(self.t1) < int(self.target_t1_size)
-        if below and not set(self.t2) & self.evictable(keys) and not self.free_slots:
-            return None if any(self.held(key) is None for key in keys) else super().prepare_store(keys)
-        return super().prepare_store(keys)
 
 
 class ARCIgnoresItsTarget(ReferenceARCManager):
@@ -639,86 +248,14 @@ class ARCGhostsWithoutBound(ReferenceARCManager):
         return victim
 
 
-class ARCCountsOnlyEvictable(ReferenceARCManager):
-    def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
-        busy = [key for key in self.t1 if key not in evictable]
-        self.t1 = [key for key in self.t1 if key in evictable]
-        victim = super().order_evict(evictable)
-        self.t1 += busy
-        return victim
-
-
-class ARCKeepsGhostsOfStoredKeys(ReferenceARCManager):
-    def order_insert(self, key: OffloadKey) -> None:
-        self.t1.append(key)
-
-
-class ARCFailureLeavesAGhost(ReferenceARCManager):
-    def order_remove(self, key: OffloadKey) -> None:
-        super().order_remove(key)
-        self.b1.append(key)
-
-
-class ARCResetKeepsTheTarget(ReferenceARCManager):
-    def order_clear(self) -> None:
-        target = self.target_t1_size
-        super().order_clear()
-        self.target_t1_size = target
-
-
-class ARCReorderPromotes(ReferenceARCManager):
-    def order_move(self, key: OffloadKey, new: bool) -> None:
-        (self.t1 if key in self.t1 else self.t2).remove(key)
-        self.t2.append(key)
-
-
-ARC_BUGS = [bug for bug in ReferenceARCManager.__subclasses__() if bug.__module__ == __name__]
-
-
 class CountsEveryLookup(ReferenceFilter):
-    def count(self, keys: Keys, req_context: Context) -> None:
+    def count(self, keys: Keys, req_context: ReqContext | None) -> None:
         super().count(keys, None)
 
 
-class CountsUpToTheFirstMiss(ReferenceFilter):
-    def lookup(self, keys: Keys, req_context: Context = None) -> int | None:
-        n = self.backing.lookup(keys) or 0
-        self.count(keys[: n + 1], req_context)
-        return n
-
-
-class CountsStores(ReferenceFilter):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
-        self.count(keys, req_context)
-        return super().prepare_store(keys)
-
-
-class CountsDuplicates(ReferenceFilter):
-    def count(self, keys: Keys, req_context: Context) -> None:
-        for key in keys if req_context is None else unique(keys):
-            super().count([key], req_context)
-
-
 class LetsInOneTooEarly(ReferenceFilter):
-    def prepare_store(
-        self, keys: Keys, req_context: Context = None, offer: Offer = Offer.COMPUTED
-    ) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, *more: Any, **named: Any) -> PrepareStoreOutput | None:
         return self.backing.prepare_store([key for key in keys if self.counts.get(key, 0) > 1])
-
-
-class ForgetsNothing(ReferenceFilter):
-    def count(self, keys: Keys, req_context: Context) -> None:
-        limit, self.max_tracker_size = self.max_tracker_size, 10**9
-        super().count(keys, req_context)
-        self.max_tracker_size = limit
-
-    def check_integrity(self) -> None:
-        pass
-
-
-FILTER_BUGS = [bug for bug in ReferenceFilter.__subclasses__() if bug.__module__ == __name__]
 
 
 # Policies
@@ -762,23 +299,19 @@ class PlainPolicy(CachePolicy):
             raise IntegrityError("other slots than expected")
 
 
+@caught_by("a_block_that_is_busy_later_is_passed_over_and_keeps_its_place")
 class EvictsBusy(PlainPolicy):
     def evict(self, eviction: Eviction) -> Slots:
         return super().evict(replace(eviction, busy=np.zeros_like(eviction.busy)))
 
 
+@caught_by("blocks_used_once_leave_in_order_of_insertion")
 class EvictsTooFew(PlainPolicy):
     def evict(self, eviction: Eviction) -> Slots:
         return super().evict(replace(eviction, n=max(1, eviction.n - 1)))
 
 
-class EvictsOneTwice(PlainPolicy):
-    def evict(self, eviction: Eviction) -> Slots:
-        victims = super().evict(eviction)
-        victims[1:2] = victims[0:1]
-        return victims
-
-
+@caught_by("an_evicted_block_is_forgotten_and_its_slot_can_be_used_again")
 class EvictsAndRemembers(PlainPolicy):
     def evict(self, eviction: Eviction) -> Slots:
         before = list(self.order)
@@ -787,36 +320,7 @@ class EvictsAndRemembers(PlainPolicy):
         return victims
 
 
-class ReturnsAList(PlainPolicy):
-    def evict(self, eviction: Eviction) -> Slots:
-        return super().evict(eviction).tolist()  # type: ignore[no-any-return]
-
-
-class LosesWhatItPassesOver(PlainPolicy):
-    def evict(self, eviction: Eviction) -> Slots:
-        victims = super().evict(eviction)
-        while eviction.n and self.order and eviction.busy[self.order[0]]:
-            del self.order[0]
-        return victims
-
-
-class MarkingMoves(PlainPolicy):
-    def mark_evictable(self, slots: Slots) -> None:
-        self.move(slots)
-
-
-class PassesOverForGood(PlainPolicy):
-    """Skips a block for ever when it has been passed over."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.passed = np.zeros(capacity, dtype=np.bool_)
-
-    def evict(self, eviction: Eviction) -> Slots:
-        self.passed |= eviction.busy
-        return super().evict(replace(eviction, busy=self.passed))
-
-
+@caught_by("a_block_can_be_passed_over_twice")
 class PassesOverForGoodTheSecondTime(PlainPolicy):
     """Skips a block for ever when it has been passed over twice."""
 
@@ -829,6 +333,7 @@ class PassesOverForGoodTheSecondTime(PlainPolicy):
         return super().evict(replace(eviction, busy=eviction.busy | (self.times_passed > 1)))
 
 
+@caught_by("a_use_of_a_block_being_written_does_not_make_it_evictable")
 class UseMakesEvictable(PlainPolicy):
     """Loses track of a busy block that is used."""
 
@@ -837,63 +342,37 @@ class UseMakesEvictable(PlainPolicy):
             self.order.remove(slot)
 
 
-class ReorderDoesNothing(PlainPolicy):
-    def reorder(self, slots: Slots, new: Any) -> None:
-        pass
-
-
+@caught_by("reorder_moves_new_blocks_and_the_others_if_uses_move_blocks")
 class ReorderKeepsWhatIsNotNew(PlainPolicy):
     def reorder(self, slots: Slots, new: Any) -> None:
         self.move(slots[new])
 
 
+@caught_by("a_chain_stored_in_parts_loses_its_tail_before_its_head")
 class ReorderReversesTheChain(PlainPolicy):
     def reorder(self, slots: Slots, new: Any) -> None:
         self.move(slots[::-1])
 
 
-class AdmitsSlots(PlainPolicy):
-    def admit(self, keys: Keys, shortage: int) -> Any:
-        return np.arange(len(keys) - shortage)
-
-
+@caught_by("admit_changes_nothing")
 class AdmitMoves(PlainPolicy):
     def admit(self, keys: Keys, shortage: int) -> Any:
         self.order = self.order[1:] + self.order[:1]
 
 
+@caught_by("a_removed_block_is_forgotten")
 class RemoveDoesNothing(PlainPolicy):
     def remove(self, slots: Slots) -> None:
         pass
 
 
-class ClearDoesNothing(PlainPolicy):
-    def clear(self) -> None:
-        pass
-
-
-class InsertsAtTheOldEnd(PlainPolicy):
-    def insert(self, slots: Slots, keys: Keys) -> None:
-        self.order = slots.tolist() + self.order
-
-
+@caught_by("integrity_check_distinguishes_known_slots_from_others")
 class ChecksNothing(PlainPolicy):
     def check_integrity(self, slots: Slots) -> None:
         pass
 
 
-class AbsentKeysRaise(PlainPolicy):
-    def access(self, access: Access) -> None:
-        if access.absent:
-            raise KeyError(access.absent[0])
-        super().access(access)
-
-
-class RefusedKeysRaise(PlainPolicy):
-    def refuse(self, keys: Keys) -> None:
-        raise KeyError(keys[0])
-
-
+@caught_by("clear_forgets_everything")
 class ClearKeepsGhosts(PlainPolicy):
     """A key that was refused once puts the block that is stored for it at the old end."""
 
@@ -914,9 +393,6 @@ class ClearKeepsGhosts(PlainPolicy):
             if key in self.refused:
                 self.order.remove(slot)
                 self.order.insert(0, slot)
-
-
-POLICY_BUGS = [bug for bug in PlainPolicy.__subclasses__() if bug.__module__ == __name__]
 
 
 # Backends
@@ -946,11 +422,13 @@ class PlainBackend(Backend):
             raise IntegrityError("a slot is free twice")
 
 
+@caught_by("freed_slots_can_be_had_again_and_others_cannot")
 class LosesFreedSlots(PlainBackend):
     def free(self, slots: Slots) -> None:
         super().free(slots[1:])
 
 
+@caught_by("a_callers_array_may_be_reused_after_free")
 class KeepsFreedArrays(PlainBackend):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -969,22 +447,7 @@ class KeepsFreedArrays(PlainBackend):
         return super().allocate_blocks(keys)
 
 
-class HandsOutAgain(PlainBackend):
-    def allocate_blocks(self, keys: Keys) -> Slots:
-        slots = super().allocate_blocks(keys)
-        if len(slots) > 1:
-            slots[0] = slots[1]
-        return slots
-
-
-class CountsFromOne(PlainBackend):
-    def allocate_blocks(self, keys: Keys) -> Slots:
-        return super().allocate_blocks(keys) + 1
-
-    def free(self, slots: Slots) -> None:
-        super().free(slots - 1)
-
-
+@caught_by("handed_out_slots_do_not_change_afterwards")
 class HandsOutViews(PlainBackend):
     def allocate_blocks(self, keys: Keys) -> Slots:
         slots = super().allocate_blocks(keys)
@@ -993,57 +456,13 @@ class HandsOutViews(PlainBackend):
         return self.scratch[: len(slots)]
 
 
-class ForgivesDoubleFree(PlainBackend):
-    def free(self, slots: Slots) -> None:
-        super().free(np.array([slot for slot in set(slots.tolist()) if slot not in self.free_slots]))
-
-
+@caught_by("a_spec_says_where_keys_lie_in_order")
 class SpecLosesTheOrder(PlainBackend):
     def get_load_store_spec(self, keys: Keys, slots: Slots) -> LoadStoreSpec:
         return LoadStoreSpec(self.medium, np.sort(slots))
 
 
-class SpecNamesAnotherMedium(PlainBackend):
-    def get_load_store_spec(self, keys: Keys, slots: Slots) -> LoadStoreSpec:
-        return LoadStoreSpec("other", slots)
-
-
-class SmallIntegers(PlainBackend):
-    def allocate_blocks(self, keys: Keys) -> Slots:
-        return super().allocate_blocks(keys).astype(np.int32)
-
-
-BACKEND_BUGS = [bug for bug in PlainBackend.__subclasses__() if bug.__module__ == __name__]
-
-
 # The proof
-
-
-def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every test of a suite with each of its parameters, as pytest would call it."""
-    for name in dir(suite):
-        if not name.startswith("test_"):
-            continue
-        method = getattr(suite, name)
-        marks = getattr(method, "pytestmark", [])
-        if not marks:
-            yield name, method
-        for mark in marks:
-            argument, values = mark.args
-            for value in values:
-                yield f"{name}[{value}]", partial(method, **{argument: value})
-
-
-def failures(suite: type, make: str, factory: Callable[[int], object]) -> list[str]:
-    """Which tests of ``suite`` fail for what ``factory`` makes."""
-    subclass = type("Suite", (suite,), {make: staticmethod(factory)})
-    failed = []
-    for name, case in cases(subclass()):
-        try:
-            case()
-        except (Exception, pytest.fail.Exception):
-            failed.append(name)
-    return failed
 
 
 def walk_finds(
@@ -1084,70 +503,46 @@ def compare_arc_lists(manager: ReferenceARCManager, reference: ReferenceARCManag
     assert manager.target_t1_size == reference.target_t1_size
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    assert failures(ManagerConformance, "make_manager", ReferenceLRUManager) == []
-    assert failures(ManagerConformance, "make_manager", ReferenceARCManager) == []
-    assert failures(PolicyConformance, "make_policy", PlainPolicy) == []
-    assert failures(BackendConformance, "make_backend", PlainBackend) == []
-    assert not walk_finds(through_a_manager(PlainPolicy), ReferenceLRUManager)
-    assert not walk_finds(ReferenceARCManager, ReferenceARCManager, compare_arc_lists)
-
-
-@pytest.mark.parametrize("bug", MANAGER_BUGS)
-def test_the_suite_catches_a_wrong_manager(bug: type[ReferenceManager]) -> None:
-    assert failures(ManagerConformance, "make_manager", bug)
-
-
-NOT_FOR_THE_MACHINE = {
-    WrongMedium,
-    SpecChangesLater,
-    NeedsAList,
-    ChangesTheCallersKeys,
-    IgnoresTheGroup,
-    ShutdownKeepsBlocks,
-}
-"""It compares keys and slots at once, drives one group with lists, and ends with the shutdown."""
-
-
-@pytest.mark.parametrize("bug", [bug for bug in MANAGER_BUGS if bug not in NOT_FOR_THE_MACHINE])
-def test_the_machine_catches_a_wrong_manager(bug: type[ReferenceManager]) -> None:
-    assert walk_finds(bug, ReferenceLRUManager)
-
-
-@pytest.mark.parametrize("bug", [EvictsPinned, ReadyTooEarly, ResetFreesSlotsInTransfer])
-def test_hypothesis_catches_a_wrong_manager(bug: type[ReferenceManager]) -> None:
-    assert hypothesis_finds(bug, ReferenceLRUManager)
-
-
-@pytest.mark.parametrize("bug", ARC_BUGS)
-def test_the_machine_catches_a_wrong_arc(bug: type[ReferenceManager]) -> None:
-    assert walk_finds(bug, ReferenceARCManager, compare_arc_lists)
-
-
-@pytest.mark.parametrize("bug", FILTER_BUGS)
-def test_the_machine_catches_a_wrong_filter(bug: type[ReferenceFilter]) -> None:
-    def make(filter_class: type[ReferenceFilter]) -> Callable[[int], ReferenceFilter]:
-        return lambda n: filter_class(ReferenceLRUManager(n), store_threshold=3, max_tracker_size=10)
-
-    assert walk_finds(make(bug), make(ReferenceFilter))
-
-
-@pytest.mark.parametrize("bug", POLICY_BUGS)
-def test_the_suite_catches_a_wrong_policy(bug: type[PlainPolicy]) -> None:
-    assert failures(PolicyConformance, "make_policy", bug)
-
-
-@pytest.mark.parametrize("bug", BACKEND_BUGS)
-def test_the_suite_catches_a_wrong_backend(bug: type[PlainBackend]) -> None:
-    assert failures(BackendConformance, "make_backend", bug)
-
-
 def through_a_manager(policy: type[PlainPolicy]) -> Callable[[int], PolicyOffloadingManager]:
     return lambda n: PolicyOffloadingManager(HostBackend(16, n), policy(n), enable_events=True)
 
 
-@pytest.mark.parametrize(
-    "bug", [EvictsBusy, EvictsTooFew, EvictsOneTwice, LosesWhatItPassesOver, MarkingMoves, PassesOverForGood]
-)
-def test_the_machine_catches_a_wrong_policy_through_its_manager(bug: type[PlainPolicy]) -> None:
-    assert walk_finds(through_a_manager(bug), ReferenceLRUManager)
+def filtered(kind: type[ReferenceFilter]) -> Callable[[int], ReferenceFilter]:
+    return lambda n: kind(ReferenceLRUManager(n), store_threshold=3)
+
+
+SUITES: list[tuple[type, type, str]] = [
+    (ReferenceLRUManager, ManagerConformance, "make_manager"),
+    (PlainPolicy, PolicyConformance, "make_policy"),
+    (PlainBackend, BackendConformance, "make_backend"),
+]
+"""What is right, its suite, and the method of the suite that makes it."""
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    for right, suite, make in [*SUITES, (ReferenceARCManager, ManagerConformance, "make_manager")]:
+        assert failures(suite, make, staticmethod(right)) == []
+    assert not walk_finds(through_a_manager(PlainPolicy), ReferenceLRUManager)
+    assert not walk_finds(ReferenceARCManager, ReferenceARCManager, compare_arc_lists)
+    assert not walk_finds(filtered(ReferenceFilter), filtered(ReferenceFilter))
+
+
+@pytest.mark.parametrize("bug", CAUGHT_BY)
+def test_a_planted_bug_is_caught_by_the_test_that_is_for_it(bug: type) -> None:
+    suite, make = next((suite, make) for right, suite, make in SUITES if issubclass(bug, right))
+    assert failures(suite, make, staticmethod(bug), CAUGHT_BY[bug])
+
+
+def test_the_machine_catches_a_wrong_manager_policy_or_filter() -> None:
+    for manager in (EvictsPinned, FailureLeaksTheSlot, UnpinsBeforeItChecks, OldCompletionEndsALoad):
+        assert walk_finds(manager, ReferenceLRUManager), manager
+    for arc in (ARCIgnoresItsTarget, ARCGhostsWithoutBound):
+        assert walk_finds(arc, ReferenceARCManager, compare_arc_lists), arc
+    for kind in (CountsEveryLookup, LetsInOneTooEarly):
+        assert walk_finds(filtered(kind), filtered(ReferenceFilter)), kind
+    for policy in (EvictsBusy, PassesOverForGoodTheSecondTime):
+        assert walk_finds(through_a_manager(policy), ReferenceLRUManager), policy
+
+
+def test_hypothesis_catches_a_wrong_manager() -> None:
+    assert hypothesis_finds(ResetFreesSlotsInTransfer, ReferenceLRUManager)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult, TierStats
+from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
 from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import SharedTierConformance, TierConformance, watched
 from kvoffload.tiers.disk.directory import DirectoryStorage
@@ -29,6 +28,7 @@ from tests.sim.memory_tier import MemoryTier, checksum_of
 from tests.sim.plain_shared import PlainSharedTier
 from tests.sim.storage import SimulatedStorage
 from tests.sim.stores import ClientState, SimulatedClient, SimulatedStore, StoreFaults, StoreValue
+from tests.testing.suites import failures
 
 Keys = Sequence[OffloadKey]
 
@@ -194,12 +194,7 @@ class TestDiskTierInADirectory(TierConformance):
         return spoil_slabs(DirectoryStorage(self.folder))
 
 
-# Tiers with one bug each.
-
-
-class SwapsSlots(MemoryTier):
-    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        return super().read(keys, slots[::-1].copy())
+# Tiers with one bug each, and the test that must catch it.
 
 
 class ForgetsARank(MemoryTier):
@@ -226,34 +221,6 @@ class ReadsTheSlotsLater(MemoryTier):
         super().read_block(key, int(slots[i]), block)
 
 
-class ReportsTwice(MemoryTier):
-    def poll(self) -> list[TierResult]:
-        results = super().poll()
-        return results + results[:1]
-
-
-class LosesAResult(MemoryTier):
-    def poll(self) -> list[TierResult]:
-        return [result for result in super().poll() if result.key[0] != ord("c")]
-
-
-class ReportsRefusedKeys(MemoryTier):
-    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        taken = super().read(keys, slots)
-        self._refused = [key for key in keys if key not in taken]
-        return taken
-
-    def poll(self) -> list[TierResult]:
-        refused, self._refused = getattr(self, "_refused", []), []
-        return super().poll() + [TierResult(key, True, TierError.GONE) for key in refused]
-
-
-class HidesRefusals(MemoryTier):
-    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        super().write(keys, slots)
-        return list(keys)
-
-
 class ReadyTooEarly(MemoryTier):
     def contains(self, keys: Keys, ahead: Keys = ()) -> States:
         return np.array([LookupState.HIT if key in self.blocks else LookupState.MISS for key in keys], np.uint8)
@@ -267,38 +234,9 @@ class OneBlockTooMany(MemoryTier):
         pass
 
 
-class NeverEvicts(MemoryTier):
-    def make_room(self) -> bool:
-        return len(self.blocks) < self.max_blocks
-
-
-class EvictsTheNewest(MemoryTier):
-    def make_room(self) -> bool:
-        if len(self.blocks) == self.max_blocks:
-            self.blocks.move_to_end(next(reversed(self.blocks)), last=False)
-        return super().make_room()
-
-
 class TouchesForwards(MemoryTier):
     def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
         super().touch(list(reversed(keys)))
-
-
-class TouchDoesNothing(MemoryTier):
-    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
-        pass
-
-
-class TouchOfUnknownRaises(MemoryTier):
-    def touch(self, keys: Keys, stored: Collection[OffloadKey] | None = None) -> None:
-        for key in reversed(keys):
-            self.blocks.move_to_end(key)
-
-
-class ContainsTouches(MemoryTier):
-    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
-        self.touch(keys)
-        return super().contains(keys)
 
 
 class WritesAgain(MemoryTier):
@@ -307,58 +245,12 @@ class WritesAgain(MemoryTier):
         return super().write(keys, slots)
 
 
-class DeleteWaitsForTheWrite(MemoryTier):
-    """A delete leaves blocks that are being written."""
-
-    def delete(self, keys: Keys) -> None:
-        super().delete([key for key in keys if key not in self.blocks or self.blocks[key].ready])
-
-
-class DeleteWaitsForTheMedium(MemoryTier):
-    def delete(self, keys: Keys) -> None:
-        assert isinstance(self.executor, SteppedExecutor)
-        while not self.executor.idle:
-            # What it waits for may be held, and its own code may hide what goes wrong.
-            with suppress(Exception):
-                self.executor.wait(0.01)
-                time.sleep(0.01)
-        super().delete(keys)
-
-
-class ResetKeepsWhatIsUnderWay(MemoryTier):
-    def reset(self) -> None:
-        self.delete([key for key, block in self.blocks.items() if block.ready])
-
-
-class DeleteDoesNothing(MemoryTier):
-    def delete(self, keys: Keys) -> None:
-        pass
-
-
-class DeleteOfUnknownRaises(MemoryTier):
-    def delete(self, keys: Keys) -> None:
-        for key in keys:
-            del self.blocks[key]
-
-
 class LateWriteResurrects(MemoryTier):
     def poll(self) -> list[TierResult]:
         for result, block in self.ended:
             if not result.is_read and result.key not in self.blocks and not self.is_closed:
                 self.blocks[result.key] = block
         return super().poll()
-
-
-class DeleteLeaksRoom(MemoryTier):
-    leaked = 0
-
-    def delete(self, keys: Keys) -> None:
-        held = len(self.blocks)
-        super().delete(keys)
-        self.leaked += held - len(self.blocks)
-
-    def make_room(self) -> bool:
-        return len(self.blocks) + self.leaked < self.max_blocks or self.evict()
 
 
 class ReadsIntoAFreedSlot(MemoryTier):
@@ -384,12 +276,15 @@ class DoesNotVerify(MemoryTier):
         super().read_block(key, slot, block)
 
 
-class KeepsBadBlocks(MemoryTier):
-    def poll(self) -> list[TierResult]:
-        bad = {result.key: block for result, block in self.ended if result.error is TierError.CORRUPT}
-        results = super().poll()
-        self.blocks.update(bad)
-        return results
+class GoesOnWhenClosed(MemoryTier):
+    def close(self) -> None:
+        self.is_closed = True
+        self.blocks.clear()
+
+
+class TakesOnEverything(MemoryTier):
+    def __init__(self, pools: Sequence[ByteArray], num_blocks: int, executor: Executor) -> None:
+        super().__init__(pools, num_blocks, SteppedExecutor())
 
 
 class TruncatesKeys(MemoryTier):
@@ -413,55 +308,15 @@ class TruncatesKeys(MemoryTier):
         return [TierResult(self._whole[r.key], r.is_read, r.error) for r in super().poll()]
 
 
-class RaisesWhenClosed(MemoryTier):
-    def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        if self.is_closed:
-            raise RuntimeError("closed")
-        return super().read(keys, slots)
-
-
-class CloseTwiceRaises(MemoryTier):
-    def close(self) -> None:
-        if self.is_closed:
-            raise RuntimeError("closed")
-        super().close()
-
-
-class StillThereWhenClosed(MemoryTier):
-    def close(self) -> None:
-        self.executor.close(1.0)
-        self.is_closed = True
-
-
-class GoesOnWhenClosed(MemoryTier):
-    def close(self) -> None:
-        self.is_closed = True
-        self.blocks.clear()
-
-
-class TakesOnEverything(MemoryTier):
-    def __init__(self, pools: Sequence[ByteArray], num_blocks: int, executor: Executor) -> None:
-        super().__init__(pools, num_blocks, SteppedExecutor())
-
-
-class UsedBytesLag(MemoryTier):
-    def stats(self) -> TierStats:
-        return super().stats()._replace(capacity_bytes=(self.max_blocks - 1) * self.block_bytes)
-
-
-# Shared tiers with one bug each.
-
-
-class ResetDeletes(PlainSharedTier):
-    def reset(self) -> None:
-        self.delete(list(self.written))
-        super().reset()
-
-
-class ResetDeletesEverything(PlainSharedTier):
-    def reset(self) -> None:
-        super().reset()
-        values_of(self).clear()
+class DeleteWaitsForTheMedium(MemoryTier):
+    def delete(self, keys: Keys) -> None:
+        assert isinstance(self.executor, SteppedExecutor)
+        while not self.executor.idle:
+            # What it waits for may be held, and its own code may hide what goes wrong.
+            with suppress(Exception):
+                self.executor.wait(0.01)
+                time.sleep(0.01)
+        super().delete(keys)
 
 
 class ResetOnlyForgets(PlainSharedTier):
@@ -472,40 +327,10 @@ class ResetOnlyForgets(PlainSharedTier):
         self.answers.clear()
 
 
-class WritesAfterAReset(PlainSharedTier):
-    was_reset = False
-
-    def reset(self) -> None:
-        super().reset()
-        self.was_reset = True
-
-    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        if not self.was_reset:
-            return super().write(keys, slots)
-        self.is_off = False
-        taken = super().write(keys, slots)
-        self.is_off = True
-        return taken
-
-
-class ResetLosesResults(PlainSharedTier):
-    def reset(self) -> None:
-        super().reset()
-        self.executor.close(0.0)
-        self.ended.clear()
-
-
 class DeletesWhatOthersHaveWritten(PlainSharedTier):
     def delete(self, keys: Keys) -> None:
         self.written.update(keys)
         super().delete(keys)
-
-
-class DeleteIsForgotten(PlainSharedTier):
-    """A block that was deleted is found again at once."""
-
-    def delete(self, keys: Keys) -> None:
-        pass
 
 
 class RemembersMissesForGood(PlainSharedTier):
@@ -518,24 +343,6 @@ class RemembersMissesForGood(PlainSharedTier):
 class NeverAnswers(PlainSharedTier):
     def ask_for(self, keys: Keys) -> None:
         self.asking.difference_update(keys)
-
-
-class AnswersMissUntilItKnows(PlainSharedTier):
-    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
-        states = super().contains(keys)
-        states[states == LookupState.RETRY] = LookupState.MISS
-        return states
-
-
-class GuessesHits(PlainSharedTier):
-    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
-        states = super().contains(keys)
-        states[states == LookupState.RETRY] = LookupState.HIT
-        return states
-
-
-class IsNotMarkedAsShared(PlainSharedTier):
-    is_shared = False
 
 
 class SeesOnlyItsOwn(PlainSharedTier):
@@ -565,18 +372,6 @@ class HeldIsAFailure(PlainSharedTier):
         ]
 
 
-class LostIsOk(PlainSharedTier):
-    def poll(self) -> list[TierResult]:
-        return [TierResult(r.key, r.is_read) if r.is_read and r.error else r for r in super().poll()]
-
-
-class LostIsAFailureOfTheMedium(PlainSharedTier):
-    """Evictions by the medium would open the circuit breaker."""
-
-    def poll(self) -> list[TierResult]:
-        return [TierResult(r.key, True, TierError.IO) if r.is_read and r.error else r for r in super().poll()]
-
-
 class StillClaimsWhatIsLost(PlainSharedTier):
     def poll(self) -> list[TierResult]:
         before = dict(self.answers)
@@ -592,30 +387,6 @@ class SharesWithoutVerifying(PlainSharedTier):
         return True
 
 
-class ReadsTheValueOfAnotherKey(PlainSharedTier):
-    """Takes values of whatever key, if their checksum is right."""
-
-    def name_of(self, key: OffloadKey) -> str:
-        return super().name_of(key)[:3]
-
-
-class StoresAView(PlainSharedTier):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.views: dict[OffloadKey, int] = {}
-
-    def write_block(self, key: OffloadKey, slot: int) -> None:
-        super().write_block(key, slot)
-        self.views[key] = slot
-
-    def read_block(self, key: OffloadKey, slot: int) -> None:
-        value = values_of(self).get(self.name_of(key))
-        if value is not None and key in self.views:
-            payloads = [pool[self.views[key]] for pool in self.pools]
-            value.data = np.concatenate([self.checksum(key, payloads), *payloads])
-        super().read_block(key, slot)
-
-
 class CloseDeletes(PlainSharedTier):
     def close(self) -> None:
         for key in self.written:
@@ -623,86 +394,43 @@ class CloseDeletes(PlainSharedTier):
         super().close()
 
 
-class AsksAheadOnly(PlainSharedTier):
-    def contains(self, keys: Keys, ahead: Keys = ()) -> States:
-        assert ahead
-        return super().contains(keys, ahead)
+CAUGHT_BY: dict[type[Tier], str] = {
+    ForgetsARank: "reading_gives_what_was_written",
+    KeepsAView: "later_changes_of_the_host_slots_do_not_reach_written_blocks",
+    ReadsTheSlotsLater: "the_caller_may_reuse_its_lists_after_the_call",
+    ReadyTooEarly: "a_block_can_be_read_once_its_write_was_reported_and_not_before",
+    OneBlockTooMany: "used_bytes_stay_within_the_capacity",
+    TouchesForwards: "a_touched_block_is_kept_and_a_chain_loses_its_tail_first",
+    WritesAgain: "present_blocks_are_not_written_again",
+    LateWriteResurrects: "a_write_under_way_does_not_bring_a_removed_key_back",
+    ReadsIntoAFreedSlot: "any_calls_in_any_order",
+    DoesNotVerify: "spoiled_blocks_are_misses",
+    GoesOnWhenClosed: "close_ends_all_transfers",
+    TakesOnEverything: "transfers_taken_on_stay_within_the_bound",
+    TruncatesKeys: "keys_of_any_length_are_distinguished",
+    ResetOnlyForgets: "a_reset_forgets_without_deleting",
+    DeletesWhatOthersHaveWritten: "deleting_leaves_what_others_have_written",
+    RemembersMissesForGood: "a_miss_is_not_remembered_for_good",
+    NeverAnswers: "a_tier_that_is_asked_ahead_answers_in_the_end_and_blocks_nobody",
+    SeesOnlyItsOwn: "servers_find_each_others_blocks",
+    OverwritesOthers: "a_block_that_another_server_holds_is_not_written_again",
+    HeldIsAFailure: "a_write_that_finds_the_block_held_has_succeeded",
+    StillClaimsWhatIsLost: "blocks_that_the_medium_has_lost_are_gone",
+    SharesWithoutVerifying: "bad_bytes_are_not_given_to_any_server",
+    CloseDeletes: "blocks_outlive_the_process",
+}
 
 
-class ReportsLookups(PlainSharedTier):
-    """Reports a lookup like a transfer."""
-
-    def ask_for(self, keys: Keys) -> None:
-        super().ask_for(keys)
-        self.ended.append(TierResult(keys[0], True, TierError.GONE))
-
-
-class FailedLookupsGoBackwards(PlainSharedTier):
-    num_failed_lookups = -1
-
-
-class ForgetsThatItsEvictionsWereTaken(MemoryTier):
-    """Says again and again which blocks were evicted."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.order: list[OffloadKey] = []
-
-    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        self.order += keys
-        return super().write(keys, slots)
-
-    def take_evicted(self) -> list[OffloadKey]:
-        return [key for key in self.order if key not in self.blocks]
-
-
-BUGS = [
-    bug
-    for bug in list(globals().values())
-    if isinstance(bug, type)
-    and issubclass(bug, MemoryTier | PlainSharedTier)
-    and bug not in (MemoryTier, AskingTier, PlainSharedTier)
-]
-
-
-def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yields the tests of a suite, parametrized ones once per value."""
-    for name, method in inspect.getmembers(suite, inspect.ismethod):
-        if not name.startswith("test_"):
-            continue
-        marks = [mark for mark in getattr(method, "pytestmark", []) if mark.name == "parametrize"]
-        if not marks:
-            yield name, method
-        for mark in marks:
-            argument, values = mark.args
-            for value in values:
-                yield f"{name}[{value}]", partial(method, **{argument: value})
-
-
-def failures(bug: type[Tier]) -> list[str]:
-    """Returns the first test that fails for ``bug``, or nothing."""
-    if issubclass(bug, PlainSharedTier):
-        suite = type("Suite", (PlainSharedTierConformance,), {"shared_class": bug})()
-    else:
-        suite = type("Suite", (MemoryTierConformance,), {"tier_class": bug})()
-    for name, case in cases(suite):
-        try:
-            case()
-        except pytest.skip.Exception:
-            continue
-        except (Exception, pytest.fail.Exception):
-            return [name]
-    return []
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_the_suite_catches_a_wrong_tier(
-    bug: type[MemoryTier | PlainSharedTier], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("bug", CAUGHT_BY)
+def test_a_planted_bug_is_caught_by_the_test_that_is_for_it(bug: type[Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.testing.tier_conformance.DEADLINE_S", 0.2)
-    found = failures(bug)
-    assert found
-    print(bug.__name__, *found)
+    assert failures(*suite_of(bug), f"test_{CAUGHT_BY[bug]}")
+
+
+def suite_of(tier: type[Tier]) -> tuple[type, str, type[Tier]]:
+    if issubclass(tier, PlainSharedTier):
+        return PlainSharedTierConformance, "shared_class", tier
+    return MemoryTierConformance, "tier_class", tier
 
 
 def test_a_call_that_hangs_is_named_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -717,8 +445,3 @@ def test_a_call_that_hangs_is_named_with_its_rule(monkeypatch: pytest.MonkeyPatc
         with watched(20.0, "the inner one"):
             pass
         assert 20 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
-
-
-def test_the_suite_accepts_a_right_tier() -> None:
-    assert failures(MemoryTier) == []
-    assert failures(PlainSharedTier) == []

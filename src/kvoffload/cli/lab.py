@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +106,28 @@ def trace_options(metavar: str) -> Decorator:
 
 @dataclass(frozen=True, slots=True)
 class GivenSpeeds:
-    """Options for estimates of TTFT."""
+    """Options for estimates of TTFT. Raises ConfigError if one is not positive."""
 
     prefill_speed: float | None
+    """In tokens per second."""
     host_speed: float
+    """In GB/s, as ``disk_speed``."""
     disk_speed: float
 
-    def checked(self) -> Speeds:
-        """Returns the speeds in bytes per second. Raises ConfigError if one is not positive."""
-        speeds = replace(
-            DEFAULT_SPEEDS,
-            host_bytes_per_s=positive("--host-speed", self.host_speed, "GB/s") * 1e9,
-            disk_bytes_per_s=positive("--disk-speed", self.disk_speed, "GB/s") * 1e9,
-        )
-        if self.prefill_speed is None:
-            return speeds
-        given = positive("--prefill-speed", self.prefill_speed, "tokens per second")
-        return replace(speeds, prefill_tokens_per_s=given, prefill_origin=Origin.GIVEN)
+    def __post_init__(self) -> None:
+        check_positive("--prefill-speed", self.prefill_speed, "tokens per second")
+        check_positive("--host-speed", self.host_speed, "GB/s")
+        check_positive("--disk-speed", self.disk_speed, "GB/s")
+
+    def for_trace(self, trace: Trace) -> Speeds:
+        """Returns the speeds in bytes per second. If no prefill speed was given, it is what the server measured that
+        recorded ``trace``, if it did."""
+        host, disk = self.host_speed * 1e9, self.disk_speed * 1e9
+        if self.prefill_speed is not None:
+            return Speeds(self.prefill_speed, host, disk, Origin.GIVEN)
+        if trace.prefill_tokens_per_s is not None:
+            return Speeds(trace.prefill_tokens_per_s, host, disk, Origin.MEASURED)
+        return Speeds(host_bytes_per_s=host, disk_bytes_per_s=disk)
 
 
 def _speed(name: str, default: float | None, metavar: str, text: str) -> Decorator:
@@ -182,37 +187,27 @@ def show_contract(result: ReplayResult, without: ReplayResult) -> None:
     """Shows what each tenant finds with tenants' shares and hints, and without."""
     console = console_of()
     table = table_of("tenant", "requests", "asked", "found, %", "without shares\nand hints, %", "difference,\npoints")
+
+    def add(name: str, requests: int, asked: int, found: float, before: float, style: str | None = None) -> None:
+        percentages = f"{found:.2f}", f"{before:.2f}", f"{found - before:+.2f}"
+        table.add_row(name, f"{requests:,}", f"{asked:,}", *percentages, style=style)
+
     for tenant, before in zip(result.tenants, without.tenants, strict=True):
-        table.add_row(
-            printable(tenant.name),
-            f"{tenant.requests:,}",
-            f"{tenant.tokens_asked:,}",
-            f"{tenant.found_pct:.2f}",
-            f"{before.found_pct:.2f}",
-            f"{tenant.found_pct - before.found_pct:+.2f}",
-        )
-    found, before_all = result.prefix_hit_tokens_pct, without.prefix_hit_tokens_pct
-    table.add_row(
-        "all",
-        f"{result.requests:,}",
-        f"{result.prompt_tokens:,}",
-        f"{found:.2f}",
-        f"{before_all:.2f}",
-        f"{found - before_all:+.2f}",
-        style="bold",
-    )
+        add(printable(tenant.name), tenant.requests, tenant.tokens_asked, tenant.found_pct, before.found_pct)
+    percentages = result.prefix_hit_tokens_pct, without.prefix_hit_tokens_pct
+    add("all", result.requests, result.prompt_tokens, *percentages, style="bold")
     console.print("\nWhat the contract brings and costs", style="bold")
     console.print(table)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The form of the output, and the page to write."""
+    """The form of the output, and the page to write if one is wanted."""
 
     as_json: bool
     html: Path | None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Checks, before any work, that the page can be written. Raises ConfigError, or ModuleNotFoundError if the
         extra is not installed."""
         if self.html is None:
@@ -224,12 +219,11 @@ class Output:
         for name in EXTRA:
             importlib.import_module(name)
 
-    def write(self, render: Callable[[], str]) -> None:
-        """Writes the page, if one is wanted, and prints where it is. Raises ConfigError."""
-        if self.html is None:
-            return
+    def write(self, page: str) -> None:
+        """Writes the page, and prints where it is. Raises ConfigError."""
+        assert self.html is not None
         try:
-            self.html.write_text(render(), encoding="utf-8")
+            self.html.write_text(page, encoding="utf-8")
         except OSError as error:
             wrong = f"--html={str(self.html)!r}: {error.strerror}"
             raise ConfigError(fault=wrong, fix="give a file that can be written") from error
@@ -245,29 +239,16 @@ def output_options(json_help: str, html_help: str) -> Decorator:
     )
 
 
-def measured(speeds: Speeds, trace: Trace) -> Speeds:
-    """Returns ``speeds`` with the prefill speed that the server measured which recorded ``trace``, if it did and none
-    was given."""
-    speed = trace.prefill_tokens_per_s
-    if speed is None or speeds.prefill_origin is Origin.GIVEN:
-        return speeds
-    return replace(speeds, prefill_tokens_per_s=speed, prefill_origin=Origin.MEASURED)
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Number of processes.  [default: one per core]"
+)
 
 
-def positive(option: str, value: float, unit: str) -> float:
-    """Returns ``value``. Raises ConfigError unless it is a positive number."""
-    if not 0 < value < math.inf:
-        raise ConfigError(
-            option, int(value) if value.is_integer() else value, "must be more than 0", f"give {unit}, or leave it out"
-        )
-    return value
-
-
-def number_of_jobs(jobs: int | None) -> int | None:
-    """Returns ``jobs``. Raises ConfigError if it is less than 1."""
-    if jobs is not None and jobs < 1:
-        raise ConfigError("jobs", jobs, "must be 1 or more", "leave it out for one process per core")
-    return jobs
+def check_positive(option: str, value: float | None, unit: str) -> None:
+    """Raises ConfigError unless ``value`` is a positive number, or not given."""
+    if value is not None and not 0 < value < math.inf:
+        given = int(value) if value.is_integer() else value
+        raise ConfigError(option, given, "must be more than 0", f"give {unit}, or leave it out")
 
 
 def listed(option: str, text: str) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -21,9 +21,8 @@ from kvoffload.cli.lab import (
     described,
     errors,
     gathered,
+    jobs_option,
     listed,
-    measured,
-    number_of_jobs,
     output_options,
     progress,
     requests_in,
@@ -51,7 +50,6 @@ from kvoffload.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
 MAX_CONFIGS = 1000
 
@@ -69,6 +67,7 @@ class Grid:
 
 
 @click.command(short_help="Compare policies and capacities on a trace.")
+@errors("replay")
 @gathered(
     "grid",
     Grid,
@@ -103,7 +102,7 @@ class Grid:
     is_flag=True,
     help="Add an upper bound: a policy that knows the rest of the trace. Not with --device or --disk.",
 )
-@click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
+@jobs_option
 @output_options("Print a JSON list with one entry per configuration.", "Write a page with plots.")
 def replay(
     source: TraceSource,
@@ -120,49 +119,37 @@ def replay(
     TRACE is a file, or a directory of sessions. Every policy is combined with every capacity. No bytes are copied, and
     a disk is always fast enough. Exit status 2: the trace cannot be read, or an option is invalid.
     """
-    with errors("replay"):
-        output.check()
-        processes = number_of_jobs(jobs)
-        if bound and (grid.device is not None or grid.disk is not None):
-            raise ConfigError(fault="--bound is for host memory alone", fix="leave out --device and --disk, or --bound")
-        names = _policies(grid.policies, bound)
-        shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
-        checked = speeds.checked()
-        requests = requests_in("replay", source)
-        measured_speeds = measured(checked, requests)
-        sizes = _Sizes(requests, shape, grid)
-        contract = promised.checked(requests, shape)
-        configs = sizes.configs(names, grid.store_threshold, contract)
-        # One configuration is compared with the same one without tenants and hints.
-        has_contract = len(configs) == 1 and contract.counts_in(requests)
-        plain = [replace(config, contract=NO_CONTRACT) for config in configs] if has_contract else []
-        with progress("replaying") as on_progress:
-            results = replay_many(
-                requests,
-                configs + plain,
-                model=shape,
-                speeds=measured_speeds,
-                processes=processes,
-                on_progress=on_progress,
-            )
-        results, without = results[: len(configs)], results[len(configs) :]
-        if output.as_json:
-            known = {"sessions": requests.num_sessions, "tenants": requests.num_tenants}
-            about: dict[str, object] = {name: number for name, number in known.items() if number}
-            if without:
-                about |= {"without_contract": without[0].to_dict()}
-            print_json([result.to_dict() | about for result in results])
-        else:
-            _show(results, sizes)
-            if without:
-                show_contract(results[0], without[0])
+    if bound and (grid.device is not None or grid.disk is not None):
+        raise ConfigError(fault="--bound is for host memory alone", fix="leave out --device and --disk, or --bound")
+    names = _policies(grid.policies, bound)
+    shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
+    requests = requests_in("replay", source)
+    given = speeds.for_trace(requests)
+    sizes = _Sizes(requests, shape, grid)
+    contract = promised.checked(requests, shape)
+    configs = sizes.configs(names, grid.store_threshold, contract)
+    # One configuration is compared with the same one without tenants and hints.
+    has_contract = len(configs) == 1 and contract.counts_in(requests)
+    plain = [replace(config, contract=NO_CONTRACT) for config in configs] if has_contract else []
+    with progress("replaying") as on_progress:
+        results = replay_many(
+            requests, configs + plain, model=shape, speeds=given, processes=jobs, on_progress=on_progress
+        )
+    results, without = results[: len(configs)], results[len(configs) :]
+    if output.as_json:
+        known = {"sessions": requests.num_sessions, "tenants": requests.num_tenants}
+        about: dict[str, object] = {name: number for name, number in known.items() if number}
+        if without:
+            about |= {"without_contract": without[0].to_dict()}
+        print_json([result.to_dict() | about for result in results])
+    else:
+        _show(results, sizes)
+        if without:
+            show_contract(results[0], without[0])
+    if output.html is not None:
+        from kvoffload.lab.page import replay_page
 
-        def page() -> str:
-            from kvoffload.lab.page import replay_page
-
-            return replay_page(requests, sizes.about, shape, measured_speeds, results)
-
-        output.write(page)
+        output.write(replay_page(requests, sizes.about, shape, given, results))
 
 
 # Options.
@@ -242,15 +229,15 @@ def _show(results: Sequence[ReplayResult], sizes: _Sizes) -> None:
     capacities = sorted({result.capacity_blocks for result in results})
     if len(capacities) == 1:
         console.print()
-        console.print(_policy_table(results))
+        console.print(_comparison(results, [(each.title, capacities[0], each) for each in OF_ONE_CAPACITY]))
     else:
         columns = max(1, (console.width - _name_width(results) - 2) // COLUMN_WIDTH)
         for measure in MEASURES:
-            console.print(f"\n{measure[0]}", style="bold")
+            console.print(f"\n{measure.title}", style="bold")
             for start in range(0, len(capacities), columns):
                 shown = capacities[start : start + columns]
                 heads = [f"{sizes.percentage(blocks)}\n{blocks:,}\n{sizes.memory(blocks)}" for blocks in shown]
-                console.print(_grid(results, dict(zip(shown, heads, strict=True)), measure))
+                console.print(_comparison(results, [(*each, measure) for each in zip(heads, shown, strict=True)]))
     if len(results) == 1:
         console.print()
         console.print(tier_table(results[0].tiers))
@@ -263,12 +250,28 @@ def _show(results: Sequence[ReplayResult], sizes: _Sizes) -> None:
 COLUMN_WIDTH = 13
 LONGEST_NAME = 32
 """A longer name is wrapped, so that the numbers have room."""
-Measure = tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]]
-"""A compared measure: its title, its value, the number of digits, and the better of two values."""
-MEASURES: tuple[Measure, ...] = (
-    ("Prefix-hit tokens, % of all prompt tokens", lambda result: result.prefix_hit_tokens_pct, 2, max),
-    ("Saved prefill FLOPs, %", lambda result: result.saved_flops_pct, 2, max),
-    ("Blocks written to host memory, per block access", lambda result: result.writes_per_access, 3, min),
+
+
+class Measure(NamedTuple):
+    """A compared measure. ``best``: the better of several values."""
+
+    title: str
+    value: Callable[[ReplayResult], float]
+    digits: int
+    best: Callable[..., float]
+
+
+MEASURES = (
+    Measure("Prefix-hit tokens, % of all prompt tokens", lambda result: result.prefix_hit_tokens_pct, 2, max),
+    Measure("Saved prefill FLOPs, %", lambda result: result.saved_flops_pct, 2, max),
+    Measure("Blocks written to host memory, per block access", lambda result: result.writes_per_access, 3, min),
+)
+OF_ONE_CAPACITY = (
+    MEASURES[0]._replace(title="hit\ntokens, %"),
+    MEASURES[1]._replace(title="saved\nFLOPs, %"),
+    MEASURES[2]._replace(title="writes/\naccess"),
+    Measure("TTFT p50,\nest., s", lambda result: result.ttft_p50_s, 2, min),
+    Measure("TTFT p95,\nest., s", lambda result: result.ttft_p95_s, 2, min),
 )
 
 
@@ -286,58 +289,29 @@ def _rows(results: Sequence[ReplayResult]) -> list[str]:
     return sorted(dict.fromkeys(result.policy for result in results), key=lambda policy: policy == CLAIRVOYANT)
 
 
-def _grid(results: Sequence[ReplayResult], heads: Mapping[int, str], measure: Measure) -> Table:
-    """Returns a table of policies by capacities (in blocks, with the head of each column). The best of each column is
-    marked, leaving out the bound."""
-    _, value, digits, best = measure
-    values = {(result.policy, result.capacity_blocks): round(value(result), digits) for result in results}
-    tops = {
-        capacity: best(
-            (number for (policy, at), number in values.items() if at == capacity and policy != CLAIRVOYANT), default=0.0
-        )
-        for capacity in heads
-    }
-    table = table_of()
-    width = _name_width(results)
-    table.add_column("policy", overflow="fold", min_width=width, max_width=width)
-    for head in heads.values():
-        table.add_column(head, justify="right", no_wrap=True)
-    policies = _rows(results)
-    for policy in policies:
-        cells = [_cell(values[policy, capacity], digits, tops[capacity], policy, len(policies)) for capacity in heads]
-        table.add_row(_name(policy), *cells, style="dim" if policy == CLAIRVOYANT else None)
-    return table
-
-
-def _cell(number: float, digits: int, top: float, policy: str, rivals: int) -> Text:
+def _comparison(results: Sequence[ReplayResult], columns: Sequence[tuple[str, int, Measure]]) -> Table:
+    """Returns a table of policies by ``columns``: the head of each, the capacity in blocks, and what is compared. The
+    best of each column is marked, leaving out the bound."""
     from rich.text import Text
 
-    is_best = number == top and policy != CLAIRVOYANT and rivals > 1
-    return Text(f"{number:.{digits}f}*", "bold green") if is_best else Text(f"{number:.{digits}f} ")
-
-
-def _policy_table(results: Sequence[ReplayResult]) -> Table:
-    """Returns a table of policies by measures, for one capacity."""
-    rivals = [result for result in results if result.policy != CLAIRVOYANT] or results
-    measures: tuple[Measure, ...] = (
-        ("hit\ntokens, %", lambda result: result.prefix_hit_tokens_pct, 2, max),
-        ("saved\nFLOPs, %", lambda result: result.saved_flops_pct, 2, max),
-        ("writes/\naccess", lambda result: result.writes_per_access, 3, min),
-        ("TTFT p50,\nest., s", lambda result: result.ttft_p50_s, 2, min),
-        ("TTFT p95,\nest., s", lambda result: result.ttft_p95_s, 2, min),
-    )
     table = table_of()
+    policies = _rows(results)
     table.add_column("policy", overflow="fold", max_width=_name_width(results))
-    for title, *_ in measures:
-        table.add_column(title, justify="right", no_wrap=True)
-    tops = [best(round(value(result), digits) for result in rivals) for _, value, digits, best in measures]
-    for policy in _rows(results):
-        result = next(each for each in results if each.policy == policy)
-        cells = [
-            _cell(round(value(result), digits), digits, top, policy, len(rivals))
-            for (_, value, digits, _), top in zip(measures, tops, strict=True)
-        ]
-        table.add_row(_name(policy), *cells, style="dim" if policy == CLAIRVOYANT else None)
+    cells: dict[str, list[Text]] = {policy: [] for policy in policies}
+    for head, capacity, measure in columns:
+        table.add_column(head, justify="right", no_wrap=True)
+        values = {
+            each.policy: round(measure.value(each), measure.digits)
+            for each in results
+            if each.capacity_blocks == capacity
+        }
+        top = measure.best((value for policy, value in values.items() if policy != CLAIRVOYANT), default=0.0)
+        for policy, value in values.items():
+            text = f"{value:.{measure.digits}f}"
+            is_best = value == top and policy != CLAIRVOYANT and len(policies) > 1
+            cells[policy].append(Text(f"{text}*", "bold green") if is_best else Text(f"{text} "))
+    for policy in policies:
+        table.add_row(_name(policy), *cells[policy], style="dim" if policy == CLAIRVOYANT else None)
     return table
 
 

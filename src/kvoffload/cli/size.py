@@ -16,16 +16,15 @@ from kvoffload.cli.lab import (
     GivenSpeeds,
     Output,
     TraceSource,
+    check_positive,
     contents_option,
     contract_options,
     described,
     errors,
     gathered,
+    jobs_option,
     listed,
-    measured,
-    number_of_jobs,
     output_options,
-    positive,
     progress,
     requests_in,
     show_contract,
@@ -55,6 +54,19 @@ class Tried:
     disk: str | None
     host_contents: HostContents | None
 
+    def __post_init__(self) -> None:
+        policy_class(self.policy)
+
+    def for_trace(self, trace: Trace, model: ModelShape) -> Choices:
+        def sizes(option: str, text: str | None) -> list[int]:
+            return [
+                0 if option == "--disk" and part in ("none", "0") else parse_size(part, trace, model, option)
+                for part in ([] if text is None else listed(option, text))
+            ]
+
+        device = 0 if self.device is None else parse_size(self.device, trace, model, "--device")
+        return Choices(self.policy, sizes("--ram", self.ram), sizes("--disk", self.disk), device, self.host_contents)
+
 
 @dataclass(frozen=True, slots=True)
 class Goal:
@@ -64,8 +76,16 @@ class Goal:
     ram_price: float
     disk_price: float
 
+    def __post_init__(self) -> None:
+        check_positive("--ttft-p95", self.ttft_p95, "milliseconds")
+        for option, value in (("--ram-price", self.ram_price), ("--disk-price", self.disk_price)):
+            if not 0 <= value < math.inf:
+                given = int(value) if value.is_integer() else value
+                raise ConfigError(option, given, "must be 0 or more", "give the price per GiB, or leave it out")
+
 
 @click.command()
+@errors("size")
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
 @click.option("--kv-dtype", metavar="DTYPE", help="Dtype of the KV cache, such as fp8.  [default: the model's]")
 @gathered(
@@ -110,7 +130,7 @@ class Goal:
     ),
 )
 @trace_options("TRACE")
-@click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
+@jobs_option
 @output_options("Print everything as one JSON object.", "Write a page with a plot.")
 def size(
     source: TraceSource,
@@ -128,54 +148,41 @@ def size(
     TRACE is a file, or a directory of sessions. Prints the share of prompt tokens that each setting would serve, and
     the time to first token without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
     """
-    with errors("size"):
-        output.check()
-        processes = number_of_jobs(jobs)
-        policy_class(tried.policy)
-        shape = _model(model, kv_dtype)
-        checked = speeds.checked()
-        prices = Prices(_price("--ram-price", goal.ram_price), _price("--disk-price", goal.disk_price))
-        ttft_p95 = goal.ttft_p95
-        target_s = None if ttft_p95 is None else positive("--ttft-p95", ttft_p95, "milliseconds") / 1000
-        requests = requests_in("size", source)
-        choices = _choices(tried, requests, shape)
-        measured_speeds = measured(checked, requests)
-        if ttft_p95 is not None and measured_speeds.prefill_origin is Origin.GUESSED:
-            raise ConfigError(
-                "--ttft-p95",
-                ttft_p95,
-                "the time to first token depends on how fast your server computes, and this trace does not say it",
-                "give --prefill-speed, the tokens of a long prompt per second until its first "
-                "token, or take a trace that record_trace of this version has recorded",
-            )
-        contract = promised.checked(requests, shape)
-        with progress("sizing") as on_progress:
-            sizing = find_size(
-                requests,
-                shape,
-                choices,
-                contract=contract,
-                speeds=measured_speeds,
-                prices=prices,
-                target_p95_s=target_s,
-                processes=processes,
-                on_progress=on_progress,
-            )
-        if output.as_json:
-            print_json(_to_dict(requests, shape, sizing))
-        else:
-            _show(requests, shape, measured_speeds, sizing)
+    shape = _model(model, kv_dtype)
+    requests = requests_in("size", source)
+    choices = tried.for_trace(requests, shape)
+    given = speeds.for_trace(requests)
+    if goal.ttft_p95 is not None and given.prefill_origin is Origin.GUESSED:
+        raise ConfigError(
+            "--ttft-p95",
+            goal.ttft_p95,
+            "the time to first token depends on how fast your server computes, and this trace does not say it",
+            "give --prefill-speed, the tokens of a long prompt per second until its first "
+            "token, or take a trace that record_trace of this version has recorded",
+        )
+    prices = Prices(goal.ram_price, goal.disk_price)
+    contract = promised.checked(requests, shape)
+    with progress("sizing") as on_progress:
+        sizing = find_size(
+            requests,
+            shape,
+            choices,
+            contract=contract,
+            speeds=given,
+            prices=prices,
+            target_p95_s=None if goal.ttft_p95 is None else goal.ttft_p95 / 1000,
+            processes=jobs,
+            on_progress=on_progress,
+        )
+    if output.as_json:
+        print_json(_to_dict(requests, shape, sizing))
+    else:
+        _show(requests, shape, given, sizing)
+    if output.html is not None:
+        from kvoffload.lab.page import size_page
 
-        def page() -> str:
-            from kvoffload.lab.page import size_page
-
-            lead = described(requests, shape, sizing.footprint_bytes)
-            return size_page(requests, lead, shape, measured_speeds, prices, sizing)
-
-        output.write(page)
-
-
-# Options.
+        lead = described(requests, shape, sizing.footprint_bytes)
+        output.write(size_page(requests, lead, shape, given, prices, sizing))
 
 
 def _model(config: str | None, kv_dtype: str | None) -> ModelShape:
@@ -186,28 +193,6 @@ def _model(config: str | None, kv_dtype: str | None) -> ModelShape:
     if config is None:
         return DEFAULT_MODEL
     return ModelShape.from_config(config, None if kv_dtype is None else DTYPE_BYTES[kv_dtype])
-
-
-def _choices(tried: Tried, trace: Trace, model: ModelShape) -> Choices:
-    def sizes(option: str, text: str | None) -> list[int]:
-        return [
-            0 if option == "--disk" and part in ("none", "0") else parse_size(part, trace, model, option)
-            for part in ([] if text is None else listed(option, text))
-        ]
-
-    device = 0 if tried.device is None else parse_size(tried.device, trace, model, "--device")
-    return Choices(tried.policy, sizes("--ram", tried.ram), sizes("--disk", tried.disk), device, tried.host_contents)
-
-
-def _price(option: str, value: float) -> float:
-    if not 0 <= value < math.inf:
-        raise ConfigError(
-            option,
-            int(value) if value.is_integer() else value,
-            "must be 0 or more",
-            "give the price per GiB, or leave it out",
-        )
-    return value
 
 
 # Output.

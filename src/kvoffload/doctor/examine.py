@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ class _Examiner:
             late_s = time.monotonic() - self._began - self._allowed_s
             if late_s > 0 and late_s > min(_waited_s(process.pid), (MAX_STRETCH - 1) * self._allowed_s):
                 text = f"no answer within {self._allowed_s:.0f} s{self._doing}; nothing else was checked"
-                return self._add(Finding("doctor.hung", Level.PROBLEM, text, self._check["fix"]))
+                return self._add("doctor.hung", text, self._check["fix"])
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if "error" in message:
@@ -146,7 +146,7 @@ class _Examiner:
         elif "failed" in message:
             self._fail(message["failed"])
         elif "finding" in message:
-            self.examination.findings.append(self._hidden.hide_in(Finding.from_dict(message["finding"])))
+            self.examination.findings.append(self._hidden.hide_in(Finding.from_json(message["finding"])))
 
     @property
     def _doing(self) -> str:
@@ -154,11 +154,11 @@ class _Examiner:
 
     def _fail(self, failure: str) -> None:
         fix = "look at the medium's own log" if self._check["tier"] else "report this as a bug of kvoffload"
-        self._add(Finding("doctor.failed", Level.PROBLEM, f"the check failed{self._doing}: {failure}", fix))
+        self._add("doctor.failed", f"the check failed{self._doing}: {failure}", fix)
 
-    def _add(self, finding: Finding) -> None:
-        """Adds a finding about the current check."""
-        found = replace(finding, tier=self._check["tier"], check=Area(self._check["begin"]))
+    def _add(self, id: str, text: str, fix: str) -> None:
+        """Adds a problem of the current check."""
+        found = Finding(id, Level.PROBLEM, Area(self._check["begin"]), self._check["tier"], text, fix)
         self.examination.findings.append(self._hidden.hide_in(found))
 
 

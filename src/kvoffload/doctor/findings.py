@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kvoffload.abc.shown import HIDDEN, shown
@@ -116,38 +116,21 @@ class Finding:
 
     ``id`` is one of CHECKS. ``tier``: the name of the tier that it is about, if any. ``fix`` is one line to run or the
     setting to change; empty if there is nothing to do. ``figures``: numbers by name, with the unit at the end of the
-    name. ``check``: the area of the check for ids that begin with "doctor".
+    name.
     """
 
     id: str
     level: Level
+    area: Area
+    tier: str
     text: str
     fix: str = ""
-    tier: str = ""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    check: Area | None = None
-
-    @property
-    def area(self) -> Area:
-        return self.check or AREAS[self.id.partition(".")[0]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain JSON."""
-        return {
-            "id": self.id,
-            "level": str(self.level),
-            "area": str(self.area),
-            "tier": self.tier,
-            "text": self.text,
-            "fix": self.fix,
-            "figures": dict(self.figures),
-        }
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Finding:
-        """Returns the finding of a ``to_dict`` of a check."""
-        fields = {name: value for name, value in found.items() if name != "area"}
-        return cls(**{**fields, "level": Level(found["level"])})
+    def from_json(cls, found: Mapping[str, Any]) -> Finding:
+        """Returns the finding of which ``found`` is the JSON."""
+        return cls(**{**found, "level": Level(found["level"]), "area": Area(found["area"])})
 
 
 class Report:
@@ -179,11 +162,8 @@ class Report:
         self, id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None
     ) -> None:
         """Reports a finding: see Finding."""
-        self.finding(Finding(id, level, text, fix, self.tier, figures or {}))
-
-    def finding(self, *findings: Finding) -> None:
-        for finding in findings:
-            self.send(finding=finding.to_dict())
+        area = AREAS[id.partition(".")[0]]
+        self.send(finding=asdict(Finding(id, level, area, self.tier, text, fix, figures or {})))
 
 
 class Secrets:

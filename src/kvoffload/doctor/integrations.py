@@ -127,12 +127,16 @@ def _entry(setting: str, entry: object, say: Say) -> Iterator[TierOptions]:
         return
     if kind != TIER:
         say("class", f"{setting}.type={shown('type', kind)}: kvoffload has no such tier", f'write "type": "{TIER}"')
-    if module != TIER_MODULE:
-        wrong = (
-            f"module_path={shown('module_path', module)}: {TIER} is not there" if module else "module_path is not set"
-        )
-        say("class", f"{setting}.{wrong}", f'write "module_path": "{TIER_MODULE}"')
+    _expect(entry, "module_path", TIER_MODULE, say, f"{setting}.")
     yield _part(entry, f"{setting}.", _ENTRY_KEYS)
+
+
+def _expect(settings: Mapping[str, Any], name: str, right: str, say: Say, prefix: str = "") -> None:
+    """Reports a setting that names a class of kvoffload, or its module, unless it is ``right``."""
+    given = settings.get(name)
+    if given != right:
+        wrong = f"{name}={shown(name, given)}: not kvoffload's" if given else f"{name} is not set"
+        say("class", prefix + wrong, f'write "{name}": "{right}"')
 
 
 def _part(entry: Mapping[str, Any], prefix: str, engines: Collection[str]) -> TierOptions:
@@ -157,13 +161,7 @@ def _check_spec(extra: Mapping[str, Any], has_tiers: bool, say: Say) -> str:
                 f"spec_name={shown('spec_name', name)}: not in {module}",
                 f'write "spec_name": "{TIERING_SPEC_ON_CPUS}"',
             )
-        if module != SPEC_MODULE:
-            wrong = (
-                f"spec_module_path={shown('spec_module_path', module)}: {name} is not there"
-                if module
-                else "spec_module_path is not set"
-            )
-            say("class", wrong, f'write "spec_module_path": "{SPEC_MODULE}"')
+        _expect(extra, "spec_module_path", SPEC_MODULE, say)
     elif name not in (TIERING_SPEC, DEFAULT_SPEC) and module is None:
         say(
             "spec",
@@ -187,13 +185,7 @@ def _check_policy(extra: Mapping[str, Any], say: Say) -> bool:
             near = difflib.get_close_matches(str(name), POLICIES, n=1, cutoff=0.3)
             fix = f'write "eviction_policy": "{(near or POLICIES)[0]}"'
             say("class", f"eviction_policy={shown('eviction_policy', name)}: kvoffload has no such policy", fix)
-        if module != POLICY_MODULE:
-            wrong = (
-                f"cache_policy_module_path={shown('cache_policy_module_path', module)}: it is not there"
-                if module
-                else "cache_policy_module_path is not set"
-            )
-            say("class", wrong, f'write "cache_policy_module_path": "{POLICY_MODULE}"')
+        _expect(extra, "cache_policy_module_path", POLICY_MODULE, say)
         return True
     return False
 
@@ -220,10 +212,8 @@ def read_sglang(extra: Mapping[str, Any], say: Say) -> Given:
     """Reads SGLang's ``--hicache-storage-backend-extra-config``, and reports its faults."""
     if not extra.get("backend_name"):
         say("class", "backend_name is not set, and SGLang refuses that", 'add "backend_name": "kvoffload"')
-    for name, right in (("module_path", STORAGE_MODULE), ("class_name", STORAGE)):
-        if extra.get(name) != right:
-            wrong = f"{name}={shown(name, extra[name])}: not kvoffload's" if name in extra else f"{name} is not set"
-            say("class", wrong, f'write "{name}": "{right}"')
+    _expect(extra, "module_path", STORAGE_MODULE, say)
+    _expect(extra, "class_name", STORAGE, say)
     if not extra.get("interface_v1"):
         text = "interface_v1 is not 1: SGLang would use an interface of its own classes, which kvoffload refuses"
         say("interface", text, 'add "interface_v1": 1')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.doctor.examine import Examination
@@ -36,7 +37,7 @@ def to_dict(examination: Examination) -> dict[str, Any]:
         "verdict": verdict(examination),
         "exit_status": examination.exit_status,
         **{f"num_{level}": examination.count(level) for level in Level},
-        "findings": [finding.to_dict() for finding in examination.findings],
+        "findings": list(map(asdict, examination.findings)),
     }
 
 

@@ -128,6 +128,9 @@ class _Config:
     fields: Mapping[str, Any]
     where: str
 
+    def fault(self, text: str, fix: str = "correct the file") -> ConfigError:
+        return ConfigError(self.where, NOT_SET, text, fix)
+
     def has(self, name: str) -> bool:
         return any(self.fields.get(each) is not None for each in (name, *ALIASES.get(name, ())))
 
@@ -152,21 +155,13 @@ class _Config:
                 continue
             least = 0 if default == 0 else 1
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_NUMBER:
-                raise ConfigError(
-                    self.where,
-                    NOT_SET,
-                    f"{each}={printable(repr(value), MAX_SHOWN)}: must be a whole number from {least} to "
-                    f"{MAX_NUMBER:,}, or a list with one per layer",
-                    "correct the file",
-                )
+                shown = printable(repr(value), MAX_SHOWN)
+                most = f"{MAX_NUMBER:,}, or a list with one per layer"
+                raise self.fault(f"{each}={shown}: must be a whole number from {least} to {most}")
             return value
         if default is None:
-            raise ConfigError(
-                self.where,
-                NOT_SET,
-                f"{name} is missing, so the KV bytes per token are unknown",
-                "add it, or give the config.json of the language model itself",
-            )
+            fix = "add it, or give the config.json of the language model itself"
+            raise self.fault(f"{name} is missing, so the KV bytes per token are unknown", fix)
         return default
 
 
@@ -181,7 +176,7 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
     layers = config.number("num_hidden_layers")
     notes: list[str] = []
     if dtype_bytes is None:
-        dtype_bytes = _dtype_bytes(fields, where, notes)
+        dtype_bytes = _dtype_bytes(config, notes)
     kinds = _layer_kinds(config, layers)
     costs = [_attention(config.of_layer(i, layers), kind) for i, kind in enumerate(kinds)]
     if LayerKind.STATE in kinds:
@@ -224,18 +219,15 @@ def _dtype(fields: Mapping[str, Any]) -> Any:
     return fields.get("dtype") or fields.get("torch_dtype")
 
 
-def _dtype_bytes(fields: Mapping[str, Any], where: str, notes: list[str]) -> float:
-    dtype = _dtype(fields)
+def _dtype_bytes(config: _Config, notes: list[str]) -> float:
+    dtype = _dtype(config.fields)
     if dtype is None:
         notes.append("The config has no dtype: 2 bytes per number are assumed.")
         return 2.0
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
-        raise ConfigError(
-            where,
-            NOT_SET,
-            f"dtype={dtype!r}: unknown",
-            f"give the dtype of the KV cache: one of {', '.join(DTYPE_BYTES)}",
+        raise config.fault(
+            f"dtype={dtype!r}: unknown", f"give the dtype of the KV cache: one of {', '.join(DTYPE_BYTES)}"
         )
     return DTYPE_BYTES[name]
 
@@ -244,9 +236,7 @@ def _layer_kinds(config: _Config, layers: int) -> list[LayerKind]:
     types = config.fields.get("layer_types") or config.fields.get("layers_block_type")
     if isinstance(types, list):
         if len(types) != layers:
-            raise ConfigError(
-                config.where, NOT_SET, f"layer_types has {len(types)} entries for {layers} layers", "correct the file"
-            )
+            raise config.fault(f"layer_types has {len(types)} entries for {layers} layers")
         return [_kind(str(each)) for each in types]
     pattern = config.fields.get("hybrid_override_pattern")
     if isinstance(pattern, str):
@@ -301,12 +291,7 @@ def _attention(config: _Config, kind: LayerKind) -> _LayerCost:
     else:
         size, rest = divmod(hidden, heads)
         if rest:
-            raise ConfigError(
-                config.where,
-                NOT_SET,
-                f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}",
-                "add head_dim",
-            )
+            raise config.fault(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}", "add head_dim")
     one_head = config.fields.get("multi_query") is True and not config.fields.get("new_decoder_architecture")
     kv_heads = (
         1 if one_head and not config.has("multi_query_group_num") else config.number("num_key_value_heads", heads)

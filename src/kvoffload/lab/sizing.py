@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -280,22 +280,24 @@ def size(
     # LRU's curve takes no replays, and where nothing is evicted, all policies find the same.
     curve_policy = "lru" if has_contract else choices.policy
     curve = hit_curve(trace, curve_policy, sorted(capacities), processes=processes, on_progress=on_progress)
-    on_curve = _OnCurve(trace, block_bytes, curve, choices)
-    evaluate = _Evaluator(trace, model, speeds, prices)
-    nothing, ceiling = evaluate([(0, 0), (footprint, 0)], on_curve)
-    find: _Find = on_curve
-    replays: _InReplays | None = None
+    sizer = _Sizer(trace, model, speeds, prices, choices, contract, curve)
+    nothing, ceiling = map(sizer.setting, [(0, 0), (footprint, 0)])
+    share = len(pairs) / (len(pairs) + MAX_MORE)
     if has_contract:
-        most = len(pairs) + MAX_MORE
-        find = replays = _InReplays(trace, model, speeds, choices, contract, processes, on_progress, most)
-    settings = evaluate(pairs, find)
+        sizer.replay([(pair, True) for pair in pairs], processes, part(on_progress, 0.0, share))
+    settings = list(map(sizer.setting, pairs))
     chosen = _choose(settings, nothing, target_p95_s)
     best = chosen or _fastest(settings)
+    pair = (best.ram_bytes, best.disk_bytes)
     more = [(2 * best.ram_bytes, best.disk_bytes)]
     if best.disk_bytes:
         more.append((best.ram_bytes, 2 * best.disk_bytes))
-    comparison = None if replays is None else replays.compare((best.ram_bytes, best.disk_bytes), beside=more)
-    more_ram, *more_disk = evaluate(more, find)
+    comparison = None
+    if has_contract:
+        asked_too = [(pair, False), *((each, True) for each in more)]
+        sizer.replay(asked_too, processes, part(on_progress, share, 1.0))
+        comparison = Comparison(sizer.results[pair, True], sizer.results[pair, False])
+    more_ram, *more_disk = map(sizer.setting, more)
     return Sizing(
         policy=choices.policy,
         block_bytes=block_bytes,
@@ -397,23 +399,29 @@ class _Found(NamedTuple):
     """With other policies than LRU, a larger cache may find less of a request than the device alone, which counts."""
 
 
-_Find: TypeAlias = Callable[[Sequence[Pair]], Iterable[_Found]]
-"""Says what requests find of each setting."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Evaluator:
-    """Makes settings of what requests find of them."""
+class _Sizer:
+    """Makes settings of what requests find: in a replay if there was one, else by the curve."""
 
     trace: Trace
     model: ModelShape
     speeds: Speeds
     prices: Prices
+    choices: Choices
+    contract: Contract
+    curve: Curve
+    results: dict[tuple[Pair, bool], ReplayResult] = field(default_factory=dict)
+    """Replays by setting, and whether they have the contract."""
 
-    def __call__(self, pairs: Sequence[Pair], find: _Find) -> list[Setting]:
-        return [self._setting(*pair, found) for pair, found in zip(pairs, find(pairs), strict=True)]
-
-    def _setting(self, ram_bytes: int, disk_bytes: int, found: _Found) -> Setting:
+    def setting(self, pair: Pair) -> Setting:
+        """Returns the setting with RAM and disk of these sizes."""
+        ram_bytes, disk_bytes = pair
+        replayed = self.results.get((pair, True))
+        if replayed is None:
+            found = self._on_curve(ram_bytes, disk_bytes)
+        else:
+            tokens = replayed.device_tokens, replayed.host_tokens, replayed.disk_tokens
+            found = _Found(*tokens, replayed.device_hit_tokens)
         asked, (device, ram, disk, on_device) = self.trace.input_tokens, found
         in_memory = int((device + ram).sum())
         device_pct, ram_pct, served_pct = (
@@ -434,20 +442,7 @@ class _Evaluator:
             price=(ram_bytes * self.prices.ram_per_gib + disk_bytes * self.prices.disk_per_gib) / (1 << 30),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class _OnCurve:
-    """Reads off a curve what requests find."""
-
-    trace: Trace
-    block_bytes: int
-    curve: Curve
-    choices: Choices
-
-    def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
-        return (self._found(*pair) for pair in pairs)
-
-    def _found(self, ram_bytes: int, disk_bytes: int) -> _Found:
+    def _on_curve(self, ram_bytes: int, disk_bytes: int) -> _Found:
         in_ram = self._at(self.choices.caches(ram_bytes, disk_bytes)[0])
         alone = self._at(self.choices.device)
         on_device = np.minimum(alone, in_ram)
@@ -459,75 +454,30 @@ class _OnCurve:
         """Returns the tokens that each request finds in a cache of ``amount`` bytes."""
         if amount == 0:
             return np.zeros(self.trace.num_requests, dtype=np.int64)
-        return self.curve.hit_tokens[
-            self.curve.capacities.index(min(amount // self.block_bytes, self.trace.num_distinct))
-        ]
+        blocks = min(amount // self.contract.block_bytes, self.trace.num_distinct)
+        return self.curve.hit_tokens[self.curve.capacities.index(blocks)]
 
     def _limit(self, in_ram: Ints, ram_bytes: int) -> Ints:
         """Returns how many tokens each request can get if the disk holds everything: only as much of a chain as fits in
         RAM was stored, and blocks from disk may use only a share of RAM."""
-        blocks = ram_bytes // self.block_bytes
+        blocks = ram_bytes // self.contract.block_bytes
         promoted = max(1, int(blocks * PROMOTION_SHARE))
         most: Ints = np.minimum(in_ram + promoted * self.trace.block_tokens, blocks * self.trace.block_tokens)
         return most
 
-
-@dataclass(frozen=True, slots=True)
-class _InReplays:
-    """Replays each setting once, with a contract, for what requests find."""
-
-    trace: Trace
-    model: ModelShape
-    speeds: Speeds
-    choices: Choices
-    contract: Contract
-    processes: int | None
-    on_progress: Progress | None
-    most: int
-    """The number of replays, for progress. ``compare`` comes last and completes it."""
-    _results: dict[tuple[Pair, bool], ReplayResult] = field(default_factory=dict)
-    """By setting, and whether it was replayed with the contract."""
-
-    def __call__(self, pairs: Sequence[Pair]) -> Iterator[_Found]:
-        results = self._replayed([(pair, True) for pair in pairs])
-        return (
-            _Found(each.device_tokens, each.host_tokens, each.disk_tokens, each.device_hit_tokens) for each in results
-        )
-
-    def compare(self, pair: Pair, beside: Sequence[Pair]) -> Comparison:
-        """Returns the results with the contract and without. ``beside``: what will be asked for next; it is replayed at
-        the same time."""
-        asked = [(pair, True), (pair, False), *((each, True) for each in beside)]
-        return Comparison(*self._replayed(asked, end=1.0)[:2])
-
-    def _replayed(self, asked: Sequence[tuple[Pair, bool]], end: float | None = None) -> list[ReplayResult]:
-        """``end``: the progress of the whole work after that."""
-        new = [each for each in dict.fromkeys(asked) if each not in self._results]
-        start = len(self._results) / self.most
-        if end is None:
-            end = start + len(new) / self.most
+    def replay(self, asked: Iterable[tuple[Pair, bool]], processes: int | None, on_progress: Progress | None) -> None:
+        """Replays settings, with the contract or without, that were not replayed yet."""
+        new = [each for each in dict.fromkeys(asked) if each not in self.results]
+        configs = [self._config(*each) for each in new]
         results = replay_many(
-            self.trace,
-            [self._config(*each) for each in new],
-            model=self.model,
-            speeds=self.speeds,
-            processes=self.processes,
-            on_progress=part(self.on_progress, start, end),
+            self.trace, configs, model=self.model, speeds=self.speeds, processes=processes, on_progress=on_progress
         )
-        self._results.update(zip(new, results, strict=True))
-        return [self._results[each] for each in asked]
+        self.results.update(zip(new, results, strict=True))
 
     def _config(self, pair: Pair, has_contract: bool) -> ReplayConfig:
-        ram_bytes, disk_bytes = pair
-        block_bytes, device_bytes = self.contract.block_bytes, self.choices.device
-        return ReplayConfig(
-            self.choices.policy,
-            ram_bytes // block_bytes,
-            device_bytes // block_bytes,
-            disk_bytes // block_bytes,
-            host_contents=self.choices.host_contents,
-            contract=self.contract if has_contract else NO_CONTRACT,
-        )
+        host, device, disk = (amount // self.contract.block_bytes for amount in (pair[0], self.choices.device, pair[1]))
+        contract = self.contract if has_contract else NO_CONTRACT
+        return ReplayConfig(self.choices.policy, host, device, disk, None, self.choices.host_contents, contract)
 
 
 def _choose(settings: Sequence[Setting], nothing: Setting, target_p95_s: float | None) -> Setting | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -190,10 +190,6 @@ if not TYPE_CHECKING and (native := load("_cache")) is not None:
     ranks = native.ranks
 
 
-class _Ids(Iterable[int], Sized, Protocol):
-    """The ids of a chain."""
-
-
 _COLUMNS = {
     "times": "d",
     "input_tokens": "q",
@@ -224,7 +220,7 @@ class TraceBuilder:
         time: float,
         input_tokens: int,
         output_tokens: int,
-        chain: _Ids,
+        chain: Collection[int],
         prompt_blocks: int | None,
         session: str | None = None,
         tenant: str | None = None,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvoffload.lab.readers.mooncake import MILLISECOND
-from kvoffload.lab.readers.recorded import HEADER, VERSION
 from kvoffload.lab.trace import PREFILL_SPEED, UNKNOWN, Progress, Trace, TraceError
+from kvoffload.observe.trace import HEADER, VERSION
 
 COMPRESSION = 6
 _DECIMALS = 3

@@ -148,22 +148,20 @@ class Period:
         return cls(
             start,
             length_s,
-            len(records),
-            sum(record.tokens_asked for record in records),
-            sum(record.device_tokens for record in records),
-            sum(record.host_tokens for record in records),
-            dict(Counter(record.reason for record in records if record.reason is not None)),
-            sum(record.disk_tokens for record in records),
-            sum_by_tier(records),
+            misses=dict(Counter(record.reason for record in records if record.reason is not None)),
+            disk_tokens=sum(record.disk_tokens for record in records),
+            **found_by(records),
         )
 
 
-def sum_by_tier(records: Iterable[RequestRecord]) -> dict[str, int]:
-    """Returns the tokens that each lower tier has delivered, by its name."""
-    total: Counter[str] = Counter()
+def found_by(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Returns how many ``requests`` there are, their ``tokens_asked``, and the tokens that they found where."""
+    names = ("tokens_asked", "device_tokens", "host_tokens")
+    tiers: Counter[str] = Counter()
     for record in records:
-        total.update(record.tier_tokens)
-    return dict(total)
+        tiers.update(record.tier_tokens)
+    sums = {name: sum(getattr(record, name) for record in records) for name in names}
+    return {"requests": len(records), **sums, "tier_tokens": dict(tiers)}
 
 
 def by_reason(records: Iterable[RequestRecord]) -> list[ReasonSummary]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.observe.records import RequestRecord
@@ -52,8 +52,6 @@ _COPY_TRIES = 100
 _ENTRIES_PER_SEND = 64
 _RETRY_S = 1.0
 _CONNECT_RETRY_S = 0.001
-
-_Entry = TypeVar("_Entry")
 
 logger = logging.getLogger(__name__)
 
@@ -144,14 +142,14 @@ class RecordServer:
 
     def _answer(self, client: socket.socket) -> None:
         deadline = time.monotonic() + CLIENT_DEADLINE_S
-        records, totals = self._copy(), [each for each in self._totals() if each[0].startswith(_SENT_METRICS)]
-        parts = [dict(part) for part in _parts(totals)]
-        _send(client, [{"kvoffload_records": _FORMAT, "count": len(records), "totals_count": len(parts)}], deadline)
+        records = self._copy()
+        totals = [{name: total} for name, total in self._totals() if name.startswith(_SENT_METRICS)]
+        header = {"kvoffload_records": _FORMAT, "count": len(records), "totals_count": len(totals)}
+        entries = itertools.chain([header], map(RequestRecord.to_dict, records), totals)
         # In pieces, so that the engine's thread can take the interpreter lock in between.
-        for some in _parts(records):
-            _send(client, [record.to_dict() for record in some], deadline)
-        for part in parts:
-            _send(client, [part], deadline)
+        while piece := b"".join(_line(entry) for entry in itertools.islice(entries, _ENTRIES_PER_SEND)):
+            client.settimeout(_left(deadline))
+            client.sendall(piece)
 
     def _copy(self) -> list[RequestRecord]:
         for _ in range(_COPY_TRIES):
@@ -160,13 +158,8 @@ class RecordServer:
         raise RuntimeError("records arrive too fast to be copied")
 
 
-def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
-    return (entries[i : i + _ENTRIES_PER_SEND] for i in range(0, len(entries), _ENTRIES_PER_SEND))
-
-
-def _send(client: socket.socket, values: Iterable[dict[str, Any]], deadline: float) -> None:
-    client.settimeout(_left(deadline))
-    client.sendall(b"".join(json.dumps(value).encode() + b"\n" for value in values))
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
 
 
 def _left(deadline: float) -> float:
@@ -362,22 +355,19 @@ def _read(server: RunningServer, lines: Iterator[bytes]) -> Reading:
     header = next(lines, None)
     if header is None:
         raise RecordsError(f"{server} closed the connection without an answer: try again")
-    try:
+    count = totals_count = None
+    with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
         announced = json.loads(header)
-        count = announced["count"] if announced["kvoffload_records"] == _FORMAT else None
-        totals_count = announced["totals_count"]
-    except (ValueError, RecursionError, TypeError, KeyError):
-        count = totals_count = None
+        if announced["kvoffload_records"] == _FORMAT:
+            count, totals_count = announced["count"], announced["totals_count"]
     if not isinstance(count, int) or not isinstance(totals_count, int):
         raise RecordsError(f"{server} answered in another format: use the version of kvoffload that it runs")
     reading, number = Reading(), 0
     # What a server sends beyond its announcement is not read.
     for number, line in zip(range(1, count + totals_count + 1), lines, strict=False):
         reading.take(line.decode("utf-8", "replace"), f"{server}, line {number + 1}", number > count)
-    if number < count:
-        raise RecordsError(f"{server} stopped after {number} of {count} records: try again")
     if number < count + totals_count:
-        raise RecordsError(f"{server} stopped before the end of its metrics: try again")
+        raise RecordsError(f"{server} stopped after {number} of {count + totals_count} records and metrics: try again")
     return reading
 
 

@@ -37,9 +37,10 @@ FLUSH_EVERY_S = 1.0
 CLOSE_DEADLINE_S = 5.0
 LOCK_DEADLINE_S = 2.0
 """A killed server keeps the lock until the kernel has freed its memory."""
+HEADER, VERSION = "kvoffload_trace", 1
+"""The first field of a header, and its value."""
 HINTS = ("drop", "expect_return_s", "p_return", "retain_s")
 """The fields of Hints that are written, beside the session."""
-_VERSION = 1
 _MODE = 0o600
 # O_NONBLOCK because the path might be a pipe.
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -77,7 +78,7 @@ class TraceRecorder:
         self._thread = threading.Thread(target=self._run, name="kvoffload-trace", daemon=True)
         if self._bytes and os.pread(self._fd, 1, self._bytes - 1) != b"\n":
             self._append(b"\n")
-        first = {"kvoffload_trace": _VERSION, "started": self._started, "block_tokens": block_tokens, **header}
+        first = {HEADER: VERSION, "started": self._started, "block_tokens": block_tokens, **header}
         self._append(json.dumps(first).encode() + b"\n")
         self._thread.start()
 

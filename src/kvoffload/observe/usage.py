@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TypeAlias
 
-from kvoffload.observe.records import RequestRecord, sum_by_tier
+from kvoffload.observe.records import RequestRecord, found_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,14 @@ class Usage:
     def of(cls, tenant: str | None, records: Sequence[RequestRecord], tiers: Mapping[str, TierUsage]) -> Usage:
         return cls(
             tenant,
-            len(records),
-            sum(record.tokens_asked for record in records),
-            sum(record.device_tokens for record in records),
-            sum(record.host_tokens for record in records),
-            sum_by_tier(records),
-            sum(record.tokens_missing for record in records),
-            math.fsum(record.saved_s or 0.0 for record in records),
-            sum(record.stored_tokens for record in records),
-            sum(record.retained_tokens for record in records),
-            sum(record.retained_in is not None for record in records),
-            sum(record.retain_refused is not None for record in records),
-            tiers,
+            tokens_computed=sum(record.tokens_missing for record in records),
+            saved_s=math.fsum(record.saved_s or 0.0 for record in records),
+            stored_tokens=sum(record.stored_tokens for record in records),
+            retained_tokens=sum(record.retained_tokens for record in records),
+            retentions=sum(record.retained_in is not None for record in records),
+            retentions_refused=sum(record.retain_refused is not None for record in records),
+            tiers=tiers,
+            **found_by(records),
         )
 
 

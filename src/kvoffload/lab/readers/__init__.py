@@ -9,6 +9,7 @@ from pathlib import Path
 from kvoffload.lab.readers import bailian, kv_cache_tester, mooncake, recorded
 from kvoffload.lab.readers.lines import BOM, Problems, Source
 from kvoffload.lab.trace import Progress, Trace, TraceError
+from kvoffload.observe.trace import HEADER
 from kvoffload.printable import printable
 
 FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
@@ -60,7 +61,7 @@ def _guess(source: Source) -> str:
             pass
         source.empty()
     if first.startswith(b"{"):
-        if f'"{recorded.HEADER}"'.encode() in first:
+        if f'"{HEADER}"'.encode() in first:
             return "recorded"
         if f'"{bailian.PARENT}"'.encode() in first:
             return "bailian"

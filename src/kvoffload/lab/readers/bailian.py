@@ -13,7 +13,7 @@ import xxhash
 
 from kvoffload.lab.readers.lines import Source, block_ids, parse_object, positive_or, seconds, units_in, whole
 from kvoffload.lab.readers.mooncake import check_length
-from kvoffload.lab.trace import Trace
+from kvoffload.lab.trace import Trace, TraceBuilder
 
 PARENT = "parent_chat_id"
 UNIT = 16
@@ -24,7 +24,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. ``block_tokens`` must be a multiple of 16, the default. Raises TraceError."""
     size = positive_or(block_tokens, UNIT)
     per_block = units_in(size, UNIT, source.path)
-    rows = source.builder()
+    rows = TraceBuilder()
     first_of: dict[int, int] = {}
     """The first request of the session of each request."""
     for _, (at, tokens, output, request, parent, ids) in source.parsed(_request):

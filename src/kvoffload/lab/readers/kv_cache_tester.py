@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from kvoffload.lab.readers.lines import (
     MAX_TOKENS,
-    SessionStarts,
     Source,
     block_ids,
     parse_object,
@@ -47,8 +47,11 @@ _LONGEST_NAME = 1024
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the sessions. ``block_tokens`` must be a multiple of their own block size, the default. Raises
     TraceError."""
-    rows = source.builder()
-    starts = SessionStarts()
+    rows = TraceBuilder()
+    shares: list[float] = []
+    """When each session starts, as a share of the length of the longest one."""
+    counts: list[int] = []
+    longest_s = 0.0
     size: int | None = None
     for file, number, data in _sessions(source):
         try:
@@ -65,10 +68,13 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         before = rows.num_requests
         session = _Session(file, number, data, unit, per_block, rows)
         session.read(data["requests"], session.name)
-        starts.add(session.name_bytes, rows.num_requests - before, session.latest)
+        shares.append(xxhash.xxh3_64_intdigest(session.name_bytes, seed=1) / 2**64)
+        counts.append(rows.num_requests - before)
+        longest_s = max(longest_s, session.latest)
     if size is None:
         source.empty()
-    return source.trace(rows, size, starts.delays(), {"sessions": len(starts)})
+    delays = np.repeat(np.array(shares) * longest_s, counts) if len(shares) > 1 else 0.0
+    return source.trace(rows, size, delays, {"sessions": len(shares)})
 
 
 class _Session:

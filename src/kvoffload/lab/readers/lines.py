@@ -10,12 +10,9 @@ import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
-
-import numpy as np
-import xxhash
 
 from kvoffload.lab.trace import Floats, Problem, Progress, Trace, TraceBuilder, TraceError
 from kvoffload.units import counted
@@ -98,10 +95,6 @@ class Source:
             if re.match(pattern, head):
                 raise TraceError(f"{self.path}: {what}; {fix}")
 
-    def builder(self) -> TraceBuilder:
-        """Returns what takes the requests."""
-        return TraceBuilder()
-
     def trace(
         self,
         rows: TraceBuilder,
@@ -135,7 +128,7 @@ class Source:
     def head(self, size: int) -> bytes:
         """Returns the first ``size`` decompressed bytes, or fewer if no more can be read. Raises TraceError."""
         found = b""
-        with _Opened(self.path) as (_, stream), contextlib.suppress(OSError, EOFError, zlib.error):
+        with _opened(self.path) as (_, stream), contextlib.suppress(OSError, EOFError, zlib.error):
             while len(found) < size and (piece := stream.read1(size - len(found))):
                 found += piece
         return found
@@ -143,7 +136,7 @@ class Source:
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yields line numbers, from 1, and lines that are not blank. Raises TraceError if the file cannot be opened."""
         number = 0
-        with _Opened(self.path) as (raw, stream):
+        with _opened(self.path) as (raw, stream):
             size = max(1, self.path.stat().st_size)
             while True:
                 number += 1
@@ -190,56 +183,21 @@ class Source:
         )
 
 
-class SessionStarts:
-    """When sessions start whose file does not say it: each at a time derived from its name, uniformly distributed over
-    the length of the longest session."""
-
-    def __init__(self) -> None:
-        self._shares: list[float] = []
-        """The start of each session, as a share of the longest one's length."""
-        self._counts: list[int] = []
-        self._longest_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def add(self, name: bytes, requests: int, length_s: float) -> None:
-        """Adds a session, whose ``requests`` follow those of the sessions before it."""
-        self._shares.append(xxhash.xxh3_64_intdigest(name, seed=1) / 2**64)
-        self._counts.append(requests)
-        self._longest_s = max(self._longest_s, length_s)
-
-    def delays(self) -> Floats | float:
-        """Returns what to add to the time of each request; a single session starts at 0."""
-        return np.repeat(np.array(self._shares) * self._longest_s, self._counts) if len(self) > 1 else 0.0
-
-
-class _Opened:
-    """A context manager that opens a file and yields its raw stream, for progress, and its decompressed stream."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            # The file is opened twice, and opening a pipe may block forever.
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise TraceError(f"{path}: not a regular file; write the trace to one")
-            self._raw = path.open("rb")
-        except OSError as error:
-            raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-        try:
-            is_gzip = self._raw.read(2) == _GZIP_MAGIC
-            self._raw.seek(0)
-        except OSError as error:
-            self._raw.close()
-            raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-        self._stream: io.BufferedReader[Any] = self._raw
-        if is_gzip:
-            self._stream = io.BufferedReader(gzip.GzipFile(fileobj=self._raw))
-
-    def __enter__(self) -> tuple[io.BufferedReader[Any], io.BufferedReader[Any]]:
-        return self._raw, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, io.BufferedIOBase]]:
+    """Opens a file, and yields its raw stream, for progress, and its decompressed stream. Raises TraceError."""
+    try:
+        # The file is opened twice, and opening a pipe may block forever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise TraceError(f"{path}: not a regular file; write the trace to one")
+        raw = path.open("rb")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    with raw:
+        is_gzip = False
+        with contextlib.suppress(OSError):  # the first line cannot be read, either
+            is_gzip = raw.peek(2).startswith(_GZIP_MAGIC)
+        yield raw, io.BufferedReader(gzip.GzipFile(fileobj=raw)) if is_gzip else raw
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -283,30 +241,24 @@ def whole(data: Mapping[str, Any], field: str, least: int = 0) -> int:
     return value
 
 
-def block_ids(data: Mapping[str, Any], field: str = "hash_ids") -> list[int]:
-    """Returns a list of numbers in [0, 2**64). Raises ValueError."""
-    value = data.get(field)
+def block_ids(data: Mapping[str, Any]) -> list[int]:
+    """Returns the field ``hash_ids``, a list of numbers in [0, 2**64). Raises ValueError."""
+    value = data.get("hash_ids")
     if not isinstance(value, list):
-        raise wrong(data, field, "a list of block ids")
+        raise wrong(data, "hash_ids", "a list of block ids")
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_ID):
         bad = next(each for each in value if type(each) is not int or not 0 <= each <= MAX_ID)
-        raise ValueError(f"{field} contains {_shown(bad)}: not a whole number in [0, 2**64)")
+        raise ValueError(f"hash_ids contains {_shown(bad)}: not a whole number in [0, 2**64)")
     return value
 
 
-def prefix_ids(data: Mapping[str, Any], field: str = "hash_ids") -> list[int]:
+def prefix_ids(data: Mapping[str, Any]) -> list[int]:
     """Returns ``block_ids`` that each name a prefix, so none may repeat. Raises ValueError."""
-    value = block_ids(data, field)
+    value = block_ids(data)
     if len(set(value)) != len(value):
-        raise ValueError(
-            f"{field} contains {first_repeated(value)} twice: each id must name another prefix of the prompt"
-        )
+        repeated = next(each for each, count in Counter(value).items() if count > 1)
+        raise ValueError(f"hash_ids contains {repeated} twice: each id must name another prefix of the prompt")
     return value
-
-
-def first_repeated(ids: Iterable[int]) -> int:
-    """Returns the first of ``ids`` that occurs again."""
-    return next(each for each, count in Counter(ids).items() if count > 1)
 
 
 def wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:

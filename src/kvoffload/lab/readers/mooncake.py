@@ -19,7 +19,7 @@ from kvoffload.lab.readers.lines import (
     seconds,
     whole,
 )
-from kvoffload.lab.trace import Trace
+from kvoffload.lab.trace import Trace, TraceBuilder
 
 BLOCK_TOKENS = 512
 MILLISECOND = 1e-3
@@ -29,7 +29,7 @@ OUTPUT_TOKEN_S = 0.02
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. ``block_tokens``: by default 512. Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
-    rows = source.builder()
+    rows = TraceBuilder()
     ends: dict[str, float] = {}
     """When the latest turn of each session ended."""
 

@@ -16,10 +16,9 @@ from typing import Any
 from kvoffload.abc import Hints
 from kvoffload.lab.readers.lines import Source, optional_name, parse_object, prefix_ids, seconds, whole
 from kvoffload.lab.readers.mooncake import MILLISECOND
-from kvoffload.lab.trace import PREFILL_SPEED, Trace, TraceError
+from kvoffload.lab.trace import PREFILL_SPEED, Trace, TraceBuilder, TraceError
+from kvoffload.observe.trace import HEADER, VERSION
 
-VERSION = 1
-HEADER = "kvoffload_trace"
 FOUND = ("device_tokens", "host_tokens", "disk_tokens")
 
 
@@ -32,7 +31,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     header: dict[str, Any] | None = None
     starts: list[float] = []
     size = 0
-    rows = source.builder()
+    rows = TraceBuilder()
     found = [0] * len(FOUND)
     computed, computing_s = 0, 0.0
     is_torn = False
