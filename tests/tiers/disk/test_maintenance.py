@@ -163,7 +163,7 @@ def test_recency_that_could_not_be_written_is_written_later(rig: Rig, monkeypatc
     rig.maintenance.grow_now()
     rig.recency.note_use(np.array([1]))
 
-    def fail(first_slot: int, last_use: object, marks: object) -> None:
+    def fail(buffers: object, offset: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as broken:

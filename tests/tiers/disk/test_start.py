@@ -344,7 +344,7 @@ def test_files_of_another_user_are_not_trusted(tmp_path: Path, caplog: pytest.Lo
     assert f"{FINGERPRINT} belongs to user 12345" in caplog.text
     assert rig.tier.files.used_bytes >= du(rig.path)
     rig.tier.close()
-    with pytest.raises(ConfigError, match=f"{FINGERPRINT} belongs to user 12345"):
+    with pytest.raises(PermissionError, match=f"{FINGERPRINT} belongs to user 12345"):
         rig.open(fingerprint=FINGERPRINT)
 
 

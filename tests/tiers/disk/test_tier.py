@@ -430,7 +430,7 @@ def test_what_is_in_the_place_of_the_tiers_files_is_named(rig: Rig, name: str) -
     else:
         rig.folder.symlink_to(rig.path.parent)
     with pytest.raises(ConfigError, match=name or FINGERPRINT):
-        rig.open()
+        open_disk_tier(rig.path, capacity(8), TierContext(rig.pools, FINGERPRINT))
 
 
 def put(what: str, path: Path, target: Path) -> None:
@@ -892,11 +892,12 @@ def test_deleted_blocks_do_not_come_back_when_their_slots_have_new_blocks(rig: R
 def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) -> None:
     rig.open(capacity_bytes=capacity(4))
     rig.write(1, 2, 3, 4)
+    assert rig.tier.files.recency is not None
     write_recency = rig.tier.files.recency.write
 
-    def hang(first_slot: int, last_use: Any, marks: Any) -> None:
+    def hang(buffers: Any, offset: int) -> int:
         rig.executor.stall(1.0)
-        write_recency(first_slot, last_use, marks)
+        return write_recency(buffers, offset)
 
     rig.tier.files.recency.write = hang  # type: ignore[method-assign]
     rig.tier.touch([key(1)])
