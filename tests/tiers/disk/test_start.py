@@ -84,13 +84,6 @@ def test_another_layout_starts_on_a_full_disk(simulated: Rig, caplog: pytest.Log
     assert "another layout" in warnings(caplog)[0]
 
 
-def test_a_full_disk_without_blocks_of_the_tier_is_a_wrong_budget(simulated: Rig) -> None:
-    storage = SimulatedStorage(BUDGET // 2)
-    with pytest.raises(ConfigError, match=r"^bytes=.*can give only"):
-        simulated.open(storage)
-    assert (storage.num_open, storage.is_locked) == (0, False)
-
-
 def test_blocks_of_other_models_are_removed_from_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
     storage.capacity_bytes = storage.used_bytes
@@ -370,6 +363,7 @@ def test_a_refused_start_closes_every_file(tmp_path: Path, engines: int, wrong: 
     with pytest.raises(ConfigError):
         open_disk_tier(tmp_path / "disk", capacity_bytes, replace(context, **others))
     assert os.listdir("/proc/self/fd") == before
+    open_disk_tier(tmp_path / "disk", 4 << 20, context).close()
 
 
 # The order of eviction.
@@ -441,18 +435,6 @@ def test_uses_before_a_reset_do_not_make_later_blocks_look_newer(tmp_path: Path)
     rig.open(storage.restart())
     rig.write(*range(50, 58))
     assert rig.present() == [*range(28, 36), *range(50, 58)]
-
-
-def test_without_the_recency_file_blocks_are_found_in_the_order_of_writing(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "disk")
-    rig.open()
-    rig.write(*range(8))
-    rig.tier.touch([key(7)])
-    rig.tier.close()
-    (rig.folder / "recency").unlink()
-    rig.open()
-    rig.write(20)
-    assert rig.present() == [0, 1, 2, 3, 4, 5, 6, 20]
 
 
 @pytest.mark.parametrize("sequence", [(1 << 63) - 1, (1 << 64) - 1, MAX_SEQUENCE])
