@@ -280,10 +280,6 @@ class DirectoryStorage(Storage):
         with self._folder(folder) as fd:
             os.unlink(name, dir_fd=fd)
 
-    def modified(self, folder: str, name: str) -> float:
-        with self._folder(folder) as fd:
-            return os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
-
     def free_bytes(self) -> int:
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize

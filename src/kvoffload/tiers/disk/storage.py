@@ -153,10 +153,6 @@ class Storage(ABC):
     def remove(self, folder: str, name: str) -> None: ...
 
     @abstractmethod
-    def modified(self, folder: str, name: str) -> float:
-        """Returns when the file was last written, in seconds since 1970."""
-
-    @abstractmethod
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
         """Returns the bytes of the medium that all files below take, of any program, except the locks and the files
         for which ``is_left_out`` returns True, given the path of the folder, "" for the directory itself, and the
