@@ -494,9 +494,6 @@ class NfsStorage(Storage):
             self.client.server.remove(inode)
         del where.entries[name]
 
-    def modified(self, folder: str, name: str) -> float:
-        return self.client.attributes(self._inode(folder, name)).modified
-
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
         return sum(self._held(self._folder(""), "", is_left_out))
 
@@ -533,12 +530,6 @@ class NfsStorage(Storage):
                 raise os_error(errno.ENOTDIR)
             found = node
         return found
-
-    def _inode(self, folder: str, name: str) -> Inode:
-        inode = self.client.node(self._folder(folder), name)
-        if not isinstance(inode, Inode):
-            raise os_error(errno.ENOENT)
-        return inode
 
 
 class NfsFile(StoredFile):

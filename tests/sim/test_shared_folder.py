@@ -28,7 +28,7 @@ from tests.sim.executor import SteppedExecutor
 from tests.sim.life import Patch
 from tests.sim.servers import DeletedOthers, MakeMedium, SharingServer, simulate_servers
 from tests.sim.shared_folder import SeatTaken, SharedFolderMedium
-from tests.sim.shared_storage import Folder, Inode, Mount, NfsClient, NfsServer
+from tests.sim.shared_storage import Folder, Inode, Mount, NfsServer
 
 SEEDS = scaled(12)
 PLANTED_SEEDS = 300
@@ -294,25 +294,6 @@ def seats_after_a_loss() -> list[str]:
 
 def test_a_server_that_takes_another_seat_frees_the_one_that_it_has_lost() -> None:
     assert seats_after_a_loss() == ["writer-1", "writer-0"]
-
-
-def test_locks_of_whole_clients_would_give_two_servers_one_seat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with ``fcntl``: a process takes a lock again that it has, and the first close frees it."""
-
-    def lock(client: NfsClient, inode: Inode) -> bool:
-        return inode in client.locked or client.server.take_lock(inode, client)
-
-    monkeypatch.setattr(NfsClient, "lock", lock)
-    monkeypatch.setattr(NfsServer, "take_lock", take_lock_again)
-    assert seats_after_a_loss() == ["writer-0"] * 2
-
-
-def take_lock_again(server: NfsServer, inode: Inode, client: NfsClient) -> bool:
-    owner, until = server.locks.get(inode, (client, 0.0))
-    if owner is not client and until > server.clock():
-        return False
-    server.locks[inode] = (client, float("inf"))
-    return True
 
 
 def is_emptied_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> bool:
