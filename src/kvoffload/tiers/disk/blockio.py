@@ -290,6 +290,7 @@ class BlockIO(BlockJobs):
 
         def empty(start: int, stop: int) -> None:
             self._files.index.empty_records(slots[start], stop - start)
+            self._files.index.withdraw(slice(slots[start], slots[start] + stop - start))
 
         def write(start: int, stop: int) -> None:
             self._files.slabs.write(slots[start], [part for block in blocks[start:stop] for part in block])

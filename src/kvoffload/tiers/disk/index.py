@@ -11,7 +11,6 @@ import numpy as np
 from kvoffload.abc import ByteArray, Slots
 from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import (
-    EMPTY_RECORD,
     HEADER_BYTES,
     INDEX_NAME,
     RECORD_BYTES,
@@ -73,18 +72,13 @@ class Index:
             self._journal.note(first_slot, records)
 
     def empty_records(self, first_slot: int, count: int) -> None:
-        """Empties the records of slots whose payloads are about to be overwritten. If other machines may have found
-        blocks there, it returns once they do not. Raises OSError."""
+        """Empties the records of slots whose payloads are about to be overwritten, after ``withdraw``. Raises
+        OSError."""
         write_all(self._file, [np.zeros(count * RECORD_BYTES, dtype=np.uint8)], record_offset(first_slot))
-        self.withdraw(slice(first_slot, first_slot + count))
-
-    def empty_record(self, slot: int) -> None:
-        """Like ``empty_records`` for one slot, but returns before ``withdraw``, which must follow. Raises OSError."""
-        write_all(self._file, [EMPTY_RECORD], record_offset(slot))
 
     def withdraw(self, slots: slice | Slots) -> None:
-        """Returns, after the records of ``slots`` were emptied, once no other machine finds blocks there. Raises
-        OSError."""
+        """Returns, after the records of ``slots`` were emptied, once no other machine that may have found blocks there
+        does so. Raises OSError."""
         if self._journal:
             self._journal.withdraw(slots, self._file.sync)
 
