@@ -64,6 +64,7 @@ class Owner:
     def put(self, slot: int, key: OffloadKey) -> None:
         """Stores a block as BlockIO does, but for the payload."""
         self.files.index.empty_records(slot, 1)
+        self.files.index.withdraw(slice(slot, slot + 1))
         record = pack_record(
             self.files.index.header, key, sequence=1, stored_at=1, payload_checksum=next(self._numbers)
         )
