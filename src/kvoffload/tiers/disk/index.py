@@ -21,7 +21,7 @@ from kvoffload.tiers.disk.format import (
     record_offset,
 )
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, shorten
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, read_at, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ class Index:
 def read_piece(file: StoredFile, header: Header, first: int, num_slots: int) -> Entries:
     """Returns the blocks in RECORDS_AT_ONCE slots of an index from ``first`` on, of ``num_slots`` in all. Raises
     OSError."""
-    data = np.zeros(min(RECORDS_AT_ONCE, num_slots - first) * RECORD_BYTES, dtype=np.uint8)
-    return parse_records(header, data[: file.read([data], record_offset(first))], first)
+    count = min(RECORDS_AT_ONCE, num_slots - first)
+    return parse_records(header, read_at(file, record_offset(first), count * RECORD_BYTES), first)
 
 
 def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
@@ -127,11 +127,10 @@ def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
 
     ``wanted``: the header of a new index. It is returned if the slabs can be used again, but not the blocks in them.
     """
-    data = np.zeros(HEADER_BYTES, dtype=np.uint8)
     try:
         file = folder.open(INDEX_NAME)
         try:
-            found = Header.unpack(data[: file.read([data], 0)])
+            found = Header.unpack(read_at(file, 0, HEADER_BYTES))
             num_records = (file.size() - HEADER_BYTES) // RECORD_BYTES
         finally:
             folder.release(file)

@@ -177,11 +177,16 @@ def shorten(file: StoredFile, size: int) -> None:
         file.resize(size)
 
 
+def read_at(file: StoredFile, offset: int, nbytes: int) -> ByteArray:
+    """Returns bytes of a file, fewer at its end."""
+    buffer = aligned_buffer(nbytes)
+    return buffer[: file.read([buffer], offset)]
+
+
 def read_fresh(storage: Storage, folder: str, name: str, nbytes: int, offset: int = 0) -> ByteArray:
     """Returns bytes of a file as they are on the medium now, fewer at its end; see ``fresh`` of ``Storage.open``."""
-    buffer = aligned_buffer(nbytes)
     with closing(storage.open(folder, name, fresh=True)) as file:
-        return buffer[: file.read([buffer], offset)]
+        return read_at(file, offset, nbytes)
 
 
 def write_file(storage: Storage, folder: str, name: str, data: ByteArray) -> float:

@@ -64,12 +64,13 @@ class ForeignReads(BlockJobs):
 
     def _read(self, view: SeatView, batch: Batch) -> Iterator[Done]:
         blocks, slots = self._blocks(batch), batch.slots.tolist()
+        checksums = batch.facts["payload_checksum"].tolist()
         errors: dict[int, TierError | None] = {}
 
         def read(start: int, stop: int) -> None:
             self._fill(view, slots[start], [part for block in blocks[start:stop] for part in block])
             for i in range(start, stop):
-                errors[i] = self._verify(view, batch.part(i, i + 1), blocks[i])
+                errors[i] = self._verify(view, slots[i], batch.keys[i], checksums[i], blocks[i])
 
         for start, stop in self._spans(batch, view.header):
             begun, problems = self._clock(), dict[int, Exception]()
@@ -91,10 +92,11 @@ class ForeignReads(BlockJobs):
                 raise OSError(errno.ESTALE, "the slab has become shorter")
             raise OSError(errno.EIO, "not every byte could be read")
 
-    def _verify(self, view: SeatView, run: Batch, block: Sequence[ByteArray]) -> TierError | None:
+    def _verify(
+        self, view: SeatView, slot: int, key: OffloadKey, checksum: int, block: Sequence[ByteArray]
+    ) -> TierError | None:
         """Verifies one block. A bad one is read again after its record, from a file that was opened anew: its owner
         may have replaced it, and empties the record before. Raises OSError."""
-        slot, key, checksum = int(run.slots[0]), run.keys[0], int(run.facts["payload_checksum"][0])
         if payload_checksum(view.header, key, block) == checksum:
             return None
         if not self._is_current(view, slot, key, checksum):
