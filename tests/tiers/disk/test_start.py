@@ -25,7 +25,7 @@ from kvoffload.tiers.disk.storage import StoredFile
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
 from tests.tiers.conftest import Mounts
 from tests.tiers.disk.records import pack_record
-from tests.tiers.disk.test_tier import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
+from tests.tiers.disk.rig import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
 
 SLAB = 4 * PAGE
 BUDGET = capacity(16, num_slabs=4)
@@ -406,8 +406,7 @@ def test_uses_are_written_down_every_few_seconds(tmp_path: Path) -> None:
     assert 1 <= faulty.operations - before <= 4, "one call per 512 slots, however often they are used"
     tier.touch([key(1500)])
     rig.drain()
-    rig.opened = None
-    rig.open(storage.restart())
+    rig.open_after_kill(storage)
     hot = {0, 1, *(name for start in range(10, 900, 100) for name in range(start, start + 50))}
     for start in range(3000, 3000 + 2000 - len(hot), 250):
         rig.write(*range(start, min(start + 250, 3000 + 2000 - len(hot))))
@@ -431,8 +430,7 @@ def test_uses_before_a_reset_do_not_make_later_blocks_look_newer(tmp_path: Path)
     # The first of these reuse slots. The process is killed before their recency is written.
     rig.write(*range(20, 28))
     rig.write(*range(28, 36))
-    rig.opened = None
-    rig.open(storage.restart())
+    rig.open_after_kill(storage)
     rig.write(*range(50, 58))
     assert rig.present() == [*range(28, 36), *range(50, 58)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, ConfigError, LookupState, OffloadKey, TierError, TierResult
+from kvoffload.abc import ByteArray, ConfigError, LookupState, TierError
 from kvoffload.cache.policies import BUILTIN
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
@@ -28,145 +27,38 @@ from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import (
     HEADER_BYTES,
     RECORD_BYTES,
-    Header,
     parse_records,
     payload_checksum,
     record_offset,
 )
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.layout import FIXED_BYTES
 from kvoffload.tiers.disk.maintenance import RETRY_S
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.start import open_disk_tier
-from kvoffload.tiers.disk.storage import Storage, StoredFile
+from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.disk.tier import DiskSettings, DiskTier
 from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
-from tests.sim.executor import Killed, SteppedExecutor
+from tests.sim.executor import Killed
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
 from tests.tiers.disk.records import pack_record
-
-PAGE = 4096
-FINGERPRINT = "5a" * 32
-OTHERS = [digit * 64 for digit in "123"]
-NUM_HOST_SLOTS = 512
-READ_SLOT = 256
-"""The first host slot that is read into."""
-
-
-def key(name: int) -> OffloadKey:
-    return name.to_bytes(4, "big") * 11
-
-
-def content(name: int, rank: int, nbytes: int, version: int = 0) -> ByteArray:
-    return np.random.default_rng([name, rank, version]).integers(0, 256, nbytes, dtype=np.uint8)
-
-
-def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
-    return FIXED_BYTES + num_slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(sum(slot_bytes or (PAGE,)))
-
-
-def du(path: Path) -> int:
-    """Returns the bytes that files and folders take, as the file system counts them."""
-    return sum(each.lstat().st_blocks * 512 for each in [path, *path.rglob("*")])
-
-
-class Rig:
-    """Opens one tier after the other on a directory. Jobs run when ``drain`` is called."""
-
-    def __init__(self, path: Path, *slot_bytes: int, num_slots: int = 8, **settings: Any) -> None:
-        self.path = path
-        self.slot_bytes = slot_bytes or (PAGE,)
-        self.pools = make_pools(NUM_HOST_SLOTS, *self.slot_bytes)
-        self.settings: dict[str, Any] = {
-            "fingerprint": FINGERPRINT,
-            "capacity_bytes": capacity(num_slots, *self.slot_bytes),
-        } | settings
-        """Fields of DiskSettings, and of DiskTier beside them."""
-        self.opened: DiskTier | None = None
-
-    @property
-    def tier(self) -> DiskTier:
-        assert self.opened is not None
-        return self.opened
-
-    @property
-    def folder(self) -> Path:
-        return self.path / str(self.settings["fingerprint"])
-
-    def storage(self) -> Storage:
-        return DirectoryStorage(self.path)
-
-    def open(self, storage: Storage | None = None, **settings: Any) -> DiskTier:
-        if self.opened is not None:
-            self.opened.close()
-        self.settings |= settings
-        self.executor = SteppedExecutor()
-        fields = {each.name for each in dataclasses.fields(DiskSettings)}
-        kept = DiskSettings(**{name: value for name, value in self.settings.items() if name in fields})
-        others = {name: value for name, value in self.settings.items() if name not in fields}
-        self.opened = DiskTier(storage or self.storage(), self.pools, kept, executor=self.executor, **others)
-        self.check()
-        return self.tier
-
-    def check(self) -> None:
-        self.tier.check_integrity()
-        if self.path.exists():
-            assert du(self.path) <= self.tier.files.used_bytes <= self.tier.files.capacity_bytes
-
-    def drain(self) -> list[TierResult]:
-        self.executor.drain()
-        results = self.tier.poll()
-        self.executor.drain()
-        results += self.tier.poll()
-        self.check()
-        return results
-
-    def write(self, *names: int, version: int = 0) -> list[TierResult]:
-        for i, name in enumerate(names):
-            for rank, pool in enumerate(self.pools):
-                pool[i] = content(name, rank, pool.shape[1], version)
-        results: list[TierResult] = []
-        left = {key(name): slot for slot, name in enumerate(names)}
-        # Blocks without room are taken on when the files have grown, one slab at a time.
-        for _ in range(len(names) + 1):
-            for taken in self.tier.write(list(left), np.array(list(left.values()), dtype=np.int64)):
-                del left[taken]
-            results += self.drain()
-            if not left:
-                break
-        return results
-
-    def read(self, *names: int) -> dict[int, TierError | None]:
-        """Reads blocks and asserts that their bytes are right. Returns the error of each that was taken on."""
-        self.tier.read([key(name) for name in names], READ_SLOT + np.arange(len(names)))
-        results = {result.key: result for result in self.drain()}
-        for i, name in enumerate(names):
-            if key(name) in results and results[key(name)].ok:
-                for rank, pool in enumerate(self.pools):
-                    assert np.array_equal(pool[READ_SLOT + i], content(name, rank, pool.shape[1]))
-        return {name: results[key(name)].error for name in names if key(name) in results}
-
-    def present(self, most: int = 64) -> list[int]:
-        states = self.tier.contains([key(name) for name in range(most)])
-        return np.flatnonzero(states == LookupState.HIT).tolist()
-
-    def check_reads(self, *names: int) -> None:
-        assert self.read(*names) == dict.fromkeys(names)
+from tests.tiers.disk.rig import (
+    FINGERPRINT,
+    OTHERS,
+    PAGE,
+    Rig,
+    capacity,
+    content,
+    du,
+    header_of,
+    key,
+    patch,
+    put,
+)
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path / "disk")
-
-
-def header_of(rig: Rig) -> Header:
-    """Returns the header of the index on disk."""
-    return Header.unpack(np.fromfile(rig.folder / "index", dtype=np.uint8, count=HEADER_BYTES))
-
-
-def patch(path: Path, offset: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
 
 
 # Blocks outlive a restart.
@@ -203,27 +95,19 @@ def leaving(rig: Rig) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", BUILTIN)
-@pytest.mark.parametrize("restarted", [False, True], ids=["", "restarted"])
-def test_a_chain_loses_its_tail_before_its_head(rig: Rig, policy: str, restarted: bool) -> None:
-    rig.open(policy=policy)
-    rig.write(1, 2, 3, 4, 5, 6)
-    if restarted:
-        rig.open()
-    left = leaving(rig)
-    assert all(present == list(range(1, 1 + len(present))) for present in left), left
-    assert len(left) > 1, left
-
-
-@pytest.mark.parametrize("policy", BUILTIN)
-def test_a_chain_written_in_parts_loses_its_tail_before_its_head_once_its_request_has_ended(
-    rig: Rig, policy: str
-) -> None:
+@pytest.mark.parametrize("how", ["at once", "restarted", "in parts"])
+def test_a_chain_loses_its_tail_before_its_head(rig: Rig, policy: str, how: str) -> None:
     tier = rig.open(policy=policy)
     chain = [key(name) for name in range(1, 7)]
-    tier.touch(chain)
-    for part in ((1, 2), (3, 4), (5, 6)):
-        rig.write(*part)
-    tier.touch(chain, chain)
+    if how == "in parts":
+        tier.touch(chain)
+        for part in ((1, 2), (3, 4), (5, 6)):
+            rig.write(*part)
+        tier.touch(chain, chain)
+    else:
+        rig.write(*range(1, 7))
+    if how == "restarted":
+        rig.open()
     left = leaving(rig)
     assert all(present == list(range(1, 1 + len(present))) for present in left), left
     assert len(left) > 1, left
@@ -347,18 +231,6 @@ def test_what_is_in_the_place_of_the_tiers_files_is_named(rig: Rig, name: str) -
         rig.folder.symlink_to(rig.path.parent)
     with pytest.raises(ConfigError, match=name or FINGERPRINT):
         open_disk_tier(rig.path, capacity(8), TierContext(rig.pools, FINGERPRINT))
-
-
-def put(what: str, path: Path, target: Path) -> None:
-    """Makes ``path`` a link to ``target``, a folder with a file, or a pipe."""
-    target.write_bytes(b"not ours")
-    if what == "link":
-        path.symlink_to(target)
-    elif what == "folder":
-        path.mkdir()
-        (path / "file").write_bytes(b"not ours")
-    else:
-        os.mkfifo(path)
 
 
 def test_exchanged_slabs_give_misses(tmp_path: Path) -> None:
@@ -628,12 +500,6 @@ def test_a_budget_beyond_the_medium_is_refused(tmp_path: Path) -> None:
     assert storage.used_bytes > 850 << 10
 
 
-def test_what_the_directory_holds_counts_as_free(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^bytes=.*can give only"):
-        open_disk_tier(tmp_path / "disk", 1 << 60, TierContext(make_pools(2, PAGE), FINGERPRINT))
-    open_disk_tier(tmp_path / "disk", 1 << 20, TierContext(make_pools(2, PAGE), FINGERPRINT)).close()
-
-
 # When the medium fails.
 
 
@@ -717,20 +583,6 @@ def test_a_block_that_cannot_be_written_is_not_there(tmp_path: Path, fault: str)
     rig.check_reads(1, 2, 3)
 
 
-def test_torn_writes_give_misses(tmp_path: Path) -> None:
-    storage = FaultyStorage(SimulatedStorage(1 << 20), rates=FaultRates(torn_write=0.5))
-    rig = Rig(tmp_path / "none", num_slots=32)
-    storage.active = False
-    rig.open(storage)
-    storage.active = True
-    rig.write(*range(16))
-    for name in range(16, 32):
-        rig.write(name)
-    storage.active = False
-    outcomes = rig.read(*range(32))
-    assert set(outcomes.values()) == {None, TierError.CORRUPT}
-
-
 def test_warnings_are_few_and_name_the_key(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     rig.open(clock=lambda: now[0])
@@ -791,8 +643,7 @@ def test_a_block_deleted_while_it_is_written_does_not_come_back_after_a_kill(tmp
     # The record is emptied first, and written by the write that is under way after that.
     rig.tier.delete([key(2)])
     assert [result.error for result in rig.drain()] == [TierError.GONE]
-    rig.opened = None
-    rig.open(storage.restart())
+    rig.open_after_kill(storage)
     assert rig.present() == [1]
 
 
@@ -836,8 +687,7 @@ def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) 
             done = True
         except Killed:
             done = False
-        rig.opened = None
-        rig.open(storage.restart())
+        rig.open_after_kill(storage)
         there = rig.present()
         rig.check_reads(*there)
         found.append((with_reset, there))
@@ -951,8 +801,7 @@ def test_a_write_that_goes_on_after_the_tier_was_closed_leaves_no_block(tmp_path
     rig.tier.close()
     assert rig.executor.turn(now=120.0)
     assert rig.executor.idle
-    rig.opened = None
-    rig.open(storage.restart())
+    rig.open_after_kill(storage)
     assert rig.present() == [1]
 
 

@@ -36,9 +36,9 @@ from kvoffload.tiers.shared_dir.seats import (
 )
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
-from tests.tiers.disk.test_tier import du, put
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, du, key, put
 from tests.tiers.shared_dir import sleeper
-from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Serve, Server, capacity, key
+from tests.tiers.shared_dir.rig import Serve, Server, capacity
 
 
 def name_of(server: Server) -> str:

@@ -30,7 +30,8 @@ from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
 from tests.sim.storage import os_error
-from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Serve, Server, capacity, content, key
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key, spoil
+from tests.tiers.shared_dir.rig import Serve, Server, capacity
 
 
 def seat_of(server: Server, tmp_path: Path) -> Path:
@@ -60,7 +61,7 @@ class _SlowToList(DirectoryStorage):
 
 def test_the_first_request_finds_what_others_have_written(serve: Serve, tmp_path: Path) -> None:
     serve().write(1, 2)
-    opened = serve(repeat=Repeating, storage=lambda root: _SlowToList(tmp_path / "shared"))
+    opened = serve(repeat=Repeating, storage=lambda: _SlowToList(tmp_path / "shared"))
     with closing(opened.tier):
         assert opened.finds(1, 2) == [1, 2]
 
@@ -116,12 +117,6 @@ def test_a_block_that_its_owner_has_replaced_under_the_same_key_is_never_mixed_u
     clock.now += GONE_S
     two.tier.follow()
     assert two.read(1, version=2) == {1: None}
-
-
-def spoil(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[::512] = bytes(byte ^ 1 for byte in data[::512])
-    path.write_bytes(data)
 
 
 def test_the_size_of_an_index_takes_no_room_from_other_seats(serve: Serve, tmp_path: Path) -> None:
@@ -399,7 +394,7 @@ def test_a_failing_medium_costs_the_blocks_and_raises_nothing(serve: Serve, tmp_
             return super().open(folder, name, create, direct, fresh)
 
     one = serve()
-    two = serve(storage=lambda root: Failing(tmp_path / "shared"))
+    two = serve(storage=lambda: Failing(tmp_path / "shared"))
     one.write(1)
     two.tier.follow()
     Failing.broken = True
@@ -457,7 +452,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:
             raise os_error(errno.ENOLCK)
 
     with pytest.raises(ConfigError, match=r"no file locks.*mount it with locks"):
-        Server(tmp_path, storage=lambda root: NoLocks(tmp_path))
+        Server(tmp_path, storage=lambda: NoLocks(tmp_path))
 
 
 def test_a_plain_disk_tier_has_no_journal_and_does_not_need_one(tmp_path: Path, serve: Serve) -> None:
