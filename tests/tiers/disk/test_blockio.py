@@ -12,13 +12,11 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.blockio import HANDOVER_S, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import FACTS, HEADER_BYTES, RECORD_BYTES, parse_records
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
 
-PAGE = 4096
-FINGERPRINT = "5a" * 32
 NUM_SLOTS = 12
 READ_SLOT = 32
 """The first host slot that is read into."""
@@ -30,8 +28,9 @@ class Rig:
     def __init__(self, job_bytes: int = 1 << 20) -> None:
         self.now = 1000.0
         self.storage = FaultyStorage(SimulatedStorage(1 << 20))
-        capacity = FIXED_BYTES + 3 * SLAB_OVERHEAD_BYTES + NUM_SLOTS * slot_cost(PAGE)
-        self.files = open_files(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
+        self.files = open_files(
+            self.storage, FINGERPRINT, [PAGE], capacity(NUM_SLOTS, num_slabs=3), 4 * PAGE, lambda: 7
+        )
         while self.files.num_allocated < NUM_SLOTS:
             self.files.grow()
         self.pools = make_pools(64, PAGE)

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, Header, parse_records
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.maintenance import RETRY_S, Maintenance
 from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import SimulatedStorage
 from tests.tiers.disk.records import pack_record
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
 
-PAGE = 4096
-FINGERPRINT = "5a" * 32
 NUM_SLOTS = 12
 
 
@@ -28,8 +26,9 @@ class Rig:
     def __init__(self) -> None:
         self.now = 1000.0
         self.storage = SimulatedStorage(1 << 20)
-        capacity = FIXED_BYTES + 3 * SLAB_OVERHEAD_BYTES + NUM_SLOTS * slot_cost(PAGE)
-        self.files = open_files(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
+        self.files = open_files(
+            self.storage, FINGERPRINT, [PAGE], capacity(NUM_SLOTS, num_slabs=3), 4 * PAGE, lambda: 7
+        )
         self.recency = Recency(NUM_SLOTS, self.files.recency)
         # Number 0 stands for no use.
         self.recency.take(1)

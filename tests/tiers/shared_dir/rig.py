@@ -14,11 +14,11 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Machine
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.sim.executor import SteppedExecutor
+from tests.tiers.disk import rig as disk
 from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key
 
 NUM_HOST_SLOTS = 256
@@ -29,8 +29,7 @@ HIT, MISS = LookupState.HIT, LookupState.MISS
 
 def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
     """Returns a budget for so many blocks, and for the journal and heartbeat."""
-    blocks = num_slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(sum(slot_bytes or (PAGE,)))
-    return FIXED_BYTES + journal_bytes(num_entries_for(0)) + 2 * PAGE + blocks
+    return disk.capacity(num_slots, *slot_bytes, num_slabs=num_slabs) + journal_bytes(num_entries_for(0)) + 2 * PAGE
 
 
 class Server:
