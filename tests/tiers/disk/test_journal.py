@@ -24,6 +24,7 @@ from kvoffload.tiers.disk.journal import (
     num_entries_for,
     read_entries,
 )
+from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.disk.storage import Storage
 from tests.sim.storage import FaultRates, FaultyStorage, SimulatedStorage
 from tests.tiers.disk.records import pack_record
@@ -218,6 +219,8 @@ def test_the_size_of_the_ring_is_bounded() -> None:
         count = num_entries_for(num_slots)
         JournalHeader.unpack(JournalHeader(count, 1, 2, 3).pack())
         assert journal_bytes(count) == JOURNAL_HEADER_BYTES + count * ENTRY_BYTES <= (4 << 20) + 4096
+        with_journal, without = SlotLayout(4096, 8, count), SlotLayout(4096, 8)
+        assert with_journal.bytes_of(9) == without.bytes_of(9) + journal_bytes(count), "it is within the budget"
 
 
 def test_blocks_of_an_index_are_those_of_its_generation() -> None:

@@ -16,7 +16,7 @@ import pytest
 from kvoffload.abc import ByteArray, ConfigError, TierError
 from kvoffload.tiers.disk import journal
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import Header
+from kvoffload.tiers.disk.format import HEADER_BYTES, Header
 from kvoffload.tiers.disk.index import Index
 from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.recovery import open_files
@@ -281,10 +281,12 @@ def test_other_layouts_are_not_found(serve: Serve, tmp_path: Path) -> None:
     one, two = serve(), serve()
     one.write(1)
     index = seat_of(one, tmp_path) / "index"
-    header = Header(FINGERPRINT, (2 * PAGE,), 8, 3).pack()
-    index.write_bytes(header.tobytes() + index.read_bytes()[len(header) :])
-    two.tier.follow()
-    assert two.finds(1) == []
+    records = index.read_bytes()[HEADER_BYTES:]
+    for header in (Header(FINGERPRINT, (2 * PAGE,), 8, 3), Header("77" * 32, (PAGE,), 8, 3)):
+        index.write_bytes(header.pack().tobytes() + records)
+        two.tier.follow()
+        assert two.finds(1) == []
+        assert two.tier.blocks.view(0) is None
 
 
 def test_closing_does_not_wait_for_a_journal_whose_writing_hangs(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
