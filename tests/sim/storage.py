@@ -103,6 +103,8 @@ class SimulatedStorage(Storage):
     pages has been written. ``read_only``: the medium is mounted read-only for this process.
     """
 
+    read_only = False
+
     def __init__(
         self,
         capacity_bytes: int,
@@ -113,7 +115,6 @@ class SimulatedStorage(Storage):
         self.medium = _Medium(capacity_bytes, seed, clock)
         self._pause = pause
         self._dead = False
-        self._read_only = False
         self.handles: set[_SimulatedFile] = set()
 
     @property
@@ -123,14 +124,6 @@ class SimulatedStorage(Storage):
     @capacity_bytes.setter
     def capacity_bytes(self, capacity_bytes: int) -> None:
         self.medium.capacity_bytes = capacity_bytes
-
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
-
-    @read_only.setter
-    def read_only(self, read_only: bool) -> None:
-        self._read_only = read_only
 
     @property
     def is_locked(self) -> bool:
@@ -276,7 +269,7 @@ class SimulatedStorage(Storage):
             raise os_error(errno.EBADF)
 
     def check_writable(self) -> None:
-        if self._read_only:
+        if self.read_only:
             raise os_error(errno.EROFS)
 
     def _folder(self, folder: str) -> dict[str, _Inode]:
@@ -335,11 +328,7 @@ class _SimulatedFile(StoredFile):
                 for start, end in part:
                     there = inode.data[offset + start : offset + end]
                     raw[start : start + len(there)] = there
-        done = 0
-        for buffer in head(buffers, len(raw)):
-            buffer[:] = raw[done : done + buffer.size]
-            done += buffer.size
-        return done
+        return fill(buffers, raw)
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         self._check(buffers, offset)
@@ -412,6 +401,15 @@ def head(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
         taken.append(buffer.reshape(-1)[:nbytes])
         nbytes -= buffer.size
     return taken
+
+
+def fill(buffers: Sequence[ByteArray], raw: ByteArray) -> int:
+    """Fills the first bytes of ``buffers`` with ``raw``. Returns how many these are."""
+    done = 0
+    for buffer in head(buffers, len(raw)):
+        buffer[:] = raw[done : done + buffer.size]
+        done += buffer.size
+    return done
 
 
 def _check_name(name: str) -> None:
