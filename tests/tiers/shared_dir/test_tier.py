@@ -18,12 +18,13 @@ from kvoffload.tiers.disk import journal
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, Header
 from kvoffload.tiers.disk.index import Index
+from kvoffload.tiers.disk.journal import digests_of
 from kvoffload.tiers.disk.layout import SLAB_BYTES
 from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers
-from kvoffload.tiers.shared_dir.background import Repeating
+from kvoffload.tiers.shared_dir.background import REST_S, Repeating
 from kvoffload.tiers.shared_dir.foreign import IDLE_S, OpenSlabs, SeatView
 from kvoffload.tiers.shared_dir.seats import Claimant, Machine
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
@@ -207,6 +208,25 @@ def test_a_reset_forgets_but_deletes_nothing(serve: Serve) -> None:
     assert again.read(1, 2) == {1: None, 2: None}
 
 
+def test_blocks_of_a_transient_generation_are_not_read(serve: Serve, clock: Clock) -> None:
+    one, two = serve(), serve()
+    one.write(1)
+    two.tier.follow()
+    one.tier.own.reset()
+    one.run()
+    one.write(2)
+    two.tier.follow()
+    assert two.finds(1, 2) == []
+    assert len(two.tier.blocks) == 0
+    assert two.tier.blocks.slabs.num_open == 0
+    one.tier.close()
+    again = serve()
+    again.write(3)
+    clock.now += REST_S
+    two.tier.follow()
+    assert two.finds(1, 2, 3) == [3]
+
+
 def test_blocks_stored_after_a_reset_are_not_read_even_before_the_header_is_known(serve: Serve) -> None:
     one, two = serve(1), serve()
     one.write(1)
@@ -379,6 +399,17 @@ def test_the_log_says_whose_blocks_cannot_be_used(serve: Serve, caplog: pytest.L
     assert len(said) == 1
     assert "float16" in said[0]
     assert "writer-0" in said[0]
+
+
+def test_a_place_is_confirmed_before_it_is_used(serve: Serve) -> None:
+    """The follower may have given the slot to another block since the lookup."""
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    digests = digests_of([key(1), key(2)])
+    here, there = two.tier.blocks.find(digests).tolist()
+    assert two.tier.blocks.locate(here, int(digests[0])) is not None
+    assert two.tier.blocks.locate(there, int(digests[0])) is None
 
 
 def test_a_failing_medium_costs_the_blocks_and_raises_nothing(serve: Serve, tmp_path: Path) -> None:
