@@ -435,6 +435,22 @@ def test_uses_before_a_reset_do_not_make_later_blocks_look_newer(tmp_path: Path)
     assert rig.present() == [*range(28, 36), *range(50, 58)]
 
 
+def test_without_the_recency_file_blocks_are_found_in_the_order_of_writing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk")
+    rig.open()
+    rig.write(*range(8))
+    rig.tier.touch([key(7)])
+    rig.tier.close()
+    (rig.folder / "recency").unlink()
+    rig.open()
+    rig.write(20)
+    assert rig.present() == [0, 1, 2, 3, 4, 5, 6, 20]
+    # What is written now counts as newer than what was found.
+    rig.open()
+    rig.write(21)
+    assert rig.present() == [0, 1, 2, 3, 4, 5, 20, 21]
+
+
 @pytest.mark.parametrize("sequence", [(1 << 63) - 1, (1 << 64) - 1, MAX_SEQUENCE])
 def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -> None:
     rig = Rig(tmp_path / "disk")

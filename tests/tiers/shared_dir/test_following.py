@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvoffload.abc import OffloadKey
@@ -230,6 +230,7 @@ MOUNTS = st.builds(
 
 
 @settings(max_examples=60, derandomize=True)
+@example([("put", 0, 1, 1), ("reset", 0), ("put", 0, 2, 2)], [Mount()] * (NUM_SEATS + 1))
 @given(st.lists(STEPS, max_size=30), st.lists(MOUNTS, min_size=NUM_SEATS + 1, max_size=NUM_SEATS + 1))
 def test_a_follower_ends_up_with_the_indexes(steps: list[Any], mounts: list[Mount]) -> None:
     world = World(mounts, max_blocks=1 << 10)
