@@ -80,16 +80,12 @@ class Maintenance:
         """Whether new blocks must replace others, because the files cannot grow at the moment or any more."""
         if self._wants_growth:
             return False
-        return self._is_complete or (self._growth_failed and self._clock() < self._not_before[Task.GROWTH])
-
-    @property
-    def _is_complete(self) -> bool:
-        """Whether all slots that the budget allows exist."""
-        return self._files.num_allocated == self._files.num_slots
+        is_complete = self._files.num_allocated == self._files.num_slots
+        return is_complete or (self._growth_failed and self._clock() < self._not_before[Task.GROWTH])
 
     def grow(self) -> None:
-        """Requests the next slab. ``poll`` returns its slots."""
-        self._wants_growth = self._wants_growth or not self._is_complete
+        """Requests the next slab. ``poll`` returns its slots. May not be called if ``files_are_final``."""
+        self._wants_growth = True
         self.submit()
 
     def grow_now(self) -> Slots:
