@@ -97,6 +97,18 @@ def test_neighbours_within_a_slab_are_moved_together(rig: Rig) -> None:
     assert rig.storage.operations == 2, "a read writes nothing"
 
 
+def test_a_read_that_goes_on_when_it_was_abandoned_empties_no_record(rig: Rig) -> None:
+    """Another process may have the files by then."""
+    rig.write(1)
+    slab = rig.storage.open(FINGERPRINT, "slab-00000")
+    slab.write([np.full(PAGE, 7, dtype=np.uint8)], PAGE)
+    slab.close()
+    rig.io.submit_reads(rig.batch((1,), READ_SLOT))
+    rig.io.abandon()
+    assert outcome(rig.take()) == {1: TierError.CORRUPT}
+    assert rig.recorded() == [1]
+
+
 def test_what_the_executor_does_not_take_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(job_bytes=2 * PAGE)
     accepted = iter([True, True, False])

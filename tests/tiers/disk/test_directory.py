@@ -142,9 +142,10 @@ def test_zeros_are_written_if_nothing_can_allocate(
     file.close()
 
 
-def test_held_bytes_leave_out_only_what_cannot_be_read(
+def test_held_bytes_leave_out_only_locks_and_what_cannot_be_read(
     storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    storage.lock()
     for folder, name in (("x", "a"), ("x", "bad"), ("x", "c"), ("x/y", "d"), ("", "bad"), ("", "e")):
         (storage.path / folder).mkdir(parents=True, exist_ok=True)
         (storage.path / folder / name).write_bytes(bytes(PAGE))
@@ -157,6 +158,7 @@ def test_held_bytes_leave_out_only_what_cannot_be_read(
 
     monkeypatch.setattr(os, "stat", fail)
     assert storage.held_bytes() == 4 * PAGE
+    assert storage.held_bytes(lambda folder, name: (folder, name) == ("x/y", "d")) == 3 * PAGE
 
 
 # Names.

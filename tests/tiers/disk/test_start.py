@@ -446,9 +446,10 @@ def test_without_the_recency_file_blocks_are_found_in_the_order_of_writing(tmp_p
     rig.write(20)
     assert rig.present() == [0, 1, 2, 3, 4, 5, 6, 20]
     # What is written now counts as newer than what was found.
-    rig.open()
     rig.write(21)
-    assert rig.present() == [0, 1, 2, 3, 4, 5, 20, 21]
+    rig.open()
+    rig.write(22)
+    assert rig.present() == [0, 1, 2, 3, 4, 20, 21, 22]
 
 
 @pytest.mark.parametrize("sequence", [(1 << 63) - 1, (1 << 64) - 1, MAX_SEQUENCE])
