@@ -24,7 +24,7 @@ from kvoffload.tiers.disk.recovery import open_files
 from kvoffload.tiers.disk.slabs import Slabs
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers
-from kvoffload.tiers.shared_dir.background import Repeating
+from kvoffload.tiers.shared_dir.background import REST_S, Repeating
 from kvoffload.tiers.shared_dir.foreign import IDLE_S, OpenSlabs, SeatView
 from kvoffload.tiers.shared_dir.seats import Claimant, Machine
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S
@@ -221,6 +221,25 @@ def test_a_reset_forgets_but_deletes_nothing(serve: Serve) -> None:
     again = serve()
     assert again.tier.seat.name == one.tier.seat.name
     assert again.read(1, 2) == {1: None, 2: None}
+
+
+def test_blocks_of_a_transient_generation_are_not_read(serve: Serve, clock: Clock) -> None:
+    one, two = serve(), serve()
+    one.write(1)
+    two.tier.follow()
+    one.tier.own.reset()
+    one.run()
+    one.write(2)
+    two.tier.follow()
+    assert two.finds(1, 2) == []
+    assert len(two.tier.blocks) == 0
+    assert two.tier.blocks.slabs.num_open == 0
+    one.tier.close()
+    again = serve()
+    again.write(3)
+    clock.now += REST_S
+    two.tier.follow()
+    assert two.finds(1, 2, 3) == [3]
 
 
 def test_blocks_stored_after_a_reset_are_not_read_even_before_the_header_is_known(serve: Serve) -> None:
