@@ -12,7 +12,8 @@ import pytest
 
 from kvoffload import cli
 from kvoffload.tiers.shared_dir.seats import CLOCK_NAME, HEARTBEAT_NAME, SILENT_S
-from tests.tiers.shared_dir.rig import FINGERPRINT, Server, capacity
+from tests.tiers.disk.rig import FINGERPRINT
+from tests.tiers.shared_dir.rig import Server, capacity
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")

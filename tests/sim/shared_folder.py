@@ -20,8 +20,8 @@ from random import Random
 from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.format import is_block_file
-from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.journal import num_entries_for
+from kvoffload.tiers.disk.layout import SlotLayout
 from kvoffload.tiers.shared_dir.background import Repeating
 from kvoffload.tiers.shared_dir.seats import HEARTBEAT_BYTES, HEARTBEAT_NAME, SILENT_S, Machine, seat_number
 from kvoffload.tiers.shared_dir.tier import STOP_S, SharedDirTier, Surroundings
@@ -307,15 +307,8 @@ class FolderConnection(Connection):
     def open(self, pools: Sequence[ByteArray]) -> Tier | None:
         medium, server = self.medium, self.server
         block_bytes = sum(pool.shape[1] for pool in pools)
-        slabs = -(-medium.num_blocks // medium.slab_blocks)
-        blocks = medium.num_blocks * slot_cost(block_bytes)
-        capacity_bytes = (
-            FIXED_BYTES
-            + journal_bytes(num_entries_for(medium.num_blocks))
-            + HEARTBEAT_BYTES
-            + slabs * SLAB_OVERHEAD_BYTES
-            + blocks
-        )
+        layout = SlotLayout(block_bytes, medium.slab_blocks, num_entries_for(medium.num_blocks))
+        capacity_bytes = layout.bytes_of(medium.num_blocks) + HEARTBEAT_BYTES
         # Servers with other ranks have larger blocks.
         medium.capacity_bytes = max(medium.capacity_bytes, capacity_bytes)
         rng = Random(server.life.scenario.seed)

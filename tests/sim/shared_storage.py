@@ -29,7 +29,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.tiers.disk.storage import Storage, StoredFile, nothing
-from tests.sim.storage import PAGE, head, num_bytes, os_error, resized
+from tests.sim.storage import PAGE, fill, num_bytes, os_error, resized
 
 LOCK_NAME = "lock"
 READ_AHEAD = 4
@@ -403,24 +403,22 @@ class NfsStorage(Storage):
     """A directory of the server, as ``client`` sees it. ``path``: the names of the folders that lead to it.
     ``read_only``: files are opened for reading only, and nothing is changed."""
 
+    read_only = False
+
     def __init__(self, client: NfsClient, path: tuple[str, ...], read_only: bool = False) -> None:
         self.client = client
         self._path = path
-        self._read_only = read_only
+        self.read_only = read_only
         self._locked: Inode | None = None
-
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
 
     def child(self, name: str) -> NfsStorage:
         """Returns the folder ``name`` as a storage of its own. It is made if it does not exist."""
-        if name not in self.folders() and not self._read_only:
+        if name not in self.folders() and not self.read_only:
             self.make_folder(name)
-        return NfsStorage(self.client, (*self._path, name), self._read_only)
+        return NfsStorage(self.client, (*self._path, name), self.read_only)
 
     def reopened(self) -> NfsStorage:
-        return NfsStorage(self.client, self._path, self._read_only)
+        return NfsStorage(self.client, self._path, self.read_only)
 
     def lock(self) -> None:
         if not self.try_lock():
@@ -477,7 +475,7 @@ class NfsStorage(Storage):
         if isinstance(inode, Folder):
             raise os_error(errno.EISDIR)
         self.client.attributes(inode, fresh=True)
-        return NfsFile(self.client, inode, direct, fresh, self._read_only or fresh)
+        return NfsFile(self.client, inode, direct, fresh, self.read_only or fresh)
 
     def remove(self, folder: str, name: str) -> None:
         self._check_writable()
@@ -493,9 +491,6 @@ class NfsStorage(Storage):
         if not self.client.rename_if_open(where, inode):
             self.client.server.remove(inode)
         del where.entries[name]
-
-    def modified(self, folder: str, name: str) -> float:
-        return self.client.attributes(self._inode(folder, name)).modified
 
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
         return sum(self._held(self._folder(""), "", is_left_out))
@@ -518,7 +513,7 @@ class NfsStorage(Storage):
             self.client.unlock(inode)
 
     def _check_writable(self) -> None:
-        if self._read_only:
+        if self.read_only:
             raise os_error(errno.EROFS)
 
     def _folder(self, folder: str) -> Folder:
@@ -533,12 +528,6 @@ class NfsStorage(Storage):
                 raise os_error(errno.ENOTDIR)
             found = node
         return found
-
-    def _inode(self, folder: str, name: str) -> Inode:
-        inode = self.client.node(self._folder(folder), name)
-        if not isinstance(inode, Inode):
-            raise os_error(errno.ENOENT)
-        return inode
 
 
 class NfsFile(StoredFile):
@@ -563,11 +552,7 @@ class NfsFile(StoredFile):
         self._check(buffers, offset)
         wanted = num_bytes(buffers)
         raw = self._read_direct(offset, wanted) if self.is_direct else self._read_cached(offset, wanted)
-        done = 0
-        for buffer in head(buffers, len(raw)):
-            buffer[:] = raw[done : done + buffer.size]
-            done += buffer.size
-        return done
+        return fill(buffers, raw)
 
     def _read_direct(self, offset: int, wanted: int) -> ByteArray:
         self._client.flush(self._inode)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -103,6 +103,8 @@ class SimulatedStorage(Storage):
     pages has been written. ``read_only``: the medium is mounted read-only for this process.
     """
 
+    read_only = False
+
     def __init__(
         self,
         capacity_bytes: int,
@@ -113,7 +115,6 @@ class SimulatedStorage(Storage):
         self.medium = _Medium(capacity_bytes, seed, clock)
         self._pause = pause
         self._dead = False
-        self._read_only = False
         self.handles: set[_SimulatedFile] = set()
 
     @property
@@ -123,14 +124,6 @@ class SimulatedStorage(Storage):
     @capacity_bytes.setter
     def capacity_bytes(self, capacity_bytes: int) -> None:
         self.medium.capacity_bytes = capacity_bytes
-
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
-
-    @read_only.setter
-    def read_only(self, read_only: bool) -> None:
-        self._read_only = read_only
 
     @property
     def is_locked(self) -> bool:
@@ -250,9 +243,6 @@ class SimulatedStorage(Storage):
         inode.named = False
         self.medium.free_if_gone(inode)
 
-    def modified(self, folder: str, name: str) -> float:
-        return self._inode(folder, name).modified
-
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
         self._check_alive()
         return sum(
@@ -279,7 +269,7 @@ class SimulatedStorage(Storage):
             raise os_error(errno.EBADF)
 
     def check_writable(self) -> None:
-        if self._read_only:
+        if self.read_only:
             raise os_error(errno.EROFS)
 
     def _folder(self, folder: str) -> dict[str, _Inode]:
@@ -338,11 +328,7 @@ class _SimulatedFile(StoredFile):
                 for start, end in part:
                     there = inode.data[offset + start : offset + end]
                     raw[start : start + len(there)] = there
-        done = 0
-        for buffer in head(buffers, len(raw)):
-            buffer[:] = raw[done : done + buffer.size]
-            done += buffer.size
-        return done
+        return fill(buffers, raw)
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         self._check(buffers, offset)
@@ -417,6 +403,15 @@ def head(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
     return taken
 
 
+def fill(buffers: Sequence[ByteArray], raw: ByteArray) -> int:
+    """Fills the first bytes of ``buffers`` with ``raw``. Returns how many these are."""
+    done = 0
+    for buffer in head(buffers, len(raw)):
+        buffer[:] = raw[done : done + buffer.size]
+        done += buffer.size
+    return done
+
+
 def _check_name(name: str) -> None:
     if not name or "/" in name or name in (".", ".."):
         raise os_error(errno.EINVAL)
@@ -440,6 +435,16 @@ class FaultRates:
     """EIO of any operation."""
     stall: float = 0.0
     """A read or write hangs before it begins."""
+
+
+def _forwarded(name: str, writes: bool = False) -> Any:
+    """Returns a method that calls the ``inner`` storage or file, unless a fault comes first."""
+
+    def call(self: FaultyStorage | _FaultyFile, *arguments: Any) -> Any:
+        self.before_operation(writes)
+        return getattr(self.inner, name)(*arguments)
+
+    return call
 
 
 class FaultyStorage(Storage):
@@ -488,58 +493,20 @@ class FaultyStorage(Storage):
         else:
             self._calm.set()
 
+    try_lock, child, reopened = _forwarded("try_lock"), _forwarded("child"), _forwarded("reopened")
+    folders, files = _forwarded("folders"), _forwarded("files")
+    make_folder, remove_folder = _forwarded("make_folder", writes=True), _forwarded("remove_folder", writes=True)
+    remove = _forwarded("remove", writes=True)
+    held_bytes, free_bytes = _forwarded("held_bytes"), _forwarded("free_bytes")
+
     def lock(self) -> None:
         self.inner.lock()
-
-    def try_lock(self) -> bool:
-        self.before_operation()
-        return self.inner.try_lock()
-
-    def child(self, name: str) -> Storage:
-        self.before_operation()
-        return self.inner.child(name)
-
-    def reopened(self) -> Storage:
-        self.before_operation()
-        return self.inner.reopened()
-
-    def folders(self) -> list[str]:
-        self.before_operation()
-        return self.inner.folders()
-
-    def files(self, folder: str) -> list[str]:
-        self.before_operation()
-        return self.inner.files(folder)
-
-    def make_folder(self, folder: str) -> None:
-        self.before_operation(writes=True)
-        self.inner.make_folder(folder)
-
-    def remove_folder(self, folder: str) -> None:
-        self.before_operation(writes=True)
-        self.inner.remove_folder(folder)
 
     def open(
         self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
     ) -> StoredFile:
         self.before_operation(writes=create)
         return _FaultyFile(self, self.inner.open(folder, name, create, direct, fresh), direct)
-
-    def remove(self, folder: str, name: str) -> None:
-        self.before_operation(writes=True)
-        self.inner.remove(folder, name)
-
-    def modified(self, folder: str, name: str) -> float:
-        self.before_operation()
-        return self.inner.modified(folder, name)
-
-    def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        self.before_operation()
-        return self.inner.held_bytes(is_left_out)
-
-    def free_bytes(self) -> int:
-        self.before_operation()
-        return self.inner.free_bytes()
 
     def close(self) -> None:
         self.inner.close()
@@ -576,8 +543,9 @@ class FaultyStorage(Storage):
 class _FaultyFile(StoredFile):
     def __init__(self, storage: FaultyStorage, inner: StoredFile, direct: bool) -> None:
         self._storage = storage
-        self._inner = inner
+        self.inner = inner
         self._direct = direct
+        self.before_operation = storage.before_operation
 
     def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
         storage = self._storage
@@ -586,7 +554,7 @@ class _FaultyFile(StoredFile):
         storage.before_operation()
         if storage.injects("short_read"):
             buffers = head(buffers, storage.cut(num_bytes(buffers), self._direct))
-        n = self._inner.read(buffers, offset) if buffers else 0
+        n = self.inner.read(buffers, offset) if buffers else 0
         if n and storage.injects("flip_on_read"):
             self._flip(head(buffers, n))
         return n
@@ -609,39 +577,26 @@ class _FaultyFile(StoredFile):
             return total
         if total > (PAGE if self._direct else 1) and storage.injects("short_write"):
             return self._write_some(buffers, storage.cut(total, self._direct), offset)
-        return self._inner.write(buffers, offset)
+        return self.inner.write(buffers, offset)
 
-    def size(self) -> int:
-        self._storage.before_operation()
-        return self._inner.size()
-
-    def allocated_bytes(self) -> int:
-        self._storage.before_operation()
-        return self._inner.allocated_bytes()
-
-    def modified(self) -> float:
-        self._storage.before_operation()
-        return self._inner.modified()
+    size, allocated_bytes, modified = _forwarded("size"), _forwarded("allocated_bytes"), _forwarded("modified")
+    sync = _forwarded("sync", writes=True)
 
     @property
     def is_cached(self) -> bool:
-        return self._inner.is_cached
-
-    def sync(self) -> None:
-        self._storage.before_operation(writes=True)
-        self._inner.sync()
+        return self.inner.is_cached
 
     def resize(self, size: int) -> None:
-        self._storage.before_operation(writes=True)
+        self.before_operation(writes=True)
         if self._storage.injects("no_space"):
             raise os_error(errno.ENOSPC)
-        self._inner.resize(size)
+        self.inner.resize(size)
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
     def _write_some(self, buffers: Sequence[ByteArray], nbytes: int, offset: int) -> int:
-        return self._inner.write(head(buffers, nbytes), offset) if nbytes else 0
+        return self.inner.write(head(buffers, nbytes), offset) if nbytes else 0
 
     def _flip(self, buffers: Sequence[ByteArray]) -> None:
         rng = self._storage.random

@@ -6,29 +6,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from random import Random
+from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, OffloadKey, TierResult
-from kvoffload.testing.tier_conformance import make_pools
-from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.start import remove_blocks
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.shared_dir import reads, seats
 from kvoffload.tiers.shared_dir import writer as writer_module
-from kvoffload.tiers.shared_dir.seats import HEARTBEAT_NAME, Machine, Seat, SeatState, Sighting, seat_names
-from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
+from kvoffload.tiers.shared_dir.seats import HEARTBEAT_NAME, Seat, SeatState, Sighting, seat_names
+from kvoffload.tiers.shared_dir.tier import SharedDirTier
 from tests.clock import Clock
 from tests.scale import scaled
 from tests.sim import shared_folder
 from tests.sim.engine import WrongBytes
-from tests.sim.executor import SteppedExecutor
 from tests.sim.life import Patch
 from tests.sim.servers import DeletedOthers, MakeMedium, SharingServer, simulate_servers
 from tests.sim.shared_folder import SeatTaken, SharedFolderMedium
-from tests.sim.shared_storage import Folder, Inode, Mount, NfsClient, NfsServer
+from tests.sim.shared_storage import Folder, Inode, Mount, NfsServer
+from tests.tiers.shared_dir.rig import Server
 
 SEEDS = scaled(12)
 PLANTED_SEEDS = 300
@@ -185,30 +181,22 @@ class Pair:
     def __init__(self) -> None:
         self.clock = Clock(1e6)
         self.server = NfsServer(1 << 30, clock=self.clock)
-        self.tiers: list[SharedDirTier] = []
-        self.pools: dict[SharedDirTier, list[ByteArray]] = {}
+        self.started: list[Server] = []
 
-    def start(self, number: int, skew_s: float, boot: str = "") -> SharedDirTier:
+    def start(self, number: int, skew_s: float, boot: str = "") -> Server:
         client = self.server.connect(Mount(skew_s=skew_s, entries_s=0.0), number)
-        pools = make_pools(4, 4096, seed=number)
-        tier = SharedDirTier(
-            client.storage(),
-            TierContext(pools, "ab" * 32),
-            200 << 10,
-            100.0,
-            Surroundings(
-                machine=Machine(f"host-{number}", number, boot or f"boot-{number}"),
-                executor=SteppedExecutor(number, clock=self.clock),
-                clock=self.clock,
+        self.started.append(
+            Server(
+                Path(),
+                boot=boot or f"boot-{number}",
+                time=self.clock,
+                storage=client.storage,
+                seed=number,
+                gone_after_s=100.0,
                 wall_clock=client.wall_clock,
-                random=Random(number).randbytes,
-                slab_bytes=1 << 16,
-                repeat=None,
-            ),
+            )
         )
-        self.tiers.append(tier)
-        self.pools[tier] = pools
-        return tier
+        return self.started[-1]
 
     def lose_heartbeat(self, name: str) -> None:
         """Somebody removes the heartbeat of a seat, whose owner then loses it."""
@@ -225,27 +213,12 @@ class Pair:
         assert seen.heartbeat is not None
         return seen.heartbeat.state
 
-    def store(self, tier: SharedDirTier, key: OffloadKey) -> None:
-        """Stores slot 0 as a block. While the files grow, the tier takes none on."""
-        while not tier.write([key], np.array([0])):
-            self.finish(tier)
-        self.finish(tier)
-
-    def finish(self, tier: SharedDirTier) -> list[TierResult]:
-        results = tier.poll()
-        for _ in range(1000):
-            tier.wait(1.0)
-            results += tier.poll()
-        assert not tier.is_busy
-        return results
-
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds)):
             self.clock.now += 1.0
-            for tier in self.tiers:
-                tier.keep()
-                tier.follow()
-                tier.poll()
+            for server in self.started:
+                server.background()
+                server.tier.poll()
 
 
 def seats_of_living_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
@@ -254,11 +227,12 @@ def seats_of_living_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str],
     monkeypatch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
     pair = Pair()
     first = pair.start(1, -1e6)
-    pair.store(first, b"k" * 32)
+    first.write(1)
     pair.run(5.0)
     second = pair.start(2, 0.0)
     pair.run(300.0)
-    return [first.seat.name, second.seat.name], [first.own.catalog.num_blocks, len(second.blocks)]
+    blocks = [first.tier.own.catalog.num_blocks, len(second.tier.blocks)]
+    return [first.tier.seat.name, second.tier.seat.name], blocks
 
 
 def test_a_server_whose_clock_is_wrong_keeps_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,33 +260,14 @@ def seats_after_a_loss() -> list[str]:
     a seat has no server. Returns the seats of both."""
     pair = Pair()
     first = pair.start(1, 0.0, "boot")
-    pair.lose_heartbeat(first.seat.name)
+    pair.lose_heartbeat(first.tier.seat.name)
     pair.run(10.0)
     second = pair.start(2, 0.0, "boot")
-    return [first.seat.name, second.seat.name]
+    return [first.tier.seat.name, second.tier.seat.name]
 
 
 def test_a_server_that_takes_another_seat_frees_the_one_that_it_has_lost() -> None:
     assert seats_after_a_loss() == ["writer-1", "writer-0"]
-
-
-def test_locks_of_whole_clients_would_give_two_servers_one_seat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with ``fcntl``: a process takes a lock again that it has, and the first close frees it."""
-
-    def lock(client: NfsClient, inode: Inode) -> bool:
-        return inode in client.locked or client.server.take_lock(inode, client)
-
-    monkeypatch.setattr(NfsClient, "lock", lock)
-    monkeypatch.setattr(NfsServer, "take_lock", take_lock_again)
-    assert seats_after_a_loss() == ["writer-0"] * 2
-
-
-def take_lock_again(server: NfsServer, inode: Inode, client: NfsClient) -> bool:
-    owner, until = server.locks.get(inode, (client, 0.0))
-    if owner is not client and until > server.clock():
-        return False
-    server.locks[inode] = (client, float("inf"))
-    return True
 
 
 def is_emptied_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -323,16 +278,16 @@ def is_emptied_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> bool:
     first = pair.start(1, 0.0)
     pair.lose_heartbeat("writer-0")
     pair.run(1.0)
-    assert first.seat.is_lost
-    pair.tiers.remove(first)
+    assert first.tier.seat.is_lost
+    pair.started.remove(first)
     pair.start(2, 0.0)
     states = set()
     for _ in range(300):
         # The engine takes no steps, so the scheduler's thread does not call the tier.
-        first.keep()
+        first.tier.keep()
         pair.run(1.0)
         states.add(pair.state("writer-1"))
-    assert first.seat.name == "writer-0"
+    assert first.tier.seat.name == "writer-0"
     return SeatState.EMPTIED in states
 
 

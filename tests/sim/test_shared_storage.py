@@ -6,7 +6,7 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,39 +54,9 @@ def real() -> Pair:
     name = uuid.uuid4().hex
     a, b = (DirectoryStorage(Path(mount) / name) for mount in MOUNTS)
     a.make_folder("f")
-    return Pair(a, b, time.sleep, lambda direct: ReadOnlyFile(b.path / "f/x", direct), is_real=True)
-
-
-class ReadOnlyFile(StoredFile):
-    """A file that is open for reading only. As long as a client has a file open for writing, too, it takes every change
-    for its own and keeps its cached pages."""
-
-    def __init__(self, path: Path, direct: bool) -> None:
-        self._fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-
-    def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
-        return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
-
-    def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
-        raise NotImplementedError
-
-    def size(self) -> int:
-        return os.fstat(self._fd).st_size
-
-    def allocated_bytes(self) -> int:
-        return os.fstat(self._fd).st_blocks * 512
-
-    def modified(self) -> float:
-        return os.fstat(self._fd).st_mtime
-
-    def sync(self) -> None:
-        raise NotImplementedError
-
-    def resize(self, size: int) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        os.close(self._fd)
+    # A client that has a file open for writing, too, takes every change for its own and keeps its cached pages.
+    reader = DirectoryStorage(b.path, as_is=True)
+    return Pair(a, b, time.sleep, lambda direct: reader.open("f", "x", direct=direct), is_real=True)
 
 
 def advance(clock: Clock, seconds: float) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from tests.clock import Clock
 from tests.sim.executor import Killed, SteppedExecutor
+from tests.sim.shared_storage import Mount, NfsServer
 from tests.sim.storage import PAGE, FaultRates, FaultyStorage, SimulatedStorage
 
 
@@ -26,6 +29,11 @@ def pattern(nbytes: int, seed: int = 0) -> ByteArray:
 def read(file: StoredFile, nbytes: int, offset: int = 0) -> ByteArray:
     buffer = np.zeros(nbytes, np.uint8)
     return buffer[: file.read([buffer], offset)]
+
+
+def aligned(nbytes: int) -> ByteArray:
+    room = np.zeros(nbytes + PAGE, np.uint8)
+    return room[-room.ctypes.data % PAGE :][:nbytes]
 
 
 def write(file: StoredFile, nbytes: int) -> None:
@@ -46,38 +54,79 @@ def error_of(call: object, *arguments: object) -> int | None:
     return raised.value.errno
 
 
-# SimulatedStorage
+# All storages.
 
 
-def test_several_buffers_are_written_and_read_in_order() -> None:
-    file = new_file(SimulatedStorage(1 << 20), 3 * PAGE)
-    data = pattern(2 * PAGE + 50)
-    assert file.write([data[:100], data[100:5000], data[5000:]], 7) == len(data)
-    first, second = np.zeros(300, np.uint8), np.zeros(len(data) - 300, np.uint8)
-    assert file.read([first, second], 7) == len(data)
-    assert np.array_equal(np.concatenate((first, second)), data)
+@pytest.fixture(params=["directory", "simulated", "network", "faulty"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    """A directory that is not locked, as each kind of storage has it."""
+    made: dict[str, Callable[[], Storage]] = {
+        "directory": lambda: DirectoryStorage(tmp_path / "disk"),
+        "simulated": lambda: SimulatedStorage(1 << 20),
+        "network": lambda: NfsServer(1 << 20).connect(Mount(entries_s=0.0)).storage(),
+        "faulty": lambda: FaultyStorage(SimulatedStorage(1 << 20)),
+    }
+    storage = made[request.param]()
+    yield storage
+    storage.close()
 
 
-def test_a_read_ends_at_the_end_of_the_file() -> None:
-    file = new_file(SimulatedStorage(1 << 20), 100)
-    assert len(read(file, 500)) == 100
-    assert len(read(file, 500, offset=80)) == 20
-    assert len(read(file, 500, offset=200)) == 0
+@pytest.mark.parametrize("direct", [False, True])
+def test_several_buffers_are_written_and_read_in_order(storage: Storage, direct: bool) -> None:
+    file = new_file(storage, 4 * PAGE, direct)
+    pages = aligned(8 * PAGE).reshape(8, PAGE)
+    pages[:4] = pattern(4 * PAGE).reshape(4, PAGE)
+    assert file.write([pages[0], pages[2:4].reshape(-1)], PAGE) == 3 * PAGE
+    assert file.read([pages[5], pages[4], pages[6]], PAGE) == 3 * PAGE
+    assert np.array_equal(pages[[5, 4, 6]], pages[[0, 2, 3]])
+    assert file.read([pages[7]], 4 * PAGE) == 0
+    if not direct:
+        assert file.read([pages[7]], 4 * PAGE - 20) == 20
+    file.close()
 
 
-def test_room_is_taken_in_pages_and_given_back() -> None:
-    storage = SimulatedStorage(10 * PAGE)
+def test_room_is_taken_at_once_and_given_back(storage: Storage) -> None:
     file = new_file(storage, PAGE + 1)
-    assert (file.size(), file.allocated_bytes(), storage.used_bytes) == (PAGE + 1, 2 * PAGE, 2 * PAGE)
-    assert storage.free_bytes() == 8 * PAGE
-    assert error_of(file.resize, 11 * PAGE) == errno.ENOSPC
-    assert (file.size(), storage.used_bytes) == (PAGE + 1, 2 * PAGE)
-    assert error_of(file.write, [pattern(PAGE)], 10 * PAGE) == errno.ENOSPC
+    assert (file.size(), file.allocated_bytes(), storage.held_bytes()) == (PAGE + 1, 2 * PAGE, 2 * PAGE)
+    assert error_of(file.resize, storage.free_bytes() + (1 << 40)) == errno.ENOSPC
+    assert (file.size(), file.allocated_bytes()) == (PAGE + 1, 2 * PAGE)
+    file.write([pattern(PAGE)], 0)
     file.resize(5)
-    assert storage.used_bytes == PAGE
-    assert storage.peak_bytes == 2 * PAGE
+    assert storage.held_bytes() == PAGE
     file.resize(PAGE)
-    assert not read(file, PAGE).any()
+    assert not read(file, PAGE)[5:].any()
+    other = storage.open("f", "y", create=True)
+    other.resize(3 * PAGE)
+    assert storage.held_bytes() == 4 * PAGE
+    assert storage.held_bytes(lambda folder, name: (folder, name) == ("f", "x")) == 3 * PAGE
+    file.close()
+    other.close()
+
+
+def test_folders_and_files_are_listed_and_removed(storage: Storage) -> None:
+    assert storage.folders() == []
+    assert error_of(storage.files, "f") == errno.ENOENT
+    new_file(storage).close()
+    storage.make_folder("f")
+    storage.make_folder("e")
+    assert (storage.folders(), storage.files("f"), storage.files("e")) == (["e", "f"], ["x"], [])
+    assert error_of(storage.open, "e", "x") == errno.ENOENT
+    assert error_of(storage.remove, "e", "x") == errno.ENOENT
+    assert error_of(storage.remove_folder, "f") == errno.ENOTEMPTY
+    storage.remove("f", "x")
+    storage.remove_folder("f")
+    assert storage.folders() == ["e"]
+
+
+def test_a_closed_storage_is_not_locked(storage: Storage) -> None:
+    storage.lock()
+    storage.lock()
+    assert storage.try_lock()
+    storage.close()
+    storage.close()
+
+
+# SimulatedStorage
 
 
 def test_a_removed_file_takes_room_while_it_is_open() -> None:
@@ -89,32 +138,6 @@ def test_a_removed_file_takes_room_while_it_is_open() -> None:
     file.write([pattern(PAGE)], 0)
     file.close()
     assert storage.used_bytes == 0
-
-
-def test_names_and_errors_are_those_of_a_directory() -> None:
-    storage = SimulatedStorage(10 * PAGE, clock=lambda: 42.0)
-    assert storage.folders() == []
-    assert error_of(storage.files, "f") == errno.ENOENT
-    assert error_of(storage.open, "", "x") == errno.ENOENT
-    for name in ("", ".", "..", "a/b"):
-        assert error_of(storage.make_folder, name) == errno.EINVAL
-    file = new_file(storage)
-    storage.make_folder("f")
-    assert (storage.folders(), storage.files("f")) == (["f"], ["x"])
-    assert storage.modified("f", "x") == 42.0
-    assert error_of(storage.remove_folder, "f") == errno.ENOTEMPTY
-    file.close()
-    assert error_of(file.size) == errno.EBADF
-    storage.remove("f", "x")
-    storage.remove_folder("f")
-    assert storage.folders() == []
-
-
-def test_direct_files_take_whole_pages_only() -> None:
-    file = new_file(SimulatedStorage(10 * PAGE), 4 * PAGE, direct=True)
-    assert file.write([pattern(PAGE), pattern(2 * PAGE)], PAGE) == 3 * PAGE
-    assert error_of(file.write, [pattern(100)], 0) == errno.EINVAL
-    assert error_of(read, file, PAGE, 1) == errno.EINVAL
 
 
 def test_one_owner_at_a_time() -> None:
@@ -135,15 +158,6 @@ def _sharing(storage: SimulatedStorage) -> SimulatedStorage:
     other = SimulatedStorage(0)
     other.medium = storage.medium
     return other
-
-
-def test_held_bytes_leave_out_chosen_files() -> None:
-    storage = SimulatedStorage(10 * PAGE)
-    new_file(storage, 3 * PAGE)
-    storage.open("", "y", create=True).resize(2 * PAGE)
-    for each in (storage, FaultyStorage(storage)):
-        assert each.held_bytes() == 5 * PAGE
-        assert each.held_bytes(lambda folder, name: (folder, name) == ("f", "x")) == 2 * PAGE
 
 
 def test_a_medium_that_is_mounted_read_only() -> None:
@@ -177,13 +191,6 @@ def test_written_bytes_survive_a_kill() -> None:
     later = storage.restart()
     later.lock()
     assert np.array_equal(read(later.open("f", "x"), PAGE), pattern(PAGE))
-
-
-def test_a_kill_frees_removed_files_that_the_process_had_open() -> None:
-    storage = SimulatedStorage(10 * PAGE)
-    new_file(storage, 2 * PAGE)
-    storage.remove("f", "x")
-    assert storage.restart().used_bytes == 0
 
 
 def test_a_clone_is_independent() -> None:
@@ -426,26 +433,6 @@ def test_a_seed_replays_all_faults() -> None:
     assert len(run(1)[0]) == 6
 
 
-def test_faults_of_a_real_directory(tmp_path: object) -> None:
-    directory = pytest.importorskip("kvoffload.tiers.disk.directory")
-    inner = directory.DirectoryStorage(tmp_path)
-    storage = FaultyStorage(inner, seed=3)
-    file = new_file(storage, 16 * PAGE, direct=True)
-    room = np.zeros(9 * PAGE, np.uint8)
-    start = -room.ctypes.data % PAGE
-    buffers: Sequence[ByteArray] = [room[start : start + 4 * PAGE], room[start + 4 * PAGE : start + 8 * PAGE]]
-    buffers[0][:], buffers[1][:] = pattern(4 * PAGE), pattern(4 * PAGE, 1)
-    storage.rates = FaultRates(flip_on_write=1.0)
-    assert file.write(buffers, 0) == 8 * PAGE
-    storage.active = False
-    assert file.read([room[start : start + 8 * PAGE]], 0) == 8 * PAGE
-    assert (
-        differing_bits(room[start : start + 8 * PAGE], np.concatenate((pattern(4 * PAGE), pattern(4 * PAGE, 1)))) == 1
-    )
-    file.close()
-    storage.close()
-
-
 # SteppedExecutor
 
 
@@ -507,34 +494,6 @@ def test_close_runs_queued_jobs_and_takes_no_more() -> None:
     assert not executor.submit_read(lambda: log.append("late"))
     executor.tick()
     assert log == ["read", "write"]
-
-
-def test_a_full_queue_takes_no_more_jobs() -> None:
-    executor = SteppedExecutor(max_queued=2)
-    assert [executor.submit_read(lambda: None) for _ in range(3)] == [True, True, False]
-    assert executor.submit_write(lambda: None)
-    executor.drain()
-    assert executor.submit_read(lambda: None)
-
-
-def test_jobs_of_a_killed_process_do_not_go_on() -> None:
-    executor, log = SteppedExecutor(pause_chance=1.0), []
-
-    def job() -> None:
-        try:
-            log.append("begun")
-            executor.pause()
-            log.append("ended")
-        except Exception:
-            log.append("handled")
-
-    executor.submit_read(job)
-    executor.turn()
-    executor.submit_read(job)
-    executor.kill()
-    executor.drain()
-    assert log == ["begun"]
-    assert executor.idle
 
 
 def test_no_job_runs_while_the_executor_is_held() -> None:

@@ -49,21 +49,6 @@ def read(storage: DirectoryStorage, name: str, size: int, offset: int = 0) -> by
     return data[:n].tobytes()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_buffers_are_written_and_read_one_after_the_other(
-    storage: DirectoryStorage, pages: ByteArray, direct: bool
-) -> None:
-    file = storage.open("a", "f", create=True, direct=direct)
-    assert file.write([pages[0], pages[2:4].reshape(-1)], PAGE) == 3 * PAGE
-    assert file.size() == 4 * PAGE
-    assert file.read([pages[5], pages[4], pages[6]], PAGE) == 3 * PAGE
-    assert np.array_equal(pages[5], pages[0])
-    assert np.array_equal(pages[4], pages[2])
-    assert np.array_equal(pages[6], pages[3])
-    assert file.read([pages[7]], 4 * PAGE) == 0
-    file.close()
-
-
 def test_direct_files_bypass_the_page_cache_if_possible(
     storage: DirectoryStorage, pages: ByteArray, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,19 +84,6 @@ def open_flags(path: Path) -> int:
 
 
 # Room.
-
-
-def test_resize_takes_room_at_once_and_gives_it_back(storage: DirectoryStorage) -> None:
-    file = storage.open("a", "f", create=True)
-    file.resize(100 * PAGE)
-    assert (file.size(), file.allocated_bytes()) == (100 * PAGE, 100 * PAGE)
-    assert read(storage, "f", 200 * PAGE) == bytes(100 * PAGE)
-    assert storage.held_bytes() >= 100 * PAGE
-    file.resize(10 * PAGE)
-    assert (file.size(), file.allocated_bytes()) == (10 * PAGE, 10 * PAGE)
-    file.resize(0)
-    assert storage.held_bytes() == 0
-    file.close()
 
 
 def test_resize_beyond_the_medium_changes_nothing(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,21 +142,10 @@ def test_zeros_are_written_if_nothing_can_allocate(
     file.close()
 
 
-def test_held_bytes_count_all_files_except_the_locks(storage: DirectoryStorage) -> None:
-    storage.lock()
-    (storage.path / "x" / "y").mkdir(parents=True)
-    (storage.path / "x" / "y" / "stray").write_bytes(bytes(10 * PAGE))
-    file = storage.open("a", "f", create=True)
-    file.resize(3 * PAGE)
-    assert storage.held_bytes() == 13 * PAGE
-    assert storage.held_bytes(lambda folder, name: (folder, name) == ("a", "f")) == 10 * PAGE
-    assert storage.held_bytes(lambda folder, name: (folder, name) == ("x/y", "stray")) == 3 * PAGE
-    file.close()
-
-
-def test_held_bytes_leave_out_only_what_cannot_be_read(
+def test_held_bytes_leave_out_only_locks_and_what_cannot_be_read(
     storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    storage.lock()
     for folder, name in (("x", "a"), ("x", "bad"), ("x", "c"), ("x/y", "d"), ("", "bad"), ("", "e")):
         (storage.path / folder).mkdir(parents=True, exist_ok=True)
         (storage.path / folder / name).write_bytes(bytes(PAGE))
@@ -197,26 +158,10 @@ def test_held_bytes_leave_out_only_what_cannot_be_read(
 
     monkeypatch.setattr(os, "stat", fail)
     assert storage.held_bytes() == 4 * PAGE
+    assert storage.held_bytes(lambda folder, name: (folder, name) == ("x/y", "d")) == 3 * PAGE
 
 
 # Names.
-
-
-def test_folders_and_files_are_listed_and_removed(storage: DirectoryStorage) -> None:
-    storage.make_folder("b")
-    storage.make_folder("b")
-    for name in ("g", "f"):
-        storage.open("a", name, create=True).close()
-    assert (storage.folders(), storage.files("a"), storage.files("b")) == (["a", "b"], ["f", "g"], [])
-    assert storage.modified("a", "f") == os.stat(storage.path / "a" / "f").st_mtime
-    with pytest.raises(OSError, match="not empty"):
-        storage.remove_folder("a")
-    storage.remove("a", "f")
-    storage.remove("a", "g")
-    storage.remove_folder("a")
-    assert storage.folders() == ["b"]
-    with pytest.raises(FileNotFoundError):
-        storage.open("b", "none")
 
 
 # Permissions.
@@ -237,12 +182,6 @@ def test_a_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^dir=.*link.*symbolic link"):
         DirectoryStorage(tmp_path / "link")
     DirectoryStorage(tmp_path / "real").close()
-
-
-def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="name a directory"):
-        DirectoryStorage(tmp_path / "file")
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
@@ -484,14 +423,6 @@ def test_shared_owners_exclude_others_only(storage: DirectoryStorage) -> None:
         storage.lock()
     first.close()
     second.close()
-    storage.lock()
-
-
-def test_the_lock_is_free_after_close(storage: DirectoryStorage) -> None:
-    first = DirectoryStorage(storage.path)
-    first.lock()
-    first.close()
-    first.close()
     storage.lock()
 
 

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, Header, parse_records
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
-from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S, Maintenance
+from kvoffload.tiers.disk.maintenance import RETRY_S, Maintenance
 from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.recovery import open_files
 from tests.sim.executor import SteppedExecutor
 from tests.sim.storage import SimulatedStorage
 from tests.tiers.disk.records import pack_record
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, capacity
 
-PAGE = 4096
-FINGERPRINT = "5a" * 32
 NUM_SLOTS = 12
 
 
@@ -28,8 +26,9 @@ class Rig:
     def __init__(self) -> None:
         self.now = 1000.0
         self.storage = SimulatedStorage(1 << 20)
-        capacity = FIXED_BYTES + 3 * SLAB_OVERHEAD_BYTES + NUM_SLOTS * slot_cost(PAGE)
-        self.files = open_files(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
+        self.files = open_files(
+            self.storage, FINGERPRINT, [PAGE], capacity(NUM_SLOTS, num_slabs=3), 4 * PAGE, lambda: 7
+        )
         self.recency = Recency(NUM_SLOTS, self.files.recency)
         # Number 0 stands for no use.
         self.recency.take(1)
@@ -63,36 +62,6 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
-
-
-def test_files_grow_slab_by_slab_until_they_are_complete(rig: Rig) -> None:
-    assert rig.maintenance.grow_now().tolist() == [0, 1, 2, 3]
-    for first in (4, 8):
-        assert not rig.maintenance.files_are_final
-        rig.maintenance.grow()
-        assert rig.run() == list(range(first, first + 4))
-    assert rig.maintenance.files_are_final
-    rig.maintenance.grow()
-    assert rig.run() == []
-
-
-def test_a_failed_growth_is_logged_once_and_repeated_later(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    rig.maintenance.grow_now()
-    rig.storage.capacity_bytes = rig.storage.used_bytes
-    for _ in range(3):
-        rig.maintenance.grow()
-        assert rig.run() == []
-        assert rig.maintenance.files_are_final
-        rig.now += RETRY_S
-        assert not rig.maintenance.files_are_final
-    assert caplog.text.count("it cannot grow") == 1
-    rig.storage.capacity_bytes = 1 << 20
-    rig.maintenance.grow()
-    assert rig.run() == [4, 5, 6, 7]
-    rig.storage.capacity_bytes = rig.storage.used_bytes
-    rig.maintenance.grow()
-    assert rig.run() == []
-    assert caplog.text.count("it cannot grow") == 2, "it has grown in between"
 
 
 def test_a_full_medium_holds_up_growth_only(rig: Rig) -> None:
@@ -132,46 +101,6 @@ def test_what_has_failed_is_repeated_later(rig: Rig, monkeypatch: pytest.MonkeyP
     rig.now += RETRY_S
     rig.run()
     assert rig.keys() == []
-
-
-def test_a_slot_with_a_new_block_keeps_its_record(rig: Rig) -> None:
-    rig.maintenance.grow_now()
-    rig.store(2, b"old")
-    rig.store(3, b"gone")
-    rig.maintenance.empty_records(np.array([2, 3]))
-    rig.maintenance.give(np.array([2]))
-    rig.store(2, b"new")
-    rig.run()
-    assert rig.keys() == [b"new"]
-
-
-def test_recency_is_written_now_and_then(rig: Rig) -> None:
-    rig.maintenance.grow_now()
-    rig.recency.note_use(np.array([1]))
-    rig.run()
-    first = rig.on_disk("recency")
-    assert first.any()
-    rig.recency.note_use(np.array([2]))
-    rig.run()
-    assert np.array_equal(rig.on_disk("recency"), first)
-    rig.now += RECENCY_S
-    rig.run()
-    assert not np.array_equal(rig.on_disk("recency"), first)
-
-
-def test_recency_that_could_not_be_written_is_written_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.maintenance.grow_now()
-    rig.recency.note_use(np.array([1]))
-
-    def fail(first_slot: int, last_use: object, marks: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(rig.files.recency, "write", fail)
-        rig.run()
-    rig.now += RETRY_S
-    rig.run()
-    assert rig.on_disk("recency").any()
 
 
 def test_one_job_at_a_time(rig: Rig) -> None:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kvoffload.tiers.disk.recency import MAX_PAGES, PAGE_SLOTS, Marks, Recency, RecencyFile, Sequences
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.disk.recency import MAX_PAGES, PAGE_SLOTS, Recency
+from kvoffload.tiers.disk.storage import StoredFile
 
 NUM_PAGES = 2 * MAX_PAGES + 8
+PAGE_BYTES = 4096
 NUM_SLOTS = NUM_PAGES * PAGE_SLOTS
 MARK = np.array([7], dtype=np.uint64)
 
 
-class Pages(RecencyFile):
-    """Has what was written in memory. Pages in ``bad`` cannot be written."""
+class Pages(Mock):
+    """A file that knows which pages were written. Pages in ``bad`` cannot be."""
 
     def __init__(self, bad: Set[int] = frozenset()) -> None:
-        super().__init__(None)
+        super().__init__(StoredFile)
         self.bad = bad
         self.marked: set[int] = set()
         self.written: set[int] = set()
 
-    def write(self, first_slot: int, last_use: Sequences, marks: Marks) -> None:
-        page = first_slot // PAGE_SLOTS
+    def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        page = offset // PAGE_BYTES
         if page in self.bad:
             raise OSError(errno.EIO, "Input/output error")
         self.written.add(page)
-        if marks.any():
+        if buffers[0].view("<u8")[1::2].any():
             self.marked.add(page)
+        return buffers[0].size
 
 
 @pytest.fixture
@@ -92,3 +97,15 @@ def test_a_page_that_cannot_be_written_holds_up_no_other() -> None:
     recency.write(NUM_SLOTS, everything=True)
     assert file.marked == {3, 5, 9}
     assert not recency.has_changes
+
+
+def test_a_page_that_could_not_be_written_is_written_later() -> None:
+    file = Pages(bad={0})
+    recency = Recency(NUM_SLOTS, file)
+    recency.note_use(np.array([1]))
+    with pytest.raises(OSError, match="Input/output error"):
+        recency.write(NUM_SLOTS, everything=False)
+    assert recency.has_changes
+    file.bad = frozenset()
+    recency.write(NUM_SLOTS, everything=False)
+    assert file.written == {0}

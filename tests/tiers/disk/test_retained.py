@@ -15,7 +15,7 @@ from kvoffload.cache.tenants import OTHER, Shares
 from kvoffload.tiers.disk.recency import mark, retained_until
 from kvoffload.tiers.disk.tier import MAX_CLOCK_STEP_S
 from tests.clock import Clock
-from tests.tiers.disk.test_tier import Rig, capacity, key
+from tests.tiers.disk.rig import Rig, capacity, key
 
 
 def shares(most: int) -> Any:

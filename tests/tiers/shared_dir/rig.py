@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, LookupState, OffloadKey, TierError, TierResult
+from kvoffload.abc import LookupState, TierError, TierResult
 from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
-from kvoffload.tiers.disk.layout import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
-from kvoffload.tiers.shared_dir.seats import Machine
+from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Machine
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.sim.executor import SteppedExecutor
+from tests.tiers.disk import rig as disk
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key
 
-FINGERPRINT = "5a" * 32
-PAGE = 4096
 NUM_HOST_SLOTS = 256
 READ_SLOT = 128
 """The first host slot that is read into."""
@@ -30,16 +29,7 @@ HIT, MISS = LookupState.HIT, LookupState.MISS
 
 def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
     """Returns a budget for so many blocks, and for the journal and heartbeat."""
-    blocks = num_slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(sum(slot_bytes or (PAGE,)))
-    return FIXED_BYTES + journal_bytes(num_entries_for(0)) + 2 * PAGE + blocks
-
-
-def key(name: int) -> OffloadKey:
-    return name.to_bytes(4, "big") * 9
-
-
-def content(name: int, rank: int = 0, nbytes: int = PAGE, version: int = 0) -> ByteArray:
-    return np.random.default_rng([name, rank, version]).integers(0, 256, nbytes, dtype=np.uint8)
+    return disk.capacity(num_slots, *slot_bytes, num_slabs=num_slabs) + journal_bytes(num_entries_for(0)) + 2 * PAGE
 
 
 class Server:
@@ -52,7 +42,7 @@ class Server:
         *,
         boot: str = "boot-a",
         time: Callable[[], float] = lambda: 0.0,
-        storage: Callable[[Storage], Storage] = lambda root: root,
+        storage: Callable[[], Storage] | None = None,
         seed: int = 0,
         **settings: Any,
     ) -> None:
@@ -60,9 +50,10 @@ class Server:
         self.executor = SteppedExecutor(seed=seed)
         fingerprint, identity = settings.pop("fingerprint", FINGERPRINT), settings.pop("identity", {})
         self.tier = SharedDirTier(
-            storage(DirectoryStorage(path)),
+            DirectoryStorage(path) if storage is None else storage(),
             TierContext(self.pools, fingerprint, identity=identity),
             settings.pop("capacity_bytes", None) or capacity(num_slots),
+            settings.pop("gone_after_s", GONE_AFTER_S),
             surroundings=Surroundings(
                 **{
                     "machine": Machine(f"host-{boot}", 1, boot),

@@ -15,7 +15,8 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
-from tests.tiers.shared_dir.rig import FINGERPRINT, NUM_HOST_SLOTS, PAGE, capacity, content, key
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key
+from tests.tiers.shared_dir.rig import NUM_HOST_SLOTS, capacity
 
 if __name__ == "__main__":
     names = range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3]))

@@ -11,7 +11,7 @@ from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext, load_tiers
 from kvoffload.tiers.shared_dir.config import SharedDirConfig
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
-from tests.tiers.shared_dir.rig import FINGERPRINT
+from tests.tiers.disk.rig import FINGERPRINT
 
 
 def test_an_entry_opens_a_tier(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir.tier import SharedDirTier, Surroundings
 from tests.sim.executor import SteppedExecutor
-from tests.tiers.shared_dir.rig import FINGERPRINT, capacity
+from tests.tiers.disk.rig import FINGERPRINT, spoil
+from tests.tiers.shared_dir.rig import capacity
 
 
 class TestTwoServers(SharedTierConformance):
@@ -82,9 +83,7 @@ class TestTwoServers(SharedTierConformance):
 
     def spoil(self, tier: Tier) -> bool:
         for slab in self.tmp_path.glob("*/writer-*/*/slab-*"):
-            data = bytearray(slab.read_bytes())
-            data[::512] = bytes(byte ^ 1 for byte in data[::512])
-            slab.write_bytes(data)
+            spoil(slab)
         return True
 
     def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:

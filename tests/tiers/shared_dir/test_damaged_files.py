@@ -30,7 +30,8 @@ from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
 from tests.scale import SCALE
 from tests.sim.executor import SteppedExecutor
-from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, content, key
+from tests.tiers.shared_dir.rig import Server, capacity
 
 EXTREMES = (
     0,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, Tier
@@ -16,6 +15,7 @@ from kvoffload.tiers.shared_dir.tier import SharedDirTier
 from tests.clock import RealClock
 from tests.sim.engine import LowerTiers, ModelEngine
 from tests.tiers.disk.kill_server import FINGERPRINT, scenario
+from tests.tiers.disk.rig import spoil
 
 BUDGET = 4 << 20
 DEADLINE_S = 60.0
@@ -85,9 +85,7 @@ def test_a_server_whose_blocks_are_spoiled_harms_no_other(directory: Path) -> No
     one.settle()
     wait_until_followed(one, two)
     for slab in (directory / one.tier.seat.name).glob("*/slab-*"):
-        data = np.fromfile(slab, dtype=np.uint8)
-        data[::512] ^= 1
-        slab.write_bytes(data.tobytes())
+        spoil(slab)
     counters = serve(two)
     assert counters.get("tier_bad_blocks:shared_dir", 0) > 0
     assert not counters.get("off", 0)

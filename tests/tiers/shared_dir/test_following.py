@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvoffload.abc import OffloadKey
@@ -64,6 +64,7 @@ class Owner:
     def put(self, slot: int, key: OffloadKey) -> None:
         """Stores a block as BlockIO does, but for the payload."""
         self.files.index.empty_records(slot, 1)
+        self.files.index.withdraw(slice(slot, slot + 1))
         record = pack_record(
             self.files.index.header, key, sequence=1, stored_at=1, payload_checksum=next(self._numbers)
         )
@@ -229,6 +230,7 @@ MOUNTS = st.builds(
 
 
 @settings(max_examples=60, derandomize=True)
+@example([("put", 0, 1, 1), ("reset", 0), ("put", 0, 2, 2)], [Mount()] * (NUM_SEATS + 1))
 @given(st.lists(STEPS, max_size=30), st.lists(MOUNTS, min_size=NUM_SEATS + 1, max_size=NUM_SEATS + 1))
 def test_a_follower_ends_up_with_the_indexes(steps: list[Any], mounts: list[Mount]) -> None:
     world = World(mounts, max_blocks=1 << 10)

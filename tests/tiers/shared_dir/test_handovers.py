@@ -19,7 +19,8 @@ from kvoffload.tiers.shared_dir.followers import FOLLOW_S
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, seat_name
 from tests.clock import Clock
 from tests.sim.shared_folder import SteppedRepeating
-from tests.tiers.shared_dir.rig import Server, key
+from tests.tiers.disk.rig import key
+from tests.tiers.shared_dir.rig import Server
 
 PAUSE_S = 0.005
 TEST_DEADLINE_S = 60.0
@@ -197,19 +198,10 @@ def test_a_place_that_is_no_seat_does_no_harm(
     assert two.finds(1) == [1]
 
 
-def test_the_own_seat_is_not_followed(woken: Callable[..., Woken], clock: Clock) -> None:
-    one = woken()
-    one.put(1)
-    clock.now += 2 * PAUSE_S
-    one.tier.look_for([key(2)], one.tier.seat.name, PAUSE_S)
-    one.wake_up()
-    assert len(one.tier.blocks) == 0
-
-
 def test_names_of_unknown_seats_have_the_directory_listed_once_per_pass(
     woken: Callable[..., Woken], clock: Clock, path: Path
 ) -> None:
-    one = woken(storage=lambda root: Counting(path))
+    one = woken(storage=lambda: Counting(path))
     clock.now += FOLLOW_S
     one.wake_up()
     Counting.counts.clear()

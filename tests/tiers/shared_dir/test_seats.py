@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ConfigError
-from kvoffload.testing.tier_conformance import make_pools
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk import format as disk_format
 from kvoffload.tiers.disk.directory import DirectoryStorage
@@ -34,14 +33,12 @@ from kvoffload.tiers.shared_dir.seats import (
     SeatState,
     Sighting,
     look,
-    seat_name,
-    seat_number,
 )
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.clock import Clock
-from tests.tiers.disk.test_tier import du, put
+from tests.tiers.disk.rig import FINGERPRINT, PAGE, du, key, put
 from tests.tiers.shared_dir import sleeper
-from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Serve, Server, capacity, key
+from tests.tiers.shared_dir.rig import Serve, Server, capacity
 
 
 def name_of(server: Server) -> str:
@@ -99,15 +96,6 @@ def test_a_seat_of_another_disk_format_is_left_to_servers_of_that_release(
     assert again.read(1, 2) == {1: None, 2: None}
 
 
-def test_the_seat_of_a_killed_server_is_adopted_at_once_on_the_same_machine(serve: Serve) -> None:
-    one = serve()
-    one.write(1, 2)
-    one.kill()
-    two = serve()
-    assert name_of(two) == name_of(one)
-    assert two.read(1, 2) == {1: None, 2: None}
-
-
 def test_the_seat_of_a_killed_server_is_adopted_elsewhere_once_it_is_silent(serve: Serve, path: Path) -> None:
     one = serve(boot="a")
     one.write(1)
@@ -124,18 +112,6 @@ def test_a_silent_server_that_has_its_lock_keeps_its_seat(serve: Serve, path: Pa
     serve(boot="a")
     age(path, "writer-0", 10 * GONE_AFTER_S)
     assert name_of(serve(boot="b")) == "writer-1"
-
-
-def test_clocks_of_machines_do_not_matter(serve: Serve, path: Path) -> None:
-    """The time in a heartbeat is for people."""
-    one = serve(boot="a", wall_clock=lambda: 1e12)
-    one.write(1)
-    one.kill()
-    age(path, "writer-0", SILENT_S)
-    assert name_of(serve(boot="b")) == "writer-0"
-    two = serve(boot="c", wall_clock=lambda: 0.0)
-    two.kill()
-    assert name_of(serve(boot="d")) == "writer-2"
 
 
 def test_a_server_that_loses_its_seat_stops_writing_there_and_reads_on(
@@ -402,32 +378,6 @@ def test_a_seat_that_is_not_gone_is_not_emptied(serve: Serve, clock: Clock, path
     assert (path / "writer-0" / FINGERPRINT / "index").exists()
 
 
-def test_a_seat_is_emptied_by_one_survivor_at_a_time(serve: Serve, clock: Clock, path: Path) -> None:
-    one, two = serve(boot="a"), serve(boot="b")
-    one.write(1)
-    one.kill()
-    age(path, "writer-0", 2 * GONE_AFTER_S)
-    other = DirectoryStorage(path / "writer-0")
-    assert other.try_lock()
-    for _ in range(6):
-        two.background()
-        clock.now += LOOK_AROUND_S
-    assert (path / "writer-0" / FINGERPRINT / "index").exists()
-    other.close()
-    two.background()
-    assert not (path / "writer-0" / FINGERPRINT).exists()
-
-
-def test_engines_of_one_server_take_a_seat_each(path: Path) -> None:
-    config = SharedDirConfig(dir=str(path), bytes=8 << 20)
-    tiers = [config.open(TierContext(make_pools(4, 4096), FINGERPRINT, engines=2)) for _ in range(2)]
-    assert [tier.seat.name for tier in tiers] == ["writer-0", "writer-1"]
-    assert [tier.stats().capacity_bytes for tier in tiers] == [4 << 20, 4 << 20]
-    for tier in tiers:
-        tier.close()
-    assert all(heartbeat(path, tier.seat.name).state is SeatState.ENDED for tier in tiers)
-
-
 def test_another_users_directory_is_refused(path: Path) -> None:
     path.mkdir(mode=0o777)
     path.chmod(0o777)
@@ -455,13 +405,6 @@ def test_a_server_that_is_killed_leaves_its_blocks_to_the_next(path: Path, serve
     assert name_of(heir) == "writer-0"
     assert heir.read(*range(10, 16)) == dict.fromkeys(range(10, 16))
     assert heir.write(20) == [20]
-
-
-def test_names_of_seats() -> None:
-    for number in (0, 1, 12):
-        assert seat_number(seat_name(number)) == number
-    for name in ("writer-", "writer-01", "writer-x", "writer-1 ", "clock", "xwriter-1"):
-        assert seat_number(name) is None
 
 
 def test_a_heartbeat_is_what_was_packed_and_nothing_else(tmp_path: Path) -> None:

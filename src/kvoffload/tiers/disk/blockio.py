@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -97,13 +97,101 @@ class Done:
     problems: Mapping[int, Exception]
 
 
-class BlockIO:
-    """Runs transfers between ``pools`` (one per rank, shape (num_slots, slot_bytes)) and ``files`` on ``executor``.
+class BlockJobs:
+    """Moves batches of blocks into or out of ``pools`` (one per rank, shape (num_slots, slot_bytes)) in jobs on
+    ``executor``. Smaller blocks share a job of ``job_bytes``.
+
+    Blocks that are neighbours in a slab are moved by one call. If that fails, each of its blocks is moved by a call of
+    its own, and those that cannot be moved do not affect the others.
+    """
+
+    def __init__(
+        self, pools: Sequence[ByteArray], executor: Executor, clock: Callable[[], float], job_bytes: int
+    ) -> None:
+        self.done: deque[Done] = deque()
+        """Transfers that have ended, for ``take_done``."""
+        self._pools = list(pools)
+        self._executor = executor
+        self._clock = clock
+        self._block_bytes: int = sum(pool.shape[1] for pool in pools)
+        self._blocks_per_job = max(1, job_bytes // self._block_bytes)
+
+    def take_done(self) -> list[Done]:
+        """Returns the transfers that have ended since the last call."""
+        return [self.done.popleft() for _ in range(len(self.done))]
+
+    def _submit(self, batch: Batch, move: Callable[[Batch], Iterator[Done]], *, is_read: bool) -> int:
+        """Queues jobs that ``move`` parts of ``batch``, sorted. Returns how many blocks, from the first on, were taken
+        on."""
+        submit = self._executor.submit_read if is_read else self._executor.submit_write
+        count = len(batch.keys)
+        for start in range(0, count, self._blocks_per_job):
+            job = batch.part(start, min(count, start + self._blocks_per_job))
+            if not submit(partial(self._run, job, move, is_read)):
+                return start
+        return count
+
+    # On the executor's threads.
+
+    def _run(self, batch: Batch, move: Callable[[Batch], Iterator[Done]], is_read: bool) -> None:
+        batch, begun, num_ended = batch.sorted(), self._clock(), 0
+        try:
+            for done in move(batch):
+                num_ended += len(done.results)
+                self.done.append(done)
+        except Exception as problem:
+            # Blocks that are not reported would count as being moved, and stay pinned, for ever.
+            rest = batch.part(num_ended, len(batch.keys))
+            errors = dict.fromkeys(range(len(rest.keys)), TierError.IO)
+            self.done.append(self._ended(rest, is_read, begun, errors, dict.fromkeys(errors, problem)))
+
+    def _spans(self, batch: Batch, header: Header) -> list[Span]:
+        return batch.spans(header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools)))
+
+    def _blocks(self, batch: Batch) -> list[list[ByteArray]]:
+        """Returns the host memory of each block, one buffer per rank."""
+        return [[pool[slot] for pool in self._pools] for slot in batch.host_slots.tolist()]
+
+    def _each(
+        self, move: Callable[[int, int], None], spans: Sequence[Span], problems: dict[int, Exception]
+    ) -> list[Span]:
+        """Calls ``move`` for each span; if that fails, for each of its blocks. Returns the spans that were moved, and
+        adds the others to ``problems``, by block."""
+        moved = []
+        for start, stop in spans:
+            try:
+                move(start, stop)
+            except Exception as problem:
+                if stop - start > 1:
+                    moved += self._each(move, [(i, i + 1) for i in range(start, stop)], problems)
+                else:
+                    problems[start] = problem
+            else:
+                moved.append((start, stop))
+        return moved
+
+    def _ended(
+        self,
+        batch: Batch,
+        is_read: bool,
+        begun: float,
+        errors: Mapping[int, TierError],
+        problems: Mapping[int, Exception],
+    ) -> Done:
+        """``errors``: of the blocks that were not moved, by index."""
+        ended = self._clock()
+        seconds = (ended - begun) / len(batch.keys)
+        results = [TierResult(key, is_read, None, self._block_bytes, seconds, begun, ended) for key in batch.keys]
+        for i, error in errors.items():
+            results[i] = results[i]._replace(error=error, nbytes=0)
+        return Done(is_read, batch.slots, batch.facts, results, problems)
+
+
+class BlockIO(BlockJobs):
+    """Moves blocks between the pools and ``files``.
 
     A block is written in this order: the slot's old record is emptied, then comes the payload, then the new record. So
     whatever a kill interrupts is a miss afterwards. Each step is done for all blocks of a job before the next one.
-    Blocks that are neighbours in a slab are moved by one call. If that fails, each of its blocks is moved by a call of
-    its own, and those that cannot be moved do not affect the others.
     """
 
     def __init__(
@@ -115,16 +203,11 @@ class BlockIO:
         wall_clock: Callable[[], float] = time.time,
         job_bytes: int = JOB_BYTES,
     ) -> None:
+        super().__init__(pools, executor, clock, job_bytes)
         self.num_reading = self.num_writing = 0
         """Blocks whose transfers have not been taken by ``take_done``."""
         self._files = files
-        self._pools = list(pools)
-        self._executor = executor
-        self._clock = clock
         self._wall_clock = wall_clock
-        self._blocks_per_job = max(1, job_bytes // files.layout.block_bytes)
-        self.done: deque[Done] = deque()
-        """Transfers that have ended, for ``take_done``."""
         self._abandoned = False
 
     @property
@@ -135,19 +218,18 @@ class BlockIO:
     def submit_reads(self, batch: Batch) -> int:
         """Queues reads. The facts are those of the blocks' records. Returns how many blocks, from the first on, were
         taken on."""
-        taken = self._submit(self._executor.submit_read, batch, is_read=True)
+        taken = self._submit(batch, partial(self._read, self._files.index.header), is_read=True)
         self.num_reading += taken
         return taken
 
     def submit_writes(self, batch: Batch) -> int:
         """Queues writes. The facts need a sequence only. Returns how many blocks, from the first on, were taken on."""
-        taken = self._submit(self._executor.submit_write, batch, is_read=False)
+        taken = self._submit(batch, partial(self._write, self._files.index.header), is_read=False)
         self.num_writing += taken
         return taken
 
     def take_done(self) -> list[Done]:
-        """Returns the transfers that have ended since the last call."""
-        done = [self.done.popleft() for _ in range(len(self.done))]
+        done = super().take_done()
         for run in done:
             if run.is_read:
                 self.num_reading -= len(run.results)
@@ -159,28 +241,9 @@ class BlockIO:
         """Stops jobs that hang from writing records when they continue: the host slots may have other contents then."""
         self._abandoned = True
 
-    def _submit(self, submit: Callable[[Callable[[], None]], bool], batch: Batch, *, is_read: bool) -> int:
-        header, count = self._files.index.header, len(batch.keys)
-        for start in range(0, count, self._blocks_per_job):
-            job = batch.part(start, min(count, start + self._blocks_per_job))
-            if not submit(partial(self._run, job, header, is_read=is_read)):
-                return start
-        return count
-
     # On the executor's threads.
 
-    def _run(self, batch: Batch, header: Header, *, is_read: bool) -> None:
-        batch, begun, num_ended = batch.sorted(), self._clock(), 0
-        try:
-            for done in (self._read if is_read else self._write)(batch, header):
-                num_ended += len(done.results)
-                self.done.append(done)
-        except Exception as problem:
-            # Blocks that are not reported would count as being moved, and stay pinned, for ever.
-            rest = batch.part(num_ended, len(batch.keys))
-            self.done.append(self._ended(rest, is_read, begun, dict.fromkeys(range(len(rest.keys)), problem)))
-
-    def _read(self, batch: Batch, header: Header) -> Iterator[Done]:
+    def _read(self, header: Header, batch: Batch) -> Iterator[Done]:
         blocks, slots = self._blocks(batch), batch.slots.tolist()
 
         def fill(start: int, stop: int) -> None:
@@ -216,15 +279,18 @@ class BlockIO:
                 # The next process finds it corrupt, too.
                 with suppress(OSError):
                     self._files.index.write_records(int(mine.slots[i]), EMPTY_RECORD)
-        return self._ended(mine, True, begun, {i - first: problem for i, problem in problems.items()}, corrupt)
+        problems = {i - first: problem for i, problem in problems.items()}
+        errors = dict.fromkeys(corrupt, TierError.CORRUPT) | _errors_of(problems)
+        return self._ended(mine, True, begun, errors, problems)
 
-    def _write(self, batch: Batch, header: Header) -> Iterator[Done]:
+    def _write(self, header: Header, batch: Batch) -> Iterator[Done]:
         begun = self._clock()
         blocks, slots = self._blocks(batch), batch.slots.tolist()
         problems: dict[int, Exception] = {}
 
         def empty(start: int, stop: int) -> None:
             self._files.index.empty_records(slots[start], stop - start)
+            self._files.index.withdraw(slice(slots[start], slots[start] + stop - start))
 
         def write(start: int, stop: int) -> None:
             self._files.slabs.write(slots[start], [part for block in blocks[start:stop] for part in block])
@@ -239,47 +305,8 @@ class BlockIO:
         spans = self._each(write, spans, problems)
         if not self._abandoned:
             self._each(record, spans, problems)
-        yield self._ended(batch, False, begun, problems)
+        yield self._ended(batch, False, begun, _errors_of(problems), problems)
 
-    def _spans(self, batch: Batch, header: Header) -> list[Span]:
-        return batch.spans(header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools)))
 
-    def _each(
-        self, move: Callable[[int, int], None], spans: Sequence[Span], problems: dict[int, Exception]
-    ) -> list[Span]:
-        """Calls ``move`` for each span; if that fails, for each of its blocks. Returns the spans that were moved, and
-        adds the others to ``problems``, by block."""
-        moved = []
-        for start, stop in spans:
-            try:
-                move(start, stop)
-            except Exception as problem:
-                if stop - start > 1:
-                    moved += self._each(move, [(i, i + 1) for i in range(start, stop)], problems)
-                else:
-                    problems[start] = problem
-            else:
-                moved.append((start, stop))
-        return moved
-
-    def _blocks(self, batch: Batch) -> list[list[ByteArray]]:
-        """Returns the host memory of each block, one buffer per rank."""
-        return [[pool[slot] for pool in self._pools] for slot in batch.host_slots.tolist()]
-
-    def _ended(
-        self,
-        batch: Batch,
-        is_read: bool,
-        begun: float,
-        problems: Mapping[int, Exception],
-        corrupt: Collection[int] = (),
-    ) -> Done:
-        ended, nbytes = self._clock(), self._files.layout.block_bytes
-        seconds = (ended - begun) / len(batch.keys)
-        results = [TierResult(key, is_read, None, nbytes, seconds, begun, ended) for key in batch.keys]
-        for i in corrupt:
-            results[i] = TierResult(batch.keys[i], is_read, TierError.CORRUPT, 0, seconds, begun, ended)
-        for i, problem in problems.items():
-            error = TierError.NO_SPACE if is_full(problem) else TierError.IO
-            results[i] = TierResult(batch.keys[i], is_read, error, 0, seconds, begun, ended)
-        return Done(is_read, batch.slots, batch.facts, results, problems)
+def _errors_of(problems: Mapping[int, Exception]) -> dict[int, TierError]:
+    return {i: TierError.NO_SPACE if is_full(problem) else TierError.IO for i, problem in problems.items()}

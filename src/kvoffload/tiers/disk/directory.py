@@ -68,31 +68,30 @@ class LockOwner(NamedTuple):
     pid: int | None
     """As it has written into the lock file; None if there is none to read."""
     remedy: str | None
-    """What ``end_it`` returns."""
+    """How to end it, if its parent, such as an API server that was killed, has ended without it. Otherwise None."""
 
 
-_OWNER = re.compile(rb"process ([0-9]{1,10}) since (?:[^,]*, started by process ([0-9]{1,10}))?")
+_OWNER = re.compile(r"process ([0-9]{1,10}) since (?:[^,]*, started by process ([0-9]{1,10}))?")
 
 
-def end_it(lock_fd: int) -> str | None:
-    """Returns how to end the owner of a lock file, if its parent, such as an API server that was killed, has ended
-    without it. Otherwise None."""
-    match = _OWNER.match(os.pread(lock_fd, 100, 0))
-    if match is None or match[2] is None:
-        return None
-    process = Path("/proc", match[1].decode())
-    try:
-        parent = (process / "stat").read_bytes().rpartition(b")")[2].split()[1]
+def _owner(lock_fd: int) -> LockOwner:
+    """Returns the owner of a lock file, which others have locked."""
+    text = os.pread(lock_fd, 200, 0).decode("ascii", "replace")
+    name, match = printable(text.strip()) or "another process", _OWNER.match(text)
+    if match is None:
+        return LockOwner(name, None, None)
+    pid, started_by, remedy = match[1], match[2], None
+    with suppress(OSError):
+        process = Path("/proc", pid)
+        parent = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
         # On another machine, or in another container, the number is of another process.
         has_lock = any(os.path.samestat(file.stat(), os.fstat(lock_fd)) for file in (process / "fd").iterdir())
-    except OSError:
-        return None
-    if not has_lock or parent == match[2]:
-        return None
-    return (
-        "the process that started it has ended: if it is left over from a server that was killed, end it too "
-        f"(kill {match[1].decode()})"
-    )
+        if has_lock and started_by not in (None, parent):
+            remedy = (
+                "the process that started it has ended: if it is left over from a server that was killed, end it too "
+                f"(kill {pid})"
+            )
+    return LockOwner(name, int(pid), remedy)
 
 
 class DirectoryStorage(Storage):
@@ -149,10 +148,7 @@ class DirectoryStorage(Storage):
             return None
         try:
             if not try_to_lock(fd, deadline_s, shared):
-                text = os.pread(fd, 200, 0)
-                name = printable(text.decode("ascii", "replace").strip()) or "another process"
-                match = _OWNER.match(text)
-                owner = LockOwner(name, int(match[1]) if match else None, end_it(fd))
+                owner = _owner(fd)
                 os.close(fd)
                 return owner
             if not self._read_only:
@@ -230,7 +226,18 @@ class DirectoryStorage(Storage):
             )
 
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        return _held_bytes(self._fd, "", is_left_out)
+        # This directory must be readable. Unreadable files and folders in it are left out.
+        os.scandir(self._fd).close()
+        total = 0
+        for path, folders, names, fd in os.fwalk(".", dir_fd=self._fd):
+            folder = path.removeprefix(".").lstrip("/")
+            if folder.count("/") >= MAX_DEPTH:
+                folders.clear()
+            for name in names:
+                if (folder or name not in LOCK_NAMES) and not is_left_out(folder, name):
+                    with suppress(OSError):
+                        total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+        return total
 
     def folders(self) -> list[str]:
         with os.scandir(self._fd) as entries:
@@ -279,10 +286,6 @@ class DirectoryStorage(Storage):
     def remove(self, folder: str, name: str) -> None:
         with self._folder(folder) as fd:
             os.unlink(name, dir_fd=fd)
-
-    def modified(self, folder: str, name: str) -> float:
-        with self._folder(folder) as fd:
-            return os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
 
     def free_bytes(self) -> int:
         status = os.fstatvfs(self._fd)
@@ -441,26 +444,6 @@ def _allocate(fd: int, begin: int, end: int) -> None:
         zeros = bytes(_ZEROS_BYTES)
         while begin < end:
             begin += os.pwrite(fd, zeros[: end - begin], begin)
-
-
-def _held_bytes(fd: int, path: str, is_left_out: Callable[[str, str], bool]) -> int:
-    total, folders = 0, []
-    # Only unreadable files and folders are left out; this directory itself must be readable.
-    with suppress(*[OSError] if path else []), os.scandir(fd) as entries:
-        for entry in entries:
-            with suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.name)
-                elif (path or entry.name not in LOCK_NAMES) and not is_left_out(path, entry.name):
-                    total += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
-    for name in folders if path.count("/") < MAX_DEPTH else []:
-        with suppress(OSError):
-            inner = os.open(name, _FOLDER_FLAGS, dir_fd=fd)
-            try:
-                total += _held_bytes(inner, f"{path}/{name}".lstrip("/"), is_left_out)
-            finally:
-                os.close(inner)
-    return total
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from kvoffload.tiers.disk.budget import Budget
 from kvoffload.tiers.disk.folder import Folder
+from kvoffload.tiers.disk.format import RECENCY_BYTES
 from kvoffload.tiers.disk.index import Index
 from kvoffload.tiers.disk.layout import SlotLayout
-from kvoffload.tiers.disk.recency import RecencyFile
 from kvoffload.tiers.disk.slabs import Slabs
+from kvoffload.tiers.disk.storage import StoredFile, shorten
 
 
 @dataclass(eq=False)
@@ -28,7 +29,8 @@ class DiskFiles:
     budget: Budget
     index: Index
     slabs: Slabs
-    recency: RecencyFile
+    recency: StoredFile | None
+    """The file ``recency``, None if it cannot be used."""
     num_allocated: int
     read_only: bool = False
     is_short: bool = False
@@ -52,16 +54,14 @@ class DiskFiles:
     def used_bytes(self) -> int:
         return self.budget.used_bytes(self.num_allocated)
 
-    def grow(self) -> int:
-        """Allocates the next slab, or the rest of the last one, unless ``remove_excess`` is under way. Returns
-        ``num_allocated``. Raises OSError, and no slot is added then. May not be called again before it has
-        returned."""
+    def grow(self) -> None:
+        """Allocates the next slab, or the rest of the last one, unless ``remove_excess`` is under way. Raises OSError,
+        and no slot is added then. May not be called again before it has returned."""
         if self._resizing.acquire(blocking=False):
             try:
                 self.budget.with_room(self._grow)
             finally:
                 self._resizing.release()
-        return self.num_allocated
 
     def _grow(self) -> None:
         old, slab = self.num_allocated, self.num_allocated // self.layout.slots_per_slab
@@ -81,7 +81,8 @@ class DiskFiles:
     def _resize(self, num_slots: int) -> None:
         self.slabs.resize(num_slots)
         self.index.resize(num_slots)
-        self.recency.resize(num_slots)
+        if self.recency is not None:
+            self.recency.resize(num_slots * RECENCY_BYTES)
 
     def cut(self) -> None:
         """Removes the slots beyond the budget. Raises OSError."""
@@ -100,7 +101,8 @@ class DiskFiles:
 
     def _trim(self, num_slots: int) -> None:
         self.index.trim(num_slots)
-        self.recency.trim(num_slots)
+        if self.recency is not None:
+            shorten(self.recency, num_slots * RECENCY_BYTES)
         self.slabs.trim(num_slots)
 
     def close(self) -> None:

@@ -73,16 +73,13 @@ class ForeignFolders:
         except PermissionError as error:
             logger.warning("kvoffload: disk tier: %s; it is left alone", error.strerror)
             return None
-        # A file that cannot be opened counts as one that is not the tier's.
-        sizes = {file: nbytes for file in files if (nbytes := self._allocated_bytes(name, file)) is not None}
-        modified = self._storage.modified(name, INDEX_NAME) if INDEX_NAME in sizes else 0.0
+        sizes, modified = dict[str, int](), 0.0
+        for each in files:
+            # A file that cannot be opened counts as one that is not the tier's.
+            with suppress(OSError), closing(self._storage.open(name, each)) as file:
+                sizes[each] = file.allocated_bytes()
+                modified = file.modified() if each == INDEX_NAME else modified
         index = (INDEX_NAME, sizes.pop(INDEX_NAME, 0) + FOLDER_BYTES)
         # The recency file comes before the slabs, which have numbers.
         rest = sorted(sizes.items(), key=lambda file: slab_number(file[0]) or -1)
         return _Folder(name, modified, [index, *rest])
-
-    def _allocated_bytes(self, folder: str, name: str) -> int | None:
-        """Returns the bytes of the medium that the file takes, None if it cannot be opened."""
-        with suppress(OSError), closing(self._storage.open(folder, name)) as file:
-            return file.allocated_bytes()
-        return None

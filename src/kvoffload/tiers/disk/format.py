@@ -237,7 +237,9 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
     rows = rows.take(slots, axis=0)
     records = _as_records(rows)
     sound = (
-        _has_block(header, records) & (records["sequence"] <= MAX_SEQUENCE) & (_checksums(rows) == records["checksum"])
+        claims_block(header, records)
+        & (records["sequence"] <= MAX_SEQUENCE)
+        & (_checksums(rows) == records["checksum"])
     )
     current = np.flatnonzero(sound & (records["generation"] == header.generation))
     current = current[np.argsort(records["sequence"][current], kind="stable")]
@@ -246,15 +248,9 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
     return Entries(keys, slots[current] + first_slot, found, int(np.count_nonzero(~sound)))
 
 
-def is_record_of(header: Header, records: Records) -> npt.NDArray[np.bool_]:
-    """Returns which records have a block of the header's fingerprint, layout and generation, without verifying their
-    checksums."""
-    found: npt.NDArray[np.bool_] = _has_block(header, records) & (records["generation"] == header.generation)
-    return found
-
-
-def _has_block(header: Header, records: Records) -> npt.NDArray[np.bool_]:
-    """Returns which records claim to have a block of the header's fingerprint and layout, of any generation."""
+def claims_block(header: Header, records: Records) -> npt.NDArray[np.bool_]:
+    """Returns which records claim to have a block of the header's fingerprint and layout, of any generation. Their
+    checksums are not verified."""
     ids = np.ascontiguousarray(records["fingerprint_id"]).view(np.uint8).reshape(-1, _ID_BYTES)
     claims: npt.NDArray[np.bool_] = (
         (records["magic"] == _RECORD_MAGIC)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import numpy as np
 
@@ -37,14 +38,6 @@ def read_identity(storage: Storage, fingerprint: str) -> dict[str, str]:
     return parse_identity(data.tobytes().decode("utf-8", "replace"))
 
 
-def _folders(storage: Storage) -> list[str]:
-    """Returns the names of the fingerprints' folders, none if they cannot be listed."""
-    try:
-        return list(filter(is_fingerprint, storage.folders()))
-    except OSError:
-        return []
-
-
 def log_unusable(
     directory: str, parts: Iterable[tuple[str, Storage]], fingerprint: str, identity: Mapping[str, str]
 ) -> None:
@@ -52,7 +45,10 @@ def log_unusable(
     ``fingerprint``, and why. ``directory``: its name in the log. Raises OSError."""
     reasons: dict[str, str] = {}
     for name, storage in parts:
-        for other in _folders(storage):
+        folders: list[str] = []
+        with suppress(OSError):
+            folders = storage.folders()
+        for other in filter(is_fingerprint, folders):
             if other != fingerprint and other not in reasons and len(reasons) < MAX_LOGGED:
                 reason = explain_unusable(other, identity, read_identity(storage, other))
                 if reason is not None:

@@ -11,7 +11,6 @@ import numpy as np
 from kvoffload.abc import ByteArray, Slots
 from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import (
-    EMPTY_RECORD,
     HEADER_BYTES,
     INDEX_NAME,
     RECORD_BYTES,
@@ -22,7 +21,7 @@ from kvoffload.tiers.disk.format import (
     record_offset,
 )
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, shorten
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, read_at, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +72,13 @@ class Index:
             self._journal.note(first_slot, records)
 
     def empty_records(self, first_slot: int, count: int) -> None:
-        """Empties the records of slots whose payloads are about to be overwritten. If other machines may have found
-        blocks there, it returns once they do not. Raises OSError."""
+        """Empties the records of slots whose payloads are about to be overwritten, after ``withdraw``. Raises
+        OSError."""
         write_all(self._file, [np.zeros(count * RECORD_BYTES, dtype=np.uint8)], record_offset(first_slot))
-        self.withdraw(slice(first_slot, first_slot + count))
-
-    def empty_record(self, slot: int) -> None:
-        """Like ``empty_records`` for one slot, but returns before ``withdraw``, which must follow. Raises OSError."""
-        write_all(self._file, [EMPTY_RECORD], record_offset(slot))
 
     def withdraw(self, slots: slice | Slots) -> None:
-        """Returns, after the records of ``slots`` were emptied, once no other machine finds blocks there. Raises
-        OSError."""
+        """Returns, after the records of ``slots`` were emptied, once no other machine that may have found blocks there
+        does so. Raises OSError."""
         if self._journal:
             self._journal.withdraw(slots, self._file.sync)
 
@@ -123,8 +117,8 @@ class Index:
 def read_piece(file: StoredFile, header: Header, first: int, num_slots: int) -> Entries:
     """Returns the blocks in RECORDS_AT_ONCE slots of an index from ``first`` on, of ``num_slots`` in all. Raises
     OSError."""
-    data = np.zeros(min(RECORDS_AT_ONCE, num_slots - first) * RECORD_BYTES, dtype=np.uint8)
-    return parse_records(header, data[: file.read([data], record_offset(first))], first)
+    count = min(RECORDS_AT_ONCE, num_slots - first)
+    return parse_records(header, read_at(file, record_offset(first), count * RECORD_BYTES), first)
 
 
 def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
@@ -133,11 +127,10 @@ def adopt_header(folder: Folder, wanted: Header) -> tuple[Header, int] | None:
 
     ``wanted``: the header of a new index. It is returned if the slabs can be used again, but not the blocks in them.
     """
-    data = np.zeros(HEADER_BYTES, dtype=np.uint8)
     try:
         file = folder.open(INDEX_NAME)
         try:
-            found = Header.unpack(data[: file.read([data], 0)])
+            found = Header.unpack(read_at(file, 0, HEADER_BYTES))
             num_records = (file.size() - HEADER_BYTES) // RECORD_BYTES
         finally:
             folder.release(file)

@@ -32,7 +32,7 @@ from kvoffload.tiers.disk.format import (
     FormatError,
     Header,
     Records,
-    is_record_of,
+    claims_block,
 )
 from kvoffload.tiers.disk.storage import StoredFile
 
@@ -333,6 +333,6 @@ def changed_blocks(header: Header, records_data: ByteArray, first_slot: int) -> 
     block that fails its verification when it is read."""
     rows = records_data[: len(records_data) // RECORD_BYTES * RECORD_BYTES]
     records = rows.view(RECORD)
-    found = np.flatnonzero(is_record_of(header, records))
+    found = np.flatnonzero(claims_block(header, records) & (records["generation"] == header.generation))
     chosen = records[found]
     return found + first_slot, record_digests(chosen), chosen["payload_checksum"].astype(np.uint64)

@@ -9,7 +9,6 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -46,37 +45,6 @@ _NO_SLOTS = np.empty(0, dtype=np.int64)
 _FINAL_TASKS = (Task.HEADER, Task.STALE_RECORDS, Task.RECENCY)
 
 
-class Growth(enum.Enum):
-    """Whether the files can get more slots."""
-
-    POSSIBLE = enum.auto()
-    REQUESTED = enum.auto()
-    """To be done by the next job, or being done."""
-    FAILED = enum.auto()
-    """The last attempt has failed, and that was logged. The next one may follow after RETRY_S."""
-    RETRIED = enum.auto()
-    """Requested again after a failure."""
-    COMPLETE = enum.auto()
-    """All slots that the budget allows exist."""
-
-
-class _Activity(enum.Enum):
-    IDLE = enum.auto()
-    BUSY = enum.auto()
-    """A job is queued or running."""
-    CLOSED = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The result of a task. With ``task`` None the whole job has ended. ``num_slots``: slots that exist after
-    growth."""
-
-    task: Task | None
-    error: Exception | None = None
-    num_slots: int = 0
-
-
 class Maintenance:
     """Keeps ``files`` in order. The methods are called on the scheduler's thread, and only ``grow_now`` and ``finish``
     wait for the medium."""
@@ -86,8 +54,13 @@ class Maintenance:
         self._recency = recency
         self._executor = executor
         self._clock = clock
-        self._state = _Activity.IDLE
-        self._growth = self._growth_or_complete(Growth.FAILED if files.is_short else Growth.POSSIBLE)
+        self.is_busy = False
+        """Whether a job is under way, or has ended since the last ``poll``."""
+        self._closed = False
+        self._wants_growth = False
+        """Whether the next job, or the present one, makes the files grow."""
+        self._growth_failed = files.is_short
+        """Whether the last attempt has failed, and that was logged."""
         self._not_before = dict.fromkeys(Task, -float("inf"))
         """When each task may be done next."""
         self._num_slots = files.num_allocated
@@ -97,45 +70,38 @@ class Maintenance:
         self._stale: deque[tuple[int, int]] = deque(maxlen=files.num_slots)
         """Slots whose records must be emptied, each with its ``_num_given``: if that has changed since, another block
         was given the slot, and the old record went when that block was written."""
-        self.outcomes: deque[_Outcome] = deque()
-        """Of tasks that have ended, for ``poll``."""
+        self.outcomes: deque[tuple[Task | None, Exception | None]] = deque()
+        """The tasks that have ended, and their errors, for ``poll``; no task when a whole job has ended."""
 
     # Growth.
 
     @property
     def files_are_final(self) -> bool:
         """Whether new blocks must replace others, because the files cannot grow at the moment or any more."""
-        if self._growth is Growth.FAILED:
-            return self._clock() < self._not_before[Task.GROWTH]
-        return self._growth is Growth.COMPLETE
+        if self._wants_growth:
+            return False
+        is_complete = self._files.num_allocated == self._files.num_slots
+        return is_complete or (self._growth_failed and self._clock() < self._not_before[Task.GROWTH])
 
     def grow(self) -> None:
-        """Requests the next slab. ``poll`` returns its slots."""
-        if self._growth is Growth.POSSIBLE:
-            self._growth = Growth.REQUESTED
-        elif self._growth is Growth.FAILED:
-            self._growth = Growth.RETRIED
+        """Requests the next slab. ``poll`` returns its slots. May not be called if ``files_are_final``."""
+        self._wants_growth = True
         self.submit()
 
     def grow_now(self) -> Slots:
         """Allocates the next slab before it returns. Returns the new slots, none if that has failed."""
-        self._growth = Growth.RETRIED if self._growth is Growth.FAILED else Growth.REQUESTED
-        self._grow()
+        self._wants_growth = True
+        self._run([Task.GROWTH])
         return self.poll()
 
-    def _growth_or_complete(self, growth: Growth) -> Growth:
-        return Growth.COMPLETE if self._files.num_allocated == self._files.num_slots else growth
-
-    def _end_growth(self, outcome: _Outcome) -> Slots:
+    def _end_growth(self, error: Exception | None) -> Slots:
         """Returns the new slots."""
-        before, is_first_failure = self._num_slots, self._growth is Growth.REQUESTED
-        if outcome.error is None:
-            self._growth = self._growth_or_complete(Growth.POSSIBLE)
-            self._num_slots = outcome.num_slots
-        else:
-            self._growth = self._growth_or_complete(Growth.FAILED)
-            if is_first_failure:
-                self._log_failed_growth(outcome.error)
+        before = self._num_slots
+        if error is None:
+            self._num_slots = self._files.num_allocated
+        elif not self._growth_failed:
+            self._log_failed_growth(error)
+        self._wants_growth, self._growth_failed = False, error is not None
         return np.arange(before, self._num_slots, dtype=np.int64)
 
     def _log_failed_growth(self, error: Exception) -> None:
@@ -164,50 +130,44 @@ class Maintenance:
 
     # Jobs.
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is under way, or has ended since the last ``poll``."""
-        return self._state is _Activity.BUSY
-
     def submit(self) -> None:
         """Submits a job for the tasks that are due, unless one is under way."""
-        if self._state is not _Activity.IDLE:
+        if self.is_busy or self._closed or self._files.read_only:
             return
         found = (
             (Task.HEADER, self._files.index.header_is_due),
-            (Task.GROWTH, self._growth in (Growth.REQUESTED, Growth.RETRIED)),
+            (Task.GROWTH, self._wants_growth),
             (Task.STALE_RECORDS, self._stale),
             (Task.RECENCY, self._recency.has_changes),
         )
         pending = [task for task, has_work in found if has_work]
-        if pending and not self._files.read_only:
+        if pending:
             now = self._clock()
             urgent = Task.RECENCY if self._recency.is_urgent else None
             due = [task for task in pending if now >= self._not_before[task] or task is urgent]
-            if due and self._executor.submit_maintenance(partial(self._run, due)):
-                self._state = _Activity.BUSY
+            self.is_busy = bool(due) and self._executor.submit_maintenance(partial(self._run, due))
 
     def poll(self) -> Slots:
         """Takes the outcomes of tasks that have ended. Returns new slots."""
         slots = _NO_SLOTS
         while self.outcomes:
-            outcome = self.outcomes.popleft()
-            if outcome.task is None:
-                self._state = _Activity.IDLE if self._state is _Activity.BUSY else self._state
+            task, error = self.outcomes.popleft()
+            if task is None:
+                self.is_busy = False
                 continue
-            if outcome.task is Task.GROWTH:
-                slots = self._end_growth(outcome)
-            if outcome.error is not None:
-                self._not_before[outcome.task] = self._clock() + RETRY_S
-            elif outcome.task is Task.RECENCY:
-                self._not_before[outcome.task] = self._clock() + RECENCY_S
+            if task is Task.GROWTH:
+                slots = self._end_growth(error)
+            if error is not None:
+                self._not_before[task] = self._clock() + RETRY_S
+            elif task is Task.RECENCY:
+                self._not_before[task] = self._clock() + RECENCY_S
         return slots
 
     def close(self) -> None:
         """Submits a last job for everything but growth, whether it is due or not. ``finish`` must follow."""
-        if self._state is _Activity.IDLE and not self._files.read_only:
+        if not (self.is_busy or self._closed or self._files.read_only):
             self._executor.submit_maintenance(partial(self._run, _FINAL_TASKS, is_final=True))
-        self._state = _Activity.CLOSED
+        self._closed = True
 
     def finish(self) -> None:
         """Does the rest, and waits for the medium. No job may be running."""
@@ -217,19 +177,17 @@ class Maintenance:
     # On a thread of the executor.
 
     def _run(self, tasks: Sequence[Task], is_final: bool = False) -> None:
-        try:
-            for task in tasks:
-                if task is Task.GROWTH:
-                    self._grow()
-                else:
-                    self.outcomes.append(_Outcome(task, self._try(task, is_final)))
-        finally:
-            self.outcomes.append(_Outcome(None))
+        for task in tasks:
+            self.outcomes.append((task, self._try(task, is_final)))
+        self.outcomes.append((None, None))
 
     def _try(self, task: Task, is_final: bool) -> Exception | None:
+        """Returns the error of a task that has failed."""
         try:
             if task is Task.HEADER:
                 self._files.index.write_header()
+            elif task is Task.GROWTH:
+                self._files.grow()
             elif task is Task.STALE_RECORDS:
                 self._empty_stale_records()
             else:
@@ -242,12 +200,6 @@ class Maintenance:
             )
             return error
         return None
-
-    def _grow(self) -> None:
-        try:
-            self.outcomes.append(_Outcome(Task.GROWTH, None, self._files.grow()))
-        except Exception as error:
-            self.outcomes.append(_Outcome(Task.GROWTH, error))
 
     def _empty_stale_records(self) -> None:
         while self._stale:

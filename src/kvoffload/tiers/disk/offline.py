@@ -37,7 +37,7 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.identities import read_identity
 from kvoffload.tiers.disk.index import RECORDS_AT_ONCE, read_piece
-from kvoffload.tiers.disk.storage import StoredFile, aligned_buffer
+from kvoffload.tiers.disk.storage import StoredFile, aligned_buffer, read_at
 from kvoffload.tiers.shared_dir.seats import CLOCK_NAME, HEARTBEAT_NAME, SILENT_S, SeatState, look, seat_number
 from kvoffload.units import counted
 
@@ -104,7 +104,7 @@ class PartReport:
     """The process that uses it, as the lock file says."""
     writer: WriterReport | None = None
     """In a shared directory only."""
-    folders: list[FolderReport] = field(default_factory=list)
+    folders: Sequence[FolderReport] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
 
 
@@ -151,7 +151,9 @@ def inspect(directory: Path) -> list[PartReport]:
     """Describes the blocks in ``directory`` and in the engines' folders below it. Raises InspectError if it is not the
     directory of a disk tier."""
     with _opened(directory) as parts:
-        return [part.inspect() for part in parts]
+        for part in parts:
+            part.inspect()
+    return list(parts)
 
 
 def verify(
@@ -164,13 +166,14 @@ def verify(
     """
     result = Verification()
     with _opened(directory) as parts:
-        reports = [part.inspect() for part in parts]
+        for part in parts:
+            part.inspect()
         folders = [folder for part in parts for folder in part.folders]
-        begin(sum(folder.report.num_blocks * folder.report.block_bytes for folder in folders))
+        begin(sum(folder.num_blocks * folder.block_bytes for folder in folders))
         for folder in folders:
             folder.verify(result, advance)
-        result.lost = [folder.report.path for folder in folders if folder.report.is_lost]
-        result.findings = findings(reports)
+        result.lost = [folder.path for folder in folders if folder.is_lost]
+        result.findings = findings(parts)
     return result
 
 
@@ -192,7 +195,7 @@ def clear(directory: Path, fingerprint: str | None = None) -> Cleared:
         for part in parts:
             part.find_folders()
             for folder in part.folders:
-                if fingerprint in (None, folder.report.fingerprint):
+                if fingerprint in (None, folder.fingerprint):
                     folder.remove(result)
     return result
 
@@ -227,85 +230,89 @@ def _opened(directory: Path) -> Iterator[list[_OwnedPart]]:
                 try:
                     parts.append(_OwnedPart(name, stack.enter_context(closing(root.child(name)))))
                 except OSError as error:
-                    parts[0].report.findings.append(f"{name} cannot be opened: {error.strerror}")
+                    parts[0].findings.append(f"{name} cannot be opened: {error.strerror}")
             yield parts
         except OSError as error:
             where = "" if error.filename is None else f" ({error.filename})"
             raise InspectError(f"{directory}: {error.strerror}{where}") from error
 
 
-class _OwnedPart:
-    """A directory that one server owns at a time."""
+class _OwnedPart(PartReport):
+    """A directory that one server owns at a time, open."""
+
+    folders: list[_FingerprintFolder]
 
     def __init__(self, path: str, storage: DirectoryStorage) -> None:
-        self.report = PartReport(path)
+        super().__init__(path)
         self.storage = storage
-        self.folders: list[_FingerprintFolder] = []
 
-    def inspect(self) -> PartReport:
-        report = self.report
-        with _finding(report, LOCK_NAME), closing(self.storage.reopened()) as taken:
+    def inspect(self) -> None:
+        """Completes the report."""
+        with self._finding(LOCK_NAME), closing(self.storage.reopened()) as taken:
             owner = taken.take_lock(shared=True)
-            report.in_use, report.pid = owner is not None, None if owner is None else owner.pid
-        if seat_number(report.path) is not None:
-            with _finding(report, HEARTBEAT_NAME):
+            self.in_use, self.pid = owner is not None, None if owner is None else owner.pid
+        if seat_number(self.path) is not None:
+            with self._finding(HEARTBEAT_NAME):
                 self._look_at_heartbeat()
         self.find_folders()
         for folder in self.folders:
             folder.inspect()
-        return report
+
+    @contextmanager
+    def _finding(self, name: str) -> Iterator[None]:
+        """Turns an OSError of one file into a finding."""
+        try:
+            yield
+        except OSError as error:
+            self.findings.append(f"{name} cannot be read ({error.strerror})")
 
     def _look_at_heartbeat(self) -> None:
         if HEARTBEAT_NAME not in self.storage.entries(""):
             return
-        seen, report = look(self.storage), self.report
+        seen = look(self.storage)
         found = None if seen is None else seen.heartbeat
         if seen is None or found is None:
-            report.findings.append("the heartbeat cannot be read")
+            self.findings.append("the heartbeat cannot be read")
             return
         age_s = max(0.0, time.time() - seen.modified)
         if found.state is SeatState.SERVING:
             # Locks may be known to one machine only.
-            report.in_use = report.in_use or age_s < SILENT_S
-            report.pid = found.pid
-        report.writer = WriterReport(found.host, found.pid, str(found.state), age_s, found.capacity_bytes)
+            self.in_use = self.in_use or age_s < SILENT_S
+            self.pid = found.pid
+        self.writer = WriterReport(found.host, found.pid, str(found.state), age_s, found.capacity_bytes)
 
     def find_folders(self) -> None:
         """Opens the folders of the fingerprints."""
-        report, foreign = self.report, []
+        foreign = []
         for name in self.storage.entries(""):
             if is_fingerprint(name):
                 try:
-                    folder = _FingerprintFolder(FolderReport(f"{report.path}/{name}".lstrip("/"), name), self.storage)
+                    self.folders.append(_FingerprintFolder(f"{self.path}/{name}".lstrip("/"), name, self.storage))
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    report.findings.append(f"{name} cannot be opened: {error.strerror}")
-                    continue
-                self.folders.append(folder)
-                report.folders.append(folder.report)
+                    self.findings.append(f"{name} cannot be opened: {error.strerror}")
             elif not self._is_of_tier(name):
                 foreign.append(name)
         if foreign:
-            report.findings.append(_not_ours(foreign))
+            self.findings.append(_not_ours(foreign))
 
     def _is_of_tier(self, name: str) -> bool:
         """Returns whether a file or folder beside those of the fingerprints is one of kvoffload's."""
         if name in LOCK_NAMES:
             return True
-        if self.report.path:
-            return seat_number(self.report.path) is not None and name == HEARTBEAT_NAME
+        if self.path:
+            return seat_number(self.path) is not None and name == HEARTBEAT_NAME
         return name == CLOCK_NAME or seat_number(name) is not None or ENGINE_FOLDER.fullmatch(name) is not None
 
 
-class _FingerprintFolder:
+class _FingerprintFolder(FolderReport):
     """The folder of one fingerprint in ``storage``."""
 
-    def __init__(self, report: FolderReport, storage: DirectoryStorage) -> None:
-        self.report = report
-        self._name = report.fingerprint
+    def __init__(self, path: str, fingerprint: str, storage: DirectoryStorage) -> None:
+        super().__init__(path, fingerprint)
         self._storage = storage
-        self._files = storage.entries(self._name)
+        self._files = storage.entries(fingerprint)
         self._header: Header | None = None
         self._blocks: list[_RecordedBlock] = []
 
@@ -318,8 +325,8 @@ class _FingerprintFolder:
 
     def inspect(self) -> None:
         """Completes the report."""
-        report, header, problem = self.report, None, ""
-        report.identity = read_identity(self._storage, self._name)
+        self.identity = read_identity(self._storage, self.fingerprint)
+        header, problem = None, ""
         try:
             with self._opened_index() as file:
                 header = self._read_header(file)
@@ -338,25 +345,24 @@ class _FingerprintFolder:
         self._files = {}
         # A server may have removed the folder.
         with suppress(FileNotFoundError):
-            self._files = self._storage.entries(self._name)
+            self._files = self._storage.entries(self.fingerprint)
         own = self._own_files
-        report.allocated_bytes = sum(status.st_blocks * 512 for status in own.values())
+        self.allocated_bytes = sum(status.st_blocks * 512 for status in own.values())
         if len(own) < len(self._files):
-            report.findings.append(_not_ours([name for name in self._files if name not in own]))
+            self.findings.append(_not_ours([name for name in self._files if name not in own]))
         if problem or header is None:
-            report.is_lost = True
-            report.findings.append(problem)
-            return
-        self._header = header
-        self._count(header, num_records, blocks, num_damaged)
+            self.is_lost = True
+            self.findings.append(problem)
+        else:
+            self._header = header
+            self._count(header, num_records, blocks, num_damaged)
 
     def _opened_index(self) -> closing[StoredFile]:
-        return closing(self._storage.open(self._name, INDEX_NAME))
+        return closing(self._storage.open(self.fingerprint, INDEX_NAME))
 
     def _read_header(self, file: StoredFile) -> Header:
-        data = np.zeros(HEADER_BYTES, dtype=np.uint8)
-        header = Header.unpack(data[: file.read([data], 0)])
-        if header.fingerprint != self._name:
+        header = Header.unpack(read_at(file, 0, HEADER_BYTES))
+        if header.fingerprint != self.fingerprint:
             raise FormatError("the index belongs to another fingerprint")
         return header
 
@@ -372,24 +378,23 @@ class _FingerprintFolder:
 
     def _count(self, header: Header, num_records: int, blocks: Sequence[_RecordedBlock], num_damaged: int) -> None:
         """Adds numbers of blocks to the report, and keeps the blocks that a server would find."""
-        report = self.report
-        report.block_bytes, report.transient = header.block_bytes, header.transient
-        report.num_damaged_records = num_damaged
+        self.block_bytes, self.transient = header.block_bytes, header.transient
+        self.num_damaged_records = num_damaged
         if num_damaged:
-            report.findings.append(f"{counted(num_damaged, 'damaged record')} in the index")
-        room, last_slab = self._room(header)
-        report.capacity_blocks = room
-        if num_records < room:
-            report.findings.append(f"the index ends early: it has records of {num_records:,} of {room:,} slots")
-        self._blocks = [block for block in blocks if block.slot < room]
-        report.num_blocks, report.num_lost_blocks = len(self._blocks), len(blocks) - len(self._blocks)
-        if report.num_lost_blocks:
+            self.findings.append(f"{counted(num_damaged, 'damaged record')} in the index")
+        self.capacity_blocks, last_slab = self._room(header)
+        if num_records < self.capacity_blocks:
+            self.findings.append(
+                f"the index ends early: it has records of {num_records:,} of {self.capacity_blocks:,} slots"
+            )
+        self._blocks = [block for block in blocks if block.slot < self.capacity_blocks]
+        self.num_blocks, self.num_lost_blocks = len(self._blocks), len(blocks) - len(self._blocks)
+        if self.num_lost_blocks:
             what = "too short" if last_slab in self._own_files else "missing"
-            lost = counted(report.num_lost_blocks, "block")
-            report.findings.append(f"{last_slab} is {what}: {lost} lost, in it or after it")
-        if self._blocks:
-            times = [block.stored_at for block in self._blocks]
-            report.oldest, report.newest = min(times), max(times)
+            lost = counted(self.num_lost_blocks, "block")
+            self.findings.append(f"{last_slab} is {what}: {lost} lost, in it or after it")
+        times = [block.stored_at for block in self._blocks]
+        self.oldest, self.newest = min(times, default=None), max(times, default=None)
 
     def verify(self, result: Verification, advance: Callable[[int], None]) -> None:
         """Reads every block and adds to ``result``."""
@@ -420,7 +425,7 @@ class _FingerprintFolder:
                 result.num_blocks += 1
                 result.nbytes += header.block_bytes
                 if problem:
-                    result.bad.append(BadBlock(self.report.path, self._name, block.slot, block.key.hex(), problem))
+                    result.bad.append(BadBlock(self.path, self.fingerprint, block.slot, block.key.hex(), problem))
                 return
             block = now
         result.num_changed += 1
@@ -429,7 +434,7 @@ class _FingerprintFolder:
         """Raises OSError if the block cannot be read, FileNotFoundError if its slot does not exist any more."""
         number, offset = header.place(block.slot)
         # Past the page cache: the bytes on the medium count, and the server needs the memory.
-        with closing(self._storage.open(self._name, slab_name(number), direct=True)) as file:
+        with closing(self._storage.open(self.fingerprint, slab_name(number), direct=True)) as file:
             if file.read(ranks, offset) < header.block_bytes:
                 raise FileNotFoundError
         return payload_checksum(header, block.key, ranks) == block.checksum
@@ -437,23 +442,23 @@ class _FingerprintFolder:
     def _look_again(self, slot: int, header: Header) -> _RecordedBlock | None:
         """Returns the block that is in ``slot`` now."""
         with suppress(FormatError, OSError), self._opened_index() as file:
-            data = np.zeros(RECORD_BYTES, dtype=np.uint8)
             if self._read_header(file) == header:
-                return next(_blocks(parse_records(header, data[: file.read([data], record_offset(slot))], slot)), None)
+                record = read_at(file, record_offset(slot), RECORD_BYTES)
+                return next(_blocks(parse_records(header, record, slot)), None)
         return None
 
     def remove(self, result: Cleared) -> None:
         """Removes the files, the index first: the next server reclaims slabs without one."""
         own = self._own_files
-        result.left += [f"{self.report.path}/{name}" for name in self._files if name not in own]
+        result.left += [f"{self.path}/{name}" for name in self._files if name not in own]
         for name in sorted(own, key=lambda name: (name != INDEX_NAME, name)):
-            self._storage.remove(self._name, name)
+            self._storage.remove(self.fingerprint, name)
             result.nbytes += own[name].st_blocks * 512
             result.num_files += 1
         with suppress(OSError):
             # The folder is not empty: ``result.left`` says why.
-            self._storage.remove_folder(self._name)
-        result.fingerprints.append(self._name)
+            self._storage.remove_folder(self.fingerprint)
+        result.fingerprints.append(self.fingerprint)
 
 
 class _RecordedBlock(NamedTuple):
@@ -488,12 +493,3 @@ def _blocks(entries: Entries) -> Iterator[_RecordedBlock]:
 def _not_ours(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return f"not kvoffload's: {', '.join(map(repr, names[:MAX_NAMES]))}{more}"
-
-
-@contextmanager
-def _finding(report: PartReport, name: str) -> Iterator[None]:
-    """Turns an OSError of one file into a finding."""
-    try:
-        yield
-    except OSError as error:
-        report.findings.append(f"{name} cannot be read ({error.strerror})")

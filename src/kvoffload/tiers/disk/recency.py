@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from kvoffload.abc import OffloadKey, Slots
 from kvoffload.tiers.disk.folder import Folder, write_all
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, RECENCY_BYTES, RECENCY_NAME
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, is_full, shorten
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, StoredFile, is_full
 
 logger = logging.getLogger(__name__)
 
@@ -42,53 +42,13 @@ def retained_until(key: OffloadKey, found: int) -> int:
     return found >> _TAG_BITS if found & _TAG_MASK == xxh3_64_intdigest(key) & _TAG_MASK else 0
 
 
-class RecencyFile:
-    """The file ``recency``. Without ``file`` nothing is written, and nothing was found."""
-
-    def __init__(self, file: StoredFile | None) -> None:
-        self._file = file
-
-    def read(self, num_slots: int) -> tuple[Sequences, Marks]:
-        """Returns the sequence number of each slot's last use that was recorded, 0 where none was; and its mark."""
-        data = np.zeros(num_slots * RECENCY_BYTES, dtype=np.uint8)
-        try:
-            if self._file is not None:
-                self._file.read([data], 0)
-        except OSError as error:
-            logger.warning(
-                "kvoffload: disk tier: the file of the order of eviction cannot be read (%s), so blocks are evicted in "
-                "the order of their writes; check the medium",
-                error,
-            )
-        entries = data.view(_ENTRY)
-        found = entries["sequence"]
-        return np.where(found <= MAX_SEQUENCE, found, 0).astype(np.int64), entries["mark"].astype(np.uint64)
-
-    def write(self, first_slot: int, last_use: Sequences, marks: Marks) -> None:
-        """Writes the last uses and the marks of ``first_slot`` and those after it. Raises OSError."""
-        if self._file is not None:
-            entries = np.zeros(len(last_use), dtype=_ENTRY)
-            entries["sequence"] = np.minimum(last_use, MAX_SEQUENCE)
-            entries["mark"] = marks
-            write_all(self._file, [entries.view(np.uint8)], first_slot * RECENCY_BYTES)
-
-    def resize(self, num_slots: int) -> None:
-        """Raises OSError."""
-        if self._file is not None:
-            self._file.resize(num_slots * RECENCY_BYTES)
-
-    def trim(self, num_slots: int) -> None:
-        """Cuts off the uses of other slots. Raises OSError."""
-        if self._file is not None:
-            shorten(self._file, num_slots * RECENCY_BYTES)
-
-
-def open_recency(folder: Folder, num_slots: int) -> RecencyFile:
+def open_recency(folder: Folder, num_slots: int) -> StoredFile | None:
     """Opens or makes the file for ``num_slots`` slots. Raises OSError if the medium fails; what else is wrong is only
     logged, since blocks are found without the file."""
     try:
         file = folder.open(RECENCY_NAME, create=True)
         file.resize(num_slots * RECENCY_BYTES)
+        return file
     except OSError as error:
         if error.errno in (*NO_FILE_ERRORS, errno.EACCES):
             logger.warning(
@@ -100,19 +60,18 @@ def open_recency(folder: Folder, num_slots: int) -> RecencyFile:
             )
         elif not is_full(error) or not num_slots:
             raise
-        return RecencyFile(None)
-    return RecencyFile(file)
+        return None
 
 
 class Recency:
-    """The sequence number of each slot's last use, the marks, and the pages of the recency file that are out of date.
+    """The sequence number of each slot's last use, the marks, and the pages of ``file`` that are out of date.
 
     Every write, read and touch of a block takes a sequence number, higher than all before it. A record on disk has the
     number of the block's write; the recency file has those of reads and touches. ``write`` may run on another thread
-    than the other methods, one call at a time.
+    than the other methods, one call at a time. Without a file nothing is written, and nothing was found.
     """
 
-    def __init__(self, num_slots: int, file: RecencyFile) -> None:
+    def __init__(self, num_slots: int, file: StoredFile | None) -> None:
         self._file = file
         self._next = 0
         self._last_use = np.zeros(num_slots, dtype=np.int64)
@@ -129,12 +88,23 @@ class Recency:
         """Whether some of that are marks, which a kill must not lose, and whose pages have not failed."""
 
     def load(self, num_slots: int) -> tuple[Sequences, Marks]:
-        """Reads the recency file. Returns the last use of each of ``num_slots`` slots, 0 if none was written, and its
-        mark."""
-        found, marks = self._file.read(num_slots)
+        """Reads the file. Returns the last use of each of ``num_slots`` slots, 0 if none was written, and its mark."""
+        data = np.zeros(num_slots * RECENCY_BYTES, dtype=np.uint8)
+        try:
+            if self._file is not None:
+                self._file.read([data], 0)
+        except OSError as error:
+            logger.warning(
+                "kvoffload: disk tier: the file of the order of eviction cannot be read (%s), so blocks are evicted in "
+                "the order of their writes; check the medium",
+                error,
+            )
+        entries = data.view(_ENTRY)
+        sequences = entries["sequence"]
+        found = np.where(sequences <= MAX_SEQUENCE, sequences, 0).astype(np.int64)
         # Also above the numbers of slots that are free now: the next blocks in them must be newer.
         self._next = int(found.max(initial=-1)) + 1
-        return found, marks
+        return found, entries["mark"].astype(np.uint64)
 
     def restore(self, slots: Slots, sequences: Sequences) -> None:
         """Sets the last use of ``slots`` at the start."""
@@ -184,8 +154,13 @@ class Recency:
     def _write_page(self, page: int, num_slots: int) -> None:
         first, stop = page * PAGE_SLOTS, min((page + 1) * PAGE_SLOTS, num_slots)
         self._changed[page] = self._has_new_marks[page] = False
+        last_use = self._last_use[first:stop]
+        entries = np.zeros(len(last_use), dtype=_ENTRY)
+        entries["sequence"] = np.minimum(last_use, MAX_SEQUENCE)
+        entries["mark"] = self._marks[first:stop]
         try:
-            self._file.write(first, self._last_use[first:stop], self._marks[first:stop])
+            if self._file is not None:
+                write_all(self._file, [entries.view(np.uint8)], first * RECENCY_BYTES)
         except OSError:
             self._changed[page] = True
             raise

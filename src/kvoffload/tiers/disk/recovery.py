@@ -6,7 +6,7 @@ import errno
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.disk.budget import Budget
@@ -25,9 +25,9 @@ from kvoffload.tiers.disk.format import (
 from kvoffload.tiers.disk.index import Index, adopt_header
 from kvoffload.tiers.disk.journal import Journal, journal_bytes, num_entries_for
 from kvoffload.tiers.disk.layout import SlotLayout, check_slot_bytes, slot_cost
-from kvoffload.tiers.disk.recency import RecencyFile, open_recency
+from kvoffload.tiers.disk.recency import open_recency
 from kvoffload.tiers.disk.slabs import Slabs
-from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, is_full, reason
+from kvoffload.tiers.disk.storage import Storage, StoredFile, is_full
 from kvoffload.units import Amount, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,12 @@ def open_files(
     """Opens the files of ``fingerprint``, for one pool per rank with slots of ``slot_bytes``.
 
     Takes the lock of ``storage`` and removes files of another layout. A medium that is read-only, or too full for
-    ``capacity_bytes``, is logged. Raises ConfigError if the directory cannot be used or the budget is wrong, and
-    OSError if the medium fails; ``storage`` is closed then.
+    ``capacity_bytes``, is logged. Raises ConfigError if a setting is wrong, and OSError if the medium fails;
+    ``storage`` is closed then.
     """
     folder = Folder(storage, fingerprint)
-    try:
+    with ExitStack() as opened:
+        opened.callback(folder.close)
         check_slot_bytes(slot_bytes)
         if not is_fingerprint(fingerprint):
             raise ConfigError("fingerprint", fingerprint, "must be 64 hexadecimal digits")
@@ -66,13 +67,7 @@ def open_files(
             )
         storage.lock()
         files = _open(folder, Budget(capacity_bytes, layout, storage, fingerprint), header, new_generation)
-    except BaseException as error:
-        folder.close()
-        if not isinstance(error, OSError) or error.errno not in SETTING_ERRORS:
-            raise
-        raise ConfigError(
-            fault=f"cannot be used ({reason(error)})", fix="name a directory that this user can write to"
-        ) from error
+        opened.pop_all()
     return files
 
 
@@ -97,7 +92,7 @@ def _open(folder: Folder, budget: Budget, wanted: Header, new_generation: Callab
     is_short = budget.is_short(possible, is_first_use=is_first_use)
     budget.make_room(num_found)
 
-    def open_index() -> tuple[Index, RecencyFile]:
+    def open_index() -> tuple[Index, StoredFile | None]:
         folder.make()
         file = folder.open(INDEX_NAME, create=True)
         if not adopted:
@@ -135,4 +130,4 @@ def _open_read_only(folder: Folder, budget: Budget, header: Header, slabs: Slabs
         "kvoffload: disk tier: the file system is read-only: the blocks that are on it are served, and nothing is "
         "written. Mount it for writing and start again"
     )
-    return DiskFiles(folder, budget, index, slabs, RecencyFile(recency), num_found, read_only=True)
+    return DiskFiles(folder, budget, index, slabs, recency, num_found, read_only=True)

@@ -95,7 +95,7 @@ class _Move:
         arrived, emptied = np.zeros(len(sources), dtype=np.bool_), []
         for i, slot in enumerate(targets.tolist()):
             with self._noted():
-                index.empty_record(slot)
+                index.empty_records(slot, 1)
                 emptied.append(i)
         with self._noted():
             index.withdraw(targets)

@@ -37,7 +37,7 @@ def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, conte
     """
     engines, share = context.engines, capacity_bytes // context.engines
     storage = root = DirectoryStorage(directory)
-    try:
+    with closed_on_failure(root, "name a directory on a local, writable file system"):
         root.lock(shared=engines > 1)
         if not root.held_bytes():
             check_capacity(capacity_bytes, root.free_bytes())
@@ -54,19 +54,19 @@ def open_disk_tier(directory: str | os.PathLike[str], capacity_bytes: int, conte
                     raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
                 storage = DirectoryStorage(root.path / folder, root)
             return _open(storage, share, context)
-    except OSError as error:
-        storage.close()
-        if error.errno not in SETTING_ERRORS:
+
+
+@contextmanager
+def closed_on_failure(root: DirectoryStorage, fix: str) -> Iterator[None]:
+    """Closes the storage if the context fails. Raises ConfigError, with ``fix``, instead of an OSError that says that
+    the setting is wrong."""
+    try:
+        yield
+    except BaseException as error:
+        root.close()
+        if not isinstance(error, OSError) or error.errno not in SETTING_ERRORS:
             raise
-        raise ConfigError(
-            "dir",
-            str(root.path),
-            f"cannot be used ({reason(error)})",
-            "name a directory on a local, writable file system",
-        ) from error
-    except BaseException:
-        storage.close()
-        raise
+        raise ConfigError("dir", str(root.path), f"cannot be used ({reason(error)})", fix) from error
 
 
 def _open(storage: Storage, capacity_bytes: int, context: TierContext) -> DiskTier:

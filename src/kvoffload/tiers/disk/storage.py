@@ -153,10 +153,6 @@ class Storage(ABC):
     def remove(self, folder: str, name: str) -> None: ...
 
     @abstractmethod
-    def modified(self, folder: str, name: str) -> float:
-        """Returns when the file was last written, in seconds since 1970."""
-
-    @abstractmethod
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
         """Returns the bytes of the medium that all files below take, of any program, except the locks and the files
         for which ``is_left_out`` returns True, given the path of the folder, "" for the directory itself, and the
@@ -181,11 +177,16 @@ def shorten(file: StoredFile, size: int) -> None:
         file.resize(size)
 
 
+def read_at(file: StoredFile, offset: int, nbytes: int) -> ByteArray:
+    """Returns bytes of a file, fewer at its end."""
+    buffer = aligned_buffer(nbytes)
+    return buffer[: file.read([buffer], offset)]
+
+
 def read_fresh(storage: Storage, folder: str, name: str, nbytes: int, offset: int = 0) -> ByteArray:
     """Returns bytes of a file as they are on the medium now, fewer at its end; see ``fresh`` of ``Storage.open``."""
-    buffer = aligned_buffer(nbytes)
     with closing(storage.open(folder, name, fresh=True)) as file:
-        return buffer[: file.read([buffer], offset)]
+        return read_at(file, offset, nbytes)
 
 
 def write_file(storage: Storage, folder: str, name: str, data: ByteArray) -> float:

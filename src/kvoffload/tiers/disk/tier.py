@@ -73,8 +73,8 @@ class DiskTier(RenewableTier):
     scheduler's thread; jobs on ``executor`` move bytes and verify them, see ``blockio``. Nothing is synced: a block
     that a power loss has damaged fails its checksum. ``random(n)`` returns n random bytes.
 
-    If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong
-    or ``storage`` cannot be used, and OSError if its medium fails; later, no method raises because of the medium.
+    If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong,
+    and OSError if its medium fails; later, no method raises because of the medium.
     """
 
     name = "disk"
@@ -261,17 +261,14 @@ class DiskTier(RenewableTier):
         results, self._unreported = self._unreported, []
         if self._io.done:
             results += self._take_results()
-        if self.catalog.retention.blocks or self.catalog.retention.changes:
+        # What a process has closed stays retained.
+        if (self.catalog.retention.blocks or self.catalog.retention.changes) and not self._closed:
             self._note_retained()
         self._maintenance.submit()
         return results
 
     def _note_retained(self) -> None:
-        """Notes for the next process which blocks are retained until when. What this one has closed stays retained."""
-        if not self._closed:
-            self._note_marks()
-
-    def _note_marks(self) -> None:
+        """Notes for the next process which blocks are retained until when."""
         slots, keys, untils = self.catalog.take_retained()
         if len(slots):
             ahead = self._wall_clock() - self._clock()
@@ -300,27 +297,25 @@ class DiskTier(RenewableTier):
             # Their records may have been written after the keys were dropped.
             self._maintenance.empty_records(gone)
         if len(gone) or not succeeded.all():
-            self._report_failures(done, results, set(gone.tolist()))
+            dropped = set(gone.tolist())
+            return [
+                self._reported(run, i, slot in dropped) for run in done for i, slot in enumerate(run.slots.tolist())
+            ]
         return results
 
-    def _report_failures(self, done: Sequence[Done], results: list[TierResult], gone: set[int]) -> None:
-        """Replaces good results of blocks that were dropped in the meantime, and logs the failures of other blocks."""
-        i = 0
-        for run in done:
-            for index, slot in enumerate(run.slots.tolist()):
-                result = results[i]
-                if slot not in gone and result.error is not None:
-                    what = "reading" if result.is_read else "writing"
-                    problem = run.problems.get(index, result.error)
-                    self._warnings.warning(
-                        "disk tier: %s block %s failed (%s), so it is a miss; check the medium",
-                        what,
-                        result.key.hex(),
-                        problem,
-                    )
-                elif slot in gone and result.ok:
-                    results[i] = result._replace(error=TierError.GONE, nbytes=0)
-                i += 1
+    def _reported(self, run: Done, index: int, is_dropped: bool) -> TierResult:
+        """Returns the result of a block, of which nothing is there if it was dropped meanwhile. Logs its failure."""
+        result = run.results[index]
+        if is_dropped:
+            return result._replace(error=TierError.GONE, nbytes=0) if result.ok else result
+        if result.error is not None:
+            self._warnings.warning(
+                "disk tier: %s block %s failed (%s), so it is a miss; check the medium",
+                "reading" if result.is_read else "writing",
+                result.key.hex(),
+                run.problems.get(index, result.error),
+            )
+        return result
 
     def wait(self, timeout_s: float) -> None:
         if not self._io.done and not self._unreported:
@@ -350,6 +345,8 @@ class DiskTier(RenewableTier):
     def reset(self) -> None:
         """Drops every block. Blocks that are stored later are invalid for the next process, since they belong to other
         weights than that process will load."""
+        if self._closed:
+            return
         self.catalog.reset()
         self._note_retained()
         index = self.files.index
@@ -380,7 +377,7 @@ class DiskTier(RenewableTier):
         self._maintenance.close()
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
-        self._note_marks()
+        self._note_retained()
         self.catalog.reset()
         if not all_ended or not self._finish(FINISH_DEADLINE_S):
             # A thread hangs in a call. Its descriptors stay open, so that none comes to name another file. The lock

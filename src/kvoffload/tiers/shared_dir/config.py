@@ -11,8 +11,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.disk.config import DirectoryConfig
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.start import allow_descriptors
-from kvoffload.tiers.disk.storage import SETTING_ERRORS, reason
+from kvoffload.tiers.disk.start import allow_descriptors, closed_on_failure
 from kvoffload.tiers.late import mount_point
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, SILENT_S
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
@@ -73,21 +72,8 @@ class SharedDirConfig(DirectoryConfig):
         except ConfigError as error:
             fix = f"{error.fix}. All servers that share a directory run as the same user"
             raise ConfigError(error.setting, self.dir, error.fault, fix) from error
-        try:
+        with closed_on_failure(root, "name a directory that this user can write to"):
             if root.read_only:
                 raise OSError(errno.EROFS, "the file system is mounted read-only")
             allow_descriptors(self.bytes, context.engines)
             return SharedDirTier(root, context, self.bytes // context.engines, self.gone_after_s)
-        except OSError as error:
-            root.close()
-            if error.errno not in SETTING_ERRORS:
-                raise
-            raise ConfigError(
-                "dir",
-                str(root.path),
-                f"cannot be used ({reason(error)})",
-                "name a directory that this user can write to",
-            ) from error
-        except BaseException:
-            root.close()
-            raise

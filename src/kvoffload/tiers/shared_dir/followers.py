@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from kvoffload.tiers.disk.format import (
     record_offset,
 )
 from kvoffload.tiers.disk.journal import JOURNAL_HEADER_BYTES, JournalHeader, changed_blocks, read_entries
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile, aligned_buffer, read_fresh
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile, read_at, read_fresh
 from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, SeatView
 from kvoffload.tiers.shared_dir.seats import MAX_SEATS, seat_names, seat_number
@@ -178,13 +179,13 @@ class _FollowedSeat:
 
     def _take_changes(self) -> None:
         old = self._journal
-        with closing(_open(self._storage, self._layout[0], JOURNAL_NAME)) as file:
-            journal = JournalHeader.unpack(_read(file, 0, JOURNAL_HEADER_BYTES))
+        with closing(self._storage.open(self._layout[0], JOURNAL_NAME, fresh=True)) as file:
+            journal = JournalHeader.unpack(read_at(file, 0, JOURNAL_HEADER_BYTES))
             if old == journal:
                 return
             entries = None
             if old is not None and (old.epoch, old.generation) == (journal.epoch, journal.generation):
-                entries = read_entries(journal, old.head, lambda offset, nbytes: _read(file, offset, nbytes))
+                entries = read_entries(journal, old.head, partial(read_at, file))
         if entries is None:
             self._read_index(journal)
             return
@@ -197,8 +198,8 @@ class _FollowedSeat:
 
     def _read_index(self, journal: JournalHeader) -> None:
         """Takes the blocks from the index. ``journal``: read before, so that no later change is missed."""
-        with closing(_open(self._storage, self._layout[0], INDEX_NAME)) as index:
-            header = Header.unpack(_read(index, 0, HEADER_BYTES))
+        with closing(self._storage.open(self._layout[0], INDEX_NAME, fresh=True)) as index:
+            header = Header.unpack(read_at(index, 0, HEADER_BYTES))
             if (header.fingerprint, header.slot_bytes) != self._layout:
                 raise FormatError("its blocks have another fingerprint or layout")
             view = self._blocks.view(self.number)
@@ -223,7 +224,7 @@ class _FollowedSeat:
         for first in range(0, most, RECORDS_PER_READ):
             count = min(RECORDS_PER_READ, most - first)
             nbytes = -(-count * RECORD_BYTES // PAGE) * PAGE
-            records = _read(index, record_offset(first), nbytes)
+            records = read_at(index, record_offset(first), nbytes)
             self._take(view, first, count, records[: count * RECORD_BYTES])
             if len(records) < nbytes and len(view.digests) <= first + count:
                 return
@@ -267,13 +268,3 @@ def read_record(storage: Storage, fingerprint: str, slot: int) -> ByteArray:
     """Returns the record of a slot as it is on the medium now, fewer bytes if there is none. Raises OSError."""
     at = record_offset(slot)
     return read_fresh(storage, fingerprint, INDEX_NAME, PAGE, at // PAGE * PAGE)[at % PAGE :][:RECORD_BYTES]
-
-
-def _open(storage: Storage, fingerprint: str, name: str) -> StoredFile:
-    return storage.open(fingerprint, name, fresh=True)
-
-
-def _read(file: StoredFile, offset: int, nbytes: int) -> ByteArray:
-    """Returns fewer bytes at the end of the file."""
-    buffer = aligned_buffer(nbytes)
-    return buffer[: file.read([buffer], offset)]

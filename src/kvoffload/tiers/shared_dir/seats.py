@@ -38,7 +38,7 @@ import numpy as np
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.tiers.disk.format import HEADER_BYTES, INDEX_NAME, is_fingerprint, is_of_other_version
 from kvoffload.tiers.disk.start import remove_blocks
-from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, aligned_buffer, read_fresh, write_file
+from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, read_at, read_fresh, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,7 @@ def look(seat: Storage) -> Sighting | None:
             return None
         raise
     with closing(file):
-        page = aligned_buffer(HEARTBEAT_BYTES)
-        return Sighting(page[: file.read([page], 0)].tobytes(), file.modified())
+        return Sighting(read_at(file, 0, HEARTBEAT_BYTES).tobytes(), file.modified())
 
 
 class Seat:

@@ -160,10 +160,9 @@ class SharedDirTier(Tier):
                     random=on.random,
                 )
                 break
-            except (OSError, ConfigError) as error:
-                # What a former server has left there may be damaged. A wrong setting has no such cause.
-                cause = error if isinstance(error, OSError) else error.__cause__
-                if seat.is_new or not isinstance(cause, OSError):
+            except OSError as error:
+                # What a former server has left there may be damaged.
+                if seat.is_new:
                     raise
                 log_unusable_seat(seat.name, error)
                 unusable.append(seat.name)
@@ -314,7 +313,7 @@ class SharedDirTier(Tier):
                 self._write_journal_now()
         if self._state is _SeatUse.LOST and not self.own.has_jobs:
             self._use_new_seat()
-        for result in foreign:
+        for result in (result for run in foreign for result in run.results):
             is_deleted = self._reading.pop(result.key)
             if not result.ok:
                 self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
@@ -346,7 +345,7 @@ class SharedDirTier(Tier):
         logger.warning("kvoffload: shared directory: this server writes into %s from now on", self.seat.name)
 
     def wait(self, timeout_s: float) -> None:
-        if not self._reads.has_done:
+        if not self._reads.done:
             self.own.wait(timeout_s)
 
     def touch(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey] | None = None) -> None:
