@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.abc import Access, Eviction, Offer
+from kvoffload.abc import Offer
 from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, plain_key_hashes
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import auto, tournament
-from kvoffload.cache.policies.auto import PlainAutoPolicy
+from kvoffload.cache.policies.auto import AutoPolicy
 from kvoffload.cache.policies.tournament import RULES, PlainShadows
 from kvoffload.cache.slots import HostBackend
 from kvoffload.native import load, reference
@@ -34,7 +34,8 @@ MOST = 2**64 - 1
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
 def test_hashes_of_keys_are_the_same(keys: list[bytes]) -> None:
-    assert native.key_hashes(keys).tolist() == plain_key_hashes(keys).tolist()
+    for of_names in (False, True):
+        assert native.key_hashes(keys, of_names).tolist() == plain_key_hashes(keys, of_names).tolist()
 
 
 def test_hashes_of_every_length_are_the_same_and_every_byte_counts() -> None:
@@ -112,7 +113,7 @@ class Tables:
     def change(self, hashes: np.ndarray, remove: bool) -> None:
         for table in (self.plain, self.native):
             if remove:
-                table.remove(hashes)
+                table.take(hashes)
             else:
                 table.use(hashes, 100 * self.clock)
 
@@ -201,7 +202,7 @@ def test_native_ghosts_refuse_what_they_cannot_take() -> None:
     for classes in ([1], [1, 7], [-1, 0]):
         with pytest.raises(IndexError):
             table.add(hashes, np.array([1, 2]), np.array(classes))
-    for call in (table.stamps, table.classes, table.remove, lambda hashes: table.use(hashes, 0)):
+    for call in (table.stamps, table.classes, table.take, lambda hashes: table.use(hashes, 0)):
         with pytest.raises(TypeError):
             call(np.array([0.5]))
     with pytest.raises(ValueError, match="capacity"):
@@ -301,7 +302,7 @@ def test_native_shadows_refuse_what_they_cannot_take() -> None:
 class Serving:
     """Managers with the plain policy and the native one, which get the same requests."""
 
-    def __init__(self, capacity: int, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]) -> None:
+    def __init__(self, capacity: int, monkeypatch: pytest.MonkeyPatch, plain: type[AutoPolicy]) -> None:
         with monkeypatch.context() as patched:
             # All parts of the plain policy are plain.
             patched.setattr(auto, "GapLists", reference.GapLists)
@@ -375,7 +376,7 @@ def requests(rng: random.Random, num: int, num_groups: int) -> list[list[bytes]]
 
 
 def serve_all(
-    capacity: int, num_groups: int, seeds: range, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]
+    capacity: int, num_groups: int, seeds: range, monkeypatch: pytest.MonkeyPatch, plain: type[AutoPolicy]
 ) -> None:
     for seed in seeds:
         rng, serving = random.Random(seed), Serving(capacity, monkeypatch, plain)
@@ -390,7 +391,7 @@ def serve_all(
 def test_the_policy_makes_the_same_choices(
     capacity: int, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve_all(capacity, num_groups, range(seed, seed + 1), monkeypatch, PlainAutoPolicy)
+    serve_all(capacity, num_groups, range(seed, seed + 1), monkeypatch, AutoPolicy)
 
 
 @pytest.mark.parametrize(("capacity", "num_groups"), [(1, 1), (40, 2), (200, 1)])
@@ -398,10 +399,10 @@ def test_the_policy_makes_the_same_choices_by_gaps(
     capacity: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tournament.Tournament, "rule", property(lambda self: RULES[-1]))
-    serve_all(capacity, num_groups, range(1), monkeypatch, PlainAutoPolicy)
+    serve_all(capacity, num_groups, range(1), monkeypatch, AutoPolicy)
 
 
-class RefusesNothingByGap(PlainAutoPolicy):
+class RefusesNothingByGap(AutoPolicy):
     def admit(self, keys: Any, shortage: int) -> Any:
         return None
 
@@ -412,45 +413,24 @@ def test_a_planted_difference_of_the_rule_by_gaps_is_found(monkeypatch: pytest.M
         serve_all(40, 1, range(3), monkeypatch, RefusesNothingByGap)
 
 
-class NeverReturns(PlainAutoPolicy):
+class NeverReturns(AutoPolicy):
     """Counts no block as returning when it is stored."""
 
-    def _is_returning(self, keys: Any) -> Any:
-        return np.zeros(len(keys), dtype=np.bool_)
+    def _classes(self, keys: Any) -> Any:
+        return np.zeros(len(keys), dtype=np.int64)
 
 
-class ForgetsRefused(PlainAutoPolicy):
+class ForgetsRefused(AutoPolicy):
     def refuse(self, keys: Any) -> None:
         super().refuse(keys[:-1])
 
 
 @pytest.mark.parametrize("planted", [NeverReturns, ForgetsRefused])
 def test_a_planted_difference_of_the_policy_is_found(
-    planted: type[PlainAutoPolicy], monkeypatch: pytest.MonkeyPatch
+    planted: type[AutoPolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(AssertionError):
         serve_all(40, 1, range(5), monkeypatch, planted)
-
-
-def test_the_native_policy_refuses_what_it_cannot_take() -> None:
-    policy = auto.AutoPolicy(4)
-    none, busy = np.array([], dtype=np.int64), np.zeros(4, dtype=np.bool_)
-    keys, flags = [b"k" * 36], np.ones(1, dtype=np.bool_)
-    for found in ([4], [2**62], [0, 1], []):
-        with pytest.raises(IndexError):
-            policy.access(Access(keys, np.array(found, dtype=np.int64), none, flags[:0], 0.0))
-    for slots in ([4], [-1], [0, 1], []):
-        with pytest.raises(IndexError):
-            policy.insert(np.array(slots, dtype=np.int64), keys)
-    with pytest.raises(IndexError):
-        policy.evict(Eviction(1, busy[:3], np.full(4, None, dtype=object), keys))
-    with pytest.raises(TypeError):
-        policy.insert(np.array([0]), [7])  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        policy.insert(np.array([0]), 7)  # type: ignore[arg-type]
-    policy.insert(np.array([0]), keys)
-    policy.check_integrity(np.array([0]))
-    assert policy.evict(Eviction(5, busy, np.full(4, None, dtype=object), keys)).tolist() == [0]
 
 
 # Keys in order.

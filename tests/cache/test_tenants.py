@@ -26,12 +26,11 @@ from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
-from kvoffload.cache.policies.auto import AutoPolicy, PlainAutoPolicy
+from kvoffload.cache.policies.auto import AutoPolicy
 from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
 from kvoffload.testing.conformance import PolicyConformance
-from tests.clock import Clock
 from tests.suites.conformance import ManagerConformance
 
 NAMES = ("a", "b", OTHER)
@@ -541,31 +540,6 @@ def test_auto_divides_the_blocks_that_its_tenant_holds() -> None:
     for blocks in tenant_policy(of).tenants:
         assert blocks.policy.capacity == 400
         assert abs(blocks.policy.full - 400 / 3) < 40
-
-
-def test_native_and_plain_auto_serve_tenants_alike() -> None:
-    made = shares(60, (15, 0, 5), (40, 60, 60))
-    clock = Clock()
-    pair = [
-        PolicyOffloadingManager(HostBackend(16, 60), TenantPolicy(60, made, policy), clock=clock)
-        for policy in (AutoPolicy, PlainAutoPolicy)
-    ]
-    rng, num_evicted = random.Random(2), 0
-    for _ in range(600):
-        clock.now += 0.01
-        keys = chain(rng.choice(NAMES), rng.randrange(60), rng.randint(1, 15))
-        outputs = []
-        for of in pair:
-            of.touch(keys)
-            output = of.prepare_store(keys)
-            assert output is not None
-            of.complete_store(output.store_spec)
-            of.end_chain(keys, output.keys_to_store)
-            outputs.append((output.keys_to_store, output.evicted_keys, list(output.refused_keys)))
-        assert outputs[0] == outputs[1]
-        num_evicted += len(outputs[0][1])
-    assert num_evicted > 500
-    assert pair[0].room.uses() == pair[1].room.uses()
 
 
 @pytest.mark.parametrize("policy", ["auto", "lru"])

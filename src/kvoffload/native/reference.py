@@ -535,18 +535,13 @@ class GapLists:
         self._clock += n
         return np.arange(self._clock - n, self._clock)
 
-    def classes_since(self, positions: Positions) -> Positions:
-        """Returns the classes of the gaps of blocks that were used at ``positions`` and are used now."""
-        return array([gap_class(self._clock - position) for position in whole(positions).tolist()])
-
     def use(self, slots: Slots, ready: Flags) -> None:
         """Moves members to the recent end of ``again``. Members of ``once`` that are not ``ready`` stay in it, at its
         recent end."""
         stays = self._once.holds(slots) & ~ready
-        before = [
-            next(at for at in (each.position(slot) for each in self._lists) if at >= 0) for slot in slots.tolist()
-        ]
-        self.insert(slots, np.where(stays, 0, self.classes_since(array(before))))
+        before = (max(members.position(slot) for members in self._lists) for slot in slots.tolist())
+        since = array([gap_class(self._clock - position) for position in before])
+        self.insert(slots, np.where(stays, 0, since))
 
     def insert(self, slots: Slots, classes: Positions) -> None:
         """Moves slots to the recent ends of the lists of ``classes``."""
@@ -577,18 +572,19 @@ class GapLists:
         for members in self._lists:
             members.mark_evictable(slots)
 
-    def pop_once(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Removes the ``n`` oldest members of ``once`` that are not busy. Returns them and their positions, oldest
-        first; fewer if there are no more."""
-        return pop((self._once,), n, busy)
-
-    def pop_again(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Does the same as ``pop_once`` for ``again``."""
-        return pop(self._again, n, busy)
-
     def pop_oldest(self, n: int, busy: Flags) -> tuple[Slots, Positions]:
-        """Does the same as ``pop_once`` for the members of all lists."""
+        """Removes the ``n`` oldest members of all lists that are not busy. Returns them and their positions, oldest
+        first; fewer if there are no more."""
         return pop(self._lists, n, busy)
+
+    def pop_shared(self, n: int, num_once: int, busy: Flags) -> tuple[Slots, Positions]:
+        """Does the same, but takes up to ``num_once`` of ``once``, then members of ``again``, then others of
+        ``once``."""
+        slots, positions = pop((self._once,), min(n, num_once), busy)
+        for lists in (self._again, (self._once,)):
+            more, at = pop(lists, n - len(slots), busy)
+            slots, positions = np.concatenate((slots, more)), np.concatenate((positions, at))
+        return slots, positions
 
     def pop_least(self, n: int, busy: Flags, rates: ReturnRates) -> tuple[Slots, Positions]:
         """Does the same, but takes each one from the list whose oldest member has the lowest value."""
@@ -689,10 +685,12 @@ class GhostTable:
             if entry is not None:
                 entry[1:] = now, gap_class(now - entry[1])
 
-    def remove(self, hashes: Hashes) -> None:
-        """Forgets hashes."""
+    def take(self, hashes: Hashes) -> Positions:
+        """Forgets hashes. Returns what ``classes`` did."""
+        found = self.classes(hashes)
         for bucket, tag in self._homes(hashes):
             self._buckets.get(bucket, _NO_GHOSTS).pop(tag, None)
+        return found
 
     def add(self, hashes: Hashes, stamps: Positions, classes: Positions | None = None) -> None:
         """Adds distinct hashes in this order. Those that are remembered are added again. Without ``classes`` they keep
