@@ -1167,6 +1167,16 @@ cdef class Lists:
             if member.newer >= 0:
                 kvo_prefetch_write(&self._members[member.newer])
 
+    def move_to_end(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        for i in range(n):
+            self._prefetch(at, i, n)
+            if self._members[at[i]].stamp != ABSENT:
+                self._append(at[i], self._which(at[i]), self._clock + i)
+        self._clock += n
+
     def discard(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef int64_t* at = int64s(given)
@@ -1377,16 +1387,6 @@ cdef class GapLists(Lists):
             int64s(result)[i] = self._which(int64s(given)[i]) if self._members[int64s(given)[i]].stamp != ABSENT else 0
         return result
 
-    def move_to_end(self, slots):
-        cdef cnp.ndarray given = checked(slots, self._capacity)
-        cdef int64_t* at = int64s(given)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        for i in range(n):
-            self._prefetch(at, i, n)
-            if self._members[at[i]].stamp != ABSENT:
-                self._append(at[i], self._which(at[i]), self._clock + i)
-        self._clock += n
-
     def pop_oldest(self, Py_ssize_t n, busy):
         return self._pop(n, busy)
 
@@ -1439,10 +1439,6 @@ cdef class RecencyList(Lists):
     def __len__(self):
         return self.num_once
 
-    def __sizeof__(self):
-        """Includes the arrays."""
-        return object.__sizeof__(self) + self._memory.nbytes + self._heap(0).memory.nbytes
-
     def holds(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
@@ -1452,22 +1448,13 @@ cdef class RecencyList(Lists):
         return result
 
     def append(self, slots):
-        self._move(slots, False)
-
-    def move_to_end(self, slots):
-        self._move(slots, True)
-
-    cdef int _move(self, slots, bint members_only) except -1:
         cdef cnp.ndarray given = checked(slots, self._capacity)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         for i in range(n):
             self._prefetch(at, i, n)
-            if members_only and self._members[at[i]].stamp == ABSENT:
-                continue
-            self._append(at[i], 0, self._clock)
-            self._clock += 1
-        return 0
+            self._append(at[i], 0, self._clock + i)
+        self._clock += n
 
     def pop_oldest(self, Py_ssize_t n, busy):
         return self._pop(n, busy)[0]
