@@ -16,7 +16,7 @@ from kvoffload.cache.policies.auto import AutoPolicy
 from kvoffload.cache.policies.tournament import RULES
 from kvoffload.cache.slots import HostBackend
 from kvoffload.native import load
-from kvoffload.native.reference import GAP_CLASSES, NUM_AGES, TICKS_PER_S, ReturnRates, gap_class, next_update
+from kvoffload.native.reference import GAP_CLASSES, NUM_AGES, TICKS_PER_S, ReturnRates
 from tests.cache.reference_auto import Fixed
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -116,12 +116,6 @@ def test_what_is_far_behind_its_time_leaves_first() -> None:
     assert 4 not in ended
 
 
-def test_classes_are_powers_of_ten() -> None:
-    gaps = [0, 2, 3, 24, 26, 240, 260, 2400, 2600, 24_000, 26_000, 10**9]
-    assert [gap_class(gap * TICKS_PER_S) for gap in gaps] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-    assert GAP_CLASSES == 7
-
-
 @rates_of_both
 def test_the_value_is_returns_per_time_in_the_best_time_to_come(make: Callable[[], Any]) -> None:
     rates = make()
@@ -167,15 +161,6 @@ def test_both_versions_learn_the_same_values() -> None:
             other.value(gap, 0)
         with pytest.raises(IndexError):
             other.add(gap, 0, True)
-
-
-def test_values_are_learned_less_often_as_more_is_known() -> None:
-    at, times = 0, []
-    while at < 10**6:
-        at = next_update(at, 2048)
-        times.append(at)
-    assert times[0] == 64
-    assert times[-1] - times[-2] == 4 * 2048
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 1e300])

@@ -152,19 +152,6 @@ def test_a_planted_difference_is_found(planted: type[GapLists]) -> None:
 
 
 @versions
-def test_a_use_moves_what_is_ready_and_positions_are_on_one_clock(make: type[GapLists]) -> None:
-    pair = make(8)
-    none_busy = np.zeros(8, dtype=np.bool_)
-    pair.insert(array([0, 1, 2, 3]), array([0, 0, 0, 1]))
-    pair.use(array([1, 0, 3]), np.array([True, False, False]))
-    assert (pair.num_once, pair.num_again) == (2, 2)
-    slots, positions = pair.pop_oldest(4, none_busy)
-    assert slots.tolist() == [2, 1, 0, 3]
-    assert positions.tolist() == [2, 4, 5, 6]
-    assert pair.pop_oldest(4, none_busy)[0].tolist() == []
-
-
-@versions
 def test_the_integrity_check_finds_a_wrong_set_of_members(make: type[GapLists]) -> None:
     pair = make(8)
     pair.insert(array([0, 1]), array([0, 1]))

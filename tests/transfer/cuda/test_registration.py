@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -49,27 +47,6 @@ def test_a_pool_is_registered_in_chunks_and_unregistered_when_it_is_closed(pool:
     pool.close()
     assert calls(emulator)[2:] == ["unregister", "unregister"]
     assert registration.close()
-
-
-def test_smaller_chunks_are_registered_where_large_ones_fail(pool: HostPool, emulator: Emulator) -> None:
-    emulator.limit_registrations(4 * MIB)
-    registration = register(pool, emulator)
-    assert registration.num_ready_slots == 12
-    assert calls(emulator) == [f"register {size * MIB} flags 1" for size in (8, 4, 4, 4)]
-    registration.release()
-    pool.close()
-
-
-def test_the_driver_s_error_is_in_the_warning(
-    pool: HostPool, emulator: Emulator, caplog: pytest.LogCaptureFixture
-) -> None:
-    emulator.limit_registrations(1 * MIB)
-    with caplog.at_level(logging.WARNING):
-        registration = register(pool, emulator)
-    assert registration.num_ready_slots == 0
-    assert "only 0 bytes of 12 MiB of the host pool (cuMemHostRegister_v2 failed: CUDA_ERROR_" in caplog.text
-    registration.release()
-    pool.close()
 
 
 class BrokenWatch:
