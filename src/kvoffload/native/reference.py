@@ -325,17 +325,13 @@ class RecencyList:
             return True
         return self._skipped.pop(slot, None) is not None or self._marked.pop(slot, None) is not None
 
-    def append(self, slots: Slots) -> None:
-        """Makes ``slots`` the most recent members, the last one the most recent. Members move, others join."""
-        self.put(slots)
-
     def move_to_end(self, slots: Slots) -> None:
         """Same as ``append`` for the ``slots`` that are members."""
-        self.put(slots[self.holds(slots)])
+        self.append(slots[self.holds(slots)])
 
-    def put(self, slots: Slots, positions: Positions | None = None) -> None:
-        """Does what ``append`` does. Lists that share a clock give ``positions``, so that their members can be
-        compared."""
+    def append(self, slots: Slots, positions: Positions | None = None) -> None:
+        """Makes ``slots`` the most recent members, the last one the most recent. Members move, others join. Lists that
+        share a clock give ``positions``, so that their members can be compared."""
         chosen = checked(slots, self._capacity).tolist()
         if not chosen:
             return
@@ -549,7 +545,7 @@ class GapLists:
         for gap, members in enumerate(self._lists):
             chosen = classes == gap
             members.discard(slots[~chosen])
-            members.put(slots[chosen], positions[chosen])
+            members.append(slots[chosen], positions[chosen])
 
     def classes(self, slots: Slots) -> Positions:
         """Returns the class of each of ``slots``, which are members."""
@@ -560,7 +556,7 @@ class GapLists:
         positions = self.tick(len(slots))
         for members in self._lists:
             held = members.holds(slots)
-            members.put(slots[held], positions[held])
+            members.append(slots[held], positions[held])
 
     def discard(self, slots: Slots) -> None:
         """Removes the ``slots`` that are members."""
