@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Placement, TransferSpec
+from kvoffload.abc import ByteArray, PageGroup, Placement, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer import inline
 from kvoffload.transfer.blocks import merge_views
 from kvoffload.transfer.inline import InlineTransfer
 from tests.clock import Clock
+from tests.transfer.specs import job, spec_of
 
 BLOCKS = 12
 
@@ -47,11 +48,6 @@ def mixed_layers() -> list[ByteArray]:
 
 
 LAYOUTS = [merged_layers, separate_layers, strided_layers, mixed_layers]
-
-
-def job(slots: Sequence[int], device_blocks: Sequence[int], first: int = 0) -> TransferSpec:
-    device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (first,))
-    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
 
 
 def make_pool(views: Sequence[ByteArray], factor: int, num_slots: int = 6) -> ByteArray:
@@ -223,14 +219,7 @@ def test_slots_that_are_too_small_for_a_block_are_refused() -> None:
         InlineTransfer([PageGroup(views)], np.zeros((4, 47), dtype=np.uint8))
 
 
-# Copy lists, and merged layers.
-
-
-def groups_job(slots: list[int], *parts: tuple[list[int], int]) -> TransferSpec:
-    """Returns a job for several groups; a part is a group's device blocks and the index of the first of them."""
-    ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
-    device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
-    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+# Several groups, and merged layers.
 
 
 def test_round_trip_of_a_job_with_several_groups() -> None:
@@ -243,12 +232,12 @@ def test_round_trip_of_a_job_with_several_groups() -> None:
     ]
     pool = np.zeros((6, max(group.block_bytes for group in groups)), dtype=np.uint8)
     transfer = InlineTransfer(groups, pool)
-    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=True)
+    assert run(transfer, spec_of([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=True)
     before = [[view.copy() for view in group.views] for group in groups]
     for group in groups:
         for view in group.views:
             view[:] = 0
-    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=False)
+    assert run(transfer, spec_of([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=False)
     for g, blocks in ((0, [1, 2, 3]), (2, [7])):
         for view, right in zip(groups[g].views, before[g], strict=True):
             assert np.array_equal(view[blocks], right[blocks])

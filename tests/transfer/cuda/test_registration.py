@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.abc import PageGroup
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool
@@ -16,6 +16,7 @@ from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.emulator import Emulator
 from tests.transfer.cuda.plain_device import PlainDevice
+from tests.transfer.specs import job
 
 MIB = 1 << 20
 
@@ -72,8 +73,7 @@ def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: Host
     tables = [page_table(PageGroup([pages]))]
     transfer = CudaTransfer(tables, pool.data, PlainDevice(tables), registration, with_threads=False)
     worker = OffloadingConnectorWorker(transfer)
-    blocks = np.arange(4)
-    spec = TransferSpec("r", LoadStoreSpec("CPU", blocks + 6), DeviceSpec(blocks, (4,), (0,)))
+    spec = job(range(6, 10), range(4))
     reports: list[WorkerReport] = []
     for step in (StepMeta(stores={1: spec}), StepMeta(), StepMeta()):
         with worker.step(step, reports.append):

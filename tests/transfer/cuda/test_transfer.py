@@ -15,12 +15,9 @@ import pytest
 from kvoffload.abc import (
     ByteArray,
     ConfigError,
-    DeviceSpec,
-    LoadStoreSpec,
     PageGroup,
     Placement,
     TransferResult,
-    TransferSpec,
 )
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
@@ -32,6 +29,7 @@ from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from tests.transfer.cuda.plain_device import ENGINE, PlainDevice, PlainEvent
+from tests.transfer.specs import spec_of
 
 pytestmark = pytest.mark.skipif(load("_transfer") is None, reason="needs native code")
 
@@ -92,7 +90,6 @@ class Rig:
         registration: Any = None,
         limits: Limits = DEFAULT_LIMITS,
         with_threads: bool = False,
-        num_without_kernels: int = 0,
         num_slots: int = SLOTS,
         pool: ByteArray | None = None,
     ) -> None:
@@ -101,7 +98,7 @@ class Rig:
         self.pool = np.zeros((num_slots, block_bytes), np.uint8) if pool is None else pool
         self.registration = registration or Ready(num_slots)
         tables = [page_table(group) for group in groups]
-        self.device = PlainDevice(tables, num_without_kernels)
+        self.device = PlainDevice(tables)
         self.transfer = CudaTransfer(
             tables, self.pool, self.device, self.registration, limits=limits, with_threads=with_threads
         )
@@ -148,13 +145,6 @@ class Rig:
         sizes = [size for called, size in self.device.calls if called == name]
         self.device.calls.clear()
         return sizes
-
-
-def spec_of(slots: Sequence[int], *parts: tuple[Sequence[int], int]) -> TransferSpec:
-    """Returns a job; a part is a group's device blocks and the index of the first of them."""
-    ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
-    device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
-    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
 
 
 def ended(results: Sequence[TransferResult]) -> list[int]:
