@@ -401,14 +401,6 @@ def test_a_refusal_of_the_kernel_is_a_config_error_and_leaves_nothing(monkeypatc
     assert open_files() == before
 
 
-def close_leaked(before: set[str]) -> None:
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{fd}")
-            if "memfd:kvoffload" in name and f"{name} {os.fstat(int(fd)).st_ino}" not in before:
-                os.close(int(fd))
-
-
 # Available memory.
 
 

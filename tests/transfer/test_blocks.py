@@ -373,10 +373,6 @@ def test_the_measurements_end(seconds: float) -> None:
     assert slow.now <= blocks.DEADLINE_S + len(STREAMS) * seconds, "a round began after the deadline"
 
 
-def copier_of(piece_bytes: int) -> Any:
-    return BlockCopier([np.zeros((1, 2, piece_bytes), np.uint8)], np.zeros((2, 1, piece_bytes), np.uint8))
-
-
 # Threads.
 
 
