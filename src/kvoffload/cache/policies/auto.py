@@ -14,6 +14,8 @@ from kvoffload.cache.keys import Hashes, key_hashes, seem_of_several_groups
 from kvoffload.cache.policies.tournament import GHOSTS, Tournament, refusals
 from kvoffload.native.structures import GapLists, GhostTable
 
+_NO_HASHES = np.zeros(0, dtype=np.uint64)
+
 
 class AutoPolicy(CachePolicy):
     """Blocks used by one request (``once``), and those used by several (``again``) by the gap between their last two
@@ -40,7 +42,7 @@ class AutoPolicy(CachePolicy):
         self._has_shared_names = False
         """Whether a key of another group than the first was seen. Then a ghost stays when a block returns, for the
         other blocks of its name. Blocks that came before have names of their own until they leave."""
-        self._last: tuple[Sequence[OffloadKey], Hashes] = ((), np.zeros(0, dtype=np.uint64))
+        self._last: tuple[Sequence[OffloadKey], Hashes] = ((), _NO_HASHES)
         """Keys and hashes of the last call, because the next call is often about the same keys."""
 
     def put_behind(self, device_blocks: int) -> None:
@@ -53,15 +55,16 @@ class AutoPolicy(CachePolicy):
 
     def access(self, access: Access) -> None:
         now = self._lists.begin(access.time)
-        chain = self._hash_of[access.found]
         missing = access.found < 0
         num_missing = np.count_nonzero(missing)
-        if num_missing:
-            has_none = num_missing == len(missing)
-            absent = access.keys if has_none else list(compress(access.keys, missing.tolist()))
-            hashes = self._hashes(absent[::-1])
-            chain[missing] = hashes[::-1]
-            self._ghosts.use(hashes, now)
+        if num_missing == len(missing):
+            absent = self._hashes(access.keys[::-1])
+            chain = absent[::-1]
+        else:
+            absent = self._hashes(list(compress(access.keys, missing.tolist()))[::-1]) if num_missing else _NO_HASHES
+            chain = self._hash_of[access.found]
+            chain[missing] = absent[::-1]
+        self._ghosts.use(absent, now)
         self._tournament.observe(chain, self.full, now, self.must_store)
         self._lists.use(access.slots, access.ready)
 
