@@ -324,6 +324,18 @@ def test_a_fence_waits_for_the_gather_and_not_for_the_bus() -> None:
     assert event.recorded < last_copy
 
 
+def test_a_load_submitted_after_a_fence_waits_for_what_the_engine_waits_for(rig: Rig) -> None:
+    rig.device.held = True
+    rig.store(1, [0], [5])
+    rig.transfer.wait([1])
+    ((_, read),) = [(stream, event) for stream, event in rig.device.waits if stream == ENGINE]
+    rig.device.waits.clear()
+    rig.load(2, [1], [5])
+    rig.run()
+    assert any(event.recorded > read.recorded for _, event in rig.device.waits if event in engine_events(rig))
+    rig.device.release()
+
+
 def engine_events(rig: Rig) -> list[PlainEvent]:
     return [event for event in rig.device.events if event.stream == ENGINE]
 
